@@ -1,0 +1,180 @@
+"""Verification rules for one draft chain a row: token and block verification, vectorised over the batch.
+
+Knows: probabilities. Does not know: models, trees, requests. Each rule is a plan (acceptance probabilities and residual
+weights, as tensors) followed by its draws (`rng.bernoulli`, `rng.categorical`); nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.functional.checks import check_chain
+from draftproof.rng import Rng
+
+
+class ChainVerdict(NamedTuple):
+    """How much of each row's chain is kept, and the token that follows.
+
+    Attributes:
+        accepted: number of accepted draft tokens, 0 to the row's length.
+        token: the bonus token.
+    """
+
+    accepted: Int[Tensor, " B"]
+    token: Int[Tensor, " B"]
+
+
+def log_ratios(
+    tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"] | None, p: Float[Tensor, "B m V"]
+) -> Float[Tensor, "B n"]:
+    """log p(x_i)/q(x_i) of each drafted token in float64; q = None stands for point masses (q(x_i) = 1)."""
+    index = tokens.unsqueeze(-1)
+    log_p = p[:, : tokens.shape[1]].gather(-1, index).squeeze(-1).double().log()
+    return log_p if q is None else log_p - q.gather(-1, index).squeeze(-1).double().log()
+
+
+def running_ratios(log_ratio: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
+    """P_i = min(1, P_{i-1} p/q) with P_0 = 1 (seed 001, Algorithm 2), without a loop.
+
+    A walk that may not rise above 0 equals the free walk less its running maximum (counting the start): log P_i = c_i -
+    max(0, max_{j<=i} c_j) with c the cumulative sum.
+    """
+    walk = log_ratio.cumsum(-1)
+    return (walk - walk.cummax(-1).values.clamp_(min=0)).exp()
+
+
+def residual_weights(
+    p: Float[Tensor, "B V"], q: Float[Tensor, "B V"] | None, drafted: Int[Tensor, " B"], scale: Float[Tensor, " B"]
+) -> Float[Tensor, "B V"]:
+    """max(scale p - q, 0), falling back to p where nothing is left (0/0 in exact arithmetic).
+
+    Args:
+        p: the target's row.
+        q: the draft's row, or None for a point mass on `drafted`.
+        drafted: the token drawn from q.
+        scale: 1 for token verification, P_tau for block verification.
+    """
+    weights = p * scale.to(p.dtype).unsqueeze(-1)
+    if q is None:
+        one = torch.ones_like(weights[:, :1])
+        weights.scatter_add_(-1, drafted.unsqueeze(-1), -one)
+    else:
+        weights -= q
+    weights.clamp_(min=0)
+    return torch.where(weights.sum(-1, keepdim=True) > 0, weights, p)
+
+
+def _bonus(
+    accepted: Int[Tensor, " B"],
+    scale: Float[Tensor, " B"],
+    tokens: Int[Tensor, "B n"],
+    q: Float[Tensor, "B n V"] | None,
+    p: Float[Tensor, "B m V"],
+    lengths: Int[Tensor, " B"],
+    rng: Rng,
+) -> Int[Tensor, " B"]:
+    """The round's last token: from the residual at the first position that was not accepted, from p after a full chain."""
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    weights = p[rows, accepted]
+    if tokens.shape[1] > 0:
+        at = accepted.clamp(max=tokens.shape[1] - 1)
+        residual = residual_weights(weights, None if q is None else q[rows, at], tokens[rows, at], scale)
+        weights = torch.where((accepted < lengths).unsqueeze(-1), residual, weights)
+    return rng.categorical(weights)
+
+
+def _row_lengths(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
+    if lengths is not None:
+        return lengths
+    return torch.full(tokens.shape[:1], tokens.shape[1], dtype=torch.int64, device=tokens.device)
+
+
+def token_verify(
+    tokens: Int[Tensor, "B n"],
+    q: Float[Tensor, "B n V"] | None,
+    p: Float[Tensor, "B n+1 V"],
+    *,
+    rng: Rng,
+    lengths: Int[Tensor, " B"] | None = None,
+    validate: bool = True,
+) -> ChainVerdict:
+    """Token verification: accept x_i with min(1, p/q) until the first refusal, then draw from norm(max(p - q, 0)).
+
+    Args:
+        tokens: drafted token ids.
+        q: the distribution each token was drawn from; None for point masses (n-gram drafts).
+        p: the target's distribution before each drafted token and after the last one.
+        rng: source of all randomness.
+        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
+        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+
+    Source: Leviathan et al. 2023; seed 001, Algorithm 1.
+    """
+    if validate:
+        check_chain(tokens, q, p, lengths)
+    size = _row_lengths(tokens, lengths)
+    accept = log_ratios(tokens, q, p).exp().clamp_(max=1)
+    accept = accept.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= size.unsqueeze(-1), 0)
+    accepted = rng.bernoulli(accept).long().cumprod(-1).sum(-1)
+    return ChainVerdict(accepted, _bonus(accepted, torch.ones_like(accept[:, :1].sum(-1)), tokens, q, p, size, rng))
+
+
+def block_acceptance(
+    tokens: Int[Tensor, "B n"],
+    q: Float[Tensor, "B n V"] | None,
+    p: Float[Tensor, "B m V"],
+    lengths: Int[Tensor, " B"],
+) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n"]]:
+    """P_i and h_i for i = 1..n (seed 001, Algorithm 2): h_i = S_i / (S_i + 1 - P_i), h_length = P_length.
+
+    S_i = sum_x max(P_i p(x|x_<=i) - q(x|x_<=i), 0). Where S_i = 0 and P_i = 1 any h_i will do, since a longer block is then
+    accepted with certainty; 1 is taken. Beyond a row's length h is 0.
+    """
+    n = tokens.shape[1]
+    running = running_ratios(log_ratios(tokens, q, p))
+    place = torch.arange(1, n + 1, device=tokens.device)
+    h = torch.where(place == lengths.unsqueeze(-1), running, torch.zeros_like(running))
+    if n > 1:
+        head = running[:, :-1]
+        if q is None:  # max(P p(x) - 1{x = drafted}, 0) sums to P (1 - p(drafted)), for P <= 1
+            drafted = p[:, 1:n].gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1).double()
+            surplus = head * (1 - drafted)
+        else:
+            scaled = p[:, 1:n] * head.to(p.dtype).unsqueeze(-1)
+            scaled -= q[:, 1:]
+            surplus = scaled.clamp_(min=0).sum(-1).double()
+        deficit = 1 - head
+        inner = torch.where(deficit > 0, surplus / (surplus + deficit), torch.ones_like(head))
+        h[:, :-1] = torch.where(place[:-1] < lengths.unsqueeze(-1), inner, h[:, :-1])
+    return running, h
+
+
+def block_verify(
+    tokens: Int[Tensor, "B n"],
+    q: Float[Tensor, "B n V"] | None,
+    p: Float[Tensor, "B n+1 V"],
+    *,
+    rng: Rng,
+    lengths: Int[Tensor, " B"] | None = None,
+    validate: bool = True,
+) -> ChainVerdict:
+    """Block verification: keep the longest prefix whose own test succeeds, then draw from norm(max(P_tau p - q, 0)).
+
+    Every prefix is tested with its own h_i and the LARGEST success wins; Pr(at least i accepted | x) = P_i. In expectation it
+    never accepts less than token verification. Arguments as for `token_verify`.
+
+    Source: seed 001, Algorithm 2 and Lemma 3.
+    """
+    if validate:
+        check_chain(tokens, q, p, lengths)
+    size = _row_lengths(tokens, lengths)
+    running, h = block_acceptance(tokens, q, p, size)
+    place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+    accepted = (rng.bernoulli(h) * place).amax(-1) if tokens.shape[1] else torch.zeros_like(size)
+    one = torch.ones_like(running[:, :1].sum(-1, keepdim=True))
+    scale = torch.cat([one, running], -1).gather(-1, accepted.unsqueeze(-1)).squeeze(-1)
+    return ChainVerdict(accepted, _bonus(accepted, scale, tokens, q, p, size, rng))

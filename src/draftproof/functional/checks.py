@@ -1,0 +1,102 @@
+"""Checks of the tensors handed to a verification rule; every error names the row and says what is legal.
+
+Knows: shapes and what a distribution is. Does not know: any rule.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+SUM_TOLERANCE = 1e-3
+
+
+def _first(bad: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in bad.nonzero()[0])
+
+
+def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None = None) -> None:
+    """Finite, non-negative, summing to 1 within 1e-3, wherever `valid` holds.
+
+    Raises:
+        ValueError: naming the first bad row and its value.
+    """
+    if not rows.is_floating_point() or rows.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name} has dtype {rows.dtype}: probabilities must be float32 or float64")
+    keep = torch.ones(rows.shape[:-1], dtype=torch.bool, device=rows.device) if valid is None else valid
+    total = rows.sum(-1)
+    bad = keep & ~torch.isfinite(total)
+    if bad.any():
+        raise ValueError(f"{name}{list(_first(bad))} holds NaN or infinity: probabilities must be finite")
+    bad = keep & (rows.amin(-1) < 0)
+    if bad.any():
+        where = _first(bad)
+        raise ValueError(f"{name}{list(where)} holds {rows[where].min().item():.3g}: probabilities must not be negative")
+    bad = keep & ((total - 1).abs() > SUM_TOLERANCE)
+    if bad.any():
+        where = _first(bad)
+        raise ValueError(f"{name}{list(where)} sums to {total[where].item():.6g}: rows must sum to 1 within {SUM_TOLERANCE}")
+
+
+def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> None:
+    """Token ids lie in [0, vocab) wherever `valid` holds.
+
+    Raises:
+        ValueError: naming the first bad position.
+    """
+    bad = valid & ((tokens < 0) | (tokens >= vocab))
+    if bad.any():
+        where = _first(bad)
+        raise ValueError(f"tokens{list(where)} is {tokens[where].item()}: legal ids are 0 to {vocab - 1}")
+
+
+def check_drawn(tokens: Int[Tensor, "*rows"], q: Float[Tensor, "*rows V"], valid: Tensor) -> None:
+    """Every drafted token has q > 0: it was drawn from q.
+
+    Raises:
+        ValueError: naming the first position where q(token) is 0.
+    """
+    bad = valid & (q.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) <= 0)
+    if bad.any():
+        where = _first(bad)
+        raise ValueError(
+            f"q{list(where)} gives token {tokens[where].item()} probability 0, so it was not drawn from q: "
+            "pass the distribution the token was sampled from"
+        )
+
+
+def check_chain(
+    tokens: Int[Tensor, "*B n"],
+    q: Float[Tensor, "*B n V"] | None,
+    p: Float[Tensor, "*B m V"],
+    lengths: Int[Tensor, "*B"] | None,
+) -> None:
+    """Check the inputs of a rule on chains; leading dimensions are batch, or batch and draft.
+
+    Raises:
+        ValueError: a shape, a dtype, a row that is no distribution, a token out of range or not drawn from q.
+    """
+    *lead, n = tokens.shape
+    if p.ndim != tokens.ndim + 1 or list(p.shape[:-1]) != [*lead, n + 1]:
+        raise ValueError(f"p has shape {tuple(p.shape)}: with tokens of shape {tuple(tokens.shape)} it must be {(*lead, n + 1, 'V')}")
+    vocab = p.shape[-1]
+    if q is not None and tuple(q.shape) != (*lead, n, vocab):
+        raise ValueError(f"q has shape {tuple(q.shape)}: it must be {(*lead, n, vocab)} (tokens x the vocabulary of p)")
+    place = torch.arange(n + 1, device=tokens.device)
+    if lengths is None:
+        inside = torch.ones((*lead, n + 1), dtype=torch.bool, device=tokens.device)
+    else:
+        if tuple(lengths.shape) != tuple(lead):
+            raise ValueError(f"lengths has shape {tuple(lengths.shape)}: it must be {tuple(lead)}")
+        bad = (lengths < 0) | (lengths > n)
+        if bad.any():
+            where = _first(bad)
+            raise ValueError(f"lengths{list(where)} is {lengths[where].item()}: legal are 0 to {n}")
+        inside = place <= lengths.unsqueeze(-1)
+    check_rows("p", p, inside)
+    drafted = inside[..., 1:]
+    check_tokens(tokens, vocab, drafted)
+    if q is not None:
+        check_rows("q", q, drafted)
+        check_drawn(tokens.masked_fill(~drafted, 0), q, drafted)

@@ -1,0 +1,168 @@
+"""The one door to randomness: bernoulli and categorical draws that depend only on who asks, when, and what for.
+
+Knows: counters, hashing, how a uniform becomes a decision. Does not know: models, drafts, rules.
+
+A draw is a hash of (the request's seed, its own round, the purpose, the place in the round, the call, the element), so a
+request gets the same draws alone or in any batch, and after a restart (ALGORITHMS.md section 9). The round is part of
+the key because a position drafted and thrown away is drafted again in the next round: sharing the uniform between the two
+would tie the new draw to the event that rejected the old one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_A = 0xBF58476D1CE4E5B9
+_MIX_B = 0x94D049BB133111EB
+
+
+class Purpose(enum.IntEnum):
+    """What a draw decides; two purposes never share a uniform."""
+
+    DRAFT = 1
+    VERIFY = 2
+    STOP = 3
+
+
+class Rng(Protocol):
+    """Where decisions come from; every random choice of the library is one of these two calls."""
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """One independent yes/no for each probability."""
+        ...
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        """One index for each row of non-negative weights, which need not sum to 1."""
+        ...
+
+
+class RoundRng(Protocol):
+    """The draws of one round for the rows of a batch; `at` opens the door for one purpose."""
+
+    def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> Rng:
+        """An Rng whose tensors have one leading row for each of `rows` (default: all rows of the batch).
+
+        `place` tells apart the draws of one purpose in one round: the step of a chain, the number of a chain.
+        """
+        ...
+
+
+def _mix(x: int) -> int:
+    """Finaliser of splitmix64 on a Python integer: a bijection of 64-bit words whose output bits look independent."""
+    x = ((x ^ (x >> 30)) * _MIX_A) & _MASK64
+    x = ((x ^ (x >> 27)) * _MIX_B) & _MASK64
+    return x ^ (x >> 31)
+
+
+def fold(*words: int) -> int:
+    """Hash a sequence of integers to one 64-bit key; order matters."""
+    key = 0
+    for word in words:
+        key = _mix((key + _GOLDEN + (word & _MASK64)) & _MASK64)
+    return key
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _mix_tensor(x: Tensor) -> Tensor:
+    """`_mix` on an int64 tensor, in place; multiplication wraps, right shifts are made logical by a mask."""
+    x ^= (x >> 30) & ((1 << 34) - 1)
+    x *= _signed(_MIX_A)
+    x ^= (x >> 27) & ((1 << 37) - 1)
+    x *= _signed(_MIX_B)
+    x ^= (x >> 31) & ((1 << 33) - 1)
+    return x
+
+
+def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
+    """Uniforms in the open interval (0, 1), 52 bits each, row r from keys[r].
+
+    An element is addressed by its coordinates, not by its offset, so padding a batch to a longer row leaves it alone.
+    """
+    x = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
+    for size in shape[1:]:
+        steps = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
+        x = _mix_tensor(x.unsqueeze(-1) + steps)
+    x = (x >> 12) & ((1 << 52) - 1)
+    return (x.to(torch.float64) + 0.5) * 2.0**-52
+
+
+def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+    """The first index whose cumulative weight exceeds u times the total; never an index of zero weight.
+
+    Float64 throughout: with u = k + 1/2 over 2**52 the product stays strictly below the total, so the search ends inside
+    the row.
+    """
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    goal = u.unsqueeze(-1) * cdf[..., -1:]
+    return torch.searchsorted(cdf, goal, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+
+
+class CounterRng:
+    """Counter-based draws, one key for each leading row; the calls made on one object are numbered."""
+
+    def __init__(self, keys: Sequence[int]) -> None:
+        self._keys = tuple(keys)
+        self._calls = 0
+
+    def _next(self, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
+        if not shape or shape[0] != len(self._keys):
+            raise ValueError(f"rng has {len(self._keys)} rows, asked for draws of shape {tuple(shape)}: rows come first")
+        self._calls += 1
+        return _uniforms([fold(key, self._calls) for key in self._keys], shape, device)
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """True with the given probabilities; strict, so 0 is never and 1 is always."""
+        return self._next(prob.shape, prob.device) < prob
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        """Inverse-CDF draws, one uniform for each row of weights."""
+        return inverse_cdf(weights, self._next(weights.shape[:-1], weights.device))
+
+
+class CounterRoundRng:
+    """The round's draws for a batch: row r is keyed by its own seed and its own round number."""
+
+    def __init__(self, seeds: Sequence[int], rounds: Sequence[int]) -> None:
+        self._keys = [fold(seed, number) for seed, number in zip(seeds, rounds, strict=True)]
+
+    def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> CounterRng:
+        """See RoundRng."""
+        picked = range(len(self._keys)) if rows is None else rows
+        return CounterRng([fold(self._keys[row], purpose, place) for row in picked])
+
+
+class TorchRng:
+    """An Rng for callers without an engine: reproducible from one seed, any shape, tensors on `device` or elsewhere.
+
+    Args:
+        seed: any integer.
+        device: where tensors are expected; draws are made on the device of the tensor that asks.
+    """
+
+    def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
+        self.seed = seed
+        self.device = torch.device(device)
+        self._calls = 0
+
+    def _next(self, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
+        self._calls += 1
+        return _uniforms([fold(self.seed, self._calls)], (1, *shape), device).squeeze(0)
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """True with the given probabilities; strict, so 0 is never and 1 is always."""
+        return self._next(prob.shape, prob.device) < prob
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        """Inverse-CDF draws, one uniform for each row of weights."""
+        return inverse_cdf(weights, self._next(weights.shape[:-1], weights.device))

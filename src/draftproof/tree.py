@@ -1,0 +1,114 @@
+"""TokenTree: drafted tokens and whose child each one is. Everything else about a tree follows from the parents.
+
+Knows: tokens, parents. Does not know: probabilities, models, rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+ROOT = -1
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """Drafted tokens below the root (the last committed token), parents before children.
+
+    Attributes:
+        tokens: token id of each node; stays on the device it was drawn on.
+        parents: index of each node's parent, ROOT (-1) for a child of the root.
+    """
+
+    tokens: Int[Tensor, " nodes"]
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or self.tokens.shape[0] != len(self.parents):
+            raise ValueError(f"a tree needs one parent for each token: {tuple(self.tokens.shape)}, {len(self.parents)}")
+        for node, parent in enumerate(self.parents):
+            if not ROOT <= parent < node:
+                raise ValueError(f"node {node} has parent {parent}: legal are {ROOT} (the root) to {node - 1}")
+
+    @classmethod
+    def chain(cls, tokens: Int[Tensor, " nodes"]) -> TokenTree:
+        """A tree without branches: node i is the child of node i - 1."""
+        return cls(tokens, tuple(range(ROOT, tokens.shape[0] - 1)))
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
+        """No drafted token: the round is a plain decoding step."""
+        return cls.chain(torch.empty(0, dtype=torch.int64, device=device))
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether node i is the child of node i - 1 throughout."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    @cached_property
+    def ids(self) -> tuple[int, ...]:
+        """Token ids on the host; the first use copies from the device."""
+        return tuple(self.tokens.tolist())
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; children of the root have depth 1."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """For each node, the nodes from the root's child down to and including itself."""
+        paths: list[tuple[int, ...]] = []
+        for node, parent in enumerate(self.parents):
+            paths.append((node,) if parent == ROOT else (*paths[parent], node))
+        return tuple(paths)
+
+    @cached_property
+    def children(self) -> dict[int, tuple[int, ...]]:
+        """Children of each node, and of the root under ROOT, in node order."""
+        found: dict[int, list[int]] = {node: [] for node in range(ROOT, len(self))}
+        for node, parent in enumerate(self.parents):
+            found[parent].append(node)
+        return {node: tuple(kids) for node, kids in found.items()}
+
+    @cached_property
+    def visible(self) -> Bool[Tensor, "nodes nodes"]:
+        """visible[i, j]: node j lies on the path to node i, itself included (the attention mask among nodes)."""
+        mask = torch.zeros(len(self), len(self), dtype=torch.bool)
+        for node, path in enumerate(self.paths):
+            mask[node, list(path)] = True
+        return mask
+
+
+def merge_chains(chains: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Put chains into a prefix trie: equal prefixes become one node.
+
+    Returns:
+        tokens and parents of the trie (chains in order, parents before children), and for each chain its path of nodes.
+    """
+    nodes: dict[tuple[int, int], int] = {}
+    tokens: list[int] = []
+    parents: list[int] = []
+    paths: list[tuple[int, ...]] = []
+    for chain in chains:
+        at, path = ROOT, []
+        for token in chain:
+            node = nodes.setdefault((at, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(at)
+            at = node
+            path.append(node)
+        paths.append(tuple(path))
+    return tuple(tokens), tuple(parents), tuple(paths)
