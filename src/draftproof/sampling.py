@@ -1,0 +1,516 @@
+"""From logits to probabilities: SamplingParams (vLLM's names), the transforms they ask for, and log-probabilities.
+
+Knows: what each option means, the order in which they apply, and that penalties depend on the drafted path above a row.
+Does not know: models, drafts, rules, randomness; where a generation ends is `finish`.
+
+Order, as vLLM's V1 sampler: cast to float32; bad words; min_tokens; logit bias; repetition, frequency and presence
+penalties; temperature; min-p; top-k; top-p; softmax. Masks are -inf, so they commute with the bias.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+_NEVER = -math.inf
+# A float32 reciprocal outside these overflows or vanishes; inside, the law no longer changes with the temperature.
+_COLDEST, _HOTTEST = 1e-30, 1e30
+# The nucleus is first looked for among this many candidates: at usual settings it is far smaller.
+_NUCLEUS_GUESS = 256
+
+
+def _illegal(name: str, value: object, legal: str) -> ValueError:
+    shown = repr(value)
+    return ValueError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}: legal is {legal}")
+
+
+def _integer(name: str, value: object, low: int, high: int | None, legal: str) -> int:
+    """`value` as an int of [low, high]; True and False are not numbers here."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _illegal(name, value, legal)
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise _illegal(name, value, legal)
+    return number
+
+
+def _real(name: str, value: object, fits: Callable[[float], bool], legal: str) -> float:
+    """`value` as a finite float that `fits`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _illegal(name, value, legal)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise _illegal(name, value, legal) from None
+    if not math.isfinite(number) or not fits(number):
+        raise _illegal(name, value, legal)
+    return number
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    """`value` as a tuple of non-empty strings that UTF-8 can carry."""
+    legal = "a sequence of non-empty strings"
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise _illegal(name, value, legal)
+    for text in value:
+        if not isinstance(text, str) or not text or any("\ud800" <= char <= "\udfff" for char in text):
+            raise _illegal(name, value, legal)
+    return tuple(value)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    legal = "a sequence of token ids, integers >= 0"
+    if isinstance(value, str | bytes) or not isinstance(value, Collection):
+        raise _illegal(name, value, legal)
+    return tuple(_integer(name, token, 0, None, legal) for token in value)
+
+
+def _bias(value: object) -> dict[int, float] | None:
+    legal = "a mapping from token ids >= 0 to numbers in [-100, 100]"
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise _illegal("logit_bias", value, legal)
+    return {
+        _integer("logit_bias", token, 0, None, legal): _real("logit_bias", bias, lambda x: abs(x) <= 100, legal)
+        for token, bias in value.items()
+    } or None
+
+
+_INTEGERS: dict[str, tuple[int, int | None, str]] = {
+    "n": (1, None, "an integer >= 1"),
+    "top_k": (-1, None, "an integer >= 1, or 0 or -1 for off"),
+    "min_tokens": (0, None, "an integer >= 0"),
+    "max_tokens": (1, None, "an integer >= 1, or None for no limit"),
+    "seed": (-(1 << 63), (1 << 63) - 1, "an integer of 64 bits, or None"),
+    "logprobs": (0, None, "an integer >= 0, or None"),
+}
+_REALS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x >= 0, "a finite number >= 0 (0 is greedy)"),
+    "top_p": (lambda x: 0 < x <= 1, "0 < top_p <= 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "0 <= min_p <= 1"),
+    "repetition_penalty": (lambda x: 1e-4 <= x <= 1e4, "0.0001 <= repetition_penalty <= 10000 (1 is off)"),
+    "presence_penalty": (lambda x: -2 <= x <= 2, "-2 <= presence_penalty <= 2"),
+    "frequency_penalty": (lambda x: -2 <= x <= 2, "-2 <= frequency_penalty <= 2"),
+}
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it ends; names and meanings are vLLM's.
+
+    Values are checked and normalised on construction: `stop`, `bad_words` and `stop_token_ids` become tuples (None is
+    empty, one `stop` string is a tuple of one), `top_k` -1 becomes 0.
+
+    Attributes:
+        n: how many continuations of the prompt to return.
+        temperature: 0 puts all mass on the most likely token, ties to the lowest id.
+        top_k: keep the k most likely tokens and all tied with the k-th; 0 or -1 is off.
+        top_p: keep the fewest tokens, most likely first, whose mass reaches top_p; ties to the lowest id.
+        min_p: keep tokens at least min_p times as likely as the most likely one.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the output.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted once for each time the token is in the output.
+        logit_bias: added to the logits of these token ids.
+        bad_words: texts that the output never completes (matched as token sequences, within the output).
+        stop: texts that end the output.
+        stop_token_ids: tokens that end the output.
+        include_stop_str_in_output: show the stop string, or the text of the stop token, at the end of the text.
+        ignore_eos: go on after the end-of-sequence token.
+        min_tokens: EOS and stop tokens have probability 0, and stop strings do not count, before this many tokens.
+        max_tokens: the most tokens to emit; None leaves it to the model's context.
+        seed: of this request's draws; None lets the engine choose.
+        logprobs: how many of the best tokens to report with each emitted one; None reports nothing.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError: a value of the wrong type or range; the message names field, value and what is legal.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 128
+    seed: int | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, (low, high, legal) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                self._set(name, _integer(name, value, low, high, legal))
+        for name, (fits, legal) in _REALS.items():
+            self._set(name, _real(name, getattr(self, name), fits, legal))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise _illegal(name, getattr(self, name), "True or False")
+        self._normalise()
+
+    def _normalise(self) -> None:
+        self._set("top_k", max(self.top_k, 0))
+        self._set("logit_bias", _bias(self.logit_bias))
+        self._set("bad_words", _strings("bad_words", () if self.bad_words is None else self.bad_words))
+        stop: object = () if self.stop is None else self.stop
+        self._set("stop", _strings("stop", (stop,) if isinstance(stop, str) else stop))
+        self._set(
+            "stop_token_ids", _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
+        )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _illegal("min_tokens", self.min_tokens, f"0 <= min_tokens <= max_tokens, which is {self.max_tokens}")
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def bind(
+        self,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int] = (),
+        prompt_ids: Sequence[int] = (),
+        encode: Callable[[str], Sequence[int]] | None = None,
+    ) -> Transforms:
+        """These parameters for one prompt and one model: what the engine builds once for each request.
+
+        Args:
+            vocab_size: the width of the model's logits.
+            eos_token_ids: the model's end-of-sequence ids.
+            prompt_ids: the prompt.
+            encode: text to token ids without special tokens; needed by `bad_words` only.
+
+        Raises:
+            ValueError: a token id outside the vocabulary; bad words without a tokenizer, or that encode to nothing.
+        """
+        words = bad_word_ids(self.bad_words, encode)
+        return Transforms(self, vocab_size, tuple(eos_token_ids), tuple(prompt_ids), words)
+
+
+def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word as it stands and after a space, where that starts with another token.
+
+    Raises:
+        ValueError: no tokenizer, or a word that encodes to nothing.
+    """
+    if words and encode is None:
+        raise ValueError(f"bad_words is {tuple(words)!r}, but there is no tokenizer: legal is ()")
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        assert encode is not None, "checked above"
+        bare, spaced = (tuple(encode(space + word.lstrip(" "))) for space in ("", " "))
+        if not bare and not spaced:
+            raise ValueError(
+                f"bad_words holds {word!r}, which encodes to no token: legal is a text of one token or more"
+            )
+        found |= {ids: None for ids in (bare, spaced) if ids and (ids is bare or ids[0] not in bare[:1])}
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """Sampling parameters bound to one request: everything `probabilities` needs but the tokens generated so far.
+
+    Attributes:
+        params: the request's parameters.
+        vocab_size: the width of the logits.
+        eos_token_ids: end-of-sequence ids; those outside the vocabulary cannot occur and are dropped.
+        prompt_ids: the prompt; only the repetition penalty looks at it.
+        bad_word_ids: token sequences that the output never completes.
+
+    Raises:
+        ValueError: a token id outside the vocabulary.
+    """
+
+    params: SamplingParams
+    vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        eos = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
+        object.__setattr__(self, "eos_token_ids", eos)
+        self._check_ids("logit_bias", self.params.logit_bias or ())
+        self._check_ids("stop_token_ids", self.params.stop_token_ids)
+        self._check_ids("bad_words", chain.from_iterable(self.bad_word_ids))
+        self._check_ids("the prompt", self.prompt_ids)
+
+    def _check_ids(self, name: str, ids: Any) -> None:
+        for token in ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"{name} holds token id {token}: legal is 0 <= id < {self.vocab_size}")
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What min_tokens masks: EOS, also under ignore_eos (as vLLM), and stop_token_ids."""
+        return tuple(sorted({*self.eos_token_ids, *self.params.stop_token_ids}))
+
+    @cached_property
+    def banned_ids(self) -> tuple[int, ...]:
+        """Bad words of one token: masked in every row."""
+        return tuple(sorted({word[0] for word in self.bad_word_ids if len(word) == 1}))
+
+    @cached_property
+    def bad_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """Bad words of two tokens or more: their last token is masked where the others precede."""
+        return tuple(word for word in self.bad_word_ids if len(word) > 1)
+
+    @cached_property
+    def penalised(self) -> bool:
+        """Whether some penalty is on."""
+        params = self.params
+        return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+    @cached_property
+    def path_dependent(self) -> bool:
+        """Whether `probabilities` reads output_ids and paths; if not, callers need not make them."""
+        return self.penalised or bool(self.bad_sequences) or (self.params.min_tokens > 0 and bool(self.stop_ids))
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether some logit is changed before the temperature."""
+        return self.path_dependent or bool(self.banned_ids) or self.params.logit_bias is not None
+
+    @cached_property
+    def prompt_counts(self) -> dict[int, int]:
+        """The tokens that the repetition penalty finds in the prompt, each generated 0 times."""
+        return dict.fromkeys(self.prompt_ids, 0) if self.params.repetition_penalty != 1 else {}
+
+
+def probabilities(
+    logits: Float[Tensor, "rows vocab"],
+    transforms: Transforms,
+    output_ids: Sequence[int] = (),
+    paths: Sequence[Sequence[int]] = (),
+) -> Float[Tensor, "rows vocab"]:
+    """The distribution each row's next token is drawn from; the transforms and their order are in the module docstring.
+
+    A row's result depends on its own logits and context only, and not on how the context is split into output and path.
+
+    Args:
+        logits: of any floating dtype, checked by `check_logits`; left as they are.
+        transforms: the request's.
+        output_ids: tokens generated and committed so far.
+        paths: for each row the drafted tokens between output_ids and that row, empty for the root's. Neither is touched
+            unless `transforms.path_dependent`.
+
+    Returns:
+        float32 probabilities (float64 for float64 logits). The result may share memory with nothing of the caller's.
+
+    Raises:
+        ValueError: a wrong width or number of paths; a row in which every token is masked.
+    """
+    if logits.shape[-1] != transforms.vocab_size:
+        raise ValueError(f"logits are {logits.shape[-1]} wide: legal is the vocabulary's {transforms.vocab_size}")
+    scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
+    if transforms.edits:
+        scores = scores.clone() if scores is logits else scores
+        _edit(scores, transforms, output_ids, paths)
+    params = transforms.params
+    if params.temperature == 0:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return _filter(_heat(scores, params.temperature), params).softmax(-1)
+
+
+def _edit(scores: Tensor, transforms: Transforms, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+    """Everything that changes single logits, in place."""
+    if transforms.path_dependent and len(paths) != len(scores):
+        raise ValueError(f"{len(scores)} rows of logits came with {len(paths)} paths: legal is one for each row")
+    masked = _mask(scores, transforms, output_ids, paths)
+    bias = transforms.params.logit_bias
+    if bias is not None:
+        ids = torch.tensor(list(bias), device=scores.device)
+        scores[:, ids] += torch.tensor(list(bias.values()), dtype=scores.dtype, device=scores.device)
+    if transforms.penalised:
+        _penalise(scores, transforms, output_ids, paths)
+    if masked:
+        _check_alive(scores, masked)
+
+
+def _mask(
+    scores: Tensor, transforms: Transforms, output_ids: Sequence[int], paths: Sequence[Sequence[int]]
+) -> tuple[str, ...]:
+    """Writes -inf for bad words and for early stops; returns the names of the options that did."""
+    causes = []
+    if transforms.banned_ids:
+        scores[:, torch.tensor(transforms.banned_ids, device=scores.device)] = _NEVER
+        causes.append("bad_words")
+    completing = _completing(transforms.bad_sequences, output_ids, paths) if transforms.bad_sequences else []
+    if completing:
+        _put(scores, completing, _NEVER)
+        causes.append("bad_words")
+    early = transforms.params.min_tokens - len(output_ids) if transforms.params.min_tokens else 0
+    if early > 0 and transforms.stop_ids:
+        _put(scores, [(r, t) for r, path in enumerate(paths) if len(path) < early for t in transforms.stop_ids], _NEVER)
+        causes.append("min_tokens")
+    return tuple(dict.fromkeys(causes))
+
+
+def _put(scores: Tensor, places: Sequence[tuple[int, int]], value: float) -> None:
+    if places:
+        rows, ids = torch.tensor(places, device=scores.device).unbind(-1)
+        scores[rows, ids] = value
+
+
+def _completing(
+    words: Sequence[tuple[int, ...]], output_ids: Sequence[int], paths: Sequence[Sequence[int]]
+) -> list[tuple[int, int]]:
+    """(row, token) where the token would complete one of the words; only generated tokens count, as in vLLM."""
+    longest = max(len(word) for word in words) - 1
+    tail = tuple(output_ids[-longest:])
+    found = []
+    for row, path in enumerate(paths):
+        seen = tail + tuple(path)
+        found += [(row, word[-1]) for word in words if seen[len(seen) - len(word) + 1 :] == word[:-1]]
+    return found
+
+
+def _penalise(
+    scores: Tensor, transforms: Transforms, output_ids: Sequence[int], paths: Sequence[Sequence[int]]
+) -> None:
+    """Penalties in place, touching only tokens that occur: committed ones in all rows, then each row's own path.
+
+    The path's tokens are read before the committed ones are written, so that each logit is penalised once.
+    """
+    params = transforms.params
+    committed = transforms.prompt_counts | Counter(output_ids)
+    own = [
+        (row, token, committed.get(token, 0) + count)
+        for row, path in enumerate(paths)
+        for token, count in Counter(path).items()
+    ]
+    if own:
+        rows, tokens, counts = torch.tensor(own, device=scores.device).unbind(-1)
+        patch = _penalty(scores[rows, tokens], counts, params)
+    if committed:
+        ids = torch.tensor(list(committed), device=scores.device)
+        scores[:, ids] = _penalty(scores[:, ids], torch.tensor(list(committed.values()), device=scores.device), params)
+    if own:
+        scores[rows, tokens] = patch
+
+
+def _penalty(values: Tensor, counts: Tensor, params: SamplingParams) -> Tensor:
+    """Logits of tokens that occurred, `counts` times of them in the output, after the three penalties."""
+    repetition = params.repetition_penalty
+    if repetition != 1:
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values = values.clamp(max=torch.finfo(values.dtype).max)  # a huge logit over a small penalty
+    counts = counts.to(values.dtype)
+    return values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+
+def _check_alive(scores: Tensor, causes: Sequence[str]) -> None:
+    dead = scores.amax(-1) == _NEVER
+    if dead.any():
+        row = int(dead.nonzero()[0, 0])
+        raise ValueError(
+            f"every token of row {row} is masked by {' and '.join(causes)}: leave at least one token legal"
+        )
+
+
+def _heat(scores: Tensor, temperature: float) -> Tensor:
+    """Logits over temperature, less their maximum first, so that no temperature overflows."""
+    if temperature == 1:
+        return scores
+    return (scores - scores.amax(-1, keepdim=True)) / min(max(temperature, _COLDEST), _HOTTEST)
+
+
+def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
+    """min-p, top-k, top-p: -inf for what each of them leaves out of what the one before it kept."""
+    if params.min_p > 0:
+        scores = scores.masked_fill(scores - scores.amax(-1, keepdim=True) < math.log(params.min_p), _NEVER)
+    if 0 < params.top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(params.top_k).values[..., -1:], _NEVER)
+    if params.top_p < 1:
+        scores = scores.masked_fill(~_nucleus(scores, params.top_p), _NEVER)
+    return scores
+
+
+def _nucleus(scores: Tensor, top_p: float, guess: int = _NUCLEUS_GUESS) -> Bool[Tensor, "rows vocab"]:
+    """The fewest tokens of each row, most likely first and ties by id, whose mass reaches top_p.
+
+    Sorts the `guess` best first, and all only when some row's mass is not reached; the answer is the same.
+    """
+    probs = scores.softmax(-1)
+    values, ids = scores.topk(min(guess, scores.shape[-1]))
+    mass = probs.gather(-1, ids).cumsum(-1, dtype=torch.float64)
+    if values.shape[-1] < scores.shape[-1] and not bool((mass[..., -1] >= top_p).all()):
+        values, ids = scores.sort(descending=True)
+        mass = probs.gather(-1, ids).cumsum(-1, dtype=torch.float64)
+    size = (mass < top_p).sum(-1, keepdim=True).add_(1).clamp_(max=mass.shape[-1])
+    last = values.gather(-1, size - 1)
+    places = size - (values > last).sum(-1, keepdim=True)
+    return (scores > last) | _first(scores == last, places)
+
+
+def _first(marked: Bool[Tensor, "rows vocab"], places: Tensor) -> Bool[Tensor, "rows vocab"]:
+    """The first `places` marked entries of each row; the order of a sort among equals is nobody's promise."""
+    if bool((marked.sum(-1, keepdim=True) <= places).all()):
+        return marked
+    return marked & (marked.cumsum(-1) <= places)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """An emitted token under the model's raw distribution, before any transform (vLLM's default).
+
+    Attributes:
+        token_id: the token.
+        logprob: its natural log-probability.
+        rank: 1 for the most likely token; one more than the number of strictly likelier ones.
+        top: the best (token id, log-probability), likeliest first, ties by id.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def top_logprobs(logits: Float[Tensor, " vocab"], token: int, k: int) -> TokenLogprob:
+    """Log-probability and rank of `token` in one row of raw logits, and the `k` best tokens (or all there are)."""
+    logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    mine = logprobs[token]
+    top: list[tuple[int, float]] = []
+    if k > 0:
+        least = logprobs.topk(min(k, len(logprobs))).values[-1]
+        ids = (logprobs >= least).nonzero().squeeze(-1)
+        top = sorted(zip(ids.tolist(), logprobs[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))[:k]
+    return TokenLogprob(token, float(mine), 1 + int((logprobs > mine).sum()), tuple(top))
+
+
+def check_logits(logits: Float[Tensor, "*rows vocab"], what: str) -> None:
+    """Refuses logits that no distribution follows from; -inf entries are legal, one reduction decides.
+
+    Raises:
+        ValueError: `what` (whose logits they are) holds NaN or +inf, or a row has no finite value.
+    """
+    peak = logits.amax(-1)
+    if bool(peak.isfinite().all()):
+        return
+    bad = peak[~peak.isfinite()][0].item()
+    problem = "NaN" if math.isnan(bad) else "+inf" if bad > 0 else "no finite value"
+    raise ValueError(f"the logits of {what} hold {problem}: legal is finite or -inf, and one finite value in each row")
