@@ -117,7 +117,9 @@ class CounterRng:
 
     def _next(self, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
         if not shape or shape[0] != len(self._keys):
-            raise ValueError(f"rng has {len(self._keys)} rows, asked for draws of shape {tuple(shape)}: rows come first")
+            raise ValueError(
+                f"rng has {len(self._keys)} rows, asked for draws of shape {tuple(shape)}: rows come first"
+            )
         self._calls += 1
         return _uniforms([fold(key, self._calls) for key in self._keys], shape, device)
 

@@ -91,7 +91,9 @@ class TokenTree:
         return mask
 
 
-def merge_chains(chains: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
+def merge_chains(
+    chains: Sequence[Sequence[int]],
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """Put chains into a prefix trie: equal prefixes become one node.
 
     Returns:

@@ -32,11 +32,15 @@ def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None =
     bad = keep & (rows.amin(-1) < 0)
     if bad.any():
         where = _first(bad)
-        raise ValueError(f"{name}{list(where)} holds {rows[where].min().item():.3g}: probabilities must not be negative")
+        raise ValueError(
+            f"{name}{list(where)} holds {rows[where].min().item():.3g}: probabilities must not be negative"
+        )
     bad = keep & ((total - 1).abs() > SUM_TOLERANCE)
     if bad.any():
         where = _first(bad)
-        raise ValueError(f"{name}{list(where)} sums to {total[where].item():.6g}: rows must sum to 1 within {SUM_TOLERANCE}")
+        raise ValueError(
+            f"{name}{list(where)} sums to {total[where].item():.6g}: rows must sum to 1 within {SUM_TOLERANCE}"
+        )
 
 
 def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> None:
@@ -79,7 +83,9 @@ def check_chain(
     """
     *lead, n = tokens.shape
     if p.ndim != tokens.ndim + 1 or list(p.shape[:-1]) != [*lead, n + 1]:
-        raise ValueError(f"p has shape {tuple(p.shape)}: with tokens of shape {tuple(tokens.shape)} it must be {(*lead, n + 1, 'V')}")
+        raise ValueError(
+            f"p has shape {tuple(p.shape)}: with tokens of shape {tuple(tokens.shape)} it must be {(*lead, n + 1, 'V')}"
+        )
     vocab = p.shape[-1]
     if q is not None and tuple(q.shape) != (*lead, n, vocab):
         raise ValueError(f"q has shape {tuple(q.shape)}: it must be {(*lead, n, vocab)} (tokens x the vocabulary of p)")

@@ -1,0 +1,208 @@
+"""The contract between the engine and a model: sessions, feeds, outputs - and `unread`, the only rollback there is.
+
+Knows: which tokens a model has read, and in which shape. Does not know: how a model computes, or why it is asked.
+
+A session is a stem (a chain of tokens) and, between a verification and the next commit, a tail of tree nodes below the stem's
+last token. `keep` is the only undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do; the engine refuses impossible compositions by it at construction.
+
+    Attributes:
+        trees: whether drafted nodes may branch (tree attention).
+        hidden: width of the last hidden state it can return, 0 when it cannot.
+    """
+
+    trees: bool = True
+    hidden: int = 0
+
+
+class Session:
+    """What one sequence has had read by a model: tokens in the order of their slots.
+
+    Subclasses that hold a cache implement `_gather` and `close`.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._fresh: list[Tensor] = []
+        self._parents: list[int] = []
+        self._length = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids read so far, slot by slot; tokens that live on an accelerator are copied at first need."""
+        if self._fresh:
+            self._tokens.extend(torch.cat(self._fresh).tolist())
+            self._fresh.clear()
+        return self._tokens
+
+    @property
+    def length(self) -> int:
+        """Number of slots in use: stem and tail."""
+        return self._length
+
+    @property
+    def stem(self) -> int:
+        """Number of leading slots that form the chain."""
+        return self._length - len(self._parents)
+
+    @property
+    def tail(self) -> tuple[int, ...]:
+        """Parents of the tree nodes after the stem; -1 stands for the stem's last token."""
+        return tuple(self._parents)
+
+    def read(self, chain: Int[Tensor, " tokens"], tree: TokenTree | None = None) -> None:
+        """Record that the model has read a chain, then a tree below it (called by backends)."""
+        if chain.shape[0]:
+            if self._parents:
+                raise ValueError("a session with a tree at its end cannot be continued by a chain: call keep first")
+            self._append(chain)
+        if tree is not None and len(tree):
+            self._append(tree.tokens)
+            self._parents.extend(tree.parents)
+
+    def _append(self, tokens: Int[Tensor, " tokens"]) -> None:
+        self._fresh.append(tokens)
+        self._length += tokens.shape[0]
+
+    def keep(self, base: int, nodes: Sequence[int] = ()) -> None:
+        """Forget every slot but [0, base) and the tail nodes `nodes`, which become the end of the stem.
+
+        Args:
+            base: slots of the stem to keep; must be the whole stem when nodes are given.
+            nodes: tail nodes along one path from the stem's end downwards.
+
+        Raises:
+            ValueError: base outside the stem, or nodes that are no such path.
+        """
+        stem = self.stem
+        if not 0 <= base <= stem:
+            raise ValueError(f"keep({base}): legal are 0 to {stem}, the length of the stem")
+        if nodes and base != stem:
+            raise ValueError(f"keep({base}, nodes): nodes hang below the stem's last token, so base must be {stem}")
+        above = -1
+        for node in nodes:
+            if not 0 <= node < len(self._parents) or self._parents[node] != above:
+                raise ValueError(f"keep: {list(nodes)} is no path through the tail with parents {self._parents}")
+            above = node
+        tokens = self.tokens
+        slots = [stem + node for node in nodes]
+        if slots != list(range(base, base + len(slots))):
+            self._gather(base, slots)
+        self._tokens = tokens[:base] + [tokens[slot] for slot in slots]
+        self._parents.clear()
+        self._length = len(self._tokens)
+
+    def _gather(self, base: int, slots: Sequence[int]) -> None:
+        """Move the contents of `slots` to base, base + 1, ...; sessions without a cache have nothing to move."""
+
+    def close(self) -> None:
+        """Give the session's memory back; the session must not be used again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """What one session reads in a forward pass: pending tokens as a chain, then drafted nodes below them.
+
+    Attributes:
+        session: the session that reads.
+        tokens: chain tokens to append to the stem, host integers or a tensor.
+        tree: nodes to append to the tail; a parent index counts tail nodes (those already read included).
+    """
+
+    session: Session
+    tokens: Sequence[int] | Int[Tensor, " tokens"]
+    tree: TokenTree | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens) + (0 if self.tree is None else len(self.tree))
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """What a feed gets back: a row for the last chain token (if any was fed), then one for each node.
+
+    Attributes:
+        logits: untransformed, in the model's dtype.
+        hidden: last hidden states of the same positions, when asked for.
+    """
+
+    logits: Float[Tensor, "rows vocab"]
+    hidden: Float[Tensor, "rows dim"] | None = None
+
+
+class Backend(Protocol):
+    """A model that reads tokens into sessions."""
+
+    @property
+    def name(self) -> str:
+        """How errors and reports call it."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence it can read; None when unbounded."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its logits live."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        ...
+
+    def open(self) -> Session:
+        """A fresh, empty session."""
+        ...
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+        """Read every feed (ragged lengths welcome) and return the wanted rows of each."""
+        ...
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common prefix; the usual case, one a prefix of the other, is a single comparison."""
+    size = min(len(left), len(right))
+    if left[:size] == right[:size]:
+        return size
+    return next(i for i in range(size) if left[i] != right[i])
+
+
+def unread(session: Session, tokens: list[int]) -> list[int]:
+    """Roll a session back to what it shares with `tokens` and return what it still has to read, at least the last token.
+
+    This is rollback, prefix reuse, a drafter's catch-up and recovery after an exception, all in one; nobody counts.
+
+    Raises:
+        ValueError: no tokens.
+    """
+    if not tokens:
+        raise ValueError("nothing to read: a sequence has at least one token")
+    known = min(common_prefix(session.tokens[: session.stem], tokens), len(tokens) - 1)
+    if known != session.length:
+        session.keep(known)
+    return tokens[known:]

@@ -1,0 +1,431 @@
+"""Any transformers causal language model as a Backend: padding, positions, masks and the slot cache live here.
+
+Knows: transformers' forward signature, attention masks, what makes a model unable to roll back. Does not know: drafts' rules,
+requests, sampling.
+
+A model is checked once at construction (`probe`): reading tokens piecewise, rolling back and reading a tree must reproduce a plain
+forward pass. A model that cannot do that (recurrent state, positions not honoured) is refused there, with a message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.backends.base import Capabilities, Feed, Output, Session
+from draftproof.backends.slot_cache import CacheView, Plan, SlotCache
+from draftproof.errors import UserError
+from draftproof.tree import TokenTree
+
+PREFILL_CHUNK = 512
+_ROLLS_BACK = {"full_attention", "sliding_attention"}
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+
+class HFSession(Session):
+    """A session whose keys and values live in one slot of its backend's cache."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.slot = cache.acquire()
+
+    def _gather(self, base: int, slots: Sequence[int]) -> None:
+        self.cache.gather(self.slot, base, slots)
+
+    def close(self) -> None:
+        """Give the slot back."""
+        if self.slot >= 0:
+            self.cache.release(self.slot)
+        self.slot = -1
+
+
+class HFBackend:
+    """A loaded transformers causal LM.
+
+    Args:
+        model: in eval mode, weights in place.
+        name: how errors and reports call it.
+        check: run `probe` now; costs a few short forward passes.
+
+    Raises:
+        UserError: the architecture cannot roll back, or the probe found that it does not.
+    """
+
+    def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
+        refuse_unless_rollback(model, self.name)
+        self._cache = SlotCache()
+        self._windows = attention_windows(self.config)
+        parameters = inspect.signature(model.forward).parameters
+        self._keeps_rows = "logits_to_keep" in parameters
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
+        self.capabilities = Capabilities(trees=True, hidden=int(self.config.hidden_size))
+        if check:
+            self.capabilities = Capabilities(trees=probe(self), hidden=self.capabilities.hidden)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the embedding, where tokens are fed."""
+        return torch.device(self.model.get_input_embeddings().weight.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        dtype: torch.dtype = self.model.dtype
+        return dtype
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of the model's generation config."""
+        found = getattr(self.model.generation_config, "eos_token_id", None)
+        if found is None:
+            found = getattr(self.config, "eos_token_id", None)
+        return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+
+    def open(self) -> HFSession:
+        """A fresh session."""
+        return HFSession(self._cache)
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+        """Read every feed; long prompts go first, one by one and in chunks, so that they do not pad the others.
+
+        Raises:
+            ValueError: nothing to read, or longer than the model's context.
+        """
+        for feed in feeds:
+            self._check(feed)
+        return self._run([self._without_long_prefix(feed) for feed in feeds], hidden=hidden)
+
+    def _check(self, feed: Feed) -> None:
+        if len(feed) == 0:
+            raise ValueError("a feed without tokens")
+        depth = 0 if feed.tree is None or not len(feed.tree) else max(feed.tree.depths)
+        end = feed.session.stem + len(feed.tokens) + depth
+        if self.max_positions is not None and end > self.max_positions:
+            raise ValueError(f"{self.name} reads at most {self.max_positions} positions, asked for {end}")
+
+    def _without_long_prefix(self, feed: Feed) -> Feed:
+        """Read all but the last chunk of a long prompt now."""
+        tokens = feed.tokens
+        while len(tokens) > PREFILL_CHUNK:
+            self._run([Feed(feed.session, tokens[:PREFILL_CHUNK])], hidden=False)
+            tokens = tokens[PREFILL_CHUNK:]
+        return Feed(feed.session, tokens, feed.tree)
+
+    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[Output]:
+        layout = Layout(feeds, self.device)
+        self._cache.reserve(layout.plan.horizon)
+        keep = {"logits_to_keep": layout.wanted} if self._keeps_rows and not hidden else {}
+        out = self.model(
+            input_ids=layout.ids,
+            attention_mask=self._masks(layout),
+            position_ids=layout.positions,
+            past_key_values=CacheView(self._cache, layout.plan),
+            use_cache=True,
+            output_hidden_states=hidden,
+            **keep,
+        )
+        states = out.hidden_states[-1] if hidden else None
+        outputs = layout.split(out.logits, states, trimmed=bool(keep))
+        for feed, chain in zip(feeds, layout.chains, strict=True):
+            feed.session.read(chain, feed.tree)
+        return outputs
+
+    def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
+        made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.items()}
+        return made if len(made) > 1 or "sliding_attention" in made else next(iter(made.values()))
+
+
+class Layout:
+    """The padded tensors of one forward pass over ragged feeds.
+
+    Attributes:
+        ids, positions: [rows, width], padded on the right.
+        chains: the chain tokens of each feed as a tensor.
+        wanted: columns whose logits some row wants.
+        plan: where the slot cache is written.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
+        self.feeds = feeds
+        self.device = device
+        self.chains = [torch.as_tensor(feed.tokens, dtype=torch.int64, device=device).reshape(-1) for feed in feeds]
+        self.plan = Plan(
+            slots=tuple(feed.session.slot for feed in feeds if isinstance(feed.session, HFSession)),
+            bases=tuple(feed.session.length for feed in feeds),
+            widths=tuple(len(feed) for feed in feeds),
+        )
+        self.width = max(self.plan.widths)
+        self.ids = self._pad([self._row_ids(row) for row in range(len(feeds))])
+        host = [self._row_positions(feed) for feed in feeds]
+        self.positions = torch.tensor([row + [0] * (self.width - len(row)) for row in host], device=device)
+        columns = sorted({column for row in range(len(feeds)) for column in self._columns(row)})
+        self.wanted = torch.tensor(columns, device=device)
+        self._place = {column: i for i, column in enumerate(columns)}
+
+    def _row_ids(self, row: int) -> Int[Tensor, " tokens"]:
+        tree = self.feeds[row].tree
+        return self.chains[row] if tree is None else torch.cat([self.chains[row], tree.tokens.to(self.device)])
+
+    def _pad(self, rows: list[Int[Tensor, " tokens"]]) -> Int[Tensor, "rows width"]:
+        if len(rows) == 1:
+            return rows[0].unsqueeze(0)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    @staticmethod
+    def _row_positions(feed: Feed) -> list[int]:
+        """Position of each new token: consecutive on the chain, by depth in the tree."""
+        start = feed.session.length
+        chain = list(range(start, start + len(feed.tokens)))
+        if feed.tree is None:
+            return chain
+        stem = feed.session.stem + len(feed.tokens)
+        known = len(feed.session.tail)
+        depths = tail_depths((*feed.session.tail, *feed.tree.parents))
+        return chain + [stem - 1 + depth for depth in depths[known:]]
+
+    def _columns(self, row: int) -> range:
+        """Columns whose logits a row wants: its last chain token and its nodes."""
+        chain = len(self.feeds[row].tokens)
+        return range(max(chain - 1, 0), self.plan.widths[row])
+
+    def split(
+        self,
+        logits: Float[Tensor, "rows columns vocab"],
+        states: Float[Tensor, "rows width dim"] | None,
+        *,
+        trimmed: bool,
+    ) -> list[Output]:
+        """The wanted rows of each feed; `trimmed` says that logits hold only the wanted columns."""
+        outputs = []
+        for row in range(len(self.feeds)):
+            columns = self._columns(row)
+            first = self._place[columns.start] if trimmed else columns.start
+            hidden = None if states is None else states[row, columns.start : columns.stop]
+            outputs.append(Output(logits[row, first : first + len(columns)], hidden))
+        return outputs
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
+        """Additive attention mask: 0 where a token may look, the dtype's minimum elsewhere.
+
+        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so that no
+        row of a softmax is empty. With a window only positions closer than `window` are seen.
+        """
+        horizon = self.plan.horizon
+        slots = torch.arange(horizon, device=self.device)
+        own = torch.tensor([self._limits(row) for row in range(len(self.feeds))], device=self.device)
+        allowed = slots <= own.unsqueeze(-1)
+        key_positions = slots.expand(len(self.feeds), horizon)
+        for row, feed in enumerate(self.feeds):
+            if feed.tree is not None and not (feed.tree.is_chain and not feed.session.tail):
+                allowed[row], key_positions = self._open_tree(row, feed, allowed[row], key_positions)
+        if window is not None:
+            allowed &= self.positions.unsqueeze(-1) - key_positions.unsqueeze(1) < window
+            allowed[..., 0] |= ~allowed.any(-1)
+        blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
+        return blocked.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+
+    def _limits(self, row: int) -> list[int]:
+        """Last slot that each column may see, tree nodes aside."""
+        feed, base = self.feeds[row], self.plan.bases[row]
+        chain = len(feed.tokens)
+        straight = feed.tree is None or (feed.tree.is_chain and not feed.session.tail)
+        stem = feed.session.stem + chain
+        nodes = len(feed) - chain
+        ends = [base + chain + i for i in range(nodes)] if straight else [stem - 1] * nodes
+        return [*range(base, base + chain), *ends, *[0] * (self.width - len(feed))]
+
+    def _open_tree(
+        self, row: int, feed: Feed, allowed: Tensor, key_positions: Int[Tensor, "rows horizon"]
+    ) -> tuple[Tensor, Int[Tensor, "rows horizon"]]:
+        """Let each node see its ancestors, and give the tail's slots their true positions."""
+        assert feed.tree is not None, "only trees are opened"
+        known, stem = len(feed.session.tail), feed.session.stem + len(feed.tokens)
+        whole = TokenTree(
+            torch.zeros(known + len(feed.tree), dtype=torch.int64), (*feed.session.tail, *feed.tree.parents)
+        )
+        chain, end = len(feed.tokens), stem + len(whole)
+        allowed[chain : len(feed), stem:end] = whole.visible[known:].to(self.device)
+        key_positions = key_positions.clone()
+        key_positions[row, stem:end] = torch.tensor([stem - 1 + d for d in whole.depths], device=self.device)
+        return allowed, key_positions
+
+
+def tail_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each node of a tail; children of the stem's last token have depth 1."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def attention_windows(config: Any) -> dict[str, int | None]:
+    """Kinds of attention mask a model needs, and the window of each (None: everything before)."""
+    window = getattr(config, "sliding_window", None)
+    kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+    if "sliding_attention" in kinds:
+        return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    uses = getattr(config, "use_sliding_window", True) and not kinds
+    return {"full_attention": window if uses else None}
+
+
+def refuse_unless_rollback(model: Any, name: str) -> None:
+    """Refuse architectures that are known not to roll back, by what they declare.
+
+    Raises:
+        UserError: encoder-decoder, recurrent or linear-attention layers, or no output embedding.
+    """
+    config = model.config.get_text_config()
+    advice = "speculative decoding needs a decoder-only transformer whose cache is addressed by position"
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is an encoder-decoder model: {advice}")
+    foreign = sorted(set(getattr(config, "layer_types", None) or ()) - _ROLLS_BACK)
+    if foreign:
+        raise UserError(f"{name} has layers of kind {', '.join(foreign)}, whose state cannot be rolled back: {advice}")
+    if getattr(model, "_is_stateful", False):
+        raise UserError(f"{name} ({type(model).__name__}) keeps a recurrent state that cannot be rolled back: {advice}")
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{name} ({type(model).__name__}) has no output embedding, so it is no causal language model")
+
+
+def probe(backend: HFBackend) -> bool:
+    """Check that piecewise reading with rollback reproduces a plain forward pass; returns whether trees do as well.
+
+    Raises:
+        UserError: the model fails at it, or its logits differ beyond the dtype's tolerance.
+    """
+    spread = torch.linspace(1, backend.vocab_size - 1, 9).long().tolist()
+    try:
+        plain = _plain_logits(backend, spread)
+        chain = _probe_chain(backend, spread)
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as cause:
+        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+        raise UserError(f"{backend.name} cannot be read piecewise with a position-addressed cache: {reason}") from cause
+    tolerance = _TOLERANCE.get(backend.dtype, 8e-2)
+    error = _distance(chain, plain[5:])
+    if not error < tolerance:
+        raise UserError(
+            f"{backend.name} does not reproduce its own logits after a rollback (relative error {error:.2g}, allowed {tolerance:.2g}): "
+            "its cache or positions cannot be controlled, so speculation would change its output; it is refused"
+        )
+    return _distance(_probe_tree(backend, spread), plain[7:]) < tolerance
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12))
+
+
+@torch.inference_mode()
+def _plain_logits(backend: HFBackend, tokens: list[int]) -> Float[Tensor, "tokens vocab"]:
+    logits: Tensor = backend.model(input_ids=torch.tensor([tokens], device=backend.device), use_cache=False).logits
+    return logits[0]
+
+
+def _probe_chain(backend: HFBackend, tokens: list[int]) -> Float[Tensor, "4 vocab"]:
+    """Rows 5 to 8 of the plain pass, read in three pieces with a wrong turn that is rolled back."""
+    session = backend.open()
+    try:
+        backend.forward([Feed(session, [*tokens[:3], tokens[7], tokens[6]])])
+        session.keep(3)
+        backend.forward([Feed(session, tokens[3:5])])
+        chain = TokenTree.chain(torch.tensor(tokens[6:], device=backend.device))
+        return backend.forward([Feed(session, tokens[5:6], chain)])[0].logits
+    finally:
+        session.close()
+
+
+def _probe_tree(backend: HFBackend, tokens: list[int]) -> Float[Tensor, "2 vocab"]:
+    """Rows 7 and 8 of the plain pass, row 7 from a branching tree whose path is kept."""
+    session = backend.open()
+    try:
+        nodes = torch.tensor([tokens[0], tokens[6], tokens[7], tokens[1]], device=backend.device)
+        rows = backend.forward([Feed(session, tokens[:6], TokenTree(nodes, (-1, -1, 1, 0)))])[0].logits
+        session.keep(6, (1, 2))
+        last = backend.forward([Feed(session, tokens[8:])])[0].logits
+        return torch.cat([rows[3:4], last])
+    finally:
+        session.close()
+
+
+def load_model(source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
+
+    Args:
+        source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`).
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one.
+
+    Raises:
+        UserError: nothing to load there, in one line.
+    """
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
+    where = Path(source)
+    if where.suffix == ".gguf":
+        source, options = str(where.parent), {**options, **_gguf_options(where)}
+    elif where.is_dir() or not where.exists():
+        options["use_safetensors"] = True
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, **options)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as cause:
+        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+        raise UserError(
+            f"cannot load a model from {str(where)!r}: {reason} (legal: a hub id, a directory, a .gguf file)"
+        ) from cause
+    return model.to(parse_device(device))
+
+
+def _gguf_options(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"no such file: {str(path)!r}; legal is the path of an existing .gguf file")
+    try:
+        import gguf  # noqa: F401
+    except ImportError as cause:
+        raise UserError("reading .gguf files needs the package gguf: pip install 'draftproof[gguf]'") from cause
+    from transformers import GgufConfig
+
+    return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+
+
+def parse_dtype(name: str) -> torch.dtype | str:
+    """The torch dtype of a name; "auto" stays.
+
+    Raises:
+        UserError: unknown name.
+    """
+    legal = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in legal:
+        raise UserError(f"dtype is {name!r}: legal are {', '.join(legal)}")
+    return legal[name]  # type: ignore[return-value]
+
+
+def parse_device(name: str | None) -> torch.device:
+    """The torch device of a name; None picks an accelerator when there is one.
+
+    Raises:
+        UserError: not a device of this machine.
+    """
+    if name is None:
+        return (
+            torch.accelerator.current_accelerator() or torch.device("cpu")
+            if torch.accelerator.is_available()
+            else torch.device("cpu")
+        )
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as cause:
+        raise UserError(f"device {name!r} is not available here: {str(cause).splitlines()[0]}") from cause
+    return device

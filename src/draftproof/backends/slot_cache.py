@@ -1,0 +1,163 @@
+"""Slot cache: static key/value buffers written by slot and position, for ragged batches and trees.
+
+Knows: buffers, slots, which positions a forward pass writes and reads. Does not know: tokens, models, masks.
+
+Rollback needs no work here: a session's length says what is valid, and later writes overwrite the rest. Only keeping a path of
+a tree moves data (`gather`). Capacity and slots grow by doubling when needed, and never shrink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_FIRST_CAPACITY = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where one forward pass writes and what it reads back.
+
+    Attributes:
+        slots: slot of each row.
+        bases: first position each row writes.
+        widths: tokens each row writes; rows are padded on the right to the widest.
+        horizon: positions read back, the largest base + width.
+    """
+
+    slots: tuple[int, ...]
+    bases: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def horizon(self) -> int:
+        """Positions that attention may see in some row."""
+        return max(base + width for base, width in zip(self.bases, self.widths, strict=True))
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row writes the same positions, so that one slice assignment serves."""
+        return len(set(self.bases)) == 1 and len(set(self.widths)) == 1
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the rows are neighbouring slots in order, so that reading is a view."""
+        return self.slots == tuple(range(self.slots[0], self.slots[0] + len(self.slots)))
+
+
+class SlotCache:
+    """Key and value buffers [slots, heads, capacity, dim] for each layer, allocated when the first keys arrive."""
+
+    def __init__(self) -> None:
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._free: list[int] = []
+        self._slots = 0
+        self._capacity = 0
+
+    def acquire(self) -> int:
+        """Lowest free slot: low numbers keep a batch contiguous."""
+        if not self._free:
+            self._free.append(self._slots)
+            self._slots += 1
+        self._free.sort()
+        return self._free.pop(0)
+
+    def release(self, slot: int) -> None:
+        """Make a slot available again."""
+        self._free.append(slot)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held by the buffers, in bytes."""
+        return sum(t.nbytes for store in (self._keys, self._values) for t in store.values())
+
+    def reserve(self, positions: int) -> None:
+        """Make room for `positions` in every slot that exists."""
+        if positions > self._capacity:
+            self._capacity = max(positions, 2 * self._capacity, _FIRST_CAPACITY)
+
+    def _fit(self, store: dict[int, Tensor], layer: int, like: Float[Tensor, "rows heads width dim"]) -> Tensor:
+        """The layer's buffer, grown to the present number of slots and capacity."""
+        old = store.get(layer)
+        if old is not None and old.shape[0] >= self._slots and old.shape[2] >= self._capacity:
+            return old
+        slots = self._slots
+        if old is not None:
+            slots = old.shape[0] if old.shape[0] >= slots else max(slots, 2 * old.shape[0])
+        grown = like.new_zeros((slots, like.shape[1], self._capacity, like.shape[3]))
+        if old is not None:
+            grown[: old.shape[0], :, : old.shape[2]] = old
+        store[layer] = grown
+        return grown
+
+    def write(
+        self,
+        layer: int,
+        plan: Plan,
+        keys: Float[Tensor, "rows heads width dim"],
+        values: Float[Tensor, "rows heads width vdim"],
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values and return everything up to the plan's horizon for its rows."""
+        return self._exchange(self._keys, layer, plan, keys), self._exchange(self._values, layer, plan, values)
+
+    def _exchange(self, store: dict[int, Tensor], layer: int, plan: Plan, new: Tensor) -> Tensor:
+        buffer = self._fit(store, layer, new)
+        first = plan.slots[0]
+        block = slice(first, first + len(plan.slots))
+        if plan.aligned and plan.contiguous:
+            buffer[block, :, plan.bases[0] : plan.horizon] = new
+        else:
+            for row, (slot, base, width) in enumerate(zip(plan.slots, plan.bases, plan.widths, strict=True)):
+                buffer[slot, :, base : base + width] = new[row, :, :width]
+        if plan.contiguous:
+            return buffer[block, :, : plan.horizon]
+        return buffer[list(plan.slots), :, : plan.horizon]
+
+    @torch.inference_mode()
+    def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
+        """Move the entries at `positions` of a slot to base, base + 1, ... in every layer."""
+        for store in (self._keys, self._values):
+            for buffer in store.values():
+                index = torch.tensor(positions, device=buffer.device)
+                buffer[slot, :, base : base + len(positions)] = buffer[slot].index_select(1, index)
+
+
+class CacheView:
+    """What transformers is handed as `past_key_values` for one forward pass: a slot cache and a plan.
+
+    It follows the duck type of transformers' Cache: `update` writes and returns, lengths are reported as 0 because positions
+    and mask are passed explicitly.
+    """
+
+    is_compileable = False
+    is_sliding = (False,)
+
+    def __init__(self, cache: SlotCache, plan: Plan) -> None:
+        self._cache = cache
+        self._plan = plan
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
+        """Called by every attention layer with its new keys and values."""
+        return self._cache.write(layer_idx, self._plan, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Positions are explicit, so nothing may be derived from a length."""
+        return 0
+
+    def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
+        """Length and offset of the keys a mask must cover."""
+        return self._plan.horizon, 0
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """No fixed maximum."""
+        return -1
+
+    def __len__(self) -> int:
+        return 0

@@ -1,0 +1,159 @@
+"""Names to parts: the one file that knows every drafter, stopper and rule, and loads models for them.
+
+Knows: names, which part needs what. Does not know: how a round goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from draftproof import models
+from draftproof.backends.base import Backend
+from draftproof.backends.hf import HFBackend, load_model
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.none import NoDrafter
+from draftproof.engine.engine import Engine
+from draftproof.errors import UserError
+from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.tokenization import load_tokenizer, refuse_different
+from draftproof.verifiers.base import Verifier
+from draftproof.verifiers.chain import block_verifier, token_verifier
+
+DEFAULT_STOPPER = "fixed:4"
+DEFAULT_VERIFIER = "block"
+
+
+def _fixed(argument: str) -> Stopper:
+    try:
+        length = int(argument or 4)
+    except ValueError:
+        raise UserError(f"stopper fixed takes a whole number, not {argument!r}: for example fixed:4") from None
+    return FixedLength(length)
+
+
+STOPPERS: dict[str, Callable[[str], Stopper]] = {"fixed": _fixed}
+VERIFIERS: dict[str, Callable[[], Verifier]] = {"token": token_verifier, "block": block_verifier}
+DRAFTERS = ("none", "model")
+
+
+def make_stopper(spec: str) -> Stopper:
+    """A stopper from "name" or "name:argument".
+
+    Raises:
+        UserError: unknown name or a bad argument.
+    """
+    name, _, argument = spec.partition(":")
+    if name not in STOPPERS:
+        raise UserError(f"stopper is {name!r}: legal are {', '.join(STOPPERS)} (as name:argument, for example fixed:4)")
+    return STOPPERS[name](argument)
+
+
+def make_verifier(name: str) -> Verifier:
+    """A verification rule by name.
+
+    Raises:
+        UserError: unknown name.
+    """
+    if name not in VERIFIERS:
+        raise UserError(f"verifier is {name!r}: legal are {', '.join(VERIFIERS)}")
+    return VERIFIERS[name]()
+
+
+def make_drafter(
+    name: str | None,
+    *,
+    draft: Backend | None,
+    stopper: str,
+    vocab_size: int,
+    temperature: float | None = None,
+    top_k: int | None = None,
+) -> Drafter:
+    """A drafter by name; without a name, `model` when there is a draft model and `none` otherwise.
+
+    Raises:
+        UserError: unknown name, or a draft model missing or left over.
+    """
+    chosen = name or ("none" if draft is None else "model")
+    if chosen not in DRAFTERS:
+        raise UserError(f"drafter is {chosen!r}: legal are {', '.join(DRAFTERS)}")
+    if chosen == "none":
+        return NoDrafter()
+    if draft is None:
+        raise UserError("drafter model needs a draft model: name one with draft (--draft)")
+    return ModelDrafter(draft, make_stopper(stopper), vocab_size=vocab_size, temperature=temperature, top_k=top_k)
+
+
+def load_backend(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    check: bool = True,
+) -> HFBackend:
+    """A backend from a registered name, a hub id, a directory or a .gguf file.
+
+    Raises:
+        UserError: not found, broken, or unable to roll back.
+    """
+    where = models.resolve(source)
+    model = load_model(where, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return HFBackend(model, name=source, check=check)
+
+
+def load(
+    target: str,
+    draft: str | None = None,
+    *,
+    drafter: str | None = None,
+    verifier: str = DEFAULT_VERIFIER,
+    stopper: str = DEFAULT_STOPPER,
+    dtype: str = "auto",
+    device: str | None = None,
+    draft_temperature: float | None = None,
+    draft_top_k: int | None = None,
+    max_batch: int = 8,
+    trust_remote_code: bool = False,
+    check: bool = True,
+) -> Engine:
+    """Build an engine from names.
+
+    Args:
+        target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
+        draft: the draft model, named likewise; its tokenizer must be the target's.
+        drafter: "none" or "model"; default "model" when a draft is named.
+        verifier: "block" (default) or "token".
+        stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens.
+        dtype: "auto", "float32", "bfloat16" or "float16", for both models.
+        device: for both models; default an accelerator when there is one.
+        draft_temperature: of the draft, when it shall differ from each request's; the output law stays the target's.
+        draft_top_k: of the draft, likewise.
+        max_batch: sequences decoded together.
+        trust_remote_code: run code that comes with a model; off unless asked for.
+        check: probe each model for rollback at construction (a few short forward passes).
+
+    Raises:
+        UserError: a name that is none, a model that cannot be had, parts that do not fit together.
+    """
+    rule = make_verifier(verifier)
+    make_stopper(stopper)
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "check": check}
+    tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
+    if draft is not None:
+        theirs = load_tokenizer(models.resolve(draft), trust_remote_code=trust_remote_code)
+        refuse_different(tokenizer, theirs, target_name=target, draft_name=draft)
+    main = load_backend(target, **options)
+    small = None if draft is None or drafter == "none" else load_backend(draft, **options)
+    parts = make_drafter(
+        drafter,
+        draft=small,
+        stopper=stopper,
+        vocab_size=main.vocab_size,
+        temperature=draft_temperature,
+        top_k=draft_top_k,
+    )
+    eos = dict.fromkeys((*main.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])))
+    return Engine(main, parts, rule, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)

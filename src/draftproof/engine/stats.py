@@ -1,0 +1,118 @@
+"""What a request cost and gained: counts, rates and the time of each part.
+
+Knows: numbers. Does not know: where they come from.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+PARTS = ("draft", "target", "verify")
+
+
+@dataclass
+class Seconds:
+    """Wall-clock seconds by part; in a batch a row is charged the whole round, since it waits for the whole round."""
+
+    draft: float = 0.0
+    target: float = 0.0
+    verify: float = 0.0
+    total: float = 0.0
+
+    @property
+    def other(self) -> float:
+        """What no part claims: bookkeeping, detokenising, streaming."""
+        return max(self.total - self.draft - self.target - self.verify, 0.0)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time spent inside to a part."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+    def add(self, other: Seconds) -> None:
+        """Add another account to this one."""
+        for part in (*PARTS, "total"):
+            setattr(self, part, getattr(self, part) + getattr(other, part))
+
+    def to_dict(self) -> dict[str, float]:
+        """All parts, `other` included."""
+        return {part: getattr(self, part) for part in (*PARTS, "other", "total")}
+
+
+@dataclass
+class Stats:
+    """Counts of one request (or of several, added up); names as in vLLM's metrics.
+
+    Attributes:
+        num_tokens: tokens emitted.
+        num_target_calls: forward passes of the target, prefill included.
+        num_drafts: rounds that verified at least one drafted token.
+        num_draft_tokens: tokens drafted.
+        num_accepted_tokens: drafted tokens that were emitted.
+        num_accepted_tokens_per_pos: of them, how many at each place of the chain.
+        seconds: time by part.
+    """
+
+    num_tokens: int = 0
+    num_target_calls: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    seconds: Seconds = field(default_factory=Seconds)
+
+    def record(self, *, drafted: int, depth: int, accepted: int, emitted: int) -> None:
+        """One round: nodes drafted, the deepest of them, how many were emitted, tokens emitted in all."""
+        self.num_tokens += emitted
+        self.num_target_calls += 1
+        self.num_drafts += drafted > 0
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        missing = depth - len(self.num_accepted_tokens_per_pos)
+        self.num_accepted_tokens_per_pos.extend([0] * missing)
+        for place in range(accepted):
+            self.num_accepted_tokens_per_pos[place] += 1
+
+    @property
+    def block_efficiency(self) -> float:
+        """Emitted tokens per target call (0 before the first)."""
+        return self.num_tokens / max(self.num_target_calls, 1)
+
+    @property
+    def discard_rate(self) -> float:
+        """Discarded drafted tokens per emitted token (seed 003, section 2.3)."""
+        return (self.num_draft_tokens - self.num_accepted_tokens) / max(self.num_tokens, 1)
+
+    @property
+    def verification_rate(self) -> float:
+        """Target calls per emitted token (seed 003, section 2.3)."""
+        return self.num_target_calls / max(self.num_tokens, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over the request's wall-clock time."""
+        return self.num_tokens / self.seconds.total if self.seconds.total > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "num_tokens": self.num_tokens,
+            "num_target_calls": self.num_target_calls,
+            "num_drafts": self.num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "block_efficiency": self.block_efficiency,
+            "discard_rate": self.discard_rate,
+            "verification_rate": self.verification_rate,
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": self.seconds.to_dict(),
+        }

@@ -1,0 +1,94 @@
+"""Verifiers for one chain a row: token and block verification over a ragged batch.
+
+Knows: how drafts of different lengths become one padded tensor. Does not know: the rules (functional/chain.py), models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.draft import Draft, Verdict
+from draftproof.functional.chain import ChainVerdict, block_verify, token_verify
+from draftproof.rng import Rng
+
+
+class ChainBatch(NamedTuple):
+    """Drafted chains of a batch, padded to the longest; q is None when every token is a point mass."""
+
+    tokens: Int[Tensor, "B n"]
+    q: Float[Tensor, "B n V"] | None
+    p: Float[Tensor, "B n+1 V"]
+    lengths: Int[Tensor, " B"]
+
+
+def _pad(rows: Sequence[Tensor]) -> Tensor:
+    """Stack rows of different lengths, zeros behind; a batch of one is a view."""
+    if len(rows) == 1:
+        return rows[0].unsqueeze(0)
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "rows vocab"]]) -> ChainBatch:
+    """Pad the chains of a batch; rows without a draft have length 0.
+
+    Raises:
+        ValueError: a draft that branches, or point masses beside drawn tokens.
+    """
+    for row, draft in enumerate(drafts):
+        if not draft.tree.is_chain:
+            raise ValueError(f"row {row} has a draft that branches: this rule verifies chains")
+    drawn = [draft.probs for draft in drafts if len(draft)]
+    masses = sum(probs is None for probs in drawn)
+    if 0 < masses < len(drawn):
+        raise ValueError("a batch mixes point-mass drafts with drawn ones: one drafter serves a batch")
+    p = _pad(target_probs)
+    q = None
+    if drawn and not masses:
+        q = _pad([p.new_zeros(0, p.shape[-1]) if draft.probs is None else draft.probs for draft in drafts])
+    lengths = torch.tensor([len(draft) for draft in drafts], device=p.device)
+    return ChainBatch(_pad([draft.tree.tokens for draft in drafts]), q, p, lengths)
+
+
+class ChainVerifier:
+    """A chain rule behind the Verifier contract.
+
+    Args:
+        name: of the rule.
+        rule: `token_verify`, `block_verify` or a function with their signature.
+        lossless: whether the rule's output law is the target's.
+        constant_length: whether the rule needs drafts of one length.
+    """
+
+    branching = False
+
+    def __init__(
+        self, name: str, rule: Callable[..., ChainVerdict], *, lossless: bool = True, constant_length: bool = False
+    ) -> None:
+        self.name = name
+        self.lossless = lossless
+        self.constant_length = constant_length
+        self._rule = rule
+
+    def verify(
+        self, drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "rows vocab"]], rng: Rng
+    ) -> list[Verdict]:
+        """See Verifier; the round's one copy to the host is here."""
+        tokens, q, p, lengths = pad_chains(drafts, target_probs)
+        found = self._rule(tokens, q, p, rng=rng, lengths=lengths, validate=False)
+        host = torch.cat([found.accepted.unsqueeze(-1), found.token.unsqueeze(-1), tokens], -1).tolist()
+        return [Verdict(tuple(range(kept)), token, (*drafted[:kept], token)) for kept, token, *drafted in host]
+
+
+def token_verifier() -> ChainVerifier:
+    """Token verification (Leviathan et al. 2023; seed 001, Algorithm 1)."""
+    return ChainVerifier("token", token_verify)
+
+
+def block_verifier() -> ChainVerifier:
+    """Block verification (seed 001, Algorithm 2): never accepts less than token verification in expectation."""
+    return ChainVerifier("block", block_verify)
