@@ -70,16 +70,17 @@ class TextDecoder:
         return fresh
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
-        return str(text)
+        return self._text(ids, skip=self._skip)
+
+    def _text(self, ids: Sequence[int], *, skip: bool) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
     def _is_skipped(self, token_id: int) -> bool:
-        """Whether decoding leaves this token out wherever it stands: it has text, but not among others."""
-        if self._skip and token_id not in self._skipped:
-            text = self._decode([token_id])
-                shown = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            self._skipped[token_id] = not text and bool(shown)
-        return self._skip and self._skipped[token_id]
+        """Whether decoding leaves the token out because it is special, and not because it is, say, a leading space."""
+        if token_id not in self._skipped:
+            hidden = self._skip and not self._decode([token_id])
+            self._skipped[token_id] = hidden and bool(self._text([token_id], skip=False))
+        return self._skipped[token_id]
 
     def _is_high_byte(self, token_id: int) -> bool:
         return _HIGH_BYTE.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token_id))) is not None
