@@ -1,4 +1,4 @@
-"""What parts hand each other in a round: Draft (tokens with their q), DraftStep (one token of it), Verdict (the outcome).
+"""What parts hand each other in a round: Draft (tokens with q), DraftStep (one token of it), Verdict (the outcome).
 
 Knows: the shapes of the contracts. Does not know: who makes or uses them.
 """
@@ -20,14 +20,16 @@ class Draft:
 
     Attributes:
         tree: the drafted tokens.
-        probs: q of each node, the vector it was drawn from (float32 or float64), or None when every node is a point mass.
-        draws: node path of each of the K draws, in the order they were drawn, when several draws share the tree (equal
-            prefixes merged; a node's multiplicity is the number of draws through it). None for a single chain.
+        probs: q of each node, the vector it was drawn from (float32 or float64); None when every node is a point mass.
+        draws: the node each draw landed on, in the order of drawing, for drafts of several draws whose equal prefixes
+            are merged: a node that was drawn m times stands there m times, and the draws at a node are those that
+            landed on its children. K chains are their node paths one after another; a prefix tree (seed 002,
+            Algorithm 5) is its draws level by level. None: every node was drawn once, in node order.
     """
 
     tree: TokenTree
     probs: Float[Tensor, "nodes vocab"] | None
-    draws: tuple[tuple[int, ...], ...] | None = None
+    draws: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.probs is not None and self.probs.shape[0] != len(self.tree):

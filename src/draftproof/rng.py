@@ -2,10 +2,10 @@
 
 Knows: counters, hashing, how a uniform becomes a decision. Does not know: models, drafts, rules.
 
-A draw is a hash of (the request's seed, its own round, the purpose, the place in the round, the call, the element), so a
-request gets the same draws alone or in any batch, and after a restart (ALGORITHMS.md section 9). The round is part of
-the key because a position drafted and thrown away is drafted again in the next round: sharing the uniform between the two
-would tie the new draw to the event that rejected the old one.
+A draw is a hash of (the request's seed, its own round, the purpose, the place in the round, the call, the element), so
+a request gets the same draws alone or in any batch, and after a restart. The round is part of the key because a
+position drafted and thrown away is drafted again in the next round: sharing the uniform between the two would tie the
+new draw to the event that rejected the old one.
 """
 
 from __future__ import annotations

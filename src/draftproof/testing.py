@@ -20,8 +20,8 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 class EnumeratingRng:
     """An Rng (and RoundRng) that follows a script of choices and records the choices there were.
 
-    `exact_law` reruns a program with every script; the product of the probabilities along a script is `weight`. A choice of
-    probability 0 is never taken and a certain one is not a choice, so impossible branches cost nothing.
+    `exact_law` reruns a program with every script; the product of the probabilities along a script is `weight`. A
+    choice of probability 0 is never taken and a certain one is not a choice, so impossible branches cost nothing.
     """
 
     def __init__(self, script: Sequence[int] = ()) -> None:

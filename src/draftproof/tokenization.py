@@ -2,8 +2,8 @@
 
 Knows: transformers' tokenizers. Does not know: models, sampling.
 
-Speculation needs a drafter whose token ids mean what the target's mean. Vocabularies that differ in padded size only are fine; truly
-different ones are refused (docs/log.md says why).
+Speculation needs a drafter whose token ids mean what the target's mean. Vocabularies that differ in padded size only
+are fine; truly different ones are refused (docs/log.md says why).
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: s
     for token, index in sorted(theirs.items(), key=lambda item: item[1]):
         if token in ours and ours[token] != index:
             raise UserError(
-                f"{draft_name} cannot draft for {target_name}: token {token!r} has id {index} there and {ours[token]} here; "
+                f"{draft_name} cannot draft for {target_name}: token {token!r} has id {index} there, "
+                f"{ours[token]} in the target; "
                 "draft and target must share one tokenizer"
             )
     shared = len(ours.keys() & theirs.keys())
     if shared < 0.99 * min(len(ours), len(theirs)):
         raise UserError(
-            f"{draft_name} cannot draft for {target_name}: their vocabularies share {shared} of {len(theirs)} and {len(ours)} tokens; "
+            f"{draft_name} cannot draft for {target_name}: their vocabularies share {shared} tokens "
+            f"of {len(theirs)} and {len(ours)}; "
             "draft and target must share one tokenizer"
         )

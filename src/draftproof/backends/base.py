@@ -2,8 +2,8 @@
 
 Knows: which tokens a model has read, and in which shape. Does not know: how a model computes, or why it is asked.
 
-A session is a stem (a chain of tokens) and, between a verification and the next commit, a tail of tree nodes below the stem's
-last token. `keep` is the only undo.
+A session is a stem (a chain of tokens) and, between a verification and the next commit, a tail of tree nodes below the
+stem's last token. `keep` is the only undo.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def unread(session: Session, tokens: list[int]) -> list[int]:
-    """Roll a session back to what it shares with `tokens` and return what it still has to read, at least the last token.
+    """Roll a session back to what it shares with `tokens`; return what it has yet to read, at least the last token.
 
     This is rollback, prefix reuse, a drafter's catch-up and recovery after an exception, all in one; nobody counts.
 

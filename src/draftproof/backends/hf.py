@@ -1,10 +1,10 @@
-"""Any transformers causal language model as a Backend: padding, positions, masks and the slot cache live here.
+"""Any transformers causal language model as a Backend: padding, positions and masks live here.
 
-Knows: transformers' forward signature, attention masks, what makes a model unable to roll back. Does not know: drafts' rules,
+Knows: transformers' forward signature, attention masks, what makes a model unable to roll back. Does not know: rules,
 requests, sampling.
 
-A model is checked once at construction (`probe`): reading tokens piecewise, rolling back and reading a tree must reproduce a plain
-forward pass. A model that cannot do that (recurrent state, positions not honoured) is refused there, with a message.
+A model is checked once at construction (`probe`): reading tokens piecewise, rolling back and reading a tree must
+reproduce a plain forward pass. A model that cannot (recurrent state, positions not honoured) is refused there.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class Layout:
     def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
         """Additive attention mask: 0 where a token may look, the dtype's minimum elsewhere.
 
-        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so that no
-        row of a softmax is empty. With a window only positions closer than `window` are seen.
+        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so that
+        no row of a softmax is empty. With a window only positions closer than `window` are seen.
         """
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
@@ -316,7 +316,8 @@ def probe(backend: HFBackend) -> bool:
     error = _distance(chain, plain[5:])
     if not error < tolerance:
         raise UserError(
-            f"{backend.name} does not reproduce its own logits after a rollback (relative error {error:.2g}, allowed {tolerance:.2g}): "
+            f"{backend.name} does not reproduce its own logits after a rollback "
+            f"(relative error {error:.2g}, allowed {tolerance:.2g}): "
             "its cache or positions cannot be controlled, so speculation would change its output; it is refused"
         )
     return _distance(_probe_tree(backend, spread), plain[7:]) < tolerance
@@ -365,6 +366,7 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
         source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`).
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         UserError: nothing to load there, in one line.
@@ -384,7 +386,7 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
         raise UserError(
             f"cannot load a model from {str(where)!r}: {reason} (legal: a hub id, a directory, a .gguf file)"
         ) from cause
-    return model.to(parse_device(device))
+    return model.to(device=parse_device(device))
 
 
 def _gguf_options(path: Path) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Knows: buffers, slots, which positions a forward pass writes and reads. Does not know: tokens, models, masks.
 
-Rollback needs no work here: a session's length says what is valid, and later writes overwrite the rest. Only keeping a path of
-a tree moves data (`gather`). Capacity and slots grow by doubling when needed, and never shrink.
+Rollback needs no work here: a session's length says what is valid, and later writes overwrite the rest. Only keeping
+a path of a tree moves data (`gather`). Capacity and slots grow by doubling when needed, and never shrink.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class SlotCache:
 class CacheView:
     """What transformers is handed as `past_key_values` for one forward pass: a slot cache and a plan.
 
-    It follows the duck type of transformers' Cache: `update` writes and returns, lengths are reported as 0 because positions
-    and mask are passed explicitly.
+    It follows the duck type of transformers' Cache: `update` writes and returns, lengths are reported as 0 because
+    positions and mask are passed explicitly.
     """
 
     is_compileable = False

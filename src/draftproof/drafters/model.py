@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -77,7 +78,7 @@ class ModelDrafter:
         self.stopper = stopper
         self._vocab_size = vocab_size
         changes = {"temperature": temperature, "top_k": top_k}
-        self._changes = {key: value for key, value in changes.items() if value is not None}
+        self._changes: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 

@@ -1,7 +1,7 @@
 """The one decode loop: draft, verify, commit - for every drafter, stopper, rule and batch size.
 
-Knows: the order of a round and who runs in it. Does not know: how drafts are made or verified, how models compute, what the parts
-are called.
+Knows: the order of a round and who runs in it. Does not know: how drafts are made or verified, how models compute,
+what the parts are called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Feed, Output as Rows, unread
+from draftproof.backends.base import Backend, Feed, unread
+from draftproof.backends.base import Output as Rows
 from draftproof.draft import Draft
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
@@ -78,7 +79,7 @@ class Engine:
     @classmethod
     def load(cls, target: str, draft: str | None = None, **options: Any) -> Engine:
         """Build an engine from names; see `draftproof.engine.compose.load` for the options."""
-        from draftproof.engine.compose import load  # noqa: PLC0415 - compose knows every part, and the engine none
+        from draftproof.engine.compose import load  # compose knows every part, and this file none
 
         return load(target, draft, **options)
 

@@ -1,6 +1,6 @@
 """Sequence: one request while it is decoded, and Output: what becomes of it.
 
-Knows: committed tokens, the request's seed and round, when it is finished. Does not know: models, drafts' rules, other requests.
+Knows: committed tokens, the request's seed and round, when it is finished. Does not know: models, rules, other requests.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Sequence:
         return self.output_ids, [(), *[[ids[node] for node in path] for path in draft.tree.paths]]
 
     def commit(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "rows vocab"]) -> Cut:
-        """Take over what the cut leaves of a verdict: tokens, text, statistics, log-probabilities, in this one place."""
+        """Take over what the cut leaves of a verdict: tokens, text, statistics and log-probabilities, all here."""
         cut = self.cutter.cut(verdict.emitted)
         kept = verdict.emitted[: cut.kept]
         accepted = verdict.path[: cut.kept]

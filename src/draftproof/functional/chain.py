@@ -77,7 +77,7 @@ def _bonus(
     lengths: Int[Tensor, " B"],
     rng: Rng,
 ) -> Int[Tensor, " B"]:
-    """The round's last token: from the residual at the first position that was not accepted, from p after a full chain."""
+    """The round's last token: from the residual at the first position not accepted, from p after a full chain."""
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     weights = p[rows, accepted]
     if tokens.shape[1] > 0:
@@ -131,8 +131,8 @@ def block_acceptance(
 ) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n"]]:
     """P_i and h_i for i = 1..n (seed 001, Algorithm 2): h_i = S_i / (S_i + 1 - P_i), h_length = P_length.
 
-    S_i = sum_x max(P_i p(x|x_<=i) - q(x|x_<=i), 0). Where S_i = 0 and P_i = 1 any h_i will do, since a longer block is then
-    accepted with certainty; 1 is taken. Beyond a row's length h is 0.
+    S_i = sum_x max(P_i p(x|x_<=i) - q(x|x_<=i), 0). Where S_i = 0 and P_i = 1 any h_i will do, since a longer block is
+    then accepted with certainty; 1 is taken. Beyond a row's length h is 0.
     """
     n = tokens.shape[1]
     running = running_ratios(log_ratios(tokens, q, p))
@@ -164,8 +164,8 @@ def block_verify(
 ) -> ChainVerdict:
     """Block verification: keep the longest prefix whose own test succeeds, then draw from norm(max(P_tau p - q, 0)).
 
-    Every prefix is tested with its own h_i and the LARGEST success wins; Pr(at least i accepted | x) = P_i. In expectation it
-    never accepts less than token verification. Arguments as for `token_verify`.
+    Every prefix is tested with its own h_i and the LARGEST success wins; Pr(at least i accepted | x) = P_i. In
+    expectation it never accepts less than token verification. Arguments as for `token_verify`.
 
     Source: seed 001, Algorithm 2 and Lemma 3.
     """

@@ -2,8 +2,8 @@
 
 Knows: what a stopper is asked and told. Does not know: any rule, drafter or model.
 
-A stopper may look at everything drafted so far, the newest token included, and it may not throw that token away: what was
-sampled is submitted. Then every lossless rule stays lossless (ALGORITHMS.md section 6).
+A stopper may look at everything drafted so far, the newest token included, and it may not throw that token away: what
+was sampled is submitted. Then every lossless rule stays lossless; a rule that drops its last token is biased.
 """
 
 from __future__ import annotations
