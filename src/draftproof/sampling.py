@@ -419,7 +419,7 @@ def _penalty(values: Tensor, counts: Tensor, params: SamplingParams) -> Tensor:
         values = torch.where(values > 0, values / repetition, values * repetition)
         values = values.clamp(max=torch.finfo(values.dtype).max)  # a huge logit over a small penalty
     counts = counts.to(values.dtype)
-    return values - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    return values - params.frequency_penalty * counts - params.presence_penalty * counts.clamp(max=1)
 
 
 def _check_alive(scores: Tensor, causes: Sequence[str]) -> None:
