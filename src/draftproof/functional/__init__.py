@@ -1,5 +1,34 @@
 """Verification rules as pure functions on tensors: the part other engines import."""
 
 from draftproof.functional.chain import ChainVerdict, block_verify, token_verify
+from draftproof.functional.coupling import (
+    kseq_gamma,
+    kseq_select,
+    multi_round_on_tries,
+    multi_round_verify,
+    multi_round_verify_without_replacement,
+    spectr_on_tries,
+    spectr_verify,
+)
+from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries
+from draftproof.functional.trie import traversal_on_tries, traversal_verify, trie_block_on_tries, trie_block_verify
 
-__all__ = ["ChainVerdict", "block_verify", "token_verify"]
+__all__ = [
+    "ChainVerdict",
+    "NodeVerdict",
+    "PathVerdict",
+    "Tries",
+    "block_verify",
+    "kseq_gamma",
+    "kseq_select",
+    "multi_round_on_tries",
+    "multi_round_verify",
+    "multi_round_verify_without_replacement",
+    "spectr_on_tries",
+    "spectr_verify",
+    "token_verify",
+    "traversal_on_tries",
+    "traversal_verify",
+    "trie_block_on_tries",
+    "trie_block_verify",
+]

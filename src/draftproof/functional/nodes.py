@@ -1,0 +1,266 @@
+"""Tries: drafts that share prefixes, as index tables over rows of q and p, so that rules touch every node once.
+
+Knows: parents, the order of the draws, where a node's rows are. Does not know: probabilities, rules.
+
+Slot 0 of a trie is its root (the context before the draft), slot i + 1 its node i. The draws at a slot are the drafted
+tokens that were drawn in that context, in order; a slot without draws is a leaf. K i.i.d. chains, chains that stopped
+early and prefix trees (seed 002, Algorithm 5) differ only in the table of draws. How many draws a context gets may
+depend on anything drawn before them and on nothing drawn after: then every rule on tries stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.functional.checks import check_rows, check_tokens
+from draftproof.tree import ROOT, TokenTree, merge_chains
+
+
+class PathVerdict(NamedTuple):
+    """How much of which chain is kept, and the token that follows.
+
+    Attributes:
+        path: a chain that carries the accepted prefix (0 when nothing was accepted).
+        accepted: number of accepted draft tokens.
+        token: the bonus token.
+    """
+
+    path: Int[Tensor, " B"]
+    accepted: Int[Tensor, " B"]
+    token: Int[Tensor, " B"]
+
+
+class NodeVerdict(NamedTuple):
+    """The last accepted node of each row's tree, and the token that follows.
+
+    Attributes:
+        node: index into the row's own tree; ROOT (-1) when nothing was accepted.
+        token: the bonus token.
+    """
+
+    node: Int[Tensor, " B"]
+    token: Int[Tensor, " B"]
+
+
+class Level(NamedTuple):
+    """The slots of one depth that have draws.
+
+    Attributes:
+        rows: their flat ids (row of the batch * slots + slot), those with a single draw first.
+        single: how many have a single draw.
+    """
+
+    rows: Int[Tensor, " rows"]
+    single: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tries:
+    """The tries of a batch, padded to one size; every table is indexed by [row of the batch, slot].
+
+    Attributes:
+        tokens: token of each slot (meaningless for slot 0).
+        parent: slot of the parent.
+        depth: 0 for the root.
+        kids: the slot each draw landed on, in order; 0 where a slot has fewer draws.
+        q_row: where the vector the slot's token was drawn from lies among the rows of q.
+        p_row: where the target's vector after the slot lies among the rows of p.
+        chain: a chain that passes through the slot (0 for trees).
+        inner: for each depth, the slots with draws.
+        slots: for each depth, the slots of that depth; 0 pads.
+        branching: whether some slot has two different children.
+    """
+
+    tokens: Int[Tensor, "B N"]
+    parent: Int[Tensor, "B N"]
+    depth: Int[Tensor, "B N"]
+    kids: Int[Tensor, "B N D"]
+    q_row: Int[Tensor, "B N"]
+    p_row: Int[Tensor, "B N"]
+    chain: Int[Tensor, "B N"]
+    inner: tuple[Level, ...]
+    slots: tuple[Int[Tensor, "B W"], ...]
+    branching: bool
+
+    @classmethod
+    def from_trees(cls, trees: Sequence[TokenTree], draws: Sequence[tuple[int, ...] | None]) -> Tries:
+        """Tries of drafts as the engine holds them; nothing is read from the device.
+
+        Args:
+            trees: one tree for each row of the batch. Rows of q are their nodes in order, tree after tree; rows of p
+            are, tree
+                after tree, the root's vector and then the nodes' vectors.
+            draws: see `draftproof.draft.Draft.draws`.
+
+        Raises:
+            ValueError: an empty batch, or a node that no draw landed on.
+        """
+        if not trees:
+            raise ValueError("no trees: verification needs at least one row")
+        order = [tuple(range(len(t))) if d is None else d for t, d in zip(trees, draws, strict=True)]
+        starts = list(accumulate((len(tree) for tree in trees), initial=0))
+        q_rows = [list(range(start, start + len(tree))) for start, tree in zip(starts, trees, strict=False)]
+        p_rows = [
+            list(range(start + row, start + row + len(tree) + 1))
+            for row, (start, tree) in enumerate(zip(starts, trees, strict=False))
+        ]
+        tokens = torch.cat([tree.tokens for tree in trees])
+        return _build([t.parents for t in trees], order, q_rows, p_rows, [[0] * len(t) for t in trees], tokens)
+
+    @classmethod
+    def from_chains(
+        cls, tokens: Int[Tensor, "B K n"], lengths: Int[Tensor, "B K"] | None = None, *, once: bool = False
+    ) -> Tries:
+        """Merge equal prefixes of K chains a row; the tokens are read to the host once.
+
+        Args:
+            tokens: drafted token ids. Rows of q are those of [B, K, n], rows of p those of [B, K, n + 1].
+            lengths: tokens in each chain when chains differ; entries beyond are padding.
+            once: count each node as drawn once, however many chains share it (draws without replacement).
+        """
+        _, k, n = tokens.shape
+        chains: list[list[list[int]]] = tokens.tolist()
+        if lengths is not None:
+            sizes = lengths.tolist()
+            chains = [[c[:m] for c, m in zip(row, size, strict=True)] for row, size in zip(chains, sizes, strict=True)]
+        parents, draws, q_rows, p_rows, owners = [], [], [], [], []
+        for row, group in enumerate(chains):
+            _, parent, paths = merge_chains(group)
+            place = {node: (j, i) for j in range(k - 1, -1, -1) for i, node in enumerate(paths[j])}
+            found = [place[node] for node in range(len(parent))]
+            parents.append(parent)
+            draws.append(tuple(range(len(parent))) if once else tuple(node for path in paths for node in path))
+            q_rows.append([(row * k + j) * n + i for j, i in found])
+            p_rows.append([row * k * (n + 1)] + [(row * k + j) * (n + 1) + i + 1 for j, i in found])
+            owners.append([j for j, _ in found])
+        return _build(parents, draws, q_rows, p_rows, owners, tokens.flatten())
+
+    @property
+    def height(self) -> int:
+        """Depth of the deepest slot."""
+        return len(self.slots) - 1
+
+    def draws_at(self, at: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B D"], Int[Tensor, "B D"]]:
+        """The slots that the draws at one slot of each row landed on, and their tokens."""
+        rows = torch.arange(at.shape[0], device=at.device)
+        kids = self.kids[rows, at]
+        return kids, self.tokens.gather(1, kids)
+
+    def drawn_from(
+        self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], kids: Int[Tensor, " r"]
+    ) -> Float[Tensor, "r V"]:
+        """The vectors that the tokens of these flat slots were drawn from; q = None stands for point masses."""
+        if q is not None:
+            return q[self.q_row.flatten()[kids]]
+        tokens = self.tokens.flatten()[kids].unsqueeze(-1)
+        return torch.zeros(kids.shape[0], p.shape[-1], dtype=p.dtype, device=p.device).scatter_(-1, tokens, 1)
+
+    def path_verdict(self, at: Int[Tensor, " B"], token: Int[Tensor, " B"]) -> PathVerdict:
+        """The verdict in terms of chains."""
+        slot = at.unsqueeze(-1)
+        return PathVerdict(self.chain.gather(1, slot).squeeze(-1), self.depth.gather(1, slot).squeeze(-1), token)
+
+    def check(self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> None:
+        """Rows are distributions of one vocabulary, tokens lie in it and were drawn from their q.
+
+        Raises:
+            ValueError: naming the first bad row or slot.
+        """
+        check_rows("p", p)
+        inside = self.depth > 0
+        check_tokens(self.tokens, p.shape[-1], inside)
+        if q is None:
+            return
+        if q.shape[-1] != p.shape[-1]:
+            raise ValueError(f"q has {q.shape[-1]} columns and p has {p.shape[-1]}: both are over one vocabulary")
+        check_rows("q", q)
+        bad = inside & (q[self.q_row * inside, self.tokens * inside] <= 0)
+        if bad.any():
+            row, slot = (int(i) for i in bad.nonzero()[0])
+            raise ValueError(
+                f"q of row {row}, node {slot - 1} gives its token probability 0, so it was not drawn from q: "
+                "pass the distribution the token was sampled from"
+            )
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent + 1] + 1)
+    return depths
+
+
+def _draw_table(parents: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
+    """For each slot the slots its draws landed on, in order."""
+    table: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node in draws:
+        table[parents[node] + 1].append(node + 1)
+    if len(set(draws)) != len(parents):
+        missing = min(set(range(len(parents))) - set(draws))
+        raise ValueError(f"node {missing} is in the tree and no draw landed on it: draws must name every node")
+    return table
+
+
+def _pad(rows: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B N"]:
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64, device=device)
+
+
+def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torch.device) -> tuple[Level, ...]:
+    """Slots with draws by depth; a single draw needs no root search, so those come first."""
+    size = max(len(table) for table in tables)
+    found: list[list[tuple[bool, int]]] = [[] for _ in range(max(map(max, depths)))]
+    for row, (table, depth) in enumerate(zip(tables, depths, strict=True)):
+        for slot, kids in enumerate(table):
+            if kids:
+                found[depth[slot]].append((len(kids) > 1, row * size + slot))
+    return tuple(
+        Level(
+            torch.tensor([at for _, at in sorted(level)], dtype=torch.int64, device=device),
+            sum(not many for many, _ in level),
+        )
+        for level in found
+    )
+
+
+def _build(
+    parents: Sequence[Sequence[int]],
+    draws: Sequence[Sequence[int]],
+    q_rows: list[list[int]],
+    p_rows: list[list[int]],
+    owners: list[list[int]],
+    tokens: Int[Tensor, " all"],
+) -> Tries:
+    device = tokens.device
+    tables = [_draw_table(parent, order) for parent, order in zip(parents, draws, strict=True)]
+    depths = [_depths(parent) for parent in parents]
+    size, most = max(map(len, tables)), max(1, *(len(kids) for table in tables for kids in table))
+    kids = [[k + [0] * (most - len(k)) for k in table] + [[0] * most] * (size - len(table)) for table in tables]
+    at_depth = [
+        [[slot for slot, d in enumerate(depth) if d == level] for depth in depths]
+        for level in range(max(map(max, depths)) + 1)
+    ]
+    q_row = _pad([[0, *rows] for rows in q_rows], device)
+    none = torch.zeros_like(q_row)
+    return Tries(
+        tokens=tokens[q_row] if tokens.shape[0] else none,
+        parent=_pad([[0, *(at + 1 for at in parent)] for parent in parents], device),
+        depth=_pad(depths, device),
+        kids=torch.tensor(kids, dtype=torch.int64, device=device),
+        q_row=q_row,
+        p_row=_pad(p_rows, device),
+        chain=_pad([[0, *row] for row in owners], device),
+        inner=_levels(tables, depths, device),
+        slots=tuple(_pad(level, device) for level in at_depth),
+        branching=any(len(set(k)) > 1 for table in tables for k in table),
+    )
+
+
+__all__ = ["ROOT", "Level", "NodeVerdict", "PathVerdict", "Tries"]
