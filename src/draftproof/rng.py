@@ -11,8 +11,9 @@ new draw to the event that rejected the old one.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,6 +25,13 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 
 
+class _Kind(enum.IntEnum):
+    """The two doors, whose calls are numbered apart."""
+
+    DECISION = 1
+    INDEX = 2
+
+
 class Purpose(enum.IntEnum):
     """What a draw decides; two purposes never share a uniform."""
 
@@ -32,6 +40,7 @@ class Purpose(enum.IntEnum):
     STOP = 3
 
 
+@runtime_checkable
 class Rng(Protocol):
     """Where decisions come from; every random choice of the library is one of these two calls."""
 
@@ -44,6 +53,7 @@ class Rng(Protocol):
         ...
 
 
+@runtime_checkable
 class RoundRng(Protocol):
     """The draws of one round for the rows of a batch; `at` opens the door for one purpose."""
 
@@ -100,36 +110,41 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
 def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """The first index whose cumulative weight exceeds u times the total; never an index of zero weight.
 
-    Float64 throughout: with u = k + 1/2 over 2**52 the product stays strictly below the total, so the search ends inside
-    the row.
+    Float64 throughout: with u = k + 1/2 over 2**52 the product stays strictly below the total, so the search ends
+    inside the row.
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
-    goal = u.unsqueeze(-1) * cdf[..., -1:]
+    total = cdf[..., -1:]
+    goal = torch.minimum(u.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, goal, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
 
 
 class CounterRng:
-    """Counter-based draws, one key for each leading row; the calls made on one object are numbered."""
+    """Counter-based draws, one key for each leading row.
+
+    Decisions and indices are numbered apart, so that a rule which has nothing to decide for a batch (no row was drafted)
+    draws the indices it would draw in any other batch.
+    """
 
     def __init__(self, keys: Sequence[int]) -> None:
         self._keys = tuple(keys)
-        self._calls = 0
+        self._calls: Counter[_Kind] = Counter()
 
-    def _next(self, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
+    def _next(self, kind: _Kind, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
         if not shape or shape[0] != len(self._keys):
             raise ValueError(
                 f"rng has {len(self._keys)} rows, asked for draws of shape {tuple(shape)}: rows come first"
             )
-        self._calls += 1
-        return _uniforms([fold(key, self._calls) for key in self._keys], shape, device)
+        self._calls[kind] += 1
+        return _uniforms([fold(key, kind, self._calls[kind]) for key in self._keys], shape, device)
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """True with the given probabilities; strict, so 0 is never and 1 is always."""
-        return self._next(prob.shape, prob.device) < prob
+        return self._next(_Kind.DECISION, prob.shape, prob.device) < prob
 
     def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
         """Inverse-CDF draws, one uniform for each row of weights."""
-        return inverse_cdf(weights, self._next(weights.shape[:-1], weights.device))
+        return inverse_cdf(weights, self._next(_Kind.INDEX, weights.shape[:-1], weights.device))
 
 
 class CounterRoundRng:

@@ -1,6 +1,7 @@
-"""Test doubles and exact laws for users' own drafters and rules: EnumeratingRng, exact_law, total variation.
+"""Test doubles and exact laws, shipped for users' own drafters and rules: EnumeratingRng, TableModel, assert_lossless.
 
-Knows: how to walk every outcome of a program whose only randomness is an Rng. Does not know: which program.
+Knows: how to walk every outcome of a program whose only randomness is an Rng, and what law a target must have. Does not
+know: how any drafter or rule works.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.rng import Purpose
+from draftproof.backends.base import Backend, Capabilities, Feed, Output, Session
+from draftproof.engine.engine import Engine, RoundRngFactory
+from draftproof.rng import Purpose, fold
+from draftproof.sampling import SamplingParams, Transforms, probabilities
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -89,3 +93,161 @@ def _next_script(rng: EnumeratingRng) -> tuple[int, ...] | None:
 def total_variation(law: Mapping[Outcome, float], other: Mapping[Outcome, float]) -> float:
     """Half the sum of absolute differences between two laws; outcomes missing on one side have probability 0 there."""
     return 0.5 * sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in {*law, *other})
+
+
+class TableModel:
+    """A backend whose next-token rows are looked up, one random row for each context; float64 and exact.
+
+    Args:
+        vocab: number of tokens.
+        seed: of the rows; two models with one seed are equal.
+        order: how many of the last tokens a row depends on.
+        zeros: probability that an entry of a row is 0 (one entry is always left).
+        sharpness: larger makes rows more peaked.
+        rows: explicit rows by context (the last `order` tokens); others are random.
+        max_positions: longest sequence, None for no limit.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        seed: int,
+        *,
+        order: int = 3,
+        zeros: float = 0.0,
+        sharpness: float = 2.0,
+        rows: Mapping[tuple[int, ...], Sequence[float]] | None = None,
+        max_positions: int | None = None,
+    ) -> None:
+        self.name = f"table:{seed}"
+        self.vocab_size = vocab
+        self.max_positions = max_positions
+        self.device = torch.device("cpu")
+        self.capabilities = Capabilities(trees=True, hidden=0)
+        self._seed, self._order, self._zeros, self._sharpness = seed, order, zeros, sharpness
+        given = (rows or {}).items()
+        self._rows = {context: torch.tensor(row, dtype=torch.float64).log() for context, row in given}
+
+    def logits(self, context: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """Log-probabilities of the next token after a context."""
+        key = tuple(context[-self._order :]) if self._order else ()
+        if key not in self._rows:
+            self._rows[key] = self._random_row(key)
+        return self._rows[key]
+
+    def _random_row(self, key: tuple[int, ...]) -> Float[Tensor, " vocab"]:
+        source = torch.Generator().manual_seed(fold(self._seed, *key) >> 1)
+        row = torch.rand(self.vocab_size, dtype=torch.float64, generator=source) ** self._sharpness
+        gone = torch.rand(self.vocab_size, generator=source) < self._zeros
+        gone[int(row.argmax())] = False
+        row[gone] = 0
+        return (row / row.sum()).log()
+
+    def open(self) -> Session:
+        """A session that remembers tokens and nothing else."""
+        return Session()
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+        """Rows looked up for the last chain token and each node."""
+        assert not hidden, "a table has no hidden states"
+        return [self._read(feed) for feed in feeds]
+
+    def _read(self, feed: Feed) -> Output:
+        session, chain = feed.session, torch.as_tensor(feed.tokens, dtype=torch.int64).reshape(-1)
+        known = len(session.tail)
+        session.read(chain, feed.tree)
+        stem, tail = session.tokens[: session.stem], session.tokens[session.stem :]
+        contexts = [stem] if chain.shape[0] else []
+        for node in range(known, len(tail)):
+            contexts.append([*stem, *(tail[place] for place in self._path(session.tail, node))])
+        return Output(torch.stack([self.logits(context) for context in contexts]))
+
+    @staticmethod
+    def _path(parents: Sequence[int], node: int) -> list[int]:
+        path: list[int] = []
+        while node >= 0:
+            path.insert(0, node)
+            node = parents[node]
+        return path
+
+
+def target_law(
+    target: TableModel, prompt: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The law of whole outputs by the definition of sampling: token after token from the target, no engine involved.
+
+    Args:
+        target: any object with `logits(context)` and `vocab_size`.
+        prompt: token ids.
+        params: max_tokens bounds the enumeration; stop strings are not known here.
+        eos_token_ids: tokens that end an output.
+    """
+    transforms = params.bind(vocab_size=target.vocab_size, eos_token_ids=eos_token_ids, prompt_ids=prompt)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+    law: dict[tuple[int, ...], float] = {}
+    open_ends: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    while open_ends:
+        output, weight = open_ends.pop()
+        for token, prob in enumerate(_next_law(target, prompt, output, transforms)):
+            longer = (*output, token)
+            if prob > 0 and (len(longer) == params.max_tokens or token in ends):
+                law[longer] = law.get(longer, 0.0) + weight * prob
+            elif prob > 0:
+                open_ends.append((longer, weight * prob))
+    return law
+
+
+def _next_law(target: TableModel, prompt: Sequence[int], output: Sequence[int], transforms: Transforms) -> list[float]:
+    logits = target.logits([*prompt, *output]).unsqueeze(0)
+    row: list[float] = probabilities(logits, transforms, output, [()])[0].tolist()
+    return row
+
+
+def engine_law(
+    make_engine: Callable[[RoundRngFactory], Engine], prompt: Sequence[int], params: SamplingParams
+) -> dict[tuple[int, ...], float]:
+    """The law of whole outputs of an engine, by walking every outcome of every draw it makes.
+
+    Args:
+        make_engine: builds a fresh engine around the given randomness.
+        prompt: token ids.
+        params: of the request.
+    """
+
+    def program(rng: EnumeratingRng) -> tuple[int, ...]:
+        engine = make_engine(lambda seeds, rounds: rng)  # noqa: ARG005 - one walk serves all rows and rounds
+        return engine.generate([list(prompt)], params)[0].token_ids
+
+    return exact_law(program)
+
+
+def assert_lossless(
+    make_engine: Callable[[RoundRngFactory], Engine],
+    *,
+    prompt: Sequence[int] = (0,),
+    params: SamplingParams | None = None,
+    tolerance: float = 1e-12,
+) -> None:
+    """Assert that an engine over a TableModel has exactly the target's output law.
+
+    Args:
+        make_engine: builds a fresh engine around the given randomness; its target is a TableModel.
+        prompt: token ids.
+        params: of the request; keep max_tokens at 5 or less, the walk is exponential in it.
+        tolerance: largest total variation that passes.
+
+    Raises:
+        AssertionError: naming the total variation and the worst output.
+    """
+    params = params or SamplingParams(max_tokens=3)
+    probe = make_engine(lambda seeds, rounds: EnumeratingRng())  # noqa: ARG005 - never drawn from
+    target: Backend = probe.target
+    assert isinstance(target, TableModel), f"the target is {target.name}: exact laws need a TableModel"
+    wanted = target_law(target, prompt, params, probe.eos_token_ids)
+    found = engine_law(make_engine, prompt, params)
+    distance = total_variation(found, wanted)
+    worst = max({*found, *wanted}, key=lambda output: abs(found.get(output, 0.0) - wanted.get(output, 0.0)))
+    assert distance < tolerance, (
+        f"total variation {distance:.3g} from the target's law; worst output {worst}: "
+        f"{found.get(worst, 0.0):.6g} instead of {wanted.get(worst, 0.0):.6g}"
+    )

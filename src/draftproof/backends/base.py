@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -48,7 +48,8 @@ class Session:
     def tokens(self) -> list[int]:
         """Token ids read so far, slot by slot; tokens that live on an accelerator are copied at first need."""
         if self._fresh:
-            self._tokens.extend(torch.cat(self._fresh).tolist())
+            where = self._fresh[-1].device
+            self._tokens.extend(torch.cat([part.to(where) for part in self._fresh]).tolist())
             self._fresh.clear()
         return self._tokens
 
@@ -67,11 +68,28 @@ class Session:
         """Parents of the tree nodes after the stem; -1 stands for the stem's last token."""
         return tuple(self._parents)
 
+    def admit(self, chain: int, tree: TokenTree | None = None) -> None:
+        """Check that a chain of this length, then a tree below it, can be read now (called by backends, before they do).
+
+        Raises:
+            ValueError: nothing to read, a chain below a tree, a tree below nothing, a piece of another tree.
+        """
+        nodes = 0 if tree is None else len(tree)
+        if not chain + nodes:
+            raise ValueError("a feed without tokens")
+        if chain and self._parents:
+            raise ValueError("a session with a tree at its end cannot be continued by a chain: call keep first")
+        if nodes and not chain + self.stem:
+            raise ValueError("a tree hangs below a token: an empty session must read a chain first")
+        if tree is not None and nodes and tree.known != len(self._parents):
+            raise ValueError(
+                f"a tree that continues {tree.known} nodes came after {len(self._parents)}: call keep first"
+            )
+
     def read(self, chain: Int[Tensor, " tokens"], tree: TokenTree | None = None) -> None:
         """Record that the model has read a chain, then a tree below it (called by backends)."""
+        self.admit(chain.shape[0], tree)
         if chain.shape[0]:
-            if self._parents:
-                raise ValueError("a session with a tree at its end cannot be continued by a chain: call keep first")
             self._append(chain)
         if tree is not None and len(tree):
             self._append(tree.tokens)
@@ -123,7 +141,7 @@ class Feed:
     Attributes:
         session: the session that reads.
         tokens: chain tokens to append to the stem, host integers or a tensor.
-        tree: nodes to append to the tail; a parent index counts tail nodes (those already read included).
+        tree: nodes to append to the tail; a piece of a tree whose first `known` nodes are the tail, or a whole tree.
     """
 
     session: Session
@@ -147,6 +165,7 @@ class Output:
     hidden: Float[Tensor, "rows dim"] | None = None
 
 
+@runtime_checkable
 class Backend(Protocol):
     """A model that reads tokens into sessions."""
 

@@ -105,13 +105,17 @@ class HFBackend:
         """
         for feed in feeds:
             self._check(feed)
+        if len({id(feed.session) for feed in feeds}) < len(feeds):
+            raise ValueError("a session was fed twice in one forward pass")
         return self._run([self._without_long_prefix(feed) for feed in feeds], hidden=hidden)
 
     def _check(self, feed: Feed) -> None:
-        if len(feed) == 0:
-            raise ValueError("a feed without tokens")
-        depth = 0 if feed.tree is None or not len(feed.tree) else max(feed.tree.depths)
-        end = feed.session.stem + len(feed.tokens) + depth
+        feed.session.admit(len(feed.tokens), feed.tree)
+        if not isinstance(feed.session, HFSession) or feed.session.cache is not self._cache:
+            raise ValueError(f"a session of another backend was fed to {self.name}")
+        if feed.session.slot < 0:
+            raise ValueError("a closed session was fed")
+        end = feed.session.stem + len(feed.tokens) + max(feed_depths(feed), default=0)
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"{self.name} reads at most {self.max_positions} positions, asked for {end}")
 
@@ -191,9 +195,7 @@ class Layout:
         if feed.tree is None:
             return chain
         stem = feed.session.stem + len(feed.tokens)
-        known = len(feed.session.tail)
-        depths = tail_depths((*feed.session.tail, *feed.tree.parents))
-        return chain + [stem - 1 + depth for depth in depths[known:]]
+        return chain + [stem - 1 + depth for depth in feed_depths(feed)]
 
     def _columns(self, row: int) -> range:
         """Columns whose logits a row wants: its last chain token and its nodes."""
@@ -219,8 +221,8 @@ class Layout:
     def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
         """Additive attention mask: 0 where a token may look, the dtype's minimum elsewhere.
 
-        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so that
-        no row of a softmax is empty. With a window only positions closer than `window` are seen.
+        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so
+        that no row of a softmax is empty. With a window only positions closer than `window` are seen.
         """
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
@@ -262,12 +264,14 @@ class Layout:
         return allowed, key_positions
 
 
-def tail_depths(parents: Sequence[int]) -> list[int]:
-    """Depth of each node of a tail; children of the stem's last token have depth 1."""
+def feed_depths(feed: Feed) -> list[int]:
+    """Depth of each node that a feed adds; children of the stem's last token have depth 1."""
+    if feed.tree is None:
+        return []
     depths: list[int] = []
-    for parent in parents:
+    for parent in (*feed.session.tail, *feed.tree.parents):
         depths.append(1 if parent < 0 else depths[parent] + 1)
-    return depths
+    return depths[len(feed.session.tail) :]
 
 
 def attention_windows(config: Any) -> dict[str, int | None]:

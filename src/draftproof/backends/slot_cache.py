@@ -67,8 +67,15 @@ class SlotCache:
         self._free.sort()
         return self._free.pop(0)
 
+    @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """Make a slot available again."""
+        """Make a slot available again, emptied: a NaN left behind would reach the next sequence through the mask.
+
+        A masked value has weight 0, and 0 * NaN is NaN.
+        """
+        for store in (self._keys, self._values):
+            for buffer in store.values():
+                buffer[slot : slot + 1].zero_()
         self._free.append(slot)
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from draftproof.draft import Draft
 from draftproof.rng import RoundRng
@@ -33,6 +33,7 @@ class DraftRequest:
     transforms: Transforms
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens for the rows of a batch."""
 

@@ -102,10 +102,12 @@ class ModelDrafter:
         return [chain.draft(self.backend.device) for chain in chains]
 
     def _open(self, row: int, request: DraftRequest) -> _Chain:
-        """A row's chain; short or empty where the draft model's context ends."""
+        """A row's chain; short or empty where the draft model's context or vocabulary ends."""
         limit = min(request.limit, self.stopper.limit)
         if self.backend.max_positions is not None:
             limit = min(limit, self.backend.max_positions - len(request.tokens))
+        if self.backend.vocab_size < self._vocab_size and max(request.tokens) >= self.backend.vocab_size:
+            limit = 0  # a token the draft model has no embedding for
         if request.id not in self._sessions:
             self._sessions[request.id] = self.backend.open()
             self._transforms[request.id] = self._own(request.transforms)

@@ -1,6 +1,6 @@
 """Sequence: one request while it is decoded, and Output: what becomes of it.
 
-Knows: committed tokens, the request's seed and round, when it is finished. Does not know: models, rules, other requests.
+Knows: committed tokens, the request's seed and round, when it is finished. Does not know: models, rules, other rows.
 """
 
 from __future__ import annotations

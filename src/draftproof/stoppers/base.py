@@ -8,11 +8,12 @@ was sampled is submitted. Then every lossless rule stays lossless; a rule that d
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from draftproof.draft import DraftStep
 
 
+@runtime_checkable
 class Stopper(Protocol):
     """Decides after each drafted token whether its chain ends there."""
 

@@ -6,7 +6,7 @@ Knows: what a verifier is given and returns. Does not know: any rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,6 +15,7 @@ from draftproof.draft import Draft, Verdict
 from draftproof.rng import Rng
 
 
+@runtime_checkable
 class Verifier(Protocol):
     """Decides which drafted tokens are kept and draws the bonus token."""
 
@@ -39,7 +40,7 @@ class Verifier(Protocol):
         ...
 
     def verify(
-        self, drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "rows vocab"]], rng: Rng
+        self, drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ vocab"]], rng: Rng
     ) -> list[Verdict]:
         """One verdict for each draft.
 

@@ -22,7 +22,7 @@ class ChainBatch(NamedTuple):
 
     tokens: Int[Tensor, "B n"]
     q: Float[Tensor, "B n V"] | None
-    p: Float[Tensor, "B n+1 V"]
+    p: Float[Tensor, "B m V"]
     lengths: Int[Tensor, " B"]
 
 
@@ -33,7 +33,7 @@ def _pad(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
-def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "rows vocab"]]) -> ChainBatch:
+def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ vocab"]]) -> ChainBatch:
     """Pad the chains of a batch; rows without a draft have length 0.
 
     Raises:
@@ -75,7 +75,7 @@ class ChainVerifier:
         self._rule = rule
 
     def verify(
-        self, drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "rows vocab"]], rng: Rng
+        self, drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ vocab"]], rng: Rng
     ) -> list[Verdict]:
         """See Verifier; the round's one copy to the host is here."""
         tokens, q, p, lengths = pad_chains(drafts, target_probs)

@@ -1,0 +1,18 @@
+"""Every test runs with shape and type checks on, one thread, and no network."""
+
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from jaxtyping import install_import_hook
+
+install_import_hook("draftproof", "beartype.beartype")
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+settings.register_profile("draftproof", deadline=None, print_blob=True)
+settings.load_profile("draftproof")
