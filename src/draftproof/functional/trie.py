@@ -156,8 +156,9 @@ def decide(tries: Tries, plan: TriePlan, rng: Rng) -> Int[Tensor, " B"]:
 
     A draw that can no longer matter has probability 0 or a single outcome.
     """
-    ends = torch.zeros_like(tries.tokens)  # where the accepted path below a slot ends; 0: the slot's subtree is
-    refused moment = torch.zeros_like(tries.tokens)  # the draw at its parent that an accepted slot's success falls on
+    # where the accepted path below a slot ends (0: its subtree is refused), and the draw at its parent that the success of
+    # an accepted slot falls on
+    ends, moment = torch.zeros_like(tries.tokens), torch.zeros_like(tries.tokens)
     places = torch.arange(tries.kids.shape[-1], device=ends.device)
     for depth in range(tries.height, 0, -1):
         slots = tries.slots[depth]
