@@ -16,17 +16,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 _NEVER = -math.inf
 # A float32 reciprocal outside these overflows or vanishes; inside, the law no longer changes with the temperature.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 # The nucleus is first looked for among this many candidates: at usual settings it is far smaller.
-_NUCLEUS_GUESS = 256
+_GUESS = 256
 
 
 def _illegal(name: str, value: object, legal: str) -> ValueError:
@@ -107,6 +107,7 @@ _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL = ("max_tokens", "seed", "logprobs")
 
 
+@no_type_check  # for type checkers at run time: this class checks its values itself, and its messages name them
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it ends; names and meanings are vLLM's.
@@ -435,42 +436,44 @@ def _heat(scores: Tensor, temperature: float) -> Tensor:
     """Logits over temperature, less their maximum first, so that no temperature overflows."""
     if temperature == 1:
         return scores
-    return (scores - scores.amax(-1, keepdim=True)) / min(max(temperature, _COLDEST), _HOTTEST)
+    return (scores - scores.amax(-1, keepdim=True)).div_(min(max(temperature, _COLDEST), _HOTTEST))
 
 
 def _filter(scores: Tensor, params: SamplingParams) -> Tensor:
     """min-p, top-k, top-p: -inf for what each of them leaves out of what the one before it kept."""
     if params.min_p > 0:
-        scores = scores.masked_fill(scores - scores.amax(-1, keepdim=True) < math.log(params.min_p), _NEVER)
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(params.min_p), _NEVER)
     if 0 < params.top_k < scores.shape[-1]:
         scores = scores.masked_fill(scores < scores.topk(params.top_k).values[..., -1:], _NEVER)
     if params.top_p < 1:
-        scores = scores.masked_fill(~_nucleus(scores, params.top_p), _NEVER)
+        scores = _nucleus(scores, params.top_p)
     return scores
 
 
-def _nucleus(scores: Tensor, top_p: float, guess: int = _NUCLEUS_GUESS) -> Bool[Tensor, "rows vocab"]:
-    """The fewest tokens of each row, most likely first and ties by id, whose mass reaches top_p.
+def _nucleus(scores: Float[Tensor, "rows vocab"], top_p: float, guess: int = _GUESS) -> Float[Tensor, "rows vocab"]:
+    """The scores of the fewest tokens, most likely first and ties by id, whose mass reaches top_p; -inf for the others.
 
-    Sorts the `guess` best first, and all only when some row's mass is not reached; the answer is the same.
+    Looks among the `guess` best first, then 16 times as many, and sorts all only where these do not decide: some row's
+    mass is not reached, or tokens as likely as the last one kept may be missing. The answer is the same.
     """
     probs = scores.softmax(-1)
-    values, ids = scores.topk(min(guess, scores.shape[-1]))
-    mass = probs.gather(-1, ids).cumsum(-1, dtype=torch.float64)
-    if values.shape[-1] < scores.shape[-1] and not bool((mass[..., -1] >= top_p).all()):
-        values, ids = scores.sort(descending=True)
+    for width in sorted({min(width, scores.shape[-1]) for width in (guess, 16 * guess, scores.shape[-1])}):
+        values, ids = _best(scores, width)
         mass = probs.gather(-1, ids).cumsum(-1, dtype=torch.float64)
-    size = (mass < top_p).sum(-1, keepdim=True).add_(1).clamp_(max=mass.shape[-1])
-    last = values.gather(-1, size - 1)
-    places = size - (values > last).sum(-1, keepdim=True)
-    return (scores > last) | _first(scores == last, places)
+        kept = torch.cat([torch.ones_like(mass[:, :1], dtype=torch.bool), mass[:, :-1] < top_p], -1)
+        undecided = kept & (values == values[:, -1:])
+        if not bool(undecided.any()):
+            break
+    return torch.full_like(scores, _NEVER).scatter_(-1, ids, values.masked_fill_(~kept, _NEVER))
 
 
-def _first(marked: Bool[Tensor, "rows vocab"], places: Tensor) -> Bool[Tensor, "rows vocab"]:
-    """The first `places` marked entries of each row; the order of a sort among equals is nobody's promise."""
-    if bool((marked.sum(-1, keepdim=True) <= places).all()):
-        return marked
-    return marked & (marked.cumsum(-1) <= places)
+def _best(scores: Float[Tensor, "rows vocab"], width: int) -> tuple[Tensor, Tensor]:
+    """Values and ids of the `width` best of each row, equals in order of their ids (topk promises no order)."""
+    if width == scores.shape[-1]:
+        return scores.sort(descending=True, stable=True)
+    ids = scores.topk(width).indices.sort().values
+    values, order = scores.gather(-1, ids).sort(descending=True, stable=True)
+    return values, ids.gather(-1, order)
 
 
 @dataclass(frozen=True)
