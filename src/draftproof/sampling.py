@@ -319,7 +319,7 @@ def probabilities(
             unless `transforms.path_dependent`.
 
     Returns:
-        float32 probabilities (float64 for float64 logits). The result may share memory with nothing of the caller's.
+        float32 probabilities (float64 for float64 logits), in memory of their own.
 
     Raises:
         ValueError: a wrong width or number of paths; a row in which every token is masked.
