@@ -285,6 +285,13 @@ def test_the_nucleus_does_not_depend_on_the_guess(seed, top_p, guess, step):
     assert (mass >= top_p - 1e-6).all()
 
 
+def test_equals_beyond_the_guess_are_not_missed():
+    scores = (noise(8, 4, vocab=4000) > 0).float()  # two levels: the guess cuts through the upper one
+    kept = _nucleus(scores, 0.01, 256) > -math.inf
+    assert torch.equal(kept, _nucleus(scores, 0.01, 4000) > -math.inf)
+    assert all(torch.equal(row.nonzero(), scores[r].nonzero()[: row.sum()]) for r, row in enumerate(kept))
+
+
 def test_min_tokens_counts_output_and_path():
     logits = torch.zeros(3, V)
     rows = probabilities(logits, bound(min_tokens=4, ignore_eos=True, stop_token_ids=[5]), [0, 0], [[], [0], [0, 0]])
