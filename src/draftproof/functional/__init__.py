@@ -10,20 +10,34 @@ from draftproof.functional.coupling import (
     spectr_on_tries,
     spectr_verify,
 )
+from draftproof.functional.greedy import GreedyState, advance, greedy_block_verify, modified_target
+from draftproof.functional.lossy import last_token_verify, mentored_verify, mixture_verify, typical_verify
+from draftproof.functional.match import match_verify
 from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries
+from draftproof.functional.otm import otm_plan, otm_select
 from draftproof.functional.trie import traversal_on_tries, traversal_verify, trie_block_on_tries, trie_block_verify
 
 __all__ = [
     "ChainVerdict",
+    "GreedyState",
     "NodeVerdict",
     "PathVerdict",
     "Tries",
+    "advance",
     "block_verify",
+    "greedy_block_verify",
     "kseq_gamma",
     "kseq_select",
+    "last_token_verify",
+    "match_verify",
+    "mentored_verify",
+    "mixture_verify",
+    "modified_target",
     "multi_round_on_tries",
     "multi_round_verify",
     "multi_round_verify_without_replacement",
+    "otm_plan",
+    "otm_select",
     "spectr_on_tries",
     "spectr_verify",
     "token_verify",
@@ -31,4 +45,5 @@ __all__ = [
     "traversal_verify",
     "trie_block_on_tries",
     "trie_block_verify",
+    "typical_verify",
 ]

@@ -156,8 +156,8 @@ def decide(tries: Tries, plan: TriePlan, rng: Rng) -> Int[Tensor, " B"]:
 
     A draw that can no longer matter has probability 0 or a single outcome.
     """
-    # where the accepted path below a slot ends (0: its subtree is refused), and the draw at its parent that the success of
-    # an accepted slot falls on
+    # for each slot: where the accepted path below it ends (0: its subtree is refused), and the draw at its parent that
+    # its success falls on
     ends, moment = torch.zeros_like(tries.tokens), torch.zeros_like(tries.tokens)
     places = torch.arange(tries.kids.shape[-1], device=ends.device)
     for depth in range(tries.height, 0, -1):

@@ -1,0 +1,223 @@
+"""Greedy block verification, and the modified target that keeps its law exact from round to round.
+
+Knows: probabilities and the windows left open by earlier rounds. Does not know: models, requests, who keeps the state.
+
+One round of the greedy rule accepts with the unclipped joint ratio and repairs the law afterwards: after a round of n
+drafted tokens that emitted tau + 1, the next n - tau - 1 tokens must come from norm(max(r p - q, 0)), r the joint
+ratio p/q from the round's start along everything emitted. Later rounds verify against that target, so the windows
+stack: `GreedyState` lists them, oldest first. In every round
+
+    target = modified_target(state, p, q, tokens)
+    verdict = greedy_block_verify(tokens, q, target.rows, rng=rng)
+    state = advance(state, target, q, tokens, verdict)
+
+Inside a window the rule needs the draft model's q at that context: the drafted positions' own rows of q. A window
+that is open at the start of a round has at most n - 1 places left and the row after the last drafted token is place
+n, so the bonus row never lies in a window as long as every round drafts n tokens (or at least as many as the longest
+window left).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.functional.chain import ChainVerdict, log_ratios
+from draftproof.functional.checks import check_chain
+from draftproof.rng import Rng
+
+
+@dataclass(frozen=True, eq=False)
+class GreedyState:
+    """The open windows of each row, oldest first; a window lives less than n rounds, so n - 1 places hold them all.
+
+    Attributes:
+        remaining: places of the window still to come; 0 for a closed one.
+        log_r: log joint ratio of the window's own target to q, along what was emitted since its round began.
+    """
+
+    remaining: Int[Tensor, "B L"]
+    log_r: Float[Tensor, "B L"]
+
+    @classmethod
+    def fresh(cls, rows: int, drafted: int, device: torch.device | str = "cpu") -> GreedyState:
+        """No window open: the state of a request that starts, for rounds of `drafted` tokens."""
+        shape = (rows, max(drafted - 1, 0))
+        return cls(
+            torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, dtype=torch.float64, device=device)
+        )
+
+    def rows(self, index: Int[Tensor, " b"]) -> GreedyState:
+        """The state of some rows, in that order."""
+        return GreedyState(self.remaining[index], self.log_r[index])
+
+    @classmethod
+    def stack(cls, states: list[GreedyState]) -> GreedyState:
+        """The states of several requests as one batch."""
+        return cls(torch.cat([s.remaining for s in states]), torch.cat([s.log_r for s in states]))
+
+
+class ModifiedTarget(NamedTuple):
+    """The target of a round.
+
+    Attributes:
+        rows: p' before each drafted token and after the last one.
+        layers: for each window, oldest first, the target it was made from: layers[0] is the model's p.
+        log_r: for each window, log joint ratio at the context of each row.
+    """
+
+    rows: Float[Tensor, "B n+1 V"]
+    layers: tuple[Float[Tensor, "B n+1 V"], ...]
+    log_r: Float[Tensor, "B L n+1"]
+
+
+def _difference(
+    p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"], log_r: Float[Tensor, "*rows"]
+) -> Float[Tensor, "*rows V"]:
+    """r p - q up to a positive factor, finite for every r from 0 to infinity."""
+    scale_p, scale_q = log_r.clamp(max=0).exp(), (-log_r).clamp(max=0).exp()
+    return p * scale_p.to(p.dtype).unsqueeze(-1) - q * scale_q.to(q.dtype).unsqueeze(-1)
+
+
+def _surplus(
+    p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"], log_r: Float[Tensor, "*rows"]
+) -> Float[Tensor, "*rows V"]:
+    """norm(max(r p - q, 0)), and p where nothing is left (a context that the target never reaches)."""
+    weights = _difference(p, q, log_r).clamp_(min=0)
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total.masked_fill(total <= 0, 1), p)
+
+
+def modified_target(
+    state: GreedyState, p: Float[Tensor, "B n+1 V"], q: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]
+) -> ModifiedTarget:
+    """The target that this round must verify against: the windows applied to p one after another, oldest first.
+
+    Args:
+        state: the windows open at the start of the round.
+        p: the model's distribution before each drafted token and after the last one.
+        q: the draft model's distribution before each drafted token.
+        tokens: the drafted tokens, along which every window's ratio advances.
+
+    Source: seed 001, Algorithms 5 and 6; the last row is never inside a window (see the module's docstring).
+    """
+    n = tokens.shape[1]
+    place = torch.arange(n, device=tokens.device)
+    rows, layers, ratios = p, [], []
+    for level in range(state.remaining.shape[1]):
+        steps = log_ratios(tokens, q, rows).cumsum(-1)
+        log_r = state.log_r[:, level : level + 1] + torch.cat([torch.zeros_like(steps[:, :1]), steps], -1)
+        log_r = log_r.nan_to_num(-math.inf, math.inf, -math.inf)  # a token of probability 0 was drafted: never reached
+        inside = place < state.remaining[:, level : level + 1]
+        head = torch.where(inside.unsqueeze(-1), _surplus(rows[:, :n], q, log_r[:, :n]), rows[:, :n])
+        layers.append(rows)
+        ratios.append(log_r)
+        rows = torch.cat([head, rows[:, n:]], 1)
+    none = state.log_r.new_zeros(tokens.shape[0], 0, n + 1)
+    return ModifiedTarget(rows, tuple(layers), torch.stack(ratios, 1) if ratios else none)
+
+
+def _ratio_after(
+    rows: Float[Tensor, "B n+1 V"], q: Float[Tensor, "B n V"], log_r: Float[Tensor, "B n+1"], verdict: ChainVerdict
+) -> Float[Tensor, " B"]:
+    """log r along the accepted tokens and the bonus token; the latter counts only where q is known, which is enough."""
+    at = torch.arange(rows.shape[0], device=rows.device)
+    place = verdict.accepted.clamp(max=q.shape[1] - 1)
+    step = rows[at, place, verdict.token].double().log() - q[at, place, verdict.token].double().log()
+    return log_r[at, verdict.accepted] + step
+
+
+def advance(
+    state: GreedyState,
+    target: ModifiedTarget,
+    q: Float[Tensor, "B n V"],
+    tokens: Int[Tensor, "B n"],
+    verdict: ChainVerdict,
+) -> GreedyState:
+    """The state after a round: open windows move on by what was emitted, a new one opens for the places not reached.
+
+    The oldest place is dropped: a window that entered the list n - 1 rounds ago has closed since.
+
+    Args:
+        state: as given to `modified_target`.
+        target: what that returned.
+        q: the round's rows of q.
+        tokens: the round's drafted tokens.
+        verdict: the round's outcome; all its tokens are taken as emitted.
+    """
+    n = tokens.shape[1]
+    if state.remaining.shape[1] == 0:
+        return state
+    emitted = (verdict.accepted + 1).unsqueeze(-1)
+    start = log_ratios(tokens, q, target.rows).cumsum(-1)
+    fresh = _ratio_after(target.rows, q, torch.cat([torch.zeros_like(start[:, :1]), start], -1), verdict)
+    moved = [_ratio_after(rows, q, target.log_r[:, i], verdict) for i, rows in enumerate(target.layers)]
+    remaining = torch.cat([(state.remaining - emitted).clamp_(min=0), (n - emitted).clamp_(min=0)], -1)
+    log_r = torch.stack([*moved, fresh], -1).masked_fill(remaining == 0, 0)
+    return GreedyState(remaining[:, 1:], log_r[:, 1:])
+
+
+def greedy_acceptance(
+    tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"], p: Float[Tensor, "B m V"], lengths: Int[Tensor, " B"]
+) -> tuple[Float[Tensor, "B n+1"], Float[Tensor, "B n"]]:
+    """log r_i for i = 0..n and h_i for i = 1..n (seed 001, Algorithm 4).
+
+    h_i = min(1, sum max(r_i p - q, 0) / sum max(q - r_i p, 0)), and min(1, r) at a row's length. Where both sums are
+    0 a longer prefix is accepted with certainty and 1 is taken.
+    """
+    n = tokens.shape[1]
+    log_r = log_ratios(tokens, q, p).cumsum(-1)
+    place = torch.arange(1, n + 1, device=tokens.device)
+    h = torch.where(place == lengths.unsqueeze(-1), log_r.clamp(max=0).exp(), torch.zeros_like(log_r))
+    if n > 1:
+        gap = _difference(p[:, 1:n], q[:, 1:], log_r[:, :-1])
+        total = gap.sum(-1, dtype=torch.float64)
+        surplus = gap.clamp_(min=0).sum(-1, dtype=torch.float64)
+        deficit = (surplus - total).clamp_(min=0)
+        inner = torch.where(deficit > 0, (surplus / deficit).clamp(max=1), 1)
+        h[:, :-1] = torch.where(place[:-1] < lengths.unsqueeze(-1), inner, h[:, :-1])
+    return torch.cat([torch.zeros_like(log_r[:, :1]), log_r], -1) if n else log_r.new_zeros(tokens.shape[0], 1), h
+
+
+def greedy_block_verify(
+    tokens: Int[Tensor, "B n"],
+    q: Float[Tensor, "B n V"],
+    p: Float[Tensor, "B n+1 V"],
+    *,
+    rng: Rng,
+    lengths: Int[Tensor, " B"] | None = None,
+    validate: bool = True,
+) -> ChainVerdict:
+    """One round of greedy block verification: Pr(at least i accepted | x) = min(1, r_i), r_i the unclipped joint ratio.
+
+    Lossless only together with `modified_target` and `advance`: the tokens after the bonus token must come from the
+    modified target, n - accepted - 1 of them. It accepts more than block verification in one round and fewer over
+    many (seed 001, table 4).
+
+    Args:
+        tokens: drafted token ids.
+        q: the distribution each token was drawn from.
+        p: this round's target, `modified_target(...).rows`.
+        rng: source of all randomness.
+        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
+        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+
+    Source: seed 001, Algorithm 4; seed 000, Algorithm 3.
+    """
+    if validate:
+        check_chain(tokens, q, p, lengths)
+    n = tokens.shape[1]
+    size = lengths if lengths is not None else torch.full_like(tokens[:, :1].sum(-1), n)
+    log_r, h = greedy_acceptance(tokens, q, p, size)
+    at = torch.arange(tokens.shape[0], device=tokens.device)
+    if n == 0:
+        return ChainVerdict(torch.zeros_like(size), rng.categorical(p[:, 0]))
+    accepted = (rng.bernoulli(h) * torch.arange(1, n + 1, device=tokens.device)).amax(-1)
+    weights = p[at, accepted]
+    residual = _surplus(weights, q[at, accepted.clamp(max=n - 1)], log_r[at, accepted])
+    return ChainVerdict(accepted, rng.categorical(torch.where((accepted < size).unsqueeze(-1), residual, weights)))
