@@ -110,8 +110,8 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
 def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """The first index whose cumulative weight exceeds u times the total; never an index of zero weight.
 
-    Float64 throughout: with u = k + 1/2 over 2**52 the product stays strictly below the total, so the search ends
-    inside the row.
+    Float64 throughout, and the goal is held strictly below the total (their product rounds up to it where the total is
+    subnormal), so the search ends inside the row and where the sum rises.
     """
     cdf = weights.cumsum(-1, dtype=torch.float64)
     total = cdf[..., -1:]

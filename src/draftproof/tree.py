@@ -23,15 +23,18 @@ class TokenTree:
     Attributes:
         tokens: token id of each node; stays on the device it was drawn on.
         parents: index of each node's parent, ROOT (-1) for a child of the root.
+        known: 0 for a whole tree. A drafter that has a tree read piece by piece says here how many nodes came before
+            this piece: parents count those first, and depths, paths and masks belong to the whole tree only.
     """
 
     tokens: Int[Tensor, " nodes"]
     parents: tuple[int, ...]
+    known: int = 0
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.shape[0] != len(self.parents):
             raise ValueError(f"a tree needs one parent for each token: {tuple(self.tokens.shape)}, {len(self.parents)}")
-        for node, parent in enumerate(self.parents):
+        for node, parent in enumerate(self.parents, start=self.known):
             if not ROOT <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}: legal are {ROOT} (the root) to {node - 1}")
 
@@ -51,7 +54,7 @@ class TokenTree:
     @cached_property
     def is_chain(self) -> bool:
         """Whether node i is the child of node i - 1 throughout."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return not self.known and all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @cached_property
     def ids(self) -> tuple[int, ...]:
@@ -61,6 +64,7 @@ class TokenTree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node; children of the root have depth 1."""
+        assert not self.known, "a piece of a tree has no depths of its own"
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -69,6 +73,7 @@ class TokenTree:
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
         """For each node, the nodes from the root's child down to and including itself."""
+        assert not self.known, "a piece of a tree has no paths of its own"
         paths: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             paths.append((node,) if parent == ROOT else (*paths[parent], node))
@@ -77,6 +82,7 @@ class TokenTree:
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
         """Children of each node, and of the root under ROOT, in node order."""
+        assert not self.known, "a piece of a tree has no children of its own"
         found: dict[int, list[int]] = {node: [] for node in range(ROOT, len(self))}
         for node, parent in enumerate(self.parents):
             found[parent].append(node)
