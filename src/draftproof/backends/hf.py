@@ -182,7 +182,7 @@ class Layout:
         tree = self.feeds[row].tree
         return self.chains[row] if tree is None else torch.cat([self.chains[row], tree.tokens.to(self.device)])
 
-    def _pad(self, rows: list[Int[Tensor, " tokens"]]) -> Int[Tensor, "rows width"]:
+    def _pad(self, rows: list[Int[Tensor, " _"]]) -> Int[Tensor, "rows width"]:
         if len(rows) == 1:
             return rows[0].unsqueeze(0)
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -384,7 +384,7 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
     elif where.is_dir() or not where.exists():
         options["use_safetensors"] = True
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **options)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as cause:
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise UserError(
