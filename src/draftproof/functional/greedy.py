@@ -71,9 +71,9 @@ class ModifiedTarget(NamedTuple):
         log_r: for each window, log joint ratio at the context of each row.
     """
 
-    rows: Float[Tensor, "B n+1 V"]
-    layers: tuple[Float[Tensor, "B n+1 V"], ...]
-    log_r: Float[Tensor, "B L n+1"]
+    rows: Float[Tensor, "B m V"]
+    layers: tuple[Float[Tensor, "B m V"], ...]
+    log_r: Float[Tensor, "B L m"]
 
 
 def _difference(

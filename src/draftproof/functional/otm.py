@@ -20,6 +20,7 @@ from draftproof.functional.coupling import Selection
 from draftproof.rng import Rng
 
 MAX_MULTISETS = 20_000
+OTHER = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +29,14 @@ class OtmPlan:
 
     Attributes:
         value: acceptance probability, Pr(the token is one of the draws).
+        support: the tokens that may be selected from the draws; the others count as one, OTHER (-1).
         accept: for a multiset of draws (sorted token ids), the probability of selecting each of its tokens; what is
             missing to 1 goes to the residual.
         residual: weights of the token when no draw is accepted.
     """
 
     value: float
+    support: frozenset[int]
     accept: dict[tuple[int, ...], dict[int, float]]
     residual: Float[Tensor, " V"]
 
@@ -48,7 +51,7 @@ def _solver() -> Any:
     return optimize.linprog, sparse.csr_array
 
 
-def _probability(counts: Counter[int], q: list[float]) -> float:
+def _probability(counts: Counter[int], q: dict[int, float]) -> float:
     """Pr(k i.i.d. draws are this multiset)."""
     ways = math.factorial(counts.total())
     weight = 1.0
@@ -68,8 +71,8 @@ def otm_plan(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, *, support:
         p: the target's distribution.
         q: the draft's distribution.
         k: number of draws.
-        support: keep only this many tokens, those with the largest min(p, k q); multisets with others are never
-            selected from, so the value is then a lower bound and the rule still exact.
+        support: keep only this many tokens, those with the largest min(p, k q); the others are never selected from the
+            draws, so the value is then a lower bound and the rule still exact.
 
     Raises:
         ImportError: scipy is missing (extra `audit`).
@@ -77,25 +80,34 @@ def otm_plan(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, *, support:
 
     Source: seed 002, equations (3) and (4).
     """
-    linprog, csr_array = _solver()
     target, draft = p.double(), q.double()
     worth = torch.minimum(target, k * draft)
     kept = worth.argsort(descending=True)[: support or p.shape[0]]
     tokens = sorted(int(x) for x in kept if draft[x] > 0)
-    size = math.comb(len(tokens) + k - 1, k)
+    chances = {token: float(draft[token]) for token in tokens}
+    rest = 1.0 - sum(chances.values())
+    symbols = [OTHER, *tokens] if len(tokens) < int((draft > 0).sum()) else tokens
+    size = math.comb(len(symbols) + k - 1, k)
     if size > MAX_MULTISETS:
-        raise ValueError(f"{len(tokens)} tokens, k = {k}: {size} multisets, more than {MAX_MULTISETS}; pass support")
-    sets = list(itertools.combinations_with_replacement(tokens, k))
-    pairs = [(row, token) for row, drawn in enumerate(sets) for token in sorted(set(drawn))]
-    place = {token: len(sets) + i for i, token in enumerate(tokens)}
-    rows = [row for row, _ in pairs] + [place[token] for _, token in pairs]
-    columns = [*range(len(pairs)), *range(len(pairs))]
-    matrix = csr_array(([1.0] * len(rows), (rows, columns)), shape=(len(sets) + len(tokens), len(pairs)))
-    limits = [_probability(Counter(drawn), draft.tolist()) for drawn in sets]
-    found = linprog([-1.0] * len(pairs), A_ub=matrix, b_ub=[*limits, *target[tokens].tolist()], method="highs")
+        raise ValueError(f"{len(symbols)} tokens, k = {k}: {size} multisets, more than {MAX_MULTISETS}; pass support")
+    sets = list(itertools.combinations_with_replacement(symbols, k))
+    limits = [_probability(Counter(drawn), {OTHER: rest, **chances}) for drawn in sets]
+    pairs = [(row, token) for row, drawn in enumerate(sets) for token in sorted(set(drawn) - {OTHER})]
+    mass = _solve(limits, target[tokens].tolist(), [(row, tokens.index(token)) for row, token in pairs])
+    return _as_plan(sets, limits, pairs, mass, target, frozenset(tokens))
+
+
+def _solve(limits: list[float], targets: list[float], pairs: list[tuple[int, int]]) -> list[float]:
+    """Mass of each (multiset, token) pair: within both lists of limits, and the most in total."""
+    linprog, csr_array = _solver()
+    count = len(pairs)
+    rows = [row for row, _ in pairs] + [len(limits) + place for _, place in pairs]
+    columns = [*range(count), *range(count)]
+    matrix = csr_array(([1.0] * (2 * count), (rows, columns)), shape=(len(limits) + len(targets), count))
+    found = linprog([-1.0] * count, A_ub=matrix, b_ub=[*limits, *targets], method="highs")
     if found.status != 0:
         raise RuntimeError(f"the linear program was not solved: {found.message}")
-    return _as_plan(sets, limits, pairs, [max(float(x), 0.0) for x in found.x], target)
+    return [max(float(x), 0.0) for x in found.x]
 
 
 def _as_plan(
@@ -104,6 +116,7 @@ def _as_plan(
     pairs: list[tuple[int, int]],
     mass: list[float],
     target: Float[Tensor, " V"],
+    support: frozenset[int],
 ) -> OtmPlan:
     """Conditional selection probabilities; what rounding adds beyond a limit is scaled away."""
     chosen = [0.0] * len(sets)
@@ -118,7 +131,7 @@ def _as_plan(
             residual[token] -= kept
             value += kept
     residual.clamp_(min=0)
-    return OtmPlan(value, accept, residual if float(residual.sum()) > 0 else target)
+    return OtmPlan(value, support, accept, residual if float(residual.sum()) > 0 else target)
 
 
 def otm_select(tokens: Int[Tensor, "B K"], plan: OtmPlan, *, rng: Rng) -> Selection:
@@ -135,7 +148,7 @@ def otm_select(tokens: Int[Tensor, "B K"], plan: OtmPlan, *, rng: Rng) -> Select
     weights = torch.zeros(tokens.shape[0], vocab + 1, dtype=torch.float64)  # last: none
     drawn: list[list[int]] = tokens.tolist()
     for row, ids in enumerate(drawn):
-        options = plan.accept.get(tuple(sorted(ids)), {})
+        options = plan.accept.get(tuple(sorted(x if x in plan.support else OTHER for x in ids)), {})
         for token, chance in options.items():
             weights[row, token] = chance
         weights[row, vocab] = max(1.0 - sum(options.values()), 0.0)

@@ -1,0 +1,100 @@
+"""Acceptance at one place: what each rule reaches with k draws, and what no rule can exceed.
+
+Knows: pairs of distributions, in rows. Does not know: sequences, models. Acceptance is the probability that the
+emitted token is one of the k tokens drawn from q.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.functional.coupling import kseq_gamma, kseq_plan
+
+EXACT_PASSES = 60
+
+
+def token_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
+    """sum_x min(p, q) = 1 - TV(p, q): the best there is for one draw (Leviathan et al. 2023, theorem 3.5)."""
+    return torch.minimum(p, q).sum(-1, dtype=torch.float64)
+
+
+def match_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
+    """sum_x p q: acceptance when the target draws by itself and the draft must have guessed it."""
+    return (p.double() * q).sum(-1)
+
+
+def kseq_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
+    """Acceptance of K-SEQ at its best division factor (seed 002, Algorithm 2 and Theorem 2).
+
+    Counts accepted draws only; a token that comes from the residual and happens to have been drawn adds to it.
+    """
+    return kseq_plan(p, q, k, gamma=kseq_gamma(p, q, k, passes=EXACT_PASSES)).accept
+
+
+def multi_round_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
+    """Acceptance of recursive rejection (Miao et al. 2023): 1 - prod TV(r_j, q) over its residuals r_j."""
+    left, missed = p.double(), torch.ones(p.shape[0], dtype=torch.float64, device=p.device)
+    for _ in range(k):
+        rest = (left - q).clamp_(min=0)
+        total = rest.sum(-1)
+        missed = missed * total
+        left = rest / total.masked_fill(total <= 0, 1).unsqueeze(-1)
+    return 1 - missed
+
+
+def optimal_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
+    """The acceptance of the best coupling of k i.i.d. draws, without a linear program: O(V log V) a row.
+
+    alpha_k = 1 - max_H [q(H)^k - p(H)]: whenever all draws fall into H the token must be in H to be one of them. The
+    best H is a prefix of the tokens in ascending order of p/q. Equal to the linear program of seed 002, equation (4),
+    on every model tried.
+    """
+    p64, q64 = p.double(), q.double()
+    order = torch.where(q64 > 0, p64 / q64, torch.inf).argsort(-1)
+    mass_p, mass_q = p64.gather(-1, order).cumsum(-1), q64.gather(-1, order).cumsum(-1)
+    return 1 - (mass_q**k - mass_p).amax(-1).clamp_(min=0)
+
+
+def union_bound(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
+    """sum_x min(p, 1 - (1 - q)^k): no coupling accepts more (seed 002, Theorem 1 with all tokens in the subset)."""
+    seen = -torch.expm1(k * torch.log1p(-q.double()))
+    return torch.minimum(p.double(), seen).sum(-1)
+
+
+def subset_bound(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, subset: Collection[int]) -> float:
+    """Theorem 1 of seed 002 for one subset, by enumerating all V^k draws: for tests and small vocabularies.
+
+    Args:
+        p: the target's distribution.
+        q: the draft's distribution.
+        k: number of draws.
+        subset: the tokens bounded one by one; the others are bounded through the draws that show them.
+    """
+    target, draft = p.double().tolist(), q.double().tolist()
+    bound: float = sum(min(target[y], 1 - (1 - draft[y]) ** k) for y in subset)
+    for drawn in itertools.product(range(len(target)), repeat=k):
+        chance = 1.0
+        for x in drawn:
+            chance *= draft[x]
+        bound += min(chance, sum(target[y] for y in set(drawn) - set(subset)))
+    return bound
+
+
+def kseq_guarantee(k: int) -> float:
+    """1 - (1 - 1/k)^k: the fraction of the optimum that K-SEQ reaches at least; above 1 - 1/e (seed 002, Theorem 2)."""
+    return 1.0 - (1.0 - 1.0 / k) ** k
+
+
+def uniform_acceptance(ratio: float, k: int) -> float:
+    """alpha_k for q uniform on d tokens, p uniform on d / ratio of them; K-SEQ reaches it (seed 002, D.1)."""
+    return 1 - (1 - 1 / ratio) ** k
+
+
+def uniform_gamma(ratio: float, k: int) -> float:
+    """K-SEQ's division factor for that pair (seed 002, appendix D.1)."""
+    return ratio * uniform_acceptance(ratio, k)

@@ -1,0 +1,65 @@
+"""What a run costs: seed 003's model of time, and the best constant draft length under it.
+
+Knows: counts and seconds. Does not know: models. It assumes that one forward pass takes the same time whatever it
+reads, and that a round of n drafted tokens takes n draft passes and one target pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draftproof.theory.lengths import iid_block_efficiency
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """Seconds of one forward pass.
+
+    Attributes:
+        draft: of the draft model.
+        target: of the target model.
+    """
+
+    draft: float
+    target: float
+
+
+def total_time(costs: PassCosts, drafted: int, target_calls: int) -> float:
+    """T = t_draft N_draft + t_target N_target (seed 003, equation (2.1))."""
+    return costs.draft * drafted + costs.target * target_calls
+
+
+def total_time_by_waste(costs: PassCosts, emitted: int, discarded: int, target_calls: int) -> float:
+    """T = t_draft N + t_draft N_discarded + (t_target - t_draft) N_target (seed 003, equation (2.2)).
+
+    The same time, since N_draft + N_target = N + N_discarded: every round emits its accepted tokens and one from the
+    target.
+    """
+    return costs.draft * (emitted + discarded) + (costs.target - costs.draft) * target_calls
+
+
+def latency(costs: PassCosts, discard_rate: float, verification_rate: float) -> float:
+    """Seconds a token from the discard rate and the verification rate (seed 003, equation (2.3))."""
+    return costs.draft * (1 + discard_rate) + (costs.target - costs.draft) * verification_rate
+
+
+def time_per_token(costs: PassCosts, drafted: int, block_efficiency: float) -> float:
+    """Seconds a token when rounds of `drafted` tokens emit `block_efficiency` on average."""
+    return (drafted * costs.draft + costs.target) / block_efficiency
+
+
+def best_length(costs: PassCosts, block_efficiency: Callable[[int], float], longest: int = 64) -> int:
+    """The constant draft length, 0 to `longest`, with the least time a token; the shortest of equals.
+
+    Args:
+        costs: seconds of the two passes.
+        block_efficiency: tokens emitted a round as a function of the draft length.
+        longest: the largest length to consider.
+    """
+    return min(range(longest + 1), key=lambda n: time_per_token(costs, n, block_efficiency(n)))
+
+
+def best_iid_length(costs: PassCosts, alpha: float, longest: int = 64) -> int:
+    """`best_length` when every token is accepted with probability alpha by itself (Leviathan et al. 2023, 3.5)."""
+    return best_length(costs, lambda n: iid_block_efficiency(alpha, n), longest)
