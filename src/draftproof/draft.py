@@ -52,11 +52,13 @@ class Verdict:
         path: accepted nodes from the root's child downwards.
         token: the bonus token that every round ends with.
         emitted: token ids of the path followed by the bonus token.
+        state: what the rule wants to be given with the row's next draft; None for rules without memory.
     """
 
     path: tuple[int, ...]
     token: int
     emitted: tuple[int, ...]
+    state: object = None
 
 
 @dataclass(frozen=True, eq=False)

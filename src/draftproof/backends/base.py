@@ -221,7 +221,19 @@ def unread(session: Session, tokens: list[int]) -> list[int]:
     """
     if not tokens:
         raise ValueError("nothing to read: a sequence has at least one token")
-    known = min(common_prefix(session.tokens[: session.stem], tokens), len(tokens) - 1)
-    if known != session.length:
-        session.keep(known)
-    return tokens[known:]
+    stem = session.stem
+    known = min(common_prefix(session.tokens[:stem], tokens), len(tokens) - 1)
+    path = _walk(session, tokens[known:-1]) if known == stem else []
+    if known + len(path) != session.length or path:
+        session.keep(known, path)
+    return tokens[known + len(path) :]
+
+
+def _walk(session: Session, tokens: Sequence[int]) -> list[int]:
+    """The tail nodes that spell the beginning of `tokens`, from the stem downwards."""
+    stem, ids = session.stem, session.tokens
+    path: list[int] = []
+    for node, parent in enumerate(session.tail):
+        if len(path) < len(tokens) and parent == (path[-1] if path else -1) and ids[stem + node] == tokens[len(path)]:
+            path.append(node)
+    return path

@@ -52,6 +52,16 @@ class Drafter(Protocol):
         """Whether its drafts have one constant length (limits of requests aside)."""
         ...
 
+    @property
+    def limit(self) -> int:
+        """Deepest draft it makes; 0 for none."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence it can draft for; None when unbounded."""
+        ...
+
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """A draft for each request; a row that wants or gets none has an empty draft."""
         ...

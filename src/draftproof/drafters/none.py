@@ -18,6 +18,8 @@ class NoDrafter:
     name = "none"
     branching = False
     constant = True
+    limit = 0
+    max_positions = None
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
         """Empty drafts."""

@@ -13,17 +13,27 @@ from draftproof.backends.base import Backend
 from draftproof.backends.hf import HFBackend, load_model
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
+from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.verifiers.base import Verifier
-from draftproof.verifiers.chain import block_verifier, token_verifier
+from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
+from draftproof.verifiers.greedy import GreedyBlockVerifier
+from draftproof.verifiers.trie import (
+    multi_round_verifier,
+    spectr_verifier,
+    traversal_verifier,
+    trie_block_verifier,
+)
 
 DEFAULT_STOPPER = "fixed:4"
 DEFAULT_VERIFIER = "block"
+DEFAULT_TREE_VERIFIER = "trie_block"
 
 
 def _fixed(argument: str) -> Stopper:
@@ -35,8 +45,23 @@ def _fixed(argument: str) -> Stopper:
 
 
 STOPPERS: dict[str, Callable[[str], Stopper]] = {"fixed": _fixed}
-VERIFIERS: dict[str, Callable[[], Verifier]] = {"token": token_verifier, "block": block_verifier}
-DRAFTERS = ("none", "model")
+VERIFIERS: dict[str, Callable[[], Verifier]] = {
+    "block": block_verifier,
+    "token": token_verifier,
+    "greedy_block": GreedyBlockVerifier,
+    "match": match_verifier,
+    "trie_block": trie_block_verifier,
+    "spectr": spectr_verifier,
+    "multi_round": multi_round_verifier,
+    "traversal": traversal_verifier,
+}
+DRAFTERS = {
+    "none": "nothing is drafted: plain decoding",
+    "model": "one chain from the draft model",
+    "chains:K": "K i.i.d. chains from the draft model, equal prefixes merged",
+    "tree:AxBxC": "a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
+    "ngram:N": "up to N tokens that followed an earlier occurrence of the last ones; no draft model",
+}
 
 
 def make_stopper(spec: str) -> Stopper:
@@ -76,14 +101,35 @@ def make_drafter(
     Raises:
         UserError: unknown name, or a draft model missing or left over.
     """
-    chosen = name or ("none" if draft is None else "model")
-    if chosen not in DRAFTERS:
-        raise UserError(f"drafter is {chosen!r}: legal are {', '.join(DRAFTERS)}")
+    chosen, _, argument = (name or ("none" if draft is None else "model")).partition(":")
     if chosen == "none":
         return NoDrafter()
+    if chosen == "ngram":
+        return NgramDrafter(*numbers(argument, "ngram:8"))
+    if chosen not in {"model", "chains", "tree"}:
+        raise UserError(f"drafter is {chosen!r}: legal are {', '.join(DRAFTERS)}")
     if draft is None:
-        raise UserError("drafter model needs a draft model: name one with draft (--draft)")
-    return ModelDrafter(draft, make_stopper(stopper), vocab_size=vocab_size, temperature=temperature, top_k=top_k)
+        raise UserError(f"drafter {chosen} needs a draft model: name one with draft (--draft)")
+    options: dict[str, Any] = {"vocab_size": vocab_size, "temperature": temperature, "top_k": top_k}
+    if chosen == "model":
+        return ModelDrafter(draft, make_stopper(stopper), **options)
+    if chosen == "tree":
+        options["factors"] = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
+    elif argument:
+        (options["chains"],) = numbers(argument, "chains:4")[:1]
+    return SampledTreeDrafter(draft, make_stopper(stopper), **options)
+
+
+def numbers(text: str, example: str) -> list[int]:
+    """Whole numbers joined by x, such as "4x2x1"; none in an empty text.
+
+    Raises:
+        UserError: something else.
+    """
+    try:
+        return [int(part) for part in text.split("x")] if text else []
+    except ValueError:
+        raise UserError(f"{text!r} is not a row of whole numbers: legal is for example {example}") from None
 
 
 def load_backend(
@@ -109,7 +155,7 @@ def load(
     draft: str | None = None,
     *,
     drafter: str | None = None,
-    verifier: str = DEFAULT_VERIFIER,
+    verifier: str | None = None,
     stopper: str = DEFAULT_STOPPER,
     dtype: str = "auto",
     device: str | None = None,
@@ -124,8 +170,8 @@ def load(
     Args:
         target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
         draft: the draft model, named likewise; its tokenizer must be the target's.
-        drafter: "none" or "model"; default "model" when a draft is named.
-        verifier: "block" (default) or "token".
+        drafter: a name of DRAFTERS, with its argument; default "model" when a draft is named, else "none".
+        verifier: a name of VERIFIERS; default "block", and "trie_block" for drafters of several drafts.
         stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens.
         dtype: "auto", "float32", "bfloat16" or "float16", for both models.
         device: for both models; default an accelerator when there is one.
@@ -138,7 +184,8 @@ def load(
     Raises:
         UserError: a name that is none, a model that cannot be had, parts that do not fit together.
     """
-    rule = make_verifier(verifier)
+    several = (drafter or "").partition(":")[0] in {"chains", "tree"}
+    rule = make_verifier(verifier or (DEFAULT_TREE_VERIFIER if several else DEFAULT_VERIFIER))
     make_stopper(stopper)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "check": check}
     tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
@@ -146,7 +193,11 @@ def load(
         theirs = load_tokenizer(models.resolve(draft), trust_remote_code=trust_remote_code)
         refuse_different(tokenizer, theirs, target_name=target, draft_name=draft)
     main = load_backend(target, **options)
-    small = None if draft is None or drafter == "none" else load_backend(draft, **options)
+    small = (
+        None
+        if draft is None or (drafter or "model").partition(":")[0] in {"none", "ngram"}
+        else load_backend(draft, **options)
+    )
     parts = make_drafter(
         drafter,
         draft=small,

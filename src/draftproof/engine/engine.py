@@ -142,7 +142,7 @@ class Engine:
         params = params or SamplingParams()
         text, ids = self.encode(prompt)
         self._check_prompt(ids)
-        room = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(ids)
+        room = self._room(len(ids))
         limit = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         transforms = params.bind(
@@ -160,13 +160,21 @@ class Engine:
                 prompt_length=len(ids),
                 seed=seed if index == 0 else fold(seed, index) >> 1,
                 transforms=transforms,
-                cutter=Cutter(params, self.eos_token_ids, self.tokenizer, room=min(room, _UNBOUNDED)),
+                cutter=Cutter(params, self.eos_token_ids, self.tokenizer, room=room),
                 max_tokens=limit,
             )
             for index in range(params.n)
         ]
         self._waiting.extend(made)
         return made
+
+    def _room(self, length: int) -> int:
+        """Tokens that fit after a prompt; a rule for constant drafts needs room for a whole one to the end."""
+        bounds = [self.target.max_positions]
+        if self.verifier.constant_length:
+            bounds.append(self.drafter.max_positions)
+        most = min((bound for bound in bounds if bound is not None), default=_UNBOUNDED)
+        return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
 
     def _encode_plain(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer()(text, add_special_tokens=False)["input_ids"]]
@@ -179,10 +187,10 @@ class Engine:
                 raise UserError(
                     f"token {place} of the prompt is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
                 )
-        most = self.target.max_positions
-        if most is not None and len(ids) >= most:
+        if self._room(len(ids)) < 1:
+            longest = len(ids) + self._room(len(ids)) - 1
             raise UserError(
-                f"the prompt has {len(ids)} tokens: {self.target.name} holds {most}, and one must be left to generate"
+                f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
             )
 
     def abort(self, sequence: Sequence) -> None:
@@ -224,7 +232,8 @@ class Engine:
             outputs = self.target.forward([self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)])
         with seconds.measure("verify"):
             target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
-            verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY))
+            states = [row.verifier_state for row in rows]
+            verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
         for row, draft, output, verdict in zip(rows, drafts, outputs, verdicts, strict=True):
             self.drafter.observe(row.id, len(draft), len(verdict.path))
             cut = row.commit(draft, verdict, output.logits)

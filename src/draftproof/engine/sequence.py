@@ -106,6 +106,7 @@ class Sequence:
         cutter: decides what of a round is kept.
         session: what the target has read; None before it runs and after it ends.
         round: rounds done; part of the key of every draw.
+        verifier_state: what a rule with memory wants back with the next draft.
         chunks: committed pieces that a stream has not taken yet.
     """
 
@@ -120,6 +121,7 @@ class Sequence:
     max_tokens: int
     session: Session | None = None
     round: int = 0
+    verifier_state: object = None
     stats: Stats = field(default_factory=Stats)
     chunks: deque[Chunk] = field(default_factory=deque)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -156,7 +158,10 @@ class Sequence:
         return self.output_ids, [(), *[[ids[node] for node in path] for path in draft.tree.paths]]
 
     def commit(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "rows vocab"]) -> Cut:
-        """Take over what the cut leaves of a verdict: tokens, text, statistics and log-probabilities, all here."""
+        """Take over what the cut leaves of a verdict: tokens, text, statistics and log-probabilities, all here.
+
+        The session is left as it is: the next round's `unread` keeps the accepted path and forgets the rest.
+        """
         cut = self.cutter.cut(verdict.emitted)
         kept = verdict.emitted[: cut.kept]
         accepted = verdict.path[: cut.kept]
@@ -167,8 +172,7 @@ class Sequence:
             )
         self.tokens.extend(kept)
         self.round += 1
+        self.verifier_state = verdict.state
         depth = max(draft.tree.depths, default=0)
         self.stats.record(drafted=len(draft), depth=depth, accepted=len(accepted), emitted=len(kept))
-        if self.session is not None and len(draft):
-            self.session.keep(self.session.stem, accepted)
         return cut

@@ -40,7 +40,11 @@ class Verifier(Protocol):
         ...
 
     def verify(
-        self, drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ vocab"]], rng: Rng
+        self,
+        drafts: Sequence[Draft],
+        target_probs: Sequence[Float[Tensor, "_ vocab"]],
+        rng: Rng,
+        states: Sequence[object],
     ) -> list[Verdict]:
         """One verdict for each draft.
 
@@ -48,5 +52,6 @@ class Verifier(Protocol):
             drafts: one for each row of the batch; lengths may differ.
             target_probs: for each draft, p at the root and after each node, [1 + nodes, vocab].
             rng: draws with one leading row for each draft.
+            states: the `state` of each row's last verdict, None in its first round.
         """
         ...

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftproof.draft import Draft, Verdict
 from draftproof.functional.chain import ChainVerdict, block_verify, token_verify
+from draftproof.functional.match import match_verify
 from draftproof.rng import Rng
 
 
@@ -75,7 +76,11 @@ class ChainVerifier:
         self._rule = rule
 
     def verify(
-        self, drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ vocab"]], rng: Rng
+        self,
+        drafts: Sequence[Draft],
+        target_probs: Sequence[Float[Tensor, "_ vocab"]],
+        rng: Rng,
+        states: Sequence[object] = (),  # noqa: ARG002 - these rules have no memory
     ) -> list[Verdict]:
         """See Verifier; the round's one copy to the host is here."""
         tokens, q, p, lengths = pad_chains(drafts, target_probs)
@@ -92,3 +97,8 @@ def token_verifier() -> ChainVerifier:
 def block_verifier() -> ChainVerifier:
     """Block verification (seed 001, Algorithm 2): never accepts less than token verification in expectation."""
     return ChainVerifier("block", block_verify)
+
+
+def match_verifier() -> ChainVerifier:
+    """Sample from p, keep while equal to the draft: what llama.cpp, mlx-lm and exllama do; exact, accepts less."""
+    return ChainVerifier("match", match_verify)

@@ -1,0 +1,88 @@
+"""Drafts without a model: the continuation of an earlier occurrence of the last tokens, in the prompt or the output.
+
+Knows: token ids of one request. Does not know: models, probabilities - its tokens are point masses.
+
+Also known as prompt lookup decoding; it pays where the output quotes the input (code editing, summaries).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from draftproof.draft import Draft
+from draftproof.drafters.base import DraftRequest
+from draftproof.errors import UserError
+from draftproof.rng import RoundRng
+from draftproof.tree import TokenTree
+
+
+class NgramDrafter:
+    """Proposes what followed the most recent occurrence of the longest matching suffix.
+
+    Args:
+        length: tokens to propose, 1 to 64.
+        longest: longest suffix looked for.
+        shortest: shortest suffix that counts as a match.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    branching = False
+    constant = False
+    max_positions = None
+
+    def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:
+        if not 1 <= length <= 64:
+            raise UserError(f"ngram draft length is {length}: legal are 1 to 64")
+        if not 1 <= shortest <= longest:
+            raise UserError(f"ngram suffixes are {shortest} to {longest}: legal is 1 <= shortest <= longest")
+        self.name = f"ngram:{length}"
+        self.limit = length
+        self._sizes = range(longest, shortest - 1, -1)
+        self._seen: dict[int, _Index] = {}
+
+    def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
+        """See Drafter."""
+        return [self._lookup(request) for request in requests]
+
+    def _lookup(self, request: DraftRequest) -> Draft:
+        index = self._seen.setdefault(request.id, _Index(self._sizes))
+        index.extend(request.tokens)
+        start = index.find(request.tokens)
+        found = [] if start is None else request.tokens[start : start + max(min(self.limit, request.limit), 0)]
+        return Draft(TokenTree.chain(torch.tensor(found, dtype=torch.int64)), None)
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Nothing to learn."""
+
+    def release(self, request_id: int) -> None:
+        """Forget the request's index."""
+        self._seen.pop(request_id, None)
+
+
+class _Index:
+    """Where each run of tokens was last followed by something, kept up to date as the sequence grows."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = sizes
+        self._after: dict[tuple[int, ...], int] = {}
+        self._done = 0
+
+    def extend(self, tokens: list[int]) -> None:
+        """Index every run that is followed by a token; the last token has no successor yet."""
+        for end in range(max(self._done, 1), len(tokens)):
+            for size in self._sizes:
+                if size <= end:
+                    self._after[tuple(tokens[end - size : end])] = end
+        self._done = len(tokens)
+
+    def find(self, tokens: list[int]) -> int | None:
+        """Position after the most recent earlier occurrence of the longest suffix; None without one."""
+        for size in self._sizes:
+            start = self._after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+            if start is not None:
+                return start
+        return None

@@ -1,0 +1,210 @@
+"""Several drafts a row from a smaller model: K i.i.d. chains or a prefix tree, equal prefixes drawn into one node.
+
+Knows: how a tree grows level by level, shared prefixes read once. Does not know: how its nodes are verified.
+
+The draws at a node are i.i.d. from its row of q; how many there are depends on what was drawn above, never on what is
+drawn below, so every rule on tries stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.base import Backend, Feed, Output, Session, unread
+from draftproof.draft import Draft, DraftStep
+from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.errors import UserError
+from draftproof.rng import Purpose, RoundRng
+from draftproof.stoppers.base import Stopper
+from draftproof.tree import ROOT, TokenTree
+
+MAX_DRAWS = 64
+
+
+class _Growing:
+    """The tree of one row while it is drafted.
+
+    Attributes:
+        tokens, parents, probs: of each node.
+        draws: the node of each draw, in order.
+        frontier: nodes that may get children, with the number of draws that landed on each.
+        rows: row of q after each frontier node.
+    """
+
+    def __init__(self, row: int, request: DraftRequest, session: Session, limit: int) -> None:
+        self.row = row
+        self.request = request
+        self.session = session
+        self.limit = limit
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self.probs: list[Float[Tensor, " vocab"]] = []
+        self.draws: list[int] = []
+        self.frontier: dict[int, int] = {ROOT: 1}
+        self.rows: dict[int, Float[Tensor, " vocab"]] = {}
+        self._nodes: dict[tuple[int, int], int] = {}
+
+    def land(self, parent: int, token: int) -> int:
+        """The node a draw lands on, made at the first such draw."""
+        node = self._nodes.setdefault((parent, token), len(self.tokens))
+        if node == len(self.tokens):
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.probs.append(self.rows[parent])
+        self.draws.append(node)
+        return node
+
+    def path(self, node: int) -> list[int]:
+        """Drafted ids from the root down to a node."""
+        ids: list[int] = []
+        while node != ROOT:
+            ids.insert(0, self.tokens[node])
+            node = self.parents[node]
+        return ids
+
+    def draft(self, device: torch.device) -> Draft:
+        """The finished draft."""
+        if not self.tokens:
+            return Draft.empty(device)
+        tree = TokenTree(torch.tensor(self.tokens, device=device), tuple(self.parents))
+        return Draft(tree, torch.stack(self.probs), tuple(self.draws))
+
+
+class SampledTreeDrafter:
+    """Draws trees from a draft model, a level a forward pass.
+
+    Args:
+        backend: the draft model; must read trees.
+        stopper: asked after each new node; a node it stops at gets no children.
+        vocab_size: width of the target's logits; q has this width.
+        chains: K i.i.d. chains: K draws at the root, then one for each draw that landed on a node.
+        factors: instead of chains, a prefix tree: that many draws at every node of each depth (seed 002, Algorithm 5).
+        temperature: of the draft, when it shall differ from the request's.
+        top_k: of the draft, when it shall differ from the request's.
+
+    Raises:
+        UserError: numbers out of range, a backend without tree attention, a stopper that needs what it cannot return.
+    """
+
+    branching = True
+
+    def __init__(
+        self,
+        backend: Backend,
+        stopper: Stopper,
+        *,
+        vocab_size: int,
+        chains: int = 4,
+        factors: Sequence[int] = (),
+        temperature: float | None = None,
+        top_k: int | None = None,
+    ) -> None:
+        if not 1 <= chains <= MAX_DRAWS:
+            raise UserError(f"number of chains is {chains}: legal are 1 to {MAX_DRAWS}")
+        if any(not 1 <= factor <= MAX_DRAWS for factor in factors):
+            raise UserError(f"expansion factors are {list(factors)}: each must be 1 to {MAX_DRAWS}")
+        if stopper.needs_hidden and not backend.capabilities.hidden:
+            raise UserError(f"stopper {stopper.name} reads hidden states, and {backend.name} returns none")
+        if not backend.capabilities.trees:
+            raise UserError(f"{backend.name} cannot read trees: draft single chains (drafter model) with it")
+        self.model = DraftModel(backend, vocab_size=vocab_size, temperature=temperature, top_k=top_k)
+        self.stopper = stopper
+        self.chains = chains
+        self.factors = tuple(factors)
+        self.name = f"tree:{'x'.join(map(str, factors))}" if factors else f"chains:{chains}"
+
+    @property
+    def constant(self) -> bool:
+        """As constant as its stopper."""
+        return self.stopper.constant
+
+    @property
+    def limit(self) -> int:
+        """As deep as its stopper and its factors let it."""
+        return min(self.stopper.limit, len(self.factors)) if self.factors else self.stopper.limit
+
+    @property
+    def max_positions(self) -> int | None:
+        """The draft model's context."""
+        return self.model.backend.max_positions
+
+    def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
+        """See Drafter: one forward pass of the draft model a level, for the rows that are still drafting."""
+        trees = [self._open(row, request) for row, request in enumerate(requests)]
+        live = [tree for tree in trees if tree.limit > 0]
+        feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in live]
+        depth = 0
+        while live:
+            outputs = self.model.backend.forward(feeds, hidden=self.stopper.needs_hidden)
+            self._grow(live, outputs, rng, depth)
+            depth += 1
+            live = [tree for tree in live if tree.frontier and depth < tree.limit]
+            feeds = [self._feed(tree) for tree in live]
+        return [tree.draft(self.model.backend.device) for tree in trees]
+
+    def _open(self, row: int, request: DraftRequest) -> _Growing:
+        return _Growing(row, request, self.model.session(request), self.model.depth(request, self.limit))
+
+    def _feed(self, tree: _Growing) -> Feed:
+        """The new level, whole: stopped nodes too, since parents are counted by slots."""
+        known = len(tree.session.tail)
+        tokens = torch.tensor(tree.tokens[known:], device=self.model.backend.device)
+        return Feed(tree.session, (), TokenTree(tokens, tuple(tree.parents[known:]), known))
+
+    def _counts(self, tree: _Growing, depth: int) -> list[int]:
+        """For each draw of this level the frontier node it is made at."""
+        if self.factors:
+            return [node for node in tree.frontier for _ in range(self.factors[depth])]
+        times = self.chains if depth == 0 else 1
+        return [node for node, landed in tree.frontier.items() for _ in range(landed * times)]
+
+    def _grow(self, live: Sequence[_Growing], outputs: Sequence[Output], rng: RoundRng, depth: int) -> None:
+        """Draw a level for every live tree."""
+        hidden: list[dict[int, Tensor]] = [self._take(tree, output) for tree, output in zip(live, outputs, strict=True)]
+        plans = [self._counts(tree, depth) for tree in live]
+        drawn = self._draw(live, plans, rng, depth)
+        for tree, plan, tokens, states in zip(live, plans, drawn, hidden, strict=True):
+            landed: dict[int, int] = {}
+            for parent, token in zip(plan, tokens, strict=False):
+                node = tree.land(parent, token)
+                landed[node] = landed.get(node, 0) + 1
+            tree.frontier = {node: n for node, n in landed.items() if not self._stops(tree, node, depth, states)}
+
+    def _take(self, tree: _Growing, output: Output) -> dict[int, Tensor]:
+        """Rows of q after the nodes just read, and their hidden states."""
+        first = len(tree.session.tail) - output.logits.shape[0]
+        nodes = [ROOT] if not tree.tokens else list(range(first, len(tree.session.tail)))
+        paths = [tree.path(node) for node in nodes] if self.model.path_dependent(tree.request) else [()] * len(nodes)
+        rows = self.model.rows(tree.request, output.logits, paths)
+        tree.rows = dict(zip(nodes, rows, strict=True))
+        return {} if output.hidden is None else dict(zip(nodes, output.hidden, strict=True))
+
+    @staticmethod
+    def _draw(live: Sequence[_Growing], plans: Sequence[Sequence[int]], rng: RoundRng, depth: int) -> list[list[int]]:
+        """Tokens of every planned draw; rows with fewer draws are padded, which leaves the others' draws alone."""
+        most = max(map(len, plans))
+        padded = [[*plan, *[plan[0]] * (most - len(plan))] for plan in plans]
+        weights = torch.stack(
+            [torch.stack([tree.rows[node] for node in plan]) for tree, plan in zip(live, padded, strict=True)]
+        )
+        tokens: list[list[int]] = (
+            rng.at(Purpose.DRAFT, depth, [tree.row for tree in live]).categorical(weights).tolist()
+        )
+        return tokens
+
+    def _stops(self, tree: _Growing, node: int, depth: int, states: dict[int, Tensor]) -> bool:
+        token, hidden = torch.tensor(tree.tokens[node]), states.get(tree.parents[node])
+        return self.stopper.stop_after(DraftStep(token, tree.probs[node], hidden, depth=depth + 1, row=tree.request.id))
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:  # noqa: ARG002
+        """Passed on to the stopper."""
+        self.stopper.observe(drafted, accepted)
+
+    def release(self, request_id: int) -> None:
+        """Close the request's session."""
+        self.model.release(request_id)

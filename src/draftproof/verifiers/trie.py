@@ -1,0 +1,77 @@
+"""Verifiers for several drafts a row: SpecTr, multi-round, traversal and trie block verification over a ragged batch.
+
+Knows: how the trees of a batch become one table of draws and rows. Does not know: the rules (functional/), models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.draft import Draft, Verdict
+from draftproof.functional.coupling import multi_round_on_tries, spectr_on_tries
+from draftproof.functional.nodes import NodeVerdict, Tries
+from draftproof.functional.trie import traversal_on_tries, trie_block_on_tries
+from draftproof.rng import Rng
+from draftproof.tree import ROOT
+
+
+class TrieVerifier:
+    """A rule on tries behind the Verifier contract; single chains are tries with one draw a node.
+
+    Args:
+        name: of the rule.
+        rule: `trie_block_on_tries` or a function with its signature.
+    """
+
+    branching = True
+    lossless = True
+    constant_length = False
+
+    def __init__(self, name: str, rule: Callable[..., NodeVerdict]) -> None:
+        self.name = name
+        self._rule = rule
+
+    def verify(
+        self,
+        drafts: Sequence[Draft],
+        target_probs: Sequence[Float[Tensor, "_ vocab"]],
+        rng: Rng,
+        states: Sequence[object] = (),  # noqa: ARG002 - these rules have no memory
+    ) -> list[Verdict]:
+        """See Verifier."""
+        tries = Tries.from_trees([draft.tree for draft in drafts], [draft.draws for draft in drafts])
+        drawn = [draft.probs for draft in drafts if draft.probs is not None]
+        q = torch.cat(drawn) if len(drawn) > 1 else drawn[0] if drawn else None
+        p = torch.cat(list(target_probs)) if len(target_probs) > 1 else target_probs[0]
+        found = self._rule(tries, q, p, rng=rng, validate=False)
+        pairs = torch.stack([found.node, found.token], -1).tolist()
+        return [_verdict(draft, node, token) for draft, (node, token) in zip(drafts, pairs, strict=True)]
+
+
+def _verdict(draft: Draft, node: int, token: int) -> Verdict:
+    path = () if node == ROOT else draft.tree.paths[node]
+    return Verdict(path, token, (*(draft.tree.ids[at] for at in path), token))
+
+
+def spectr_verifier() -> TrieVerifier:
+    """SpecTr's DraftSelection with K-SEQ (seed 002)."""
+    return TrieVerifier("spectr", spectr_on_tries)
+
+
+def multi_round_verifier() -> TrieVerifier:
+    """SpecInfer's recursive rejection, drafts drawn with replacement."""
+    return TrieVerifier("multi_round", multi_round_on_tries)
+
+
+def traversal_verifier() -> TrieVerifier:
+    """Traversal verification, the bottom-up form of multi-round (arXiv 2505.12398)."""
+    return TrieVerifier("traversal", traversal_on_tries)
+
+
+def trie_block_verifier() -> TrieVerifier:
+    """SpecTr's coupling inside block verification: equals block for one chain and K-SEQ for length 1."""
+    return TrieVerifier("trie_block", trie_block_on_tries)
