@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from draftproof.functional.checks import check_chain
@@ -67,7 +67,7 @@ def capped_mass(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], ratio: Float[T
 
 
 def _columns(
-    p: Float[Tensor, "R V"], k: int | Int[Tensor, " R"], weight: Float[Tensor, " R"] | None
+    p: Float[Tensor, "R V"], k: int | Shaped[Tensor, " R"], weight: Float[Tensor, " R"] | None
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
     draws = torch.as_tensor(k, dtype=torch.float64, device=p.device).expand(p.shape[0])
     return draws, torch.ones_like(draws) if weight is None else weight.double()
@@ -90,7 +90,7 @@ def _acceptance(
 def kseq_gamma(
     p: Float[Tensor, "R V"],
     q: Float[Tensor, "R V"],
-    k: int | Int[Tensor, " R"],
+    k: int | Shaped[Tensor, " R"],
     weight: Float[Tensor, " R"] | None = None,
     *,
     passes: int = PASSES,
@@ -124,14 +124,14 @@ def kseq_gamma(
 def kseq_plan(
     p: Float[Tensor, "R V"],
     q: Float[Tensor, "R V"],
-    k: int | Int[Tensor, " R"],
+    k: int | Shaped[Tensor, " R"],
     weight: Float[Tensor, " R"] | None = None,
     *,
     gamma: Float[Tensor, " R"] | None = None,
 ) -> KSeqPlan:
     """K-SEQ's acceptance on rows, at the factor `kseq_gamma` finds or at a given one (seed 002, Algorithm 2)."""
     draws, weight = _columns(p, k, weight)
-    factor = kseq_gamma(p, q, draws, weight) if gamma is None else gamma
+    factor = kseq_gamma(p, q, k, weight) if gamma is None else gamma
     return KSeqPlan(factor, *_acceptance(p, q, draws, weight, factor))
 
 

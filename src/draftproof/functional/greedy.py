@@ -94,7 +94,7 @@ def _surplus(
 
 
 def modified_target(
-    state: GreedyState, p: Float[Tensor, "B n+1 V"], q: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]
+    state: GreedyState, p: Float[Tensor, "B m V"], q: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]
 ) -> ModifiedTarget:
     """The target that this round must verify against: the windows applied to p one after another, oldest first.
 
@@ -123,7 +123,7 @@ def modified_target(
 
 
 def _ratio_after(
-    rows: Float[Tensor, "B n+1 V"], q: Float[Tensor, "B n V"], log_r: Float[Tensor, "B n+1"], verdict: ChainVerdict
+    rows: Float[Tensor, "B m V"], q: Float[Tensor, "B n V"], log_r: Float[Tensor, "B m"], verdict: ChainVerdict
 ) -> Float[Tensor, " B"]:
     """log r along the accepted tokens and the bonus token; the latter counts only where q is known, which is enough."""
     at = torch.arange(rows.shape[0], device=rows.device)

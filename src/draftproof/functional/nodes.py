@@ -86,7 +86,7 @@ class Tries:
     p_row: Int[Tensor, "B N"]
     chain: Int[Tensor, "B N"]
     inner: tuple[Level, ...]
-    slots: tuple[Int[Tensor, "B W"], ...]
+    slots: tuple[Int[Tensor, "B _"], ...]
     branching: bool
 
     @classmethod
