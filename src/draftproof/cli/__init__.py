@@ -1,0 +1,132 @@
+"""The command `draftproof`: one module a command, loaded when the command is called.
+
+Knows: the names of the commands, how an error becomes one line and an exit code. Does not know: what a command does;
+nothing here imports torch, so that help and version come at once.
+
+A new command is a module `draftproof/cli/NAME.py` with a typer `app`, and a line in COMMANDS. Modules with a leading
+underscore are shared by commands.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from draftproof._version import __version__
+from draftproof.errors import UserError
+
+COMMANDS = {
+    "generate": "Continue a prompt, fast, and say what speculation gained.",
+}
+_DEBUG = "draftproof.debug"
+_COMPLETION = {"install_completion", "show_completion"}
+
+
+class Commands(TyperGroup):
+    """A group that knows the names of its commands and loads only the one that is called."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        for name, line in COMMANDS.items():
+            self.add_command(TyperCommand(name, help=line))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """The real command in place of its stand-in."""
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, None if stand_in is None or name is None else self._load(name), rest
+
+    def _load(self, name: str) -> Any:
+        """The command of a module, with --debug, and without the completion options that typer gives every app."""
+        command = typer.main.get_command(importlib.import_module(f"{__name__}.{name}").app)
+        debug = [option for option in self.params if option.name == "debug"]
+        command.params = [option for option in command.params if option.name not in _COMPLETION] + debug
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; an error passes through, after its traceback where --debug asks for that."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception:
+            if ctx.meta.get(_DEBUG):
+                traceback.print_exc()
+            raise
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run, print an error as one line on stderr, and exit: 0, 1 (error), 2 (usage) or 130 (Ctrl-C)."""
+        try:
+            code = super().main(*args, **options | {"standalone_mode": False})
+        except Exception as error:  # noqa: BLE001 - the last door: nothing behind it would tell the user anything
+            code = _tell(error)
+        sys.exit(code or 0)
+
+
+def _tell(error: Exception) -> int:
+    """Print an error as one line; returns the exit code."""
+    message = " ".join(_sentence(error).split())
+    if message:  # help that was shown for want of arguments has been printed already
+        typer.echo(f"draftproof: error: {message}", err=True)
+    return error.exit_code if isinstance(error, typer.TyperException) else 1
+
+
+def _sentence(error: Exception) -> str:
+    """What to say: mistakes in their own words, anything else as what it is, with the way to see more."""
+    if isinstance(error, typer.Abort):
+        return "aborted"
+    if isinstance(error, typer.TyperException):
+        context = getattr(error, "ctx", None)
+        message = error.format_message().removeprefix("Invalid value: ").rstrip(".")
+        return f"{message} (see {context.command_path} --help)" if message and context else message
+    # The engine's parts raise plain ValueErrors for values that cannot be used; they are written for users.
+    if isinstance(error, UserError | ValueError | OSError) and str(error):
+        return str(error)
+    return f"unexpected {type(error).__name__}: {error} (--debug shows where)"
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta[_DEBUG] = True
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"draftproof {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug",
+            callback=_set_debug,
+            envvar="DRAFTPROOF_DEBUG",
+            expose_value=False,
+            help="Show the traceback of an error.",
+        ),
+    ] = False,
+) -> None:
+    """Speculative decoding for any Hugging Face causal language model, with the target's own output law."""
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="draftproof")

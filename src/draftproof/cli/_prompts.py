@@ -1,0 +1,103 @@
+"""Where prompts come from: the argument, stdin, or a file with many.
+
+Knows: text and JSON lines, and how to name the place of a broken one; shows no prompt. Does not know: models, chats.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from draftproof.errors import UserError
+
+_KEYS = ("prompt", "text", "turns", "instruction")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A prompt and where it stood ("FILE, line 3"; empty for the argument and stdin), for errors."""
+
+    text: str
+    where: str = ""
+
+
+def gather(argument: str | None, file: Path | None) -> list[Source]:
+    """The prompts asked for: those of the file, or the one of the argument or stdin.
+
+    Raises:
+        typer.BadParameter: none given, or both.
+        UserError: one that is empty or cannot be read.
+    """
+    if file is not None:
+        if argument is not None:
+            raise typer.BadParameter("PROMPT and --prompts exclude each other: give one of them")
+        return read_prompts(file)
+    if argument is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise typer.BadParameter("no prompt: give PROMPT, --prompts FILE, or text on stdin")
+    return [_checked(_stdin() if argument in (None, "-") else str(argument))]
+
+
+def _stdin() -> str:
+    """All of stdin, less the one line end that echo and editors add."""
+    text = _decode(sys.stdin.buffer.read(), "stdin")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_prompts(file: Path) -> list[Source]:
+    """The prompts of a file: one a line; in .jsonl the prompt, text, first of turns, or instruction of each object.
+
+    Raises:
+        UserError: naming the file and the line.
+    """
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
+    lines = enumerate(_decode(raw, str(file)).split("\n"), 1)  # not splitlines: JSON text may hold its other line ends
+    places = [(f"{file}, line {number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
+    if not places:
+        raise UserError(f"{file} holds no prompt: legal is one a line, or objects with {', '.join(_KEYS)} in .jsonl")
+    json_lines = file.suffix == ".jsonl"
+    return [_checked(_of_json(line, where) if json_lines else line, where) for where, line in places]
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{where}, line {line}: not UTF-8 text") from None
+
+
+def _of_json(line: str, where: str) -> str:
+    """The prompt in one line of JSON."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
+    key = next((key for key in _KEYS if isinstance(record, dict) and key in record), None)
+    if key is None:
+        raise UserError(f"{where}: legal is an object with one of {', '.join(_KEYS)}")
+    value: Any = record[key]
+    if key == "turns":
+        value = value[0] if isinstance(value, list) and value else None
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {key} holds no text")
+    return value
+
+
+def _checked(text: str, where: str = "") -> Source:
+    """A prompt that can be tokenized."""
+    problem = None if text else "is empty: give some text"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        problem = "is not valid Unicode: it holds lone surrogates"
+    if problem:
+        raise UserError(f"{where}{': ' if where else ''}the prompt {problem}")
+    return Source(text, where)
