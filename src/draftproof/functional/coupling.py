@@ -111,6 +111,8 @@ def kseq_gamma(
     Source: seed 002, Algorithm 2, equation (6) and Lemma 3.
     """
     draws, weight = _columns(p, k, weight)
+    if isinstance(k, int) and k == 1:
+        return draws.clone()
     low, high = torch.ones_like(draws), draws.clamp(min=1)
     for _ in range(passes):
         at = (low + high) / 2
@@ -258,12 +260,14 @@ def _first_of(hit: Bool[Tensor, "B D"], values: Int[Tensor, "B D"]) -> Int[Tenso
 
 
 Step = Callable[
-    [Int[Tensor, " B"], Int[Tensor, "B D"], Int[Tensor, "B D"]],
+    [Float[Tensor, "B V"], Int[Tensor, "B D"], Int[Tensor, "B D"], bool],
     tuple[Float[Tensor, "B D"], Float[Tensor, "B V"]],
 ]
 
 
-def _descend(tries: Tries, step: Step, rng: Rng) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+def _descend(
+    tries: Tries, p: Float[Tensor, "m V"], step: Step, rng: Rng
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     """Select a token at the root, go on with the draws that start with it, stop when there are none.
 
     A draw that starts with the selected token is kept whether or not it was rejected on the way, and also when the
@@ -271,33 +275,32 @@ def _descend(tries: Tries, step: Step, rng: Rng) -> tuple[Int[Tensor, " B"], Int
 
     Args:
         tries: the drafts.
-        step: given a slot for each row, its draws' slots and tokens: acceptance probability of each draw, residual
-            weights.
+        p: rows of the target.
+        step: given for a slot of each row the target's vector, the flat slots and the tokens of its draws, and whether
+            any slot of that depth has several: acceptance probability of each draw, residual weights.
         rng: source of all randomness.
 
     Returns:
         the last accepted slot of each row, and the token after it.
     """
-    rows = tries.tokens.shape[0]
-    at = torch.zeros(rows, dtype=torch.int64, device=tries.tokens.device)
+    at = torch.zeros_like(tries.tokens[:, 0])
     token, done = at, torch.zeros_like(at, dtype=torch.bool)
-    for _ in range(tries.height + 1):
+    base = torch.arange(0, tries.tokens.numel(), tries.tokens.shape[1], device=at.device).unsqueeze(-1)
+    for level in tries.inner:
         kids, ids = tries.draws_at(at)
-        accept, residual = step(at, kids, ids)
-        first = rng.categorical(first_success(accept * ((kids > 0) & ~done.unsqueeze(-1))))
+        live = (kids > 0) & ~done.unsqueeze(-1)
+        target = p[tries.p_row.gather(1, at.unsqueeze(-1)).squeeze(-1)]
+        accept, residual = step(target, base + kids, ids, level.single < level.rows.shape[0])
+        first = rng.categorical(first_success(accept * live))
         hit = first < ids.shape[1]
         drawn = ids.gather(-1, first.clamp(max=ids.shape[1] - 1).unsqueeze(-1)).squeeze(-1)
+        residual = torch.where((kids > 0).any(-1, keepdim=True), residual, target)
         token = rng.categorical(_settle(residual, torch.where(done, token, drawn), done | hit))
-        same = (kids > 0) & (ids == token.unsqueeze(-1)) & ~done.unsqueeze(-1)
+        same = live & (ids == token.unsqueeze(-1))
         at = torch.where(same.any(-1), _first_of(same, kids), at)
         done = ~same.any(-1)
-    return at, token
-
-
-def _base(tries: Tries) -> Int[Tensor, " B"]:
-    """Flat id of each row's root."""
-    rows, slots = tries.tokens.shape
-    return torch.arange(0, rows * slots, slots, device=tries.tokens.device)
+    target = p[tries.p_row.gather(1, at.unsqueeze(-1)).squeeze(-1)]
+    return at, rng.categorical(_settle(target, token, done))
 
 
 def _refuse_mixed_points(tries: Tries, q: Float[Tensor, "rows V"] | None) -> None:
@@ -331,22 +334,20 @@ def _spectr(
     tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     _refuse_mixed_points(tries, q)
-    base = _base(tries)
 
     def step(
-        at: Int[Tensor, " B"], kids: Int[Tensor, "B D"], ids: Int[Tensor, "B D"]
+        target: Float[Tensor, "B V"],
+        kids: Int[Tensor, "B D"],
+        ids: Int[Tensor, "B D"],
+        several: bool,
     ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B V"]]:
-        target = p[tries.p_row.flatten()[base + at]]
-        count = (kids > 0).sum(-1)
-        if tries.height == 0:
-            return torch.zeros_like(kids, dtype=torch.float64), target
-        drafted = tries.drawn_from(q, p, base + kids[:, 0])
-        plan = kseq_plan(target, drafted, count)
+        drafted = tries.drawn_from(q, p, kids[:, 0])
+        count = (kids % tries.tokens.shape[1] > 0).sum(-1)
+        plan = kseq_plan(target, drafted, count if several else 1)
         accept = kseq_accept(target.gather(-1, ids), drafted.gather(-1, ids), plan.gamma)
-        residual = kseq_residual(target, drafted, plan)
-        return accept, torch.where((count > 0).unsqueeze(-1), residual, target)
+        return accept, kseq_residual(target, drafted, plan)
 
-    return _descend(tries, step, rng)
+    return _descend(tries, p, step, rng)
 
 
 def multi_round_on_tries(
@@ -382,20 +383,21 @@ def multi_round_on_tries(
 def _multi_round(
     tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng, *, replacement: bool
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    base = _base(tries)
-
     def step(
-        at: Int[Tensor, " B"], kids: Int[Tensor, "B D"], ids: Int[Tensor, "B D"]
+        target: Float[Tensor, "B V"],
+        kids: Int[Tensor, "B D"],
+        ids: Int[Tensor, "B D"],
+        several: bool,
     ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B V"]]:
-        target = p[tries.p_row.flatten()[base + at]]
-        if tries.height == 0:
-            return torch.zeros_like(kids, dtype=torch.float64), target
+        width = kids.shape[1] if several else 1
+        live = kids[:, :width] % tries.tokens.shape[1] > 0
         plan = rounds_plan(
-            target, ids, kids > 0, lambda j: tries.drawn_from(q, p, base + kids[:, j]), replacement=replacement
+            target, ids[:, :width], live, lambda j: tries.drawn_from(q, p, kids[:, j]), replacement=replacement
         )
-        return plan.accept, torch.where(plan.left.sum(-1, keepdim=True) > 0, plan.left, target)
+        accept = torch.nn.functional.pad(plan.accept, (0, kids.shape[1] - width))
+        return accept, torch.where(plan.left.sum(-1, keepdim=True) > 0, plan.left, target)
 
-    return _descend(tries, step, rng)
+    return _descend(tries, p, step, rng)
 
 
 def flatten_rows(rows: Float[Tensor, "B K n V"] | None) -> Float[Tensor, "rows V"] | None:

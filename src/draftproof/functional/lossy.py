@@ -14,6 +14,7 @@ from draftproof.functional.checks import check_chain
 from draftproof.rng import Rng
 
 KL_STEPS = 50
+TINY = 1e-300
 
 
 def _sizes(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
@@ -159,27 +160,21 @@ def _clamped_mass(
     mass_q: Float[Tensor, "R V+1"],
     bound: Float[Tensor, " R"],
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
-    """P and Q of the tokens with q/p below a bound, from prefix sums over tokens sorted by q/p."""
+    """Two masses of the tokens with q/p below a bound, from prefix sums over tokens sorted by q/p."""
     at = torch.searchsorted(ratio, bound.unsqueeze(-1))
     return mass_p.gather(-1, at).squeeze(-1), mass_q.gather(-1, at).squeeze(-1)
 
 
 def _floor_for(
-    ratio: Float[Tensor, "R V"],
+    filled: Float[Tensor, "R V"],
     mass_p: Float[Tensor, "R V+1"],
     mass_q: Float[Tensor, "R V+1"],
-    ceiling: Float[Tensor, " R"],
+    taken: Float[Tensor, " R"],
 ) -> Float[Tensor, " R"]:
-    """The floor a <= 1 at which what a p adds to q equals what the ceiling b p takes from it."""
-    p_low, q_low = _clamped_mass(ratio, mass_p, mass_q, ceiling)
-    taken = (mass_q[:, -1] - q_low) - ceiling * (mass_p[:, -1] - p_low)
-    low, high = torch.zeros_like(ceiling), torch.ones_like(ceiling)
-    for _ in range(KL_STEPS):
-        middle = (low + high) / 2
-        p_low, q_low = _clamped_mass(ratio, mass_p, mass_q, middle)
-        enough = middle * p_low - q_low >= taken
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    return high
+    """The floor a at which what a p adds to q is `taken`; `filled` is what it adds when it reaches each token's q/p."""
+    at = torch.searchsorted(filled, taken.unsqueeze(-1), right=True)
+    floor = (taken + mass_q.gather(-1, at).squeeze(-1)) / mass_p.gather(-1, at).squeeze(-1)
+    return floor.clamp_(TINY, 1)  # above 0, so that tokens which q never draws count in the divergence
 
 
 def mentored_bounds(
@@ -189,8 +184,8 @@ def mentored_bounds(
 
     pi maximises the acceptance sum_x min(q, pi) among the laws with KL(p || pi) <= budget that give nothing to tokens
     the target forbids (p = 0): the stationary points of the Lagrangian are b p where q is cut, a p where it is filled
-    up, q between. b is found by bisection (on 1/b), a follows from sum pi = 1; both need prefix sums over the tokens
-    sorted by q/p only.
+    up, q between. b is found by bisection (on 1/b), a follows from sum pi = 1; with
+    prefix sums over the tokens sorted by q/p, no step of the search passes over the vocabulary.
     """
     if budget == 0:  # the divergence is flat there, so a search would stop 1e-8 short
         return torch.ones_like(p[:, 0], dtype=torch.float64), torch.ones_like(p[:, 0], dtype=torch.float64)
@@ -201,17 +196,24 @@ def mentored_bounds(
     mass_p, mass_q = (torch.cat([start, x.cumsum(-1)], -1) for x in (sorted_p, sorted_q))
     cost = torch.where((sorted_p > 0) & (ratio > 0), -sorted_p * ratio.log(), 0.0)
     mass_c = torch.cat([start, cost.cumsum(-1)], -1)
+    filled = ratio * mass_p[:, :-1] - mass_q[:, :-1]
+    filled[:, 0] = 0
+
+    def floor_under(ceiling: Float[Tensor, " R"]) -> Float[Tensor, " R"]:
+        p_low, q_low = _clamped_mass(ratio, mass_p, mass_q, ceiling)
+        return _floor_for(filled, mass_p, mass_q, mass_q[:, -1] - q_low - ceiling * (mass_p[:, -1] - p_low))
+
     low, high = torch.zeros_like(p64[:, 0]), torch.ones_like(p64[:, 0])  # of 1/b: at 1 the law is p itself
     for _ in range(KL_STEPS):
         middle = (low + high) / 2
         ceiling = middle.reciprocal()
-        floor = _floor_for(ratio, mass_p, mass_q, ceiling)
+        floor = floor_under(ceiling)
         p_floor, c_floor = _clamped_mass(ratio, mass_p, mass_c, floor)
         p_ceiling, c_ceiling = _clamped_mass(ratio, mass_p, mass_c, ceiling)
         kl = torch.xlogy(-p_floor, floor) + c_ceiling - c_floor - (mass_p[:, -1] - p_ceiling) * ceiling.log()
         within = kl <= budget
         low, high = torch.where(within, low, middle), torch.where(within, middle, high)
-    return _floor_for(ratio, mass_p, mass_q, high.reciprocal()), high.reciprocal()
+    return floor_under(high.reciprocal()), high.reciprocal()
 
 
 def mentored_verify(
