@@ -78,6 +78,7 @@ REGISTRY: dict[str, Packaged | Derived] = {
         about="SmolLM2-135M-Instruct, from its 4-bit file (Q4_1); downloads 93 MB",
     ),
 }
+ABOUT_EMBEDDED = "stories260K, in the package: a tiny model of children's stories"
 EMBEDDED: dict[str, Callable[[], Path]] = {"embedded:target": target_dir, "embedded:draft": draft_dir}
 
 
@@ -268,6 +269,21 @@ def truncated_copy(source_dir: str | Path, keep_layers: Sequence[int], out_dir: 
     with whole_directory(out) as work:
         _write_truncated(Path(source_dir), keep_layers, work)
     return out
+
+
+def parse_layers(text: str) -> list[int]:
+    """The layers that ranges such as `0-11,18-29` or `0,2,4` name, both ends included.
+
+    Raises:
+        UserError: something that is no range.
+    """
+    layers: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
+        if match is None:
+            raise UserError(f"{part!r} in {text!r} is no range of layers: write them as in 0-11,18-29")
+        layers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return layers
 
 
 def _write_truncated(source: Path, keep: Sequence[int], out: Path) -> None:

@@ -96,7 +96,8 @@ def _progress() -> Iterator[Callable[[str], None]]:
     from transformers.utils import logging
 
     console = Console(stderr=True)
-    logging.disable_progress_bar()  # its bars count tensors, and would break the spinner's line
+    silence: Callable[[], None] = logging.disable_progress_bar  # its bars would break the spinner's line
+    silence()
     if not sys.stderr.isatty():
         yield lambda line: console.print(line, markup=False, highlight=False)
         return
