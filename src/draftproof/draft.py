@@ -5,7 +5,7 @@ Knows: the shapes of the contracts. Does not know: who makes or uses them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -37,6 +37,13 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tree)
+
+    def to(self, device: torch.device) -> Draft:
+        """The draft with its tensors on a device, where a drafter made them elsewhere (n-gram drafts: on the host)."""
+        if self.tree.tokens.device == device:
+            return self
+        probs = None if self.probs is None else self.probs.to(device)
+        return replace(self, tree=replace(self.tree, tokens=self.tree.tokens.to(device)), probs=probs)
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> Draft:

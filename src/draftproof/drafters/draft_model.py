@@ -47,7 +47,12 @@ class DraftModel:
         return self._sessions[request.id]
 
     def depth(self, request: DraftRequest, limit: int) -> int:
-        """How deep a draft may go: the request's wish, the stopper's limit, and where the model's context ends."""
+        """How deep a draft may go: the request's wish, the stopper's limit, and where the model's context ends.
+
+        0 also after a token that the model has no embedding for: its vocabulary may be padded less than the target's.
+        """
+        if self.backend.vocab_size < self._vocab_size and max(request.tokens) >= self.backend.vocab_size:
+            return 0
         most = self.backend.max_positions
         room = limit if most is None else most - len(request.tokens)
         return max(min(request.limit, limit, room), 0)

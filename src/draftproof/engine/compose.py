@@ -24,6 +24,7 @@ from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
 from draftproof.verifiers.greedy import GreedyBlockVerifier
+from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
 from draftproof.verifiers.trie import (
     multi_round_verifier,
     spectr_verifier,
@@ -45,16 +46,48 @@ def _fixed(argument: str) -> Stopper:
 
 
 STOPPERS: dict[str, Callable[[str], Stopper]] = {"fixed": _fixed}
-VERIFIERS: dict[str, Callable[[], Verifier]] = {
-    "block": block_verifier,
-    "token": token_verifier,
-    "greedy_block": GreedyBlockVerifier,
-    "match": match_verifier,
-    "trie_block": trie_block_verifier,
-    "spectr": spectr_verifier,
-    "multi_round": multi_round_verifier,
-    "traversal": traversal_verifier,
+
+
+def _plain(make: Callable[[], Verifier]) -> Callable[[str], Verifier]:
+    """A rule without a parameter."""
+
+    def build(argument: str) -> Verifier:
+        if argument:
+            raise UserError(f"verifier {make().name} takes no parameter, and was given {argument!r}")
+        return make()
+
+    return build
+
+
+def _tuned(make: Callable[..., Verifier]) -> Callable[[str], Verifier]:
+    """A rule with one number as its parameter."""
+
+    def build(argument: str) -> Verifier:
+        try:
+            return make(float(argument)) if argument else make()
+        except ValueError as cause:
+            if isinstance(cause, UserError):
+                raise
+            raise UserError(f"verifier parameter is {argument!r}: legal is a number, for example mixture:0.1") from None
+
+    return build
+
+
+VERIFIERS: dict[str, Callable[[str], Verifier]] = {
+    "block": _plain(block_verifier),
+    "token": _plain(token_verifier),
+    "greedy_block": _plain(GreedyBlockVerifier),
+    "match": _plain(match_verifier),
+    "trie_block": _plain(trie_block_verifier),
+    "spectr": _plain(spectr_verifier),
+    "multi_round": _plain(multi_round_verifier),
+    "traversal": _plain(traversal_verifier),
+    "last_token": _plain(last_token_verifier),
+    "typical": _tuned(typical_verifier),
+    "mixture": _tuned(mixture_verifier),
+    "mentored": _tuned(mentored_verifier),
 }
+LOSSY = ("last_token", "typical", "mixture", "mentored")
 DRAFTERS = {
     "none": "nothing is drafted: plain decoding",
     "model": "one chain from the draft model",
@@ -76,15 +109,17 @@ def make_stopper(spec: str) -> Stopper:
     return STOPPERS[name](argument)
 
 
-def make_verifier(name: str) -> Verifier:
-    """A verification rule by name.
+def make_verifier(spec: str) -> Verifier:
+    """A verification rule from "name" or "name:parameter".
 
     Raises:
-        UserError: unknown name.
+        UserError: unknown name or a bad parameter.
     """
+    name, _, argument = spec.partition(":")
     if name not in VERIFIERS:
-        raise UserError(f"verifier is {name!r}: legal are {', '.join(VERIFIERS)}")
-    return VERIFIERS[name]()
+        lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
+        raise UserError(f"verifier is {name!r}: legal are {lossless}, and the lossy {', '.join(LOSSY)}")
+    return VERIFIERS[name](argument)
 
 
 def make_drafter(

@@ -7,6 +7,7 @@ what the parts are called.
 from __future__ import annotations
 
 import itertools
+import numbers
 import secrets
 import time
 from collections import deque
@@ -112,6 +113,9 @@ class Engine:
         if items and isinstance(items[0], Mapping):
             text = self.chat_text(items)  # type: ignore[arg-type]
             return text, [int(token) for token in self._tokenizer()(text, add_special_tokens=False)["input_ids"]]
+        for place, token in enumerate(items):
+            if not isinstance(token, numbers.Integral):
+                raise UserError(f"token {place} of the prompt is {token!r}: legal are whole numbers")
         return None, [int(token) for token in items]  # type: ignore[call-overload]
 
     def chat_text(self, messages: Items[Mapping[str, str]]) -> str:
@@ -227,7 +231,8 @@ class Engine:
         start, seconds = time.perf_counter(), Seconds()
         rng = self._round_rng([row.seed for row in rows], [row.round for row in rows])
         with seconds.measure("draft"):
-            drafts = self.drafter.propose([row.draft_request(self._draft_limit(row)) for row in rows], rng)
+            asked = [row.draft_request(self._draft_limit(row)) for row in rows]
+            drafts = [draft.to(self.target.device) for draft in self.drafter.propose(asked, rng)]
         with seconds.measure("target"):
             outputs = self.target.forward([self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)])
         with seconds.measure("verify"):

@@ -156,8 +156,8 @@ def mixture_verify(
 
 def _clamped_mass(
     ratio: Float[Tensor, "R V"],
-    mass_p: Float[Tensor, "R V+1"],
-    mass_q: Float[Tensor, "R V+1"],
+    mass_p: Float[Tensor, "R W"],
+    mass_q: Float[Tensor, "R W"],
     bound: Float[Tensor, " R"],
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
     """Two masses of the tokens with q/p below a bound, from prefix sums over tokens sorted by q/p."""
@@ -167,8 +167,8 @@ def _clamped_mass(
 
 def _floor_for(
     filled: Float[Tensor, "R V"],
-    mass_p: Float[Tensor, "R V+1"],
-    mass_q: Float[Tensor, "R V+1"],
+    mass_p: Float[Tensor, "R W"],
+    mass_q: Float[Tensor, "R W"],
     taken: Float[Tensor, " R"],
 ) -> Float[Tensor, " R"]:
     """The floor a at which what a p adds to q is `taken`; `filled` is what it adds when it reaches each token's q/p."""

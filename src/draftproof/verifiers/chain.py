@@ -48,7 +48,7 @@ def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ 
     if 0 < masses < len(drawn):
         raise ValueError("a batch mixes point-mass drafts with drawn ones: one drafter serves a batch")
     p = _pad(target_probs)
-    q = None
+    q = p.new_zeros(len(drafts), 0, p.shape[-1]) if not drawn else None
     if drawn and not masses:
         q = _pad([p.new_zeros(0, p.shape[-1]) if draft.probs is None else draft.probs for draft in drafts])
     lengths = torch.tensor([len(draft) for draft in drafts], device=p.device)

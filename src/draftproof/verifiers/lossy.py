@@ -1,0 +1,61 @@
+"""Lossy rules behind the Verifier contract: they say so in `lossless`, and results carry it to the user.
+
+Knows: each rule's parameter and its legal range. Does not know: the rules (functional/lossy.py), models.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from draftproof.errors import UserError
+from draftproof.functional.lossy import last_token_verify, mentored_verify, mixture_verify, typical_verify
+from draftproof.verifiers.chain import ChainVerifier
+
+
+def last_token_verifier() -> ChainVerifier:
+    """SPRINTER's rule: every drafted token but the last unseen, the last one verified (seed 004)."""
+    return ChainVerifier("last_token", last_token_verify, lossless=False)
+
+
+def typical_verifier(epsilon: float = 0.09) -> ChainVerifier:
+    """Typical acceptance: keep tokens the target finds plausible, whatever q was.
+
+    Args:
+        epsilon: probability above which a token is always kept, 0 to 1.
+
+    Raises:
+        UserError: epsilon out of range.
+    """
+    _in_range("typical", epsilon, 1.0)
+    return ChainVerifier(f"typical:{epsilon:g}", partial(typical_verify, epsilon=epsilon), lossless=False)
+
+
+def mixture_verifier(epsilon: float = 0.1) -> ChainVerifier:
+    """The fixed mixture (1 - epsilon) p + epsilon q at every drafted position.
+
+    Args:
+        epsilon: share of q, 0 to 1.
+
+    Raises:
+        UserError: epsilon out of range.
+    """
+    _in_range("mixture", epsilon, 1.0)
+    return ChainVerifier(f"mixture:{epsilon:g}", partial(mixture_verify, epsilon=epsilon), lossless=False)
+
+
+def mentored_verifier(budget: float = 0.1) -> ChainVerifier:
+    """Mentored decoding: as much acceptance as a divergence budget allows.
+
+    Args:
+        budget: KL divergence allowed at each drafted position, in nats.
+
+    Raises:
+        UserError: budget out of range.
+    """
+    _in_range("mentored", budget, 10.0)
+    return ChainVerifier(f"mentored:{budget:g}", partial(mentored_verify, budget=budget), lossless=False)
+
+
+def _in_range(name: str, value: float, most: float) -> None:
+    if not 0 <= value <= most:
+        raise UserError(f"verifier {name} was given {value:g}: legal are 0 to {most:g}")
