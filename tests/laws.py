@@ -6,13 +6,15 @@ run once for each pattern of choices and not once for each draft and pattern.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import defaultdict
 
+import jaxtyping
 import torch
 
-from draftproof.functional import PathVerdict, Tries
-from draftproof.tree import TokenTree, merge_chains
+from draftproof.functional import PathVerdict, Tries, greedy
+from draftproof.tree import TokenTree
 
 KINDS = ("dense", "sparse", "peaked", "ties", "onehot", "equal", "near", "disjoint")
 
@@ -61,18 +63,36 @@ class BatchEnumeratingRng:
 
 
 def walk(program, rows):
-    """Every outcome of a vectorised program: pairs (weight of each row, what it returned)."""
-    script = ()
+    """Every outcome of a vectorised program: pairs (weight of each row, what it returned).
+
+    Shapes and types are checked on the first walk only: they are the same on all, and checks cost five times the rest.
+    """
+    script, checked = (), False
     while script is not None:
         rng = BatchEnumeratingRng(script, rows)
-        outcome = program(rng)
+        with _checks_off(checked):
+            outcome = program(rng)
+        checked = True
         yield rng.weight, outcome
-        script = None
-        for step in range(len(rng.taken) - 1, -1, -1):
-            place = rng.options[step].index(rng.taken[step])
-            if place + 1 < len(rng.options[step]):
-                script = (*rng.taken[:step], rng.options[step][place + 1])
-                break
+        script = _next(rng)
+
+
+@contextlib.contextmanager
+def _checks_off(off):
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", off or before)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def _next(rng):
+    for step in range(len(rng.taken) - 1, -1, -1):
+        place = rng.options[step].index(rng.taken[step])
+        if place + 1 < len(rng.options[step]):
+            return (*rng.taken[:step], rng.options[step][place + 1])
+    return None
 
 
 class Toy:
@@ -234,6 +254,53 @@ def verdict_laws(rule, tokens, q, p, **options):
     return laws
 
 
+def _greedy_rows(toy, drafted, population):
+    """Every draft of every member: (prefix, draft, state, probability)."""
+    for seq, state, weight in population:
+        for draft in itertools.product(range(toy.vocab), repeat=drafted):
+            chance = weight
+            for j, x in enumerate(draft):
+                chance *= float(toy.q(seq + draft[:j])[x])
+            if chance > 0:
+                yield seq, draft, state, chance
+
+
+def _greedy_round(toy, drafted, rows):
+    """Outcomes of one round: (row, probability, emitted sequence, state)."""
+    tokens = torch.tensor([r[1] for r in rows])
+    q = torch.stack([torch.stack([toy.q(s + d[:j]) for j in range(drafted)]) for s, d, _, _ in rows])
+    p = torch.stack([torch.stack([toy.p(s + d[:j]) for j in range(drafted + 1)]) for s, d, _, _ in rows])
+    state = greedy.GreedyState.stack([r[2] for r in rows])
+    chances = torch.tensor([r[3] for r in rows], dtype=torch.float64)
+
+    def play(rng):
+        target = greedy.modified_target(state, p, q, tokens)
+        verdict = greedy.greedy_block_verify(tokens, q, target.rows, rng=rng, validate=False)
+        return verdict, greedy.advance(state, target, q, tokens, verdict)
+
+    for weight, (verdict, after) in walk(play, len(rows)):
+        for b, w in enumerate((weight * chances).tolist()):
+            if w > 0:
+                seq = rows[b][0] + rows[b][1][: verdict.accepted[b]] + (int(verdict.token[b]),)
+                yield w, seq, after.rows(torch.tensor([b]))
+
+
+def greedy_law(toy, drafted, horizon, *, keep=True):
+    """Exact law of a sequence made by as many rounds as it takes; equal (prefix, state) are merged between rounds."""
+    population, done = [((), greedy.GreedyState.fresh(1, drafted), 1.0)], defaultdict(float)
+    while population:
+        merged = {}
+        for w, seq, after in _greedy_round(toy, drafted, list(_greedy_rows(toy, drafted, population))):
+            if len(seq) >= horizon:
+                done[seq[:horizon]] += w
+                continue
+            state = after if keep else greedy.GreedyState.fresh(1, drafted)
+            key = (seq, tuple(state.remaining[0].tolist()), tuple(round(x, 9) for x in state.log_r[0].tolist()))
+            merged[key] = (seq, state, w + (merged[key][2] if key in merged else 0.0))
+        population = list(merged.values())
+    return done
+
+
 class Forest:
     """All ways to draw a prefix tree: for each, the tree, its draws, its probability, and the rows of its nodes.
 
@@ -298,6 +365,3 @@ class Forest:
         """The trees as chains, one for each leaf in the order of drawing; all leaves must be equally deep and many."""
         deepest = max(len(c) for nodes in self.nodes for c in nodes)
         return torch.tensor([[c for c in nodes if len(c) == deepest] for nodes in self.nodes])
-
-
-__all__ = ["KINDS", "Forest", "Toy", "as_paths", "merge_chains", "rule_law", "rule_length", "verdict_laws", "walk"]

@@ -90,11 +90,11 @@ def kseq_guarantee(k: int) -> float:
     return 1.0 - (1.0 - 1.0 / k) ** k
 
 
-def uniform_acceptance(ratio: float, k: int) -> float:
+def uniform_acceptance(ratio: int, k: int) -> float:
     """alpha_k for q uniform on d tokens, p uniform on d / ratio of them; K-SEQ reaches it (seed 002, D.1)."""
-    return 1 - (1 - 1 / ratio) ** k
+    return 1.0 - (1.0 - 1.0 / ratio) ** k
 
 
-def uniform_gamma(ratio: float, k: int) -> float:
+def uniform_gamma(ratio: int, k: int) -> float:
     """K-SEQ's division factor for that pair (seed 002, appendix D.1)."""
     return ratio * uniform_acceptance(ratio, k)

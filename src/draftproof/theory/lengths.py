@@ -6,6 +6,7 @@ count accepted draft tokens; each round emits one more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from jaxtyping import Float
@@ -32,7 +33,7 @@ def token_length(p: Model, q: Model, drafted: int, context: Context = ()) -> flo
     """
     if drafted == 0:
         return 0.0
-    return sum(
+    return math.fsum(
         min(a, b) * (1 + token_length(p, q, drafted - 1, (*context, token)))
         for token, a, b in _pairs(p, q, context)
         if a > 0
@@ -72,7 +73,7 @@ def full_information_length(
 
 def iid_length(alpha: float, drafted: int) -> float:
     """E[accepted] when each token is accepted with probability alpha on its own: alpha + ... + alpha^n."""
-    return sum(alpha**i for i in range(1, drafted + 1))
+    return math.fsum(alpha**i for i in range(1, drafted + 1))
 
 
 def iid_block_efficiency(alpha: float, drafted: int) -> float:

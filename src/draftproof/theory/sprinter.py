@@ -8,6 +8,8 @@ counting as unacceptable.
 
 from __future__ import annotations
 
+import math
+
 
 def accepted_pmf(count: int, run: int, true_positive: float, false_positive: float) -> float:
     """Pr(the verifier accepts exactly `count` tokens) (seed 004, Theorem 3.3)."""
@@ -18,13 +20,13 @@ def accepted_pmf(count: int, run: int, true_positive: float, false_positive: flo
 
 def expected_accepted(run: int, true_positive: float, false_positive: float) -> float:
     """E[tokens the verifier accepts]; infinite if it never refuses (seed 004, Theorem 3.3, equation (3))."""
-    before = sum(true_positive**i for i in range(run))
+    before = math.fsum(true_positive**i for i in range(run))
     return before - 1 + true_positive**run * _reciprocal(1 - false_positive)
 
 
 def expected_stopping_time(run: int, true_positive: float, false_positive: float, draft_seconds: float) -> float:
     """E[time until the target is called], one draft step for each token seen (seed 004, Theorem 3.4, equation (4))."""
-    before = sum(true_positive**i for i in range(run))
+    before = math.fsum(true_positive**i for i in range(run))
     return draft_seconds * (before + true_positive**run * _reciprocal(1 - false_positive))
 
 
@@ -39,4 +41,4 @@ def drift(false_positive: float, total_variation: float) -> float:
 
 
 def _reciprocal(x: float) -> float:
-    return 1 / x if x > 0 else float("inf")
+    return 1 / x if x > 0 else math.inf
