@@ -58,7 +58,13 @@ class Packaged:
 
 @dataclass(frozen=True)
 class Derived:
-    """A model made here from another one by leaving out decoder layers."""
+    """A model made here from another one by leaving out decoder layers.
+
+    Of 15 ways to leave out 6 of SmolLM2's 30 layers, 13 to 18 was the best: a drafted token is accepted with
+    probability 0.56 (sum of min(p, q) at temperature 1, over 1536 tokens of fiction, encyclopedia and worked sums that
+    had no part in the choice; the top token agrees on 49%), where a greedy search one layer at a time got 0.53. The
+    draft still costs 24/30 of its target, so it cannot make anything faster: that takes a trained drafter.
+    """
 
     source: str
     keep_layers: tuple[int, ...]
@@ -76,6 +82,13 @@ REGISTRY: dict[str, Packaged | Derived] = {
         licence="Apache-2.0",
         megabytes=538,
         about="SmolLM2-135M-Instruct, from its 4-bit file (Q4_1); downloads 93 MB",
+    ),
+    "smollm2-135m-draft": Derived(
+        source="smollm2-135m",
+        keep_layers=(*range(13), *range(19, 30)),
+        licence="Apache-2.0",
+        megabytes=453,
+        about="smollm2-135m without layers 13 to 18: untrained, for trying things out, not for speed",
     ),
 }
 ABOUT_EMBEDDED = "stories260K, in the package: a tiny model of children's stories"
