@@ -22,6 +22,7 @@ from draftproof.errors import UserError
 
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
+    "models": "List, fetch, find and cut models.",
 }
 _DEBUG = "draftproof.debug"
 _COMPLETION = {"install_completion", "show_completion"}
@@ -41,10 +42,12 @@ class Commands(TyperGroup):
         return name, None if stand_in is None or name is None else self._load(name), rest
 
     def _load(self, name: str) -> Any:
-        """The command of a module, with --debug, and without the completion options that typer gives every app."""
+        """The command of a module, with --debug everywhere, and without the completion options that typer gives every app."""
         command = typer.main.get_command(importlib.import_module(f"{__name__}.{name}").app)
         debug = [option for option in self.params if option.name == "debug"]
-        command.params = [option for option in command.params if option.name not in _COMPLETION] + debug
+        command.params = [option for option in command.params if option.name not in _COMPLETION]
+        for each in (command, *getattr(command, "commands", {}).values()):
+            each.params = [*each.params, *debug]
         return command
 
     def invoke(self, ctx: Any) -> Any:
@@ -89,7 +92,7 @@ def _sentence(error: Exception) -> str:
     return f"unexpected {type(error).__name__}: {error} (--debug shows where)"
 
 
-def _set_debug(ctx: typer.Context, value: bool) -> None:
+def _set_debug(ctx: Any, value: bool) -> None:
     if value:
         ctx.meta[_DEBUG] = True
 
@@ -111,7 +114,10 @@ app = typer.Typer(
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, expose_value=False, help="Show the version and exit."
+        ),
     ] = False,
     debug: Annotated[
         bool,

@@ -36,12 +36,11 @@ _model = partial(typer.Option, rich_help_panel="Models")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
 
 
-@app.command(context_settings={"allow_extra_args": True})  # refused below, in words that do not hold the prompt
+@app.command()
 @sampling_options
 def generate(
-    ctx: typer.Context,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text to continue; stdin is read for - or without PROMPT.")
+        list[str] | None, typer.Argument(metavar="[PROMPT]", help="Text to continue; - or nothing reads stdin.")
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Many prompts: one a line, or in .jsonl one object a line.")
@@ -86,11 +85,11 @@ def generate(
     The text goes to stdout as it is made, one summary line to stderr.
     A tiny pair of models ships with draftproof, for trying it.
     """
-    if ctx.args:
-        raise typer.BadParameter("one PROMPT is legal: put it in quotes")
+    if prompt and len(prompt) > 1:  # typer would refuse them too, and show them
+        raise typer.BadParameter(f"PROMPT is {len(prompt)} words: put it in quotes")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
-    sources = gather(prompt, prompts)
+    sources = gather(prompt[0] if prompt else None, prompts)
     with quiet_libraries():
         engine = Engine.load(
             target or TARGET,
@@ -228,7 +227,9 @@ class Run:
         """A continuation as it is printed: a line of JSON, or the text under a line that numbers it."""
         if self.as_json:
             made = output.to_dict() | ({} if comparison is None else {"compare": comparison})
-            return json.dumps(made, ensure_ascii=False) + "\n"
+            return (
+                json.dumps(made) + "\n"
+            )  # in ASCII: some readers also end lines at U+2028, and some pipes are not UTF-8
         number = place // self.sampling.n + 1
         title = f"prompt {number}" if self.sampling.n == 1 else f"prompt {number}, continuation {output.index + 1}"
         return f"=== {title} ===\n{output.text}\n"

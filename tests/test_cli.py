@@ -1,0 +1,472 @@
+"""The command line: streams what JSON reports, errs in one line, and times speculation against plain decoding."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from draftproof import Engine, SamplingParams, UserError, __version__
+from draftproof.cli import COMMANDS, _compare, app
+from draftproof.cli._report import comparison
+from draftproof.cli._sampling import field_help, sampling_parameters
+from draftproof.embedded import draft_dir, target_dir
+from draftproof.engine import compose
+
+ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
+STORY = "Once upon a time"
+loaded = functools.cache(compose.load)
+
+
+def run(*args, stdin=None, code=0):
+    """A call in this process; checks the exit code, and that an error is one line that does not show the prompt."""
+    result = CliRunner().invoke(app, list(args), input=stdin, prog_name="draftproof")
+    assert result.exit_code == code, result.output
+    if code:
+        assert result.stdout == ""
+        assert result.stderr.startswith("draftproof: error: ")
+        assert result.stderr.count("\n") == 1
+        assert "Traceback" not in result.stderr
+        assert STORY not in result.stderr
+    return result
+
+
+def call(*args, **options):
+    """A call in a process of its own."""
+    command = [sys.executable, "-c", "from draftproof.cli import main; main()", *args]
+    return subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def generate(*args, **options):
+    return run("generate", *args, **options)
+
+
+def objects(result):
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def warm(monkeypatch):
+    """Engines loaded once for the whole file."""
+    monkeypatch.setattr(compose, "load", loaded)
+
+
+# --- the group -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["nonsense"]])
+def test_the_group_answers_without_torch(args):
+    code = (
+        "import sys, typer\nfrom draftproof.cli import app\n"
+        f"try:\n    app({args!r}, prog_name='draftproof')\n"
+        "except SystemExit: pass\nassert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"draftproof {__version__}\n"
+    shown = run("-h").stdout
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name):
+    shown = run(name, "--help").stdout
+    assert "--install-completion" not in shown
+    assert "--debug" in shown
+
+
+@pytest.mark.parametrize(
+    "args", [["nonsense"], ["--nonsense"], ["generate", "--nonsense"], ["generate", "--top-k", "x"]]
+)
+def test_usage_errors_exit_with_2(args):
+    assert "(see draftproof" in run(*args, code=2).stderr
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    shown = CliRunner().invoke(app, ["generate", STORY, "--verifier", "x", "--debug"])
+    assert shown.exit_code == 1
+    assert "Traceback" in shown.stderr
+    assert shown.stderr.splitlines()[-1].startswith("draftproof: error: verifier is 'x'")
+    monkeypatch.setenv("DRAFTPROOF_DEBUG", "1")
+    assert "Traceback" in CliRunner().invoke(app, ["generate", STORY, "--verifier", "x"]).stderr
+
+
+def test_what_nobody_foresaw_is_one_line_too(monkeypatch):
+    monkeypatch.setattr(compose, "load", lambda *_, **__: {}["gone"])
+    assert "unexpected KeyError: 'gone' (--debug shows where)" in generate(STORY, code=1).stderr
+
+
+# --- sampling options ------------------------------------------------------------------------------------------------
+
+
+def options_of_generate():
+    from draftproof.cli.generate import app as generate_app
+
+    return {option.name: option for option in typer.main.get_command(generate_app).params}
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda field: field.name)
+def test_every_field_is_an_option_with_its_default_and_help(field):
+    option = options_of_generate()[field.name]
+    assert f"--{field.name.replace('_', '-')}" in option.opts
+    assert option.help
+    repeated = option.multiple
+    assert (option.default or field.default) == field.default if repeated else option.default == field.default
+    assert repeated == (field.name in {"logit_bias", "bad_words", "stop", "stop_token_ids"})
+
+
+def test_help_is_the_docstrings():
+    assert field_help()["seed"].startswith("Of this request's draws;")
+    assert [parameter.name for parameter in sampling_parameters()] == list(field_help())
+
+
+def captured(monkeypatch, *args):
+    """The SamplingParams that arrive at the engine."""
+    seen = []
+
+    def stop(_engine, _prompt, params):
+        seen.append(params)
+        raise UserError("seen")
+
+    monkeypatch.setattr(Engine, "stream", stop)
+    monkeypatch.setattr(Engine, "add", stop)
+    generate(STORY, *args, code=1)
+    return seen[0]
+
+
+@pytest.mark.usefixtures("warm")
+def test_options_arrive_as_given(monkeypatch):
+    assert captured(monkeypatch) == SamplingParams()
+    args = (
+        "--n 2 --temperature 0.5 --top-k 5 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty -1 "
+        "--frequency-penalty 0.2 --logit-bias 3=-5 --logit-bias 4=1.5 --bad-words cat --bad-words dog --stop END "
+        "--stop . --stop-token-ids 7 --stop-token-ids 8 --include-stop-str-in-output --ignore-eos --min-tokens 2 "
+        "--max-tokens none --seed 9 --logprobs 0 --no-skip-special-tokens"
+    )
+    assert captured(monkeypatch, *args.split()) == SamplingParams(
+        n=2,
+        temperature=0.5,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=-1,
+        frequency_penalty=0.2,
+        logit_bias={3: -5, 4: 1.5},
+        bad_words=["cat", "dog"],
+        stop=["END", "."],
+        stop_token_ids=[7, 8],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        min_tokens=2,
+        max_tokens=None,
+        seed=9,
+        logprobs=0,
+        skip_special_tokens=False,
+    )
+
+
+# --- what goes where -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("warm")
+def test_the_streamed_text_is_the_one_json_reports():
+    args = (STORY, "--seed", "5", "--max-tokens", "40")
+    streamed = generate(*args)
+    (reported,) = objects(generate(*args, "--json"))
+    assert streamed.stdout == reported["text"] + "\n"
+    assert reported["text"]
+    for said in (
+        "40 tokens in",
+        "tokens per target call",
+        "drafted",
+        "stopper fixed:4",
+        "verifier block",
+        "lossless",
+        "time: draft",
+    ):
+        assert said in streamed.stderr
+    assert streamed.stderr.count("\n") == 1
+    quiet = generate(*args, "--quiet")
+    assert (quiet.stdout, quiet.stderr) == (streamed.stdout, "")
+
+
+@pytest.mark.usefixtures("warm")
+def test_json_has_the_documented_fields():
+    result = generate(STORY, "--json", "--n", "2", "--seed", "1", "--max-tokens", "32", "--logprobs", "1")
+    assert result.stderr == ""
+    first, second = objects(result)
+    assert (first["index"], second["index"]) == (0, 1)
+    assert first["token_ids"] != second["token_ids"]
+    assert len(first["logprobs"]) == len(first["token_ids"]) == 32
+    fields = {
+        "prompt",
+        "text",
+        "token_ids",
+        "finish_reason",
+        "lossless",
+        "drafter",
+        "stopper",
+        "verifier",
+        "stats",
+        "seed",
+    }
+    assert fields <= set(first)
+    assert "compare" not in first
+    counts = {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"}
+    rates = {"block_efficiency", "discard_rate", "verification_rate", "tokens_per_second"}
+    assert counts | rates <= set(first["stats"])
+    assert set(first["stats"]["seconds"]) == {"draft", "target", "verify", "other", "total"}
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_drafter_by_its_full_name_and_none():
+    (none,) = objects(generate(STORY, "--json", "--drafter", "none", "--max-tokens", "4"))
+    assert (none["drafter"], none["stopper"], none["stats"]["num_draft_tokens"]) == ("none", None, 0)
+    only_target = generate(STORY, "--target", "embedded:target", "--max-tokens", "4")
+    assert "nothing drafted | drafter none | lossless" in only_target.stderr
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("argument", [["-"], []])
+def test_the_prompt_may_come_from_stdin(argument):
+    args = ("--seed", "5", "--max-tokens", "8", "--quiet")
+    assert generate(*argument, *args, stdin=STORY + "\n").stdout == generate(STORY, *args).stdout
+
+
+@pytest.mark.usefixtures("warm")
+def test_many_prompts_as_lines_and_as_json_lines(tmp_path):
+    lines = tmp_path / "prompts.txt"
+    lines.write_text("Once\n\nThere was\r\nLily\u2028and\n")
+    found = objects(generate("--prompts", str(lines), "--json", "--max-tokens", "4", "--max-batch", "2"))
+    assert [each["prompt"] for each in found] == ["Once", "There was", "Lily\u2028and"]
+    records = [{"prompt": "Once"}, {"text": "There"}, {"turns": ["Lily", "more"]}, {"instruction": "A cat"}]
+    many = tmp_path / "prompts.jsonl"
+    many.write_text("\n".join(map(json.dumps, records)))
+    found = objects(generate("--prompts", str(many), "--json", "--max-tokens", "4"))
+    assert [each["prompt"] for each in found] == ["Once", "There", "Lily", "A cat"]
+    shown = generate("--prompts", str(lines), "--n", "2", "--max-tokens", "4").stdout
+    assert shown.startswith("=== prompt 1, continuation 1 ===\n")
+    assert "=== prompt 3, continuation 2 ===\n" in shown
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a"}\n{broken\n', "line 2: not JSON"),
+        (b'{"prompt": "a"}\n\n{"question": "b"}\n', "line 3: legal is an object with one of prompt, text"),
+        (b"[1]\n", "line 1: legal is an object"),
+        (b'{"prompt": 7}\n', "line 1: prompt holds no text"),
+        (b'{"turns": []}\n', "line 1: turns holds no text"),
+        (b'{"prompt": ""}\n', "line 1: the prompt is empty"),
+        (b'{"prompt": "\\ud800"}\n', "line 1: the prompt is not valid Unicode"),
+        (b'{"prompt": "a"}\n\xff\n', "line 2: not UTF-8"),
+        (b"[" * 100_000, "line 1: not JSON"),
+        (b"\n \n", "holds no prompt"),
+    ],
+)
+def test_broken_files_are_named_with_the_line(tmp_path, content, said):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(content)
+    shown = generate("--prompts", str(file), code=1).stderr
+    assert said in shown
+    assert str(file) in shown
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_prompt_of_a_file_that_cannot_be_decoded_is_named(tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("Once\n" + "cat " * 600 + "\n")
+    assert f"{file}, line 2: the prompt has" in generate("--prompts", str(file), code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        ([""], 1, "the prompt is empty"),
+        (["Once", "upon"], 2, "put it in quotes"),
+        (["Once", "--prompts", "x"], 2, "exclude each other"),
+        (["--prompts", "/nowhere/p.txt"], 1, "cannot read /nowhere/p.txt"),
+        (["Once", "--top-p", "2"], 2, "top_p is 2.0"),
+        (["Once", "--max-tokens", "0"], 2, "max_tokens is 0"),
+        (["Once", "--max-tokens", "few"], 2, "neither a whole number nor none"),
+        (["Once", "--logit-bias", "3"], 2, "legal is ID=VALUE"),
+        (["Once", "--logit-bias", "3=1e9"], 2, "logit_bias"),
+        (["Once", "--stop", ""], 2, "stop"),
+        (["Once", "--system", "x", "--no-chat"], 2, "--system needs the chat template"),
+        (["Once", "--verifier", "nonsense"], 1, "verifier is 'nonsense'"),
+        (["Once", "--stopper", "nonsense"], 1, "stopper is 'nonsense'"),
+        (["Once", "--stopper", "fixed:0"], 1, "fixed"),
+        (["Once", "--stopper", "fixed:x"], 1, "fixed"),
+        (["Once", "--target", "./nowhere"], 1, "nowhere"),
+        (["Once", "--target", "./nowhere.gguf"], 1, "nowhere.gguf"),
+        (["Once", "--drafter", "nonsense"], 1, "drafter is 'nonsense'"),
+        (["Once", "--device", "abacus"], 1, "abacus"),
+        (["Once", "--dtype", "float7"], 1, "float7"),
+    ],
+)
+def test_mistakes_before_decoding(args, code, said):
+    assert said in generate(*args, code=code).stderr
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["Once", "--logit-bias", "99999=1"], "logit_bias"),
+        (["Once", "--stop-token-ids", "99999"], "stop_token_ids"),
+        (["once " * 400], "tokens"),
+        (["Once", "--system", "x"], "no chat template"),
+        (["Once", "--chat"], "no chat template"),
+    ],
+)
+def test_mistakes_that_only_the_model_can_tell(args, said):
+    assert said in generate(*args, code=1).stderr
+    assert said in generate(*args, "--json", code=1).stderr
+
+
+@pytest.mark.usefixtures("warm")
+def test_compare_without_a_drafter_is_refused():
+    assert "needs a drafter, and none is in effect" in generate(STORY, "--compare", "--drafter", "none", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("model.safetensors", b"\x08" * 64), ("tokenizer.json", b'{"version": '), ("config.json", b"{")],
+    ids=["weights", "tokenizer", "config"],
+)
+def test_broken_models_are_one_line(tmp_path, file, content):
+    broken = tmp_path / "model"
+    shutil.copytree(target_dir(), broken)
+    (broken / file).write_bytes(content)
+    assert str(broken) in generate(STORY, "--target", str(broken), code=1).stderr
+    assert str(broken) in generate(STORY, "--draft", str(broken), code=1).stderr
+
+
+# --- chat ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_template_is_used_when_there_is_one(tmp_path):
+    model = tmp_path / "chat"
+    shutil.copytree(draft_dir(), model)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    args = (STORY, "--target", str(model), "--max-tokens", "2", "--json")
+    assert objects(generate(*args))[0]["prompt"] == f"user: {STORY}\nassistant:"
+    assert objects(generate(*args, "--system", "Be kind."))[0]["prompt"].startswith("system: Be kind.\nuser: ")
+    assert objects(generate(*args, "--no-chat"))[0]["prompt"] == STORY
+
+
+# --- compare ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("warm")
+def test_compare_times_both_and_finds_the_tokens_identical_at_temperature_0(monkeypatch):
+    monkeypatch.setattr(_compare, "SECONDS", 0.0)
+    args = (STORY, "--temperature", "0", "--max-tokens", "16", "--compare")
+    (reported,) = objects(generate(*args, "--json"))
+    found = reported["compare"]
+    assert found["identical"] is True
+    assert found["repeats"] == _compare.FEWEST
+    assert found["block_efficiency"] == reported["stats"]["block_efficiency"] > 1
+    assert 0 < found["speed_up_low"] <= found["speed_up"] <= found["speed_up_high"]
+    assert found["plain_tokens_per_second"] > 0
+    assert "tokens identical to plain decoding (temperature 0, float32)" in generate(*args).stderr
+
+
+@pytest.mark.usefixtures("warm")
+def test_compare_says_nothing_of_tokens_when_sampling(monkeypatch):
+    monkeypatch.setattr(_compare, "SECONDS", 0.0)
+    args = (STORY, "--max-tokens", "8", "--compare", "--n", "2")
+    found = objects(generate(*args, "--json"))
+    assert [each["compare"]["identical"] for each in found] == [None, None]
+    assert "identical" not in generate(*args).stderr
+
+
+@pytest.mark.parametrize(
+    ("pairs", "said"),
+    [
+        (
+            [(50.0, 100.0), (60.0, 100.0), (55.0, 100.0)],
+            "0.55x the speed of plain decoding (median of 3 pairs, 0.50x to 0.60x): SLOWER",
+        ),
+        ([(90.0, 100.0), (110.0, 100.0), (105.0, 100.0)], "not clearly faster or slower"),
+        ([(150.0, 100.0), (170.0, 100.0), (160.0, 100.0)], "1.60x the speed"),
+    ],
+)
+def test_the_comparison_is_worded_truthfully(pairs, said):
+    lines = comparison(_compare.Comparison(pairs, 2.5, None, "float32"))
+    assert said in lines[0]
+    assert "2.50x is the most" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"), [("float32", "should not be"), ("bfloat16", "round differently in bfloat16")]
+)
+def test_different_greedy_tokens_are_not_glossed_over(dtype, said):
+    lines = comparison(_compare.Comparison([(1.0, 1.0)], 1.0, False, dtype))
+    assert "DIFFER" in lines[-1]
+    assert said in lines[-1]
+
+
+# --- whole processes -------------------------------------------------------------------------------------------------
+
+
+def test_a_process_writes_text_and_one_line_and_nothing_of_the_libraries():
+    done = call("generate", STORY, "--max-tokens", "4", "--seed", "1")
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "Loading" not in done.stderr
+
+
+def started():
+    """A process that has printed its first line and has many to go."""
+    code = "from draftproof.cli import main; main()"
+    args = [
+        sys.executable,
+        "-c",
+        code,
+        "generate",
+        STORY,
+        "--json",
+        "--n",
+        "999",
+        "--max-tokens",
+        "4",
+        "--max-batch",
+        "1",
+    ]
+    process = subprocess.Popen(args, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline().startswith("{")
+    return process
+
+
+def test_a_closed_pipe_is_quiet():
+    process = started()
+    process.stdout.close()
+    process.stdout = None
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (1, "")
+
+
+def test_ctrl_c_exits_with_130_and_no_traceback():
+    process = started()
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, "")
