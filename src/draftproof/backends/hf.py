@@ -375,6 +375,7 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
     Raises:
         UserError: nothing to load there, in one line.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
@@ -385,7 +386,7 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
         options["use_safetensors"] = True
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as cause:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as cause:
         reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
         raise UserError(
             f"cannot load a model from {str(where)!r}: {reason} (legal: a hub id, a directory, a .gguf file)"
