@@ -108,8 +108,8 @@ MUTANTS = {
     "multiplicity ignored": (
         wide,
         trie._hand_down,
-        "weight[here] = 1 - missed[here]",
-        "weight[here] = accept[kids > 0]",
+        "torch.where(kids > 0, 1 - missed[flat], 1)",
+        "torch.where(kids > 0, accept, 1)",
     ),
     "own acceptance not conditioned": (
         deep,

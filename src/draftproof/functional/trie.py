@@ -74,8 +74,8 @@ def _hand_down(
     """Give each child the probability that some draw on it is accepted: 1 - prod (1 - w_j)."""
     weight = plan.weight.view(-1)
     missed = torch.ones_like(weight).scatter_reduce_(0, flat.flatten(), (1 - accept).flatten(), "prod")
-    here = flat[kids > 0]
-    weight[here] = 1 - missed[here]
+    given = torch.where(kids > 0, 1 - missed[flat], 1)  # where there is no draw, `flat` is the root, whose weight is 1
+    weight.scatter_(0, flat.flatten(), given.flatten())
 
 
 def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> TriePlan:
@@ -109,6 +109,8 @@ def traversal_plan(
     plan = _blank_plan(tries)
     for level in tries.inner:
         kids, flat = _draws_of(tries, level)
+        if level.single == level.rows.shape[0]:  # each further draw would be a pass over the rows
+            kids, flat = kids[:, :1], flat[:, :1]
         weight = plan.weight.flatten()[level.rows]
         rule = rounds_plan(
             p[tries.p_row.flatten()[level.rows]],
@@ -127,7 +129,7 @@ def traversal_plan(
 def _store(
     plan: TriePlan, level: Level, accept: Float[Tensor, "r D"], own: Float[Tensor, " r"], gamma: Float[Tensor, " r"]
 ) -> None:
-    plan.accept.view(-1, accept.shape[-1])[level.rows] = accept
+    plan.accept.flatten(0, 1)[level.rows, : accept.shape[-1]] = accept
     plan.own.view(-1)[level.rows] = own
     plan.gamma.view(-1)[level.rows] = gamma
 
