@@ -42,7 +42,7 @@ class Commands(TyperGroup):
         return name, None if stand_in is None or name is None else self._load(name), rest
 
     def _load(self, name: str) -> Any:
-        """The command of a module, with --debug everywhere, and without the completion options that typer gives every app."""
+        """The command of a module, with --debug everywhere, and without the completion options that typer adds."""
         command = typer.main.get_command(importlib.import_module(f"{__name__}.{name}").app)
         debug = [option for option in self.params if option.name == "debug"]
         command.params = [option for option in command.params if option.name not in _COMPLETION]

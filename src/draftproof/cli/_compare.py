@@ -19,19 +19,6 @@ FEWEST, MOST, SECONDS = 3, 9, 3.0
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One run over all prompts."""
-
-    outputs: list[Output]
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second, all prompts together."""
-        return sum(len(output.token_ids) for output in self.outputs) / self.seconds
-
-
-@dataclass(frozen=True)
 class Comparison:
     """What speculation gained.
 
@@ -67,31 +54,34 @@ class Comparison:
         }
 
 
-def compare(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Comparison:
-    """Time `engine` and plain decoding in turns, after one run of each that is not counted.
+def compare(
+    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], known: Sequence[Output]
+) -> Comparison:
+    """Time `engine` and plain decoding in turns, on the request that gave `known`.
 
     A single timing lies, and so does a machine that warms up or slows down: hence pairs, at least FEWEST of them, and
-    up to MOST while they take no longer than SECONDS together.
+    up to MOST while they take no longer than SECONDS together. The run that made `known` has warmed up `engine`; one of
+    plain decoding, not counted either, tells whether the tokens are the same.
     """
     plain = Engine(
         engine.target, tokenizer=engine.tokenizer, eos_token_ids=engine.eos_token_ids, max_batch=engine.max_batch
     )
-    first, second = (_timed(each, prompts, params) for each in (engine, plain))
+    wanted, _ = _timed(plain, prompts, params)
     pairs: list[tuple[float, float]] = []
     start = time.perf_counter()
     while len(pairs) < FEWEST or (len(pairs) < MOST and time.perf_counter() - start < SECONDS):
-        speculative, baseline = (_timed(each, prompts, params) for each in (engine, plain))
-        pairs.append((speculative.rate, baseline.rate))
-    same = [output.token_ids for output in first.outputs] == [output.token_ids for output in second.outputs]
+        pairs.append((_timed(engine, prompts, params)[1], _timed(plain, prompts, params)[1]))
+    same = [output.token_ids for output in known] == [output.token_ids for output in wanted]
     greedy = all(each.temperature == 0 for each in params)
     dtype = str(getattr(engine.target, "dtype", "unknown")).removeprefix("torch.")
-    return Comparison(pairs, block_efficiency(first.outputs), same if greedy else None, dtype)
+    return Comparison(pairs, block_efficiency(known), same if greedy else None, dtype)
 
 
-def _timed(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Timing:
+def _timed(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> tuple[list[Output], float]:
+    """What came out, and how many tokens a second that was, all prompts together."""
     start = time.perf_counter()
     outputs = engine.generate(list(prompts), list(params))
-    return Timing(outputs, time.perf_counter() - start)
+    return outputs, sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
 
 def block_efficiency(outputs: Sequence[Output]) -> float:

@@ -237,7 +237,7 @@ class Run:
     def tell_comparison(self, outputs: Sequence[Output]) -> None:
         """Measure against plain decoding, with the seeds of `outputs`, and print what came out."""
         params = [replace(self.sampling, seed=output.seed) for output in outputs if output.index == 0]
-        found = compare(self.engine, [asked.prompt for asked in self.asked], params)
+        found = compare(self.engine, [asked.prompt for asked in self.asked], params, outputs)
         if self.as_json:
             for place, output in enumerate(outputs):
                 _report.write(self.shown(output, place, found.to_dict()))
