@@ -112,7 +112,7 @@ def kseq_gamma(
     """
     draws, weight = _columns(p, k, weight)
     if isinstance(k, int) and k == 1:
-        return draws.clone()
+        return draws.clone()  # the bracket is a point
     low, high = torch.ones_like(draws), draws.clamp(min=1)
     for _ in range(passes):
         at = (low + high) / 2
@@ -303,7 +303,12 @@ def _descend(
     return at, rng.categorical(_settle(target, token, done))
 
 
-def _refuse_mixed_points(tries: Tries, q: Float[Tensor, "rows V"] | None) -> None:
+def refuse_branching_points(tries: Tries, q: Float[Tensor, "rows V"] | None) -> None:
+    """Rules for i.i.d. draws cannot use point masses that differ at one node.
+
+    Raises:
+        ValueError: saying which rules can.
+    """
     if q is None and tries.branching:
         raise ValueError(
             "a point-mass draft branches: its tokens are no i.i.d. draws; use multi_round, traversal, or pass q"
@@ -333,7 +338,7 @@ def spectr_on_tries(
 def _spectr(
     tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    _refuse_mixed_points(tries, q)
+    refuse_branching_points(tries, q)
 
     def step(
         target: Float[Tensor, "B V"],

@@ -184,8 +184,8 @@ def mentored_bounds(
 
     pi maximises the acceptance sum_x min(q, pi) among the laws with KL(p || pi) <= budget that give nothing to tokens
     the target forbids (p = 0): the stationary points of the Lagrangian are b p where q is cut, a p where it is filled
-    up, q between. b is found by bisection (on 1/b), a follows from sum pi = 1; with
-    prefix sums over the tokens sorted by q/p, no step of the search passes over the vocabulary.
+    up, q between. b is found by bisection (on 1/b), a follows from sum pi = 1; with prefix sums over the tokens sorted
+    by q/p, no step of the search passes over the vocabulary.
     """
     if budget == 0:  # the divergence is flat there, so a search would stop 1e-8 short
         return torch.ones_like(p[:, 0], dtype=torch.float64), torch.ones_like(p[:, 0], dtype=torch.float64)

@@ -30,6 +30,7 @@ from draftproof.functional.coupling import (
     kseq_gamma,
     kseq_plan,
     kseq_residual,
+    refuse_branching_points,
     rounds_plan,
 )
 from draftproof.functional.nodes import Level, NodeVerdict, PathVerdict, Tries
@@ -202,8 +203,7 @@ def _end_of(tries: Tries, at: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B D"], In
 def _trie_block(
     tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    if q is None and tries.branching:
-        raise ValueError("a point-mass draft branches: its tokens are no i.i.d. draws; use traversal, or pass q")
+    refuse_branching_points(tries, q)
     plan = trie_block_plan(tries, q, p)
     at = decide(tries, plan, rng)
     weights = p[_at(tries.p_row, at)]
