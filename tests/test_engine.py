@@ -122,12 +122,7 @@ def test_every_drafter_is_greedy_like_transformers(drafter, verifier):
     assert [slots_in_use(one) for one in held] == [0] * len(held)
 
 
-SHIFTED = pytest.mark.xfail(
-    reason="rules on tries number their draws by the height of the batch's tallest tree", strict=False
-)
-
-
-@pytest.mark.parametrize(("drafter", "verifier"), [*CHAINS, *(pytest.param(*pair, marks=SHIFTED) for pair in TREES)])
+@pytest.mark.parametrize(("drafter", "verifier"), CHAINS + TREES)
 def test_every_drafter_answers_alike_alone_and_in_any_batch(drafter, verifier):
     batched, single = loaded(drafter, verifier, 3), loaded(drafter, verifier, 1)
     alone = [single.generate(text, own)[0] for text, own in zip(PROMPTS[:5], mixed_params(), strict=False)]

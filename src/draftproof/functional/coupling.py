@@ -300,6 +300,8 @@ def _descend(
         at = torch.where(same.any(-1), _first_of(same, kids), at)
         done = ~same.any(-1)
     target = p[tries.p_row.gather(1, at.unsqueeze(-1)).squeeze(-1)]
+    # Every level makes two calls, the last one too: a row that ends here draws as it would beside a deeper neighbour.
+    rng.categorical(target.new_ones(target.shape[0], 1))
     return at, rng.categorical(_settle(target, token, done))
 
 

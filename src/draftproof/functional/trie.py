@@ -142,36 +142,36 @@ def _with_leaves(tries: Tries, plan: TriePlan) -> TriePlan:
     return plan._replace(own=own)
 
 
-def success_draw_weights(tries: Tries, plan: TriePlan, slots: Int[Tensor, "B W"]) -> Float[Tensor, "B W D"]:
+def success_draw_weights(tries: Tries, plan: TriePlan) -> Float[Tensor, "B N D"]:
     """For each slot, how likely each draw at its parent is the first accepted one among those that landed on the slot.
 
-    Up to normalisation: w_j prod_{i < j} (1 - w_i) over the draws on the slot. With one weight for all of them this
-    is a geometric law cut off at the slot's multiplicity.
+    Up to normalisation: w_j prod_{i < j} (1 - w_i) over the draws on the slot. With one weight for all of them this is
+    a geometric law cut off at the slot's multiplicity. A slot without siblings wins whenever it is accepted, so its
+    first draw will do.
     """
-    rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(-1)
-    parent = tries.parent.gather(1, slots)
-    chance = plan.accept[rows, parent] * (tries.kids[rows, parent] == slots.unsqueeze(-1))
-    return first_success(chance)[..., :-1]
+    rows = torch.arange(tries.parent.shape[0], device=tries.parent.device).unsqueeze(-1)
+    drawn = tries.kids[rows, tries.parent]
+    here = drawn == torch.arange(tries.parent.shape[1], device=rows.device).unsqueeze(-1)
+    weights = first_success(plan.accept[rows, tries.parent] * here)[..., :-1]
+    chosen = (here | (drawn == 0)).all(-1, keepdim=True) | (weights.sum(-1, keepdim=True) <= 0)
+    first = torch.arange(weights.shape[-1], device=rows.device) == 0
+    return torch.where(chosen, first.double(), weights)
 
 
 def decide(tries: Tries, plan: TriePlan, rng: Rng) -> Int[Tensor, " B"]:
-    """The last accepted slot of each row: decisions from the deepest slots up, two draws a depth for the whole batch.
+    """The last accepted slot of each row, decided from the deepest slots up.
 
-    A draw that can no longer matter has probability 0 or a single outcome.
+    Two calls of the rng, whatever the height: a row's draws are addressed by its slots, so they do not depend on how
+    deep the tries are that share the batch.
     """
-    # for each slot: where the accepted path below it ends (0: its subtree is refused), and the draw at its parent that
-    # its success falls on
-    ends, moment = torch.zeros_like(tries.tokens), torch.zeros_like(tries.tokens)
-    places = torch.arange(tries.kids.shape[-1], device=ends.device)
+    own = rng.bernoulli(plan.own * (tries.depth > 0))
+    moment = rng.categorical(success_draw_weights(tries, plan))
+    ends = torch.zeros_like(tries.tokens)  # where the accepted path below a slot ends; 0: its subtree is refused
     for depth in range(tries.height, 0, -1):
         slots = tries.slots[depth]
-        end = _winner(tries, ends, moment, slots, places)
-        own = rng.bernoulli(plan.own.gather(1, slots) * ((end == 0) & (slots > 0)))
-        end = torch.where(own, slots, end)
-        first = torch.where((end > 0).unsqueeze(-1), success_draw_weights(tries, plan, slots), (places == 0).double())
-        ends.scatter_(1, slots, end)
-        moment.scatter_(1, slots, rng.categorical(first))
-    return _winner(tries, ends, moment, tries.slots[0], places).squeeze(-1)
+        end = _winner(tries, ends, moment, slots)
+        ends.scatter_(1, slots, torch.where((end == 0) & own.gather(1, slots), slots, end))
+    return _winner(tries, ends, moment, tries.slots[0]).squeeze(-1)
 
 
 def _winner(
@@ -179,10 +179,10 @@ def _winner(
     ends: Int[Tensor, "B N"],
     moment: Int[Tensor, "B N"],
     slots: Int[Tensor, "B W"],
-    places: Int[Tensor, " D"],
 ) -> Int[Tensor, "B W"]:
     """Where the path of the accepted child with the earliest success ends; 0 when no child is accepted."""
     rows = torch.arange(slots.shape[0], device=slots.device).unsqueeze(-1)
+    places = torch.arange(tries.kids.shape[-1], device=slots.device)
     kids = tries.kids[rows, slots]
     below = ends.gather(1, kids.flatten(1)).view_as(kids) * (kids > 0)
     hit = (below > 0) & (moment.gather(1, kids.flatten(1)).view_as(kids) == places)
