@@ -126,8 +126,8 @@ MUTANTS = {
     "success on the first draw always": (
         wide,
         trie.decide,
-        "success_draw_weights(tries, plan, slots)",
-        "(success_draw_weights(tries, plan, slots) > 0).double().cumsum(-1).eq(1).double()",
+        "rng.categorical(success_draw_weights(tries, plan))",
+        "(success_draw_weights(tries, plan) > 0).long().argmax(-1)",
     ),
     "weights of the root in every residual": (
         deep,

@@ -281,7 +281,8 @@ def _descend(
         rng: source of all randomness.
 
     Returns:
-        the last accepted slot of each row, and the token after it.
+        the last accepted slot of each row, and the token after it. Each depth takes two calls of the rng, the leaves'
+        too, so that a row's draws do not depend on how deep the tries are that share the batch.
     """
     at = torch.zeros_like(tries.tokens[:, 0])
     token, done = at, torch.zeros_like(at, dtype=torch.bool)
@@ -300,7 +301,7 @@ def _descend(
         at = torch.where(same.any(-1), _first_of(same, kids), at)
         done = ~same.any(-1)
     target = p[tries.p_row.gather(1, at.unsqueeze(-1)).squeeze(-1)]
-    # Every level makes two calls, the last one too: a row that ends here draws as it would beside a deeper neighbour.
+    # a row that ends here draws as it would beside a deeper neighbour
     rng.categorical(target.new_ones(target.shape[0], 1))
     return at, rng.categorical(_settle(target, token, done))
 

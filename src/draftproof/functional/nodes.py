@@ -176,7 +176,7 @@ class Tries:
         check_rows("p", p)
         inside = self.depth > 0
         check_tokens(self.tokens, p.shape[-1], inside)
-        if q is None:
+        if q is None or q.shape[0] == 0:
             return
         if q.shape[-1] != p.shape[-1]:
             raise ValueError(f"q has {q.shape[-1]} columns and p has {p.shape[-1]}: both are over one vocabulary")
