@@ -22,6 +22,7 @@ from draftproof.errors import UserError
 
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
+    "audit": "Check verification rules: ours, yours, other people's.",
     "models": "List, fetch, find and cut models.",
 }
 _DEBUG = "draftproof.debug"
