@@ -68,9 +68,16 @@ def test_resolve_names_the_embedded_pair():
 
 
 def test_resolve_leaves_paths_and_hub_ids_alone(tmp_path):
-    for name in (str(tmp_path), str(tmp_path / "x.gguf"), "someone/some-model"):
+    (tmp_path / "x.gguf").touch()
+    for name in (str(tmp_path), str(tmp_path / "x.gguf"), "someone/some-model", "gpt2"):
         assert models.resolve(name) == name
     assert models.resolve(tmp_path) == str(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/no/where", "nowhere.gguf", "a/b/c", "~/nowhere", ""])
+def test_resolve_refuses_paths_that_are_not_there(name):
+    with pytest.raises(UserError, match="no such file or directory"):
+        models.resolve(name)
 
 
 def test_resolve_never_fetches_and_says_how_to(home):

@@ -11,3 +11,9 @@ class UserError(ValueError):
 
     The command line prints it on stderr and exits with code 1; no traceback is shown.
     """
+
+
+def reason(cause: BaseException) -> str:
+    """What an exception says, on one line of at most 200 characters; its type where it says nothing."""
+    said = " ".join(str(cause).split()) or type(cause).__name__
+    return said if len(said) <= 200 else said[:197] + "..."

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -143,9 +144,9 @@ class Cutter:
         room: int | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
-            raise ValueError(f"stop is {params.stop!r}, but there is no tokenizer: legal is ()")
+            raise UserError(f"stop is {params.stop!r}, but there is no tokenizer: legal is ()")
         if room is not None and room < 1:
-            raise ValueError(f"the context has room for {room} tokens: legal is 1 or more")
+            raise UserError(f"the context has room for {room} tokens: legal is 1 or more")
         self._params = params
         self._stops = tuple(params.stop)
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)

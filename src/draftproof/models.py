@@ -34,6 +34,7 @@ from draftproof.errors import UserError
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PROVENANCE = "provenance.json"
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 Report = Callable[[str], None]  # takes one line on what happens now
 
@@ -114,7 +115,7 @@ def resolve(name_or_path: str | Path) -> str:
     file or a hub id, is returned as it is. A directory that is called like a registered model can be named `./NAME`.
 
     Raises:
-        UserError: a registered name that was not pulled, or an unknown `embedded:` name.
+        UserError: a registered name that was not pulled, an unknown `embedded:` name, a path that is not there.
     """
     name = str(name_or_path)
     if name in EMBEDDED:
@@ -122,10 +123,23 @@ def resolve(name_or_path: str | Path) -> str:
     if name.startswith("embedded:"):
         raise UserError(f"no embedded model {name!r}: legal are {', '.join(EMBEDDED)}")
     if name not in REGISTRY:
-        return name
+        return _existing(name)
     if not pulled(name):
         raise UserError(f"the model {name} is not on this machine: fetch it once with: draftproof models pull {name}")
     return str(home() / name)
+
+
+def _existing(name: str) -> str:
+    """A path that is there, or a name that can be a hub id."""
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return str(path)
+    if _HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"}:
+        return name
+    raise UserError(
+        f"no such file or directory: {name!r}; legal are a directory, a .gguf file, a hub id "
+        f"and {', '.join((*EMBEDDED, *REGISTRY))}"
+    )
 
 
 def pull(name: str, *, report: Report = lambda _: None) -> Path:

@@ -122,8 +122,8 @@ def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]
 class CounterRng:
     """Counter-based draws, one key for each leading row.
 
-    Decisions and indices are numbered apart, so that a rule which has nothing to decide for a batch (no row was drafted)
-    draws the indices it would draw in any other batch.
+    Decisions and indices are numbered apart, so that a rule which has nothing to decide for a batch (no row was
+    drafted) draws the indices it would draw in any other batch.
     """
 
     def __init__(self, keys: Sequence[int]) -> None:

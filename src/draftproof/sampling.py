@@ -22,6 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.errors import UserError
+
 _NEVER = -math.inf
 # A float32 reciprocal outside these overflows or vanishes; inside, the law no longer changes with the temperature.
 _COLDEST, _HOTTEST = 1e-30, 1e30
@@ -29,9 +31,9 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 _GUESS = 256
 
 
-def _illegal(name: str, value: object, legal: str) -> ValueError:
+def _illegal(name: str, value: object, legal: str) -> UserError:
     shown = repr(value)
-    return ValueError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}: legal is {legal}")
+    return UserError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}: legal is {legal}")
 
 
 def _integer(name: str, value: object, low: int, high: int | None, legal: str) -> int:
@@ -137,7 +139,7 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
 
     Raises:
-        ValueError: a value of the wrong type or range; the message names field, value and what is legal.
+        UserError: a value of the wrong type or range; the message names field, value and what is legal.
     """
 
     n: int = 1
@@ -204,7 +206,7 @@ class SamplingParams:
             encode: text to token ids without special tokens; needed by `bad_words` only.
 
         Raises:
-            ValueError: a token id outside the vocabulary; bad words without a tokenizer, or that encode to nothing.
+            UserError: a token id outside the vocabulary; bad words without a tokenizer, or that encode to nothing.
         """
         words = bad_word_ids(self.bad_words, encode)
         return Transforms(self, vocab_size, tuple(eos_token_ids), tuple(prompt_ids), words)
@@ -214,16 +216,16 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | 
     """Token sequences of each word as it stands and after a space, where that starts with another token.
 
     Raises:
-        ValueError: no tokenizer, or a word that encodes to nothing.
+        UserError: no tokenizer, or a word that encodes to nothing.
     """
     if words and encode is None:
-        raise ValueError(f"bad_words is {tuple(words)!r}, but there is no tokenizer: legal is ()")
+        raise UserError(f"bad_words is {tuple(words)!r}, but there is no tokenizer: legal is ()")
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         assert encode is not None, "checked above"
         bare, spaced = (tuple(encode(space + word.lstrip(" "))) for space in ("", " "))
         if not bare and not spaced:
-            raise ValueError(
+            raise UserError(
                 f"bad_words holds {word!r}, which encodes to no token: legal is a text of one token or more"
             )
         found |= {ids: None for ids in (bare, spaced) if ids and (ids is bare or ids[0] not in bare[:1])}
@@ -242,7 +244,7 @@ class Transforms:
         bad_word_ids: token sequences that the output never completes.
 
     Raises:
-        ValueError: a token id outside the vocabulary.
+        UserError: a token id outside the vocabulary.
     """
 
     params: SamplingParams
@@ -262,7 +264,7 @@ class Transforms:
     def _check_ids(self, name: str, ids: Any) -> None:
         for token in ids:
             if not 0 <= token < self.vocab_size:
-                raise ValueError(f"{name} holds token id {token}: legal is 0 <= id < {self.vocab_size}")
+                raise UserError(f"{name} holds token id {token}: legal is 0 <= id < {self.vocab_size}")
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -322,7 +324,7 @@ def probabilities(
         float32 probabilities (float64 for float64 logits), in memory of their own.
 
     Raises:
-        ValueError: a wrong width or number of paths; a row in which every token is masked.
+        UserError: a wrong width or number of paths; a row in which every token is masked.
     """
     if logits.shape[-1] != transforms.vocab_size:
         raise ValueError(f"logits are {logits.shape[-1]} wide: legal is the vocabulary's {transforms.vocab_size}")
@@ -427,9 +429,7 @@ def _check_alive(scores: Tensor, causes: Sequence[str]) -> None:
     dead = scores.amax(-1) == _NEVER
     if dead.any():
         row = int(dead.nonzero()[0, 0])
-        raise ValueError(
-            f"every token of row {row} is masked by {' and '.join(causes)}: leave at least one token legal"
-        )
+        raise UserError(f"every token of row {row} is masked by {' and '.join(causes)}: leave at least one token legal")
 
 
 def _heat(scores: Tensor, temperature: float) -> Tensor:
@@ -509,11 +509,11 @@ def check_logits(logits: Float[Tensor, "*rows vocab"], what: str) -> None:
     """Refuses logits that no distribution follows from; -inf entries are legal, one reduction decides.
 
     Raises:
-        ValueError: `what` (whose logits they are) holds NaN or +inf, or a row has no finite value.
+        UserError: `what` (whose logits they are) holds NaN or +inf, or a row has no finite value.
     """
     peak = logits.amax(-1)
     if bool(peak.isfinite().all()):
         return
     bad = peak[~peak.isfinite()][0].item()
     problem = "NaN" if math.isnan(bad) else "+inf" if bad > 0 else "no finite value"
-    raise ValueError(f"the logits of {what} hold {problem}: legal is finite or -inf, and one finite value in each row")
+    raise UserError(f"the logits of {what} hold {problem}: legal is finite or -inf, and one finite value in each row")

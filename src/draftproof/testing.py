@@ -158,8 +158,8 @@ class TableModel:
         session.read(chain, feed.tree)
         stem, tail = session.tokens[: session.stem], session.tokens[session.stem :]
         contexts = [stem] if chain.shape[0] else []
-        for node in range(known, len(tail)):
-            contexts.append([*stem, *(tail[place] for place in self._path(session.tail, node))])
+        paths = [self._path(session.tail, node) for node in range(known, len(tail))]
+        contexts.extend([*stem, *(tail[place] for place in path)] for path in paths)
         return Output(torch.stack([self.logits(context) for context in contexts]))
 
     @staticmethod

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, reason
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
@@ -28,9 +28,8 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
         source, options = str(where.parent), {**options, "gguf_file": where.name}
     try:
         return AutoTokenizer.from_pretrained(source, **options)
-    except Exception as cause:  # the tokenizer libraries raise bare Exceptions for broken files
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-        raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason}") from cause
+    except Exception as cause:
+        raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
 
 
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:

@@ -69,7 +69,7 @@ class Session:
         return tuple(self._parents)
 
     def admit(self, chain: int, tree: TokenTree | None = None) -> None:
-        """Check that a chain of this length, then a tree below it, can be read now (called by backends, before they do).
+        """Check that a chain of this length, then a tree below it, can be read now; called by backends, before they do.
 
         Raises:
             ValueError: nothing to read, a chain below a tree, a tree below nothing, a piece of another tree.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from draftproof.backends.base import Capabilities, Feed, Output, Session
 from draftproof.backends.slot_cache import CacheView, Plan, SlotCache
-from draftproof.errors import UserError
+from draftproof.errors import UserError, reason
 from draftproof.tree import TokenTree
 
 PREFILL_CHUNK = 512
@@ -314,8 +314,8 @@ def probe(backend: HFBackend) -> bool:
         plain = _plain_logits(backend, spread)
         chain = _probe_chain(backend, spread)
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError) as cause:
-        reason = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-        raise UserError(f"{backend.name} cannot be read piecewise with a position-addressed cache: {reason}") from cause
+        message = f"{backend.name} cannot be read piecewise with a position-addressed cache: {reason(cause)}"
+        raise UserError(message) from cause
     tolerance = _TOLERANCE.get(backend.dtype, 8e-2)
     error = _distance(chain, plain[5:])
     if not error < tolerance:
@@ -375,7 +375,6 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
     Raises:
         UserError: nothing to load there, in one line.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
@@ -386,10 +385,9 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
         options["use_safetensors"] = True
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as cause:
-        reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    except Exception as cause:
         raise UserError(
-            f"cannot load a model from {str(where)!r}: {reason} (legal: a hub id, a directory, a .gguf file)"
+            f"cannot load a model from {str(where)!r}: {reason(cause)} (legal: a hub id, a directory, a .gguf file)"
         ) from cause
     return model.to(device=parse_device(device))
 
@@ -434,5 +432,5 @@ def parse_device(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as cause:
-        raise UserError(f"device {name!r} is not available here: {str(cause).splitlines()[0]}") from cause
+        raise UserError(f"device {name!r} is not available here: {reason(cause)}") from cause
     return device

@@ -112,7 +112,8 @@ def generate(
 
 def default_draft(target: str | None, drafter: str | None) -> str | None:
     """The embedded draft, for the embedded target only, and only where a drafter may read it."""
-    return DRAFT if target is None and drafter != "none" else None
+    reads = (drafter or "model").partition(":")[0] in {"model", "chains", "tree"}
+    return DRAFT if target is None and reads else None
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from draftproof.backends.base import Backend, Session
 from draftproof.drafters.base import DraftRequest
-from draftproof.sampling import Transforms, check_logits, probabilities
+from draftproof.errors import UserError
+from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
 
 
 class DraftModel:
@@ -26,6 +27,9 @@ class DraftModel:
         vocab_size: width of the target's logits; q has this width.
         temperature: of the draft, when it shall differ from the request's.
         top_k: of the draft, when it shall differ from the request's.
+
+    Raises:
+        UserError: a temperature or top_k out of range.
     """
 
     def __init__(
@@ -35,6 +39,10 @@ class DraftModel:
         self._vocab_size = vocab_size
         changes = {"temperature": temperature, "top_k": top_k}
         self._changes: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+        try:
+            SamplingParams(**self._changes)
+        except UserError as cause:
+            raise UserError(f"the draft's own {cause}") from None
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 

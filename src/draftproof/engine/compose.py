@@ -140,6 +140,8 @@ def make_drafter(
     if chosen == "none":
         return NoDrafter()
     if chosen == "ngram":
+        if draft is not None:
+            raise UserError(f"drafter ngram reads no draft model: leave out {draft.name!r}, or choose another drafter")
         return NgramDrafter(*numbers(argument, "ngram:8"))
     if chosen not in {"model", "chains", "tree"}:
         raise UserError(f"drafter is {chosen!r}: legal are {', '.join(DRAFTERS)}")
@@ -228,11 +230,7 @@ def load(
         theirs = load_tokenizer(models.resolve(draft), trust_remote_code=trust_remote_code)
         refuse_different(tokenizer, theirs, target_name=target, draft_name=draft)
     main = load_backend(target, **options)
-    small = (
-        None
-        if draft is None or (drafter or "model").partition(":")[0] in {"none", "ngram"}
-        else load_backend(draft, **options)
-    )
+    small = None if draft is None or drafter == "none" else load_backend(draft, **options)
     parts = make_drafter(
         drafter,
         draft=small,

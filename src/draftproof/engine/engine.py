@@ -26,7 +26,7 @@ from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.sequence import Chunk, Output, Sequence
 from draftproof.engine.stats import Seconds
-from draftproof.errors import UserError
+from draftproof.errors import UserError, reason
 from draftproof.finish import Cutter
 from draftproof.rng import CounterRoundRng, Purpose, RoundRng, fold
 from draftproof.sampling import SamplingParams, check_logits, probabilities
@@ -122,12 +122,15 @@ class Engine:
         """The model's chat template applied to messages, ready for an answer.
 
         Raises:
-            UserError: the tokenizer has no chat template.
+            UserError: the tokenizer has no chat template, or the template refuses the messages.
         """
         tokenizer = self._tokenizer()
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(f"{self.target.name} has no chat template: give the prompt as plain text")
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        except Exception as cause:
+            raise UserError(f"the chat template of {self.target.name} refuses the messages: {reason(cause)}") from cause
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
