@@ -94,8 +94,8 @@ def report(args: argparse.Namespace, rows: list[dict]) -> str:
         "",
         f"Target {args.target}, draft {args.draft}, {setting}; {versions}, {machine}.",
         "",
-        "Tokens per target call count every call, the prompt's included. Speed is the median over prompts of the ratio to",
-        "plain decoding of the same prompt in the same run, with its range; seconds are sums over all prompts.",
+        "Tokens per target call count all calls, prompts included. Speed is the median over prompts of the ratio to",
+        "plain decoding of the same prompt in the same run, with its range; seconds are sums over prompts.",
     ]
     for temperature in args.temperature:
         at = [row for row in rows if row["T"] == temperature]

@@ -122,9 +122,7 @@ def test_greedy_block_without_its_memory_is_seen():
 
     draft = TableModel(VOCAB, 1087, order=1)
     params = SamplingParams(max_tokens=3)
-    found = exact_law(
-        lambda rng: forgetful(lambda *_: rng).generate([[0]], params)[0].token_ids
-    )
+    found = exact_law(lambda rng: forgetful(lambda *_: rng).generate([[0]], params)[0].token_ids)
     assert total_variation(found, target_law(TableModel(VOCAB, 87, order=1), (0,), params)) > 0.01
 
 

@@ -1,4 +1,4 @@
-"""The engine's output law equals the target's, by enumeration of every draw; and the test can fail: negative controls."""
+"""The engine's output law equals the target's, by enumerating every draw; negative controls show the test can fail."""
 
 import pytest
 import torch
@@ -115,14 +115,14 @@ def test_output_law_of_a_batch():
 
     from draftproof.testing import exact_law
 
-    found = exact_law(lambda rng: joint(make(lambda seeds, rounds: rng)))
+    found = exact_law(lambda rng: joint(make(lambda *_: rng)))
     target = TableModel(VOCAB, 1)
     laws = [target_law(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     wanted = {(a, b): x * y for a, x in laws[0].items() for b, y in laws[1].items()}
     assert total_variation(found, wanted) < 1e-12
 
 
-# --- negative controls: each of these mistakes must be seen ------------------------------------------------------------
+# --- negative controls: each of these mistakes must be seen -----------------------------------------------------------
 
 
 def distance(make, **params):
@@ -174,7 +174,7 @@ class DroppedToken(ModelDrafter):
         return made
 
 
-# Found among 400 random pairs: the median pair does not show a token residual in the block rule at all, this one by 0.05.
+# Found among 400 random pairs: the median pair does not show a token residual in the block rule, this one by 0.05.
 TELLING = {"target": TableModel(VOCAB, 87, order=1), "draft": TableModel(VOCAB, 1087, order=1)}
 
 
