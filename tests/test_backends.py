@@ -151,7 +151,7 @@ def run_programs(seeds, under_test):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@settings(max_examples=30, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_any_program_of_reads_and_rollbacks_reproduces_plain_forward_passes(name, seed):
     assert run_program(seed, backend(name)) > 0

@@ -87,7 +87,7 @@ def test_a_whole_greedy_story_is_transformers_own():
 
 
 def mixed_params(temperature=1.0):
-    return [SamplingParams(temperature=temperature, max_tokens=3 + 3 * i, seed=100 + i) for i in range(len(PROMPTS))]
+    return [SamplingParams(temperature=temperature, max_tokens=2 + 3 * i, seed=100 + i) for i in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("verifier", ["token", "block"])

@@ -63,7 +63,7 @@ SOURCES = ["seed", "round", "place", "element", "grid", "call"]
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_uniforms_are_uniform_in_every_coordinate(source):
-    u = uniforms(source, 40_000)
+    u = uniforms(source, 20_000)
     assert u.min() > 0
     assert u.max() < 1
     assert len(u.unique()) == len(u)
@@ -74,13 +74,13 @@ def test_uniforms_are_uniform_in_every_coordinate(source):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_bit_of_a_uniform_is_fair(source):
-    words = (uniforms(source, 40_000) * 2.0**52).long()
+    words = (uniforms(source, 20_000) * 2.0**52).long()
     ones = torch.stack([((words >> bit) & 1).sum() for bit in range(52)]).double()
-    assert ((ones - 20_000).abs() / 100).max() < 6.5  # 52 bits, 6.5 standard deviations: false alarm 4e-9
+    assert ((ones - 10_000).abs() / 5000**0.5).max() < 6.5  # 52 bits, 6.5 standard deviations: false alarm 4e-9
 
 
 def test_streams_that_differ_in_one_coordinate_are_unrelated():
-    number = 3000
+    number = 2000
     seeds = range(number)
     streams = []
     for first, turn, purpose, place in itertools.product((0, 1), (0, 1), (Purpose.DRAFT, Purpose.VERIFY), (0, 1)):
@@ -266,7 +266,7 @@ def test_the_engine_has_the_target_law_on_a_trained_pair(verifier, seed):
         ranked = dict(zip(law, rows.indices.tolist(), strict=True))
         probs = dict(zip(law, rows.values.softmax(-1).tolist(), strict=True))
         law = {(*path, token): law[path] * probs[path][i] for path in law for i, token in enumerate(ranked[path])}
-    params = SamplingParams(n=1000, top_k=kept, max_tokens=length, seed=seed, ignore_eos=True)
+    params = SamplingParams(n=500, top_k=kept, max_tokens=length, seed=seed, ignore_eos=True)
     outputs = engine(verifier=verifier, length=2, max_batch=250).generate([prompt], params)
     place = {path: i for i, path in enumerate(law)}
     drawn = torch.tensor([place[output.token_ids] for output in outputs])
