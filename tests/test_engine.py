@@ -129,6 +129,18 @@ def test_every_drafter_answers_alike_alone_and_in_any_batch(drafter, verifier):
     assert tokens(batched.generate(list(PROMPTS[:5]), mixed_params()[:5])) == tokens(alone)
 
 
+@pytest.mark.parametrize("stopper", ["confidence:0.3", "entropy:0.3"])
+def test_adaptive_drafts_are_alike_alone_and_in_any_batch(stopper):
+    """A stopper that learns from a request's rounds learns from that request alone."""
+    options = {"stopper": stopper, "dtype": "float32", "check": False}
+    batched, single = (load("embedded:target", "embedded:draft", max_batch=most, **options) for most in (3, 1))
+    alone = [single.generate(text, own)[0] for text, own in zip(PROMPTS[:4], mixed_params(), strict=False)]
+    batch = batched.generate(list(PROMPTS[:4]), mixed_params()[:4])
+    assert tokens(batch) == tokens(alone)
+    assert [one.stats.num_draft_tokens for one in batch] == [one.stats.num_draft_tokens for one in alone]
+    assert not getattr(batched.drafter.stopper, "_moving", {})
+
+
 def test_the_order_of_a_batch_changes_nothing():
     rows = list(zip(PROMPTS, mixed_params(), strict=True))
     straight = engine(max_batch=3).generate([text for text, _ in rows], [own for _, own in rows])

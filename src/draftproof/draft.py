@@ -77,7 +77,7 @@ class DraftStep:
         probs: q it was drawn from; None for a point mass.
         hidden: the draft model's last hidden state at the position that produced q, when the stopper asked for it.
         depth: how many tokens of this round's chain are drawn, this one included.
-        row: the row of the batch, for stoppers that keep state between the steps of a round.
+        row: the request's id, for stoppers that remember how its drafts fared.
     """
 
     token: Tensor

@@ -48,6 +48,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def point_masses(self) -> bool:
+        """Whether its tokens come without probabilities."""
+        ...
+
+    @property
     def constant(self) -> bool:
         """Whether its drafts have one constant length (limits of requests aside)."""
         ...

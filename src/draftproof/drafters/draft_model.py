@@ -46,6 +46,11 @@ class DraftModel:
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 
+    @property
+    def covers(self) -> bool:
+        """Whether every id of the target's vocabulary is one of the draft's."""
+        return self.backend.vocab_size >= self._vocab_size
+
     def session(self, request: DraftRequest) -> Session:
         """The request's session, opened at its first round."""
         if request.id not in self._sessions:

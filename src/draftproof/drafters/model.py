@@ -56,6 +56,7 @@ class ModelDrafter:
 
     name = "model"
     branching = False
+    point_masses = False
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ class ModelDrafter:
 
     @property
     def constant(self) -> bool:
-        """As constant as its stopper."""
-        return self.stopper.constant
+        """As constant as its stopper, if the model knows every token: it cannot draft after one that it does not."""
+        return self.stopper.constant and self.model.covers
 
     @property
     def limit(self) -> int:
@@ -120,10 +121,11 @@ class ModelDrafter:
         path = [int(token) for token in chain.tokens] if self.model.path_dependent(chain.request) else []
         return self.model.rows(chain.request, output.logits[-1:], [path])
 
-    def observe(self, request_id: int, drafted: int, accepted: int) -> None:  # noqa: ARG002
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Passed on to the stopper."""
-        self.stopper.observe(drafted, accepted)
+        self.stopper.observe(request_id, drafted, accepted)
 
     def release(self, request_id: int) -> None:
         """Close the request's session."""
+        self.stopper.release(request_id)
         self.model.release(request_id)

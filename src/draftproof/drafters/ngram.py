@@ -31,6 +31,7 @@ class NgramDrafter:
     """
 
     branching = False
+    point_masses = True
     constant = False
     max_positions = None
 

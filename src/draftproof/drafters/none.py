@@ -17,6 +17,7 @@ class NoDrafter:
 
     name = "none"
     branching = False
+    point_masses = False
     constant = True
     limit = 0
     max_positions = None

@@ -92,6 +92,7 @@ class SampledTreeDrafter:
     """
 
     branching = True
+    point_masses = False
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class SampledTreeDrafter:
 
     @property
     def constant(self) -> bool:
-        """As constant as its stopper."""
-        return self.stopper.constant
+        """As constant as its stopper, if the model knows every token: it cannot draft after one that it does not."""
+        return self.stopper.constant and self.model.covers
 
     @property
     def limit(self) -> int:
@@ -201,10 +202,11 @@ class SampledTreeDrafter:
         token, hidden = torch.tensor(tree.tokens[node]), states.get(tree.parents[node])
         return self.stopper.stop_after(DraftStep(token, tree.probs[node], hidden, depth=depth + 1, row=tree.request.id))
 
-    def observe(self, request_id: int, drafted: int, accepted: int) -> None:  # noqa: ARG002
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Passed on to the stopper."""
-        self.stopper.observe(drafted, accepted)
+        self.stopper.observe(request_id, drafted, accepted)
 
     def release(self, request_id: int) -> None:
         """Close the request's session."""
+        self.stopper.release(request_id)
         self.model.release(request_id)

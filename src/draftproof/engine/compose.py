@@ -20,6 +20,7 @@ from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
+from draftproof.stoppers.probability import Confidence, Entropy
 from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
@@ -45,7 +46,27 @@ def _fixed(argument: str) -> Stopper:
     return FixedLength(length)
 
 
-STOPPERS: dict[str, Callable[[str], Stopper]] = {"fixed": _fixed}
+def _threshold(make: Callable[..., Stopper]) -> Callable[[str], Stopper]:
+    """A stopper with a threshold as its argument."""
+
+    def build(argument: str) -> Stopper:
+        return make(_number(argument, "confidence:0.4")) if argument else make()
+
+    return build
+
+
+def _number(text: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is no number: legal is for example {example}") from None
+
+
+STOPPERS: dict[str, Callable[[str], Stopper]] = {
+    "fixed": _fixed,
+    "confidence": _threshold(Confidence),
+    "entropy": _threshold(Entropy),
+}
 
 
 def _plain(make: Callable[[], Verifier]) -> Callable[[str], Verifier]:
@@ -63,12 +84,7 @@ def _tuned(make: Callable[..., Verifier]) -> Callable[[str], Verifier]:
     """A rule with one number as its parameter."""
 
     def build(argument: str) -> Verifier:
-        try:
-            return make(float(argument)) if argument else make()
-        except ValueError as cause:
-            if isinstance(cause, UserError):
-                raise
-            raise UserError(f"verifier parameter is {argument!r}: legal is a number, for example mixture:0.1") from None
+        return make(_number(argument, "mixture:0.1")) if argument else make()
 
     return build
 

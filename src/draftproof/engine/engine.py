@@ -11,7 +11,7 @@ import numbers
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -90,6 +90,10 @@ class Engine:
             raise UserError(f"drafter {drafter.name} drafts trees, and rule {verifier.name} verifies chains only")
         if drafter.branching and not self.target.capabilities.trees:
             raise UserError(f"drafter {drafter.name} drafts trees, and {self.target.name} cannot read them")
+        if drafter.point_masses and not verifier.point_masses:
+            raise UserError(
+                f"rule {verifier.name} needs the draft's probabilities, and drafter {drafter.name} has none"
+            )
         if verifier.constant_length and not drafter.constant:
             raise UserError(
                 f"rule {verifier.name} is exact for drafts of constant length only, and {drafter.name} varies"
@@ -360,6 +364,8 @@ def as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
     """
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts is {prompts!r}: legal are a text, token ids, chat messages, or a list of those")
     items: list[Any] = list(prompts)
     if not items:
         raise UserError("no prompt given")

@@ -126,10 +126,8 @@ def mixture_verify(
     """Token verification against the mixture (1 - epsilon) p + epsilon q.
 
     Acceptance is min(1, (1 - epsilon) p/q + epsilon), and the residual is token verification's own, norm(max(p - q,
-    0)). Known
-    law: each drafted position has law (1 - epsilon) p + epsilon q given its prefix, at a distance of epsilon TV(p, q)
-        from p;
-    the bonus token after a full chain has law p, q being unknown there.
+    0)). Known law: each drafted position has law (1 - epsilon) p + epsilon q given its prefix, at a distance of epsilon
+    TV(p, q) from p; the bonus token after a full chain has law p, q being unknown there.
 
     Args:
         tokens: drafted token ids.

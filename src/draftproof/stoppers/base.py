@@ -41,6 +41,10 @@ class Stopper(Protocol):
         """Whether the row's chain ends with this token."""
         ...
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """Told after each round how much of a row's chain was accepted."""
+    def observe(self, row: int, drafted: int, accepted: int) -> None:
+        """Told after each round how much of a row's draft was accepted."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The row's request has ended; forget it (unknown rows are fine)."""
         ...

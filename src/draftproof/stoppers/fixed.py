@@ -34,5 +34,8 @@ class FixedLength:
         """True at the last token of the chain."""
         return step.depth >= self.limit
 
-    def observe(self, drafted: int, accepted: int) -> None:
+    def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Nothing to learn."""
+
+    def release(self, row: int) -> None:
+        """Nothing to forget."""

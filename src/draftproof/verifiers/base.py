@@ -35,6 +35,11 @@ class Verifier(Protocol):
         ...
 
     @property
+    def point_masses(self) -> bool:
+        """Whether it can use drafts that come without probabilities."""
+        ...
+
+    @property
     def constant_length(self) -> bool:
         """Whether it is exact for drafts of one constant length only."""
         ...

@@ -62,17 +62,18 @@ class ChainVerifier:
         name: of the rule.
         rule: `token_verify`, `block_verify` or a function with their signature.
         lossless: whether the rule's output law is the target's.
-        constant_length: whether the rule needs drafts of one length.
+        point_masses: whether the rule takes drafts without probabilities.
     """
 
     branching = False
+    constant_length = False
 
     def __init__(
-        self, name: str, rule: Callable[..., ChainVerdict], *, lossless: bool = True, constant_length: bool = False
+        self, name: str, rule: Callable[..., ChainVerdict], *, lossless: bool = True, point_masses: bool = True
     ) -> None:
         self.name = name
         self.lossless = lossless
-        self.constant_length = constant_length
+        self.point_masses = point_masses
         self._rule = rule
 
     def verify(

@@ -24,6 +24,7 @@ class GreedyBlockVerifier:
     name = "greedy_block"
     lossless = True
     branching = False
+    point_masses = False
     constant_length = True
 
     def verify(

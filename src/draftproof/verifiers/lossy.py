@@ -53,7 +53,9 @@ def mentored_verifier(budget: float = 0.1) -> ChainVerifier:
         UserError: budget out of range.
     """
     _in_range("mentored", budget, 10.0)
-    return ChainVerifier(f"mentored:{budget:g}", partial(mentored_verify, budget=budget), lossless=False)
+    return ChainVerifier(
+        f"mentored:{budget:g}", partial(mentored_verify, budget=budget), lossless=False, point_masses=False
+    )
 
 
 def _in_range(name: str, value: float, most: float) -> None:

@@ -29,6 +29,7 @@ class TrieVerifier:
 
     branching = True
     lossless = True
+    point_masses = True
     constant_length = False
 
     def __init__(self, name: str, rule: Callable[..., NodeVerdict]) -> None:
