@@ -131,7 +131,7 @@ def report(args: argparse.Namespace, found: list[dict]) -> str:
         "# What each rule costs",
         "",
         f"n = {args.n}, float32, {args.repeats} repetitions, torch {torch.__version__}, {machine}.",
-        "Ratios to one softmax over the target's rows: median (range). Memory: growth of the process's peak in one call,",
+        "Ratios to one softmax over the target's rows: median (range). Memory: growth of the process' peak in a call,",
         "in units of the target's rows (the softmax makes one copy of them: 1.0). Rules for several drafts are given",
         "K chains; reading their tokens and merging them is included.",
         "",
