@@ -79,12 +79,12 @@ def all_drafts(pair: Pair, chains: int, length: int) -> Drafts:
 def _chains(pair: Pair, length: int) -> list[tuple[Context, float]]:
     found: list[tuple[Context, float]] = [((), 1.0)]
     for _ in range(length):
-        grown = ((seq, w, _normal(pair.q(seq))) for seq, w in found)
+        grown = ((seq, w, normal(pair.q(seq))) for seq, w in found)
         found = [((*seq, x), w * row[x]) for seq, w, row in grown for x in range(pair.vocab) if row[x] > 0]
     return found
 
 
-def _normal(row: Float[Tensor, " V"]) -> list[float]:
+def normal(row: Float[Tensor, " V"]) -> list[float]:
     """A row as numbers that sum to 1 in float64, whatever it was rounded to."""
     wide = row.double()
     return [float(x) for x in wide / wide.sum()]
@@ -236,7 +236,7 @@ def complete(pair: Pair, law: Law, length: int) -> Law:
         if len(seq) == length:
             full[seq] = full.get(seq, 0.0) + weight
             continue
-        row = _normal(pair.p(seq))
+        row = normal(pair.p(seq))
         todo += [((*seq, x), weight * chance) for x, chance in enumerate(row) if chance > 0]
     return full
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
+    from draftproof.audit.adapters import Report
+    from draftproof.audit.check import Candidate, CheckLine
     from draftproof.audit.rules import ClaimLine, Line, RuleLine
 
 
@@ -35,12 +37,15 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line
 Full = Annotated[bool, typer.Option("--full/--quick", help="More models, minutes; or about half a minute.")]
 RULE_HEADS = ("rule", "drafts", "lossless", "total variation", "worst on", "accepted", "x token", "of optimum", "")
 CLAIM_HEADS = ("identity", "total variation", "worst on", "")
+CHECK_HEADS = ("model", "drafts", "total variation", "p-value", "detectable", "")
+OTHER_HEADS = ("model", "drafts", "total variation", "worst outcome", "")
 ORDER_HEADS = ("ordering", "smallest margin", "worst on", "")
 NOTE = (
     "Exact, by enumeration of every draft and every choice on toy models of three tokens. total variation:\n"
     "from the target's law, the largest over the suite. accepted: expected tokens a round, mean over the suite.\n"
     "x token: against token verification of one chain as long. of optimum: of the full-information bound (one chain),\n"
-    "of alpha_k (several chains, their first token). greedy_block, which has a state, is enumerated through the engine."
+    "of alpha_k (several chains, their first token). greedy_block, which has a state, is enumerated through\n"
+    "the engine (by --quick on four of the models)."
 )
 
 
@@ -75,6 +80,156 @@ def rules(
         _print_lines(lines)
     if any(line.verdict == "FAIL" for line in lines):
         raise typer.Exit(1)
+
+
+@app.command()
+def check(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The rule, as package.module:function.")],
+    *,
+    kind: Annotated[str | None, typer.Option(help="chain or path; without it a trial call tells.")] = None,
+    samples: Annotated[int, typer.Option(help="On each model, for a rule with its own randomness.")] = 50_000,
+    alpha: Annotated[float, typer.Option(help="False-alarm rate of all tests together.")] = 0.01,
+    seed: Annotated[int, typer.Option(help="Of the samples, and of torch's generator while the rule runs.")] = 0,
+    tolerance: Annotated[
+        float, typer.Option(help="Largest total variation that passes enumeration; 1e-6 for rules in float32.")
+    ] = 1e-12,
+    full: Full = False,
+    as_json: Json = False,
+) -> None:
+    """Check a rule of your own against the target's law; exit code 1 if it misses.
+
+    It has the signature of token_verify (chain) or of spectr_verify (path).
+    With a keyword rng that all its randomness comes from, its law is enumerated.
+    Without one it is sampled, and the test says what it would have caught.
+
+    TARGET is imported and run: name only code that you trust.
+    """
+    if kind not in {None, "chain", "path"}:
+        raise typer.BadParameter(f"--kind is {kind!r}: legal are chain, path")
+    import torch
+
+    from draftproof.audit.check import Kind, load_rule, shapes
+    from draftproof.audit.check import check as lines_of
+
+    torch.set_num_threads(1)
+    candidate = load_rule(target, cast("Kind | None", kind))
+    found = lines_of(candidate, full=full, samples=samples, alpha=alpha, seed=seed, tolerance=tolerance)
+    lines: list[CheckLine] = list(_counted(found, len(shapes(candidate, full=full)), target))
+    passed = all(line.verdict == "ok" for line in lines)
+    if as_json:
+        for line in lines:
+            typer.echo(json.dumps(line.to_dict()))
+        typer.echo(json.dumps(_conclusion(candidate, lines, alpha, tolerance, passed=passed)))
+    else:
+        typer.echo(f"{target}: a {candidate.kind} rule, {_method(candidate, samples)}\n")
+        _print_checks(lines)
+        typer.echo(f"\n{_in_words(candidate, lines, alpha, tolerance, passed=passed)}")
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def others(*, full: Full = False, as_json: Json = False) -> None:
+    """Enumerate the laws of other packages' rules, as installed here; exit code 1 if one is not the target's."""
+    import torch
+
+    from draftproof.audit.adapters import ADAPTERS
+
+    torch.set_num_threads(1)
+    reports = list(_counted((run(full=full) for run in ADAPTERS.values()), len(ADAPTERS), "auditing"))
+    for report in reports:
+        if as_json:
+            typer.echo(json.dumps(report.to_dict()))
+        else:
+            _print_report(report)
+    if any(report.status == "FAIL" for report in reports):
+        raise typer.Exit(1)
+
+
+def _method(candidate: Candidate, samples: int) -> str:
+    if candidate.takes_rng:
+        return "enumerated: every draft, every choice it makes of its rng"
+    return f"sampled {samples} times a model: it has no keyword rng"
+
+
+def _print_checks(lines: Sequence[CheckLine]) -> None:
+    _table(CHECK_HEADS, [_check_row(line) for line in lines])
+    first = {why: (line.model, chance) for line in reversed(lines) for why, chance in line.failures.items()}
+    for why, (model, chance) in first.items():
+        typer.echo(f"on {model} it {why}" + (f" (probability {chance:.2g})" if chance else ""))
+
+
+def _check_row(line: CheckLine) -> tuple[str, ...]:
+    return (
+        line.model,
+        line.drafts,
+        f"{line.total_variation:.1e}",
+        "" if line.p_value is None else f"{line.p_value:.2g}",
+        "" if line.detectable is None else f"{line.detectable:.4f}",
+        line.verdict,
+    )
+
+
+def _worst(lines: Sequence[CheckLine]) -> CheckLine:
+    """The line that fails most clearly; the one with the largest deviation when none fails."""
+    return max(lines, key=lambda line: (line.verdict == "FAIL", line.total_variation))
+
+
+def _conclusion(
+    candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool
+) -> dict[str, Any]:
+    """The last line of JSON: the verdict on the rule."""
+    worst = _worst(lines)
+    detectable = [line.detectable for line in lines if line.detectable is not None]
+    return {
+        "kind": "rule",
+        "target": candidate.name,
+        "signature": candidate.kind,
+        "method": worst.method,
+        "verdict": "ok" if passed else "FAIL",
+        "worst_model": worst.model,
+        "worst_cell": worst.worst_cell._asdict(),
+        "total_variation": worst.total_variation,
+        "tolerance": tolerance if candidate.takes_rng else None,
+        "false_alarm_rate": None if candidate.takes_rng else alpha,
+        "detectable": max(detectable) if detectable else None,
+        "power": 0.99 if detectable else None,
+    }
+
+
+def _in_words(candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool) -> str:
+    """The verdict on the rule, and how much it is worth."""
+    told = _conclusion(candidate, lines, alpha, tolerance, passed=passed)
+    power = (
+        ""
+        if told["detectable"] is None
+        else f" A right rule fails with probability {alpha:g} at most; one that is off by a total variation of "
+        f"{told['detectable']:.4f} on one of these models is caught with probability 0.99."
+    )
+    if passed:
+        return f"ok: the target's law{'' if power else f', to a total variation below {tolerance:g}'}.{power}"
+    cell = told["worst_cell"]
+    return (
+        f"FAIL: total variation {told['total_variation']:.2g} on {told['worst_model']}; worst outcome "
+        f"{' '.join(map(str, cell['outcome']))}: {cell['found']:.6g} in place of {cell['expected']:.6g}.{power}"
+    )
+
+
+def _print_report(report: Report) -> None:
+    version = f" {report.version}" if report.version else ""
+    typer.echo(f"{report.package}{version}: {report.rule}: {report.status}")
+    for lines, width, limit in ((report.lines, "float64", "1e-12"), (report.rounded, "float32", "1e-06")):
+        if lines:
+            typer.echo(f"\nin {width}, held to a total variation below {limit}:")
+            _table(OTHER_HEADS, [_other_row(line) for line in lines])
+    for note in report.notes:
+        typer.echo(f"\nnote: {note}")
+
+
+def _other_row(line: CheckLine) -> tuple[str, ...]:
+    cell = line.worst_cell
+    worst = f"{' '.join(map(str, cell.outcome))}: {cell.found:.6g} for {cell.expected:.6g}"
+    return (line.model, line.drafts, f"{line.total_variation:.1e}", worst, line.verdict)
 
 
 def _print_lines(lines: Sequence[Line]) -> None:
