@@ -123,6 +123,25 @@ def token_verify(
     return ChainVerdict(accepted, _bonus(accepted, torch.ones_like(accept[:, :1].sum(-1)), tokens, q, p, size, rng))
 
 
+def surplus_mass(
+    p: Float[Tensor, "B m V"], q: Float[Tensor, "B m V"], scale: Float[Tensor, "B m"]
+) -> Float[Tensor, "B m"]:
+    """sum_x max(scale p(x) - q(x), 0) of each row.
+
+    On a CPU a row of the batch at a time through one buffer: a temporary of the whole batch's size costs more in page
+    faults than in arithmetic.
+    """
+    one = p.device.type == "cpu"
+    parts = [slice(row, row + 1) for row in range(p.shape[0])] if one else [slice(None)]
+    buffer = torch.empty_like(p[:1] if one else p)
+    mass = torch.empty_like(scale)
+    for part in parts:
+        torch.mul(p[part], scale[part].to(p.dtype).unsqueeze(-1), out=buffer)
+        buffer.sub_(q[part]).clamp_(min=0)
+        mass[part] = buffer.sum(-1)
+    return mass
+
+
 def block_acceptance(
     tokens: Int[Tensor, "B n"],
     q: Float[Tensor, "B n V"] | None,
@@ -144,9 +163,7 @@ def block_acceptance(
             drafted = p[:, 1:n].gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1).double()
             surplus = head * (1 - drafted)
         else:
-            scaled = p[:, 1:n] * head.to(p.dtype).unsqueeze(-1)
-            scaled -= q[:, 1:]
-            surplus = scaled.clamp_(min=0).sum(-1).double()
+            surplus = surplus_mass(p[:, 1:n], q[:, 1:], head)
         deficit = 1 - head
         inner = torch.where(deficit > 0, surplus / (surplus + deficit), torch.ones_like(head))
         h[:, :-1] = torch.where(place[:-1] < lengths.unsqueeze(-1), inner, h[:, :-1])
