@@ -452,7 +452,10 @@ def started():
         "--max-batch",
         "1",
     ]
-    process = subprocess.Popen(args, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell's background jobs ignore Ctrl-C, and a child inherits that: start as from a terminal.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(args, env=ENV, preexec_fn=listen, **pipes)  # noqa: PLW1509 - no threads matter here
     assert process.stdout.readline().startswith("{")
     return process
 
