@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -42,6 +43,12 @@ class NoisyTable(TableModel):
     def __init__(self, vocab: int, common: int, own: int, noise: float) -> None:
         super().__init__(vocab, own, order=1)
         self._common, self._noise = common, noise
+
+    def logits(self, context: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """A row after a context; few are kept, since those of a large vocabulary fill the memory."""
+        if len(self._rows) * self.vocab_size > 1 << 25:
+            self._rows.clear()
+        return super().logits(context)
 
     def _random_row(self, key: tuple[int, ...]) -> Float[Tensor, " vocab"]:
         shared = torch.Generator().manual_seed(fold(self._common, *key) >> 1)
