@@ -81,9 +81,9 @@ def efficiency(engine: Engine, prompts: list[list[int]], seeds: int, length: int
 
 def measure(args: argparse.Namespace) -> list[dict]:
     """Every pair, rule and number of drafts."""
-    pairs = {f"synthetic V={vocab}": (lambda vocab=vocab: synthetic(vocab)) for vocab in args.vocab}
-    pairs |= {f"{t} / {d}": (lambda t=t, d=d: real(t, d)) for t, d in (pair.split("/") for pair in args.pairs)}
-    found = []
+    pairs = {f"{t} / {d}": (lambda t=t, d=d: real(t, d)) for t, d in (pair.split("/") for pair in args.pairs)}
+    pairs |= {f"synthetic V={vocab}": (lambda vocab=vocab: synthetic(vocab)) for vocab in args.vocab}
+    found: list[dict] = []
     for name, make in pairs.items():
         target, draft, prompts = make()
         for rule in (*SINGLE, *SEVERAL):
@@ -101,7 +101,15 @@ def measure(args: argparse.Namespace) -> list[dict]:
                 values = efficiency(engine, prompts, args.seeds if not slow else max(args.seeds // 4, 2), args.length)
                 found.append({"pair": name, "rule": rule, "drafts": drafts, "values": values})
                 print(f"{name} {rule} K={drafts}: {statistics.mean(values):.2f}", file=sys.stderr)
+        write(args, found)
     return found
+
+
+def write(args: argparse.Namespace, found: list[dict]) -> None:
+    """What is measured so far; called after each pair, for the last ones take minutes."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+    args.out.with_suffix(".md").write_text(report(args, found), encoding="utf-8")
 
 
 def report(args: argparse.Namespace, found: list[dict]) -> str:
@@ -142,11 +150,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=48)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found = measure(args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-    args.out.with_suffix(".md").write_text(report(args, found), encoding="utf-8")
-    print(report(args, found))
+    print(report(args, measure(args)))
 
 
 if __name__ == "__main__":

@@ -244,9 +244,6 @@ def _print_lines(lines: Sequence[Line]) -> None:
             _table(heads, rows)
     typer.echo("")
     typer.echo(NOTE)
-    loose = [line for line in lines if isinstance(line, RuleLine) and (line.tolerance or 0) > 1e-12]
-    for line in loose:
-        typer.echo(f"{line.rule} is held to {line.tolerance:g}, the tolerance of its linear program; others to 1e-12.")
 
 
 def _rule_row(line: RuleLine) -> tuple[str, ...]:

@@ -118,20 +118,29 @@ def _as_plan(
     target: Float[Tensor, " V"],
     support: frozenset[int],
 ) -> OtmPlan:
-    """Conditional selection probabilities; what rounding adds beyond a limit is scaled away."""
-    chosen = [0.0] * len(sets)
-    for (row, _), x in zip(pairs, mass, strict=True):
-        chosen[row] += x
+    """Conditional selection probabilities; what the solver adds beyond a limit is scaled away.
+
+    Then the rule is exact to rounding, however loosely the program was solved: the residual makes up for what lacks.
+    """
+    rows, tokens = [row for row, _ in pairs], [token for _, token in pairs]
+    kept = _within(_within(mass, rows, limits), tokens, target.tolist())
     accept: dict[tuple[int, ...], dict[int, float]] = {drawn: {} for drawn in sets}
     residual, value = target.clone(), 0.0
-    for (row, token), x in zip(pairs, mass, strict=True):
-        kept = x * min(1.0, limits[row] / chosen[row]) if x > 0 else 0.0
-        if kept > 0:
-            accept[sets[row]][token] = kept / limits[row]
-            residual[token] -= kept
-            value += kept
+    for row, token, x in zip(rows, tokens, kept, strict=True):
+        if x > 0:
+            accept[sets[row]][token] = x / limits[row]
+            residual[token] -= x
+            value += x
     residual.clamp_(min=0)
     return OtmPlan(value, support, accept, residual if float(residual.sum()) > 0 else target)
+
+
+def _within(mass: list[float], groups: list[int], limits: list[float]) -> list[float]:
+    """Scale each group's masses down to its limit, where their sum exceeds it."""
+    total = [0.0] * len(limits)
+    for group, x in zip(groups, mass, strict=True):
+        total[group] += x
+    return [x * min(1.0, limits[g] / total[g]) if x > 0 else 0.0 for g, x in zip(groups, mass, strict=True)]
 
 
 def otm_select(tokens: Int[Tensor, "B K"], plan: OtmPlan, *, rng: Rng) -> Selection:
