@@ -16,6 +16,7 @@ multi-path block verification (arXiv 2602.16961), SpecTr-GBV (arXiv 2604.25925).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ from draftproof.functional.coupling import (
 from draftproof.functional.nodes import Level, NodeVerdict, PathVerdict, Tries
 from draftproof.rng import Rng
 from draftproof.tree import ROOT
+
+PORTION = 1 << 20  # entries of a temporary on a CPU
 
 
 class TriePlan(NamedTuple):
@@ -69,6 +72,18 @@ def _draws_of(tries: Tries, level: Level) -> tuple[Int[Tensor, "r D"], Int[Tenso
     return kids, kids + (level.rows // slots * slots).unsqueeze(-1)
 
 
+def _portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
+    """The levels from the root down, on a CPU a few slots at a time.
+
+    Slots of one depth do not meet; temporaries of the whole batch would cost more in page faults than in arithmetic.
+    """
+    most = max(PORTION // p.shape[-1], 1) if p.device.type == "cpu" else p.shape[0]
+    for level in tries.inner:
+        for first in range(0, level.rows.shape[0], most):
+            rows = level.rows[first : first + most]
+            yield Level(rows, min(max(level.single - first, 0), rows.shape[0]))
+
+
 def _hand_down(
     plan: TriePlan, kids: Int[Tensor, "r D"], flat: Int[Tensor, "r D"], accept: Float[Tensor, "r D"]
 ) -> None:
@@ -86,7 +101,7 @@ def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Te
     itself is accepted with (a - acc) / (1 - acc) when no child is; a leaf with a.
     """
     plan = _blank_plan(tries)
-    for level in tries.inner:
+    for level in _portions(tries, p):
         kids, flat = _draws_of(tries, level)
         ids, count = tries.tokens.flatten()[flat], (kids > 0).sum(-1)
         weight = plan.weight.flatten()[level.rows]
@@ -108,7 +123,7 @@ def traversal_plan(
 ) -> TriePlan:
     """Weights of traversal verification: at each slot the schedule of recursive rejection, started from a p."""
     plan = _blank_plan(tries)
-    for level in tries.inner:
+    for level in _portions(tries, p):
         kids, flat = _draws_of(tries, level)
         if level.single == level.rows.shape[0]:  # each further draw would be a pass over the rows
             kids, flat = kids[:, :1], flat[:, :1]
