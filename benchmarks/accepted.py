@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
                     "model" if rule in SINGLE else f"chains:{drafts}",
                     draft=draft,
                     stopper=f"fixed:{args.n}",
-                    vocab_size=target.vocab_size,
+                    target=target,
                 )
                 engine = Engine(target, part, make_verifier(rule))
                 slow = "smollm2" in name or "50000" in name

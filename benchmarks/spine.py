@@ -42,9 +42,7 @@ def engines(args: argparse.Namespace) -> dict[str, Engine]:
     made = {}
     for name, (drafter, rule) in COMPOSITIONS.items():
         reads = drafter is not None and not drafter.startswith("ngram")
-        part = make_drafter(
-            drafter, draft=draft if reads else None, stopper=args.stopper, vocab_size=first.target.vocab_size
-        )
+        part = make_drafter(drafter, draft=draft if reads else None, stopper=args.stopper, target=first.target)
         made[name] = Engine(
             first.target, part, make_verifier(rule), tokenizer=first.tokenizer, eos_token_ids=first.eos_token_ids
         )

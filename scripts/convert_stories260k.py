@@ -24,7 +24,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 from torch import Tensor
 
 from draftproof.errors import UserError
-from draftproof.models import truncated_copy, whole_directory
+from draftproof.files import whole_directory
+from draftproof.models import truncated_copy
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 SPECIAL = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS, "unk_token": UNK}

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftproof import Engine
 from draftproof.backends.hf import HFBackend
+from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.engine.compose import make_verifier
@@ -70,7 +71,9 @@ def engine(target="target", draft="draft", verifier="block", length=4, **options
     """An engine over the embedded pair; names or backends; draft=None decodes plainly."""
     main = backend(target) if isinstance(target, str) else target
     small = backend(draft) if isinstance(draft, str) else draft
-    drafter = None if small is None else ModelDrafter(small, FixedLength(length), vocab_size=main.vocab_size)
+    drafter = None
+    if small is not None:
+        drafter = ModelDrafter(DraftModel(small, vocab_size=main.vocab_size), FixedLength(length))
     options = {"tokenizer": tokenizer(), "eos_token_ids": (1, 2), **options}
     return Engine(main, drafter, make_verifier(verifier), **options)
 

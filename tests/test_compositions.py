@@ -2,6 +2,7 @@
 
 import pytest
 
+from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
@@ -30,24 +31,27 @@ class Moody(FixedLength):
 
     constant = False
 
-    def stop_after(self, step):
-        return step.depth >= self.limit or bool(step.probs[step.token] < 0.4)
+    def signal(self, step):
+        return step.probs.gather(-1, step.tokens.unsqueeze(-1)).squeeze(-1)
+
+    def stop_after(self, signals, row):  # noqa: ARG002
+        return signals[-1] < 0.4
 
 
 def model(draft, stopper):
-    return ModelDrafter(draft, stopper, vocab_size=VOCAB)
+    return ModelDrafter(DraftModel(draft, vocab_size=VOCAB), stopper)
 
 
 def chains(draft, stopper):
-    return SampledTreeDrafter(draft, stopper, vocab_size=VOCAB, chains=2)
+    return SampledTreeDrafter(DraftModel(draft, vocab_size=VOCAB), stopper, chains=2)
 
 
 def tree(draft, stopper):
-    return SampledTreeDrafter(draft, stopper, vocab_size=VOCAB, factors=(1, 2))
+    return SampledTreeDrafter(DraftModel(draft, vocab_size=VOCAB), stopper, factors=(1, 2))
 
 
 def wide(draft, stopper):
-    return SampledTreeDrafter(draft, stopper, vocab_size=VOCAB, factors=(2, 2))
+    return SampledTreeDrafter(DraftModel(draft, vocab_size=VOCAB), stopper, factors=(2, 2))
 
 
 def ngram(draft, stopper):  # noqa: ARG001

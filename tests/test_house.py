@@ -15,8 +15,9 @@ ROOT = PACKAGE.parent.parent
 # Lower layers first; a module may import from its own layer and below.
 LAYERS = (
     {"_version", "errors", "embedded"},
+    {"files"},
     {"tree", "rng"},
-    {"draft", "sampling"},
+    {"draft", "sampling", "heads"},
     {"functional", "reference"},
     {"verifiers", "stoppers", "finish"},
     {"backends", "models", "tokenization"},

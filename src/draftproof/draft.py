@@ -1,4 +1,4 @@
-"""What parts hand each other in a round: Draft (tokens with q), DraftStep (one token of it), Verdict (the outcome).
+"""What parts hand each other in a round: Draft (tokens with q), DraftStep (its newest tokens), Verdict (the outcome).
 
 Knows: the shapes of the contracts. Does not know: who makes or uses them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.tree import ROOT, TokenTree
@@ -70,21 +70,18 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """One freshly drawn token of one row, shown to the stopper; it is submitted whatever the stopper says.
+    """Freshly drawn tokens, one of each of several paths, shown to the stopper; they are submitted whatever it says.
 
     Attributes:
-        token: its id, a 0-dimensional tensor on the drafter's device.
-        probs: q it was drawn from; None for a point mass.
-        hidden: the draft model's last hidden state at the position that produced q, when the stopper asked for it.
-        depth: how many tokens of this round's chain are drawn, this one included.
-        row: the request's id, for stoppers that remember how its drafts fared.
+        tokens: their ids.
+        probs: rows of q they were drawn from; None for point masses.
+        hidden: the draft model's last hidden states at the positions that produced q (so at the tokens above the drawn
+            ones), when the stopper reads them.
     """
 
-    token: Tensor
-    probs: Float[Tensor, " vocab"] | None
-    hidden: Float[Tensor, " dim"] | None
-    depth: int
-    row: int
+    tokens: Int[Tensor, " drawn"]
+    probs: Float[Tensor, "drawn vocab"] | None
+    hidden: Float[Tensor, "drawn dim"] | None
 
 
 __all__ = ["ROOT", "Draft", "DraftStep", "TokenTree", "Verdict"]

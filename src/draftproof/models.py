@@ -16,20 +16,19 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.errors import UserError
+from draftproof.files import whole_directory
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -257,30 +256,6 @@ def _write_provenance(out: Path, name: str, **origin: Any) -> None:
     made_with = {package: version(package) for package in ("draftproof", "torch", "transformers")}
     licence = REGISTRY[name].licence
     _write_json(out / _PROVENANCE, {"name": name, "licence": licence, **origin, "made_with": made_with})
-
-
-@contextmanager
-def whole_directory(out: Path) -> Iterator[Path]:
-    """Give a temporary sibling of `out` to fill; it becomes `out` if the block ends well and vanishes if not.
-
-    Raises:
-        UserError: `out` is there already.
-    """
-    _refuse_existing(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    work = out.parent / f".{out.name}.{uuid4().hex}"
-    work.mkdir()
-    try:
-        yield work
-        _refuse_existing(out)
-        work.rename(out)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise UserError(f"{out} exists already: name a path that does not, or remove it first")
 
 
 def truncated_copy(source_dir: str | Path, keep_layers: Sequence[int], out_dir: str | Path) -> Path:

@@ -33,6 +33,7 @@ from draftproof.audit.laws import (
     worst_cell,
 )
 from draftproof.audit.suite import VOCAB, Pair, suite
+from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine, RoundRngFactory
 from draftproof.errors import UserError
@@ -328,7 +329,7 @@ def engine_finding(pair: Pair, most: int = DRAFTED + 1) -> Finding:
     """The law of whole outputs of an engine under greedy block verification, whose state travels between rounds."""
 
     def make(round_rng: RoundRngFactory) -> Engine:
-        drafter = ModelDrafter(pair.draft, FixedLength(DRAFTED), vocab_size=VOCAB)
+        drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=VOCAB), FixedLength(DRAFTED))
         return Engine(pair.target, drafter, GreedyBlockVerifier(), round_rng=round_rng)
 
     params = SamplingParams(max_tokens=most)

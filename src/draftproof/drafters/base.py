@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from draftproof.backends.base import Session
 from draftproof.draft import Draft
 from draftproof.rng import RoundRng
 from draftproof.sampling import Transforms
@@ -24,6 +25,7 @@ class DraftRequest:
         prompt_length: how many of them are the prompt.
         limit: longest chain that is of use this round; 0 asks for nothing.
         transforms: the request's sampling parameters, to be applied to the draft as well.
+        session: what the target has read of it, for drafters that share the target's cache.
     """
 
     id: int
@@ -31,6 +33,7 @@ class DraftRequest:
     prompt_length: int
     limit: int
     transforms: Transforms
+    session: Session | None = None
 
 
 @runtime_checkable

@@ -1,6 +1,6 @@
-"""A draft model as drafters use it: one session a request, and rows of q at the target's width.
+"""A draft model as drafters use it: one session a request, rows of q at the target's width, a stopper.
 
-Knows: sessions by request, how logits become q. Does not know: chains, trees, when to stop.
+Knows: sessions by request, how logits become q, what a stopper may ask of a model. Does not know: chains, trees.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from draftproof.backends.base import Backend, Session
 from draftproof.drafters.base import DraftRequest
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
+from draftproof.stoppers.base import Stopper
 
 
 class DraftModel:
@@ -52,11 +53,16 @@ class DraftModel:
         return self.backend.vocab_size >= self._vocab_size
 
     def session(self, request: DraftRequest) -> Session:
-        """The request's session, opened at its first round."""
-        if request.id not in self._sessions:
-            self._sessions[request.id] = self.backend.open()
+        """The request's session for a round; its sampling parameters are bound at the first."""
+        if request.id not in self._transforms:
             own = replace(request.transforms.params, **self._changes)
             self._transforms[request.id] = replace(request.transforms, params=own)
+        return self.open(request)
+
+    def open(self, request: DraftRequest) -> Session:
+        """A session of the request's own that is kept from round to round."""
+        if request.id not in self._sessions:
+            self._sessions[request.id] = self.backend.open()
         return self._sessions[request.id]
 
     def depth(self, request: DraftRequest, limit: int) -> int:
@@ -90,6 +96,68 @@ class DraftModel:
         self._transforms.pop(request_id, None)
         if session is not None:
             session.close()
+
+
+class ModelBacked:
+    """What drafters that draw from a draft model have in common.
+
+    Args:
+        model: the draft model.
+        stopper: when a chain ends.
+
+    Raises:
+        UserError: the stopper reads hidden states that the model does not have.
+    """
+
+    point_masses = False
+
+    def __init__(self, model: DraftModel, stopper: Stopper) -> None:
+        refuse_misfit(stopper, model.backend)
+        self.model = model
+        self.stopper = stopper
+
+    @property
+    def constant(self) -> bool:
+        """As constant as its stopper, if the model knows every token: it cannot draft after one that it does not."""
+        return self.stopper.constant and self.model.covers
+
+    @property
+    def limit(self) -> int:
+        """As deep as its stopper lets it."""
+        return self.stopper.limit
+
+    @property
+    def max_positions(self) -> int | None:
+        """The draft model's context."""
+        return self.model.backend.max_positions
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Passed on to the stopper."""
+        self.stopper.observe(request_id, drafted, accepted)
+
+    def release(self, request_id: int) -> None:
+        """Close the request's session."""
+        self.stopper.release(request_id)
+        self.model.release(request_id)
+
+
+def refuse_misfit(stopper: Stopper, backend: Backend) -> None:
+    """Refuse a stopper that reads hidden states of another width than the model's.
+
+    Raises:
+        UserError: naming stopper, what it was trained on, model and widths.
+    """
+    wanted, there = stopper.hidden_size, backend.capabilities.hidden
+    if not wanted or wanted == there:
+        return
+    if not there:
+        raise UserError(f"stopper {stopper.name} reads hidden states, and {backend.name} returns none")
+    maker = getattr(stopper, "trained_on", None)
+    raise UserError(
+        f"stopper {stopper.name} reads hidden states of width {wanted}"
+        f"{f' (its head was trained on {maker})' if maker else ''}, and those of {backend.name} have {there}: "
+        "choose a head that was trained on this draft model"
+    )
 
 
 def fit_width(logits: Float[Tensor, "rows width"], width: int) -> Float[Tensor, "rows vocab"]:

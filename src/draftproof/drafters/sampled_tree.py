@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Feed, Output, Session, unread
+from draftproof.backends.base import Feed, Output, Session, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
-from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.draft_model import DraftModel, ModelBacked
 from draftproof.errors import UserError
 from draftproof.rng import Purpose, RoundRng
 from draftproof.stoppers.base import Stopper
@@ -34,6 +34,7 @@ class _Growing:
         draws: the node of each draw, in order.
         frontier: nodes that may get children, with the number of draws that landed on each.
         rows: row of q after each frontier node.
+        signals: what the stopper saw along the path to each node.
     """
 
     def __init__(self, row: int, request: DraftRequest, session: Session, limit: int) -> None:
@@ -47,6 +48,7 @@ class _Growing:
         self.draws: list[int] = []
         self.frontier: dict[int, int] = {ROOT: 1}
         self.rows: dict[int, Float[Tensor, " vocab"]] = {}
+        self.signals: dict[int, tuple[float, ...]] = {}
         self._nodes: dict[tuple[int, int], int] = {}
 
     def land(self, parent: int, token: int) -> int:
@@ -75,64 +77,37 @@ class _Growing:
         return Draft(tree, torch.stack(self.probs), tuple(self.draws))
 
 
-class SampledTreeDrafter:
+class SampledTreeDrafter(ModelBacked):
     """Draws trees from a draft model, a level a forward pass.
 
     Args:
-        backend: the draft model; must read trees.
+        model: the draft model; its backend must read trees.
         stopper: asked after each new node; a node it stops at gets no children.
-        vocab_size: width of the target's logits; q has this width.
         chains: K i.i.d. chains: K draws at the root, then one for each draw that landed on a node.
         factors: instead of chains, a prefix tree: that many draws at every node of each depth (seed 002, Algorithm 5).
-        temperature: of the draft, when it shall differ from the request's.
-        top_k: of the draft, when it shall differ from the request's.
 
     Raises:
         UserError: numbers out of range, a backend without tree attention, a stopper that needs what it cannot return.
     """
 
     branching = True
-    point_masses = False
 
-    def __init__(
-        self,
-        backend: Backend,
-        stopper: Stopper,
-        *,
-        vocab_size: int,
-        chains: int = 4,
-        factors: Sequence[int] = (),
-        temperature: float | None = None,
-        top_k: int | None = None,
-    ) -> None:
+    def __init__(self, model: DraftModel, stopper: Stopper, *, chains: int = 4, factors: Sequence[int] = ()) -> None:
         if not 1 <= chains <= MAX_DRAWS:
             raise UserError(f"number of chains is {chains}: legal are 1 to {MAX_DRAWS}")
         if any(not 1 <= factor <= MAX_DRAWS for factor in factors):
             raise UserError(f"expansion factors are {list(factors)}: each must be 1 to {MAX_DRAWS}")
-        if stopper.needs_hidden and not backend.capabilities.hidden:
-            raise UserError(f"stopper {stopper.name} reads hidden states, and {backend.name} returns none")
-        if not backend.capabilities.trees:
-            raise UserError(f"{backend.name} cannot read trees: draft single chains (drafter model) with it")
-        self.model = DraftModel(backend, vocab_size=vocab_size, temperature=temperature, top_k=top_k)
-        self.stopper = stopper
+        if not model.backend.capabilities.trees:
+            raise UserError(f"{model.backend.name} cannot read trees: draft single chains (drafter model) with it")
+        super().__init__(model, stopper)
         self.chains = chains
         self.factors = tuple(factors)
         self.name = f"tree:{'x'.join(map(str, factors))}" if factors else f"chains:{chains}"
 
     @property
-    def constant(self) -> bool:
-        """As constant as its stopper, if the model knows every token: it cannot draft after one that it does not."""
-        return self.stopper.constant and self.model.covers
-
-    @property
     def limit(self) -> int:
         """As deep as its stopper and its factors let it."""
         return min(self.stopper.limit, len(self.factors)) if self.factors else self.stopper.limit
-
-    @property
-    def max_positions(self) -> int | None:
-        """The draft model's context."""
-        return self.model.backend.max_positions
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter: one forward pass of the draft model a level, for the rows that are still drafting."""
@@ -141,7 +116,7 @@ class SampledTreeDrafter:
         feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in live]
         depth = 0
         while live:
-            outputs = self.model.backend.forward(feeds, hidden=self.stopper.needs_hidden)
+            outputs = self.model.backend.forward(feeds, hidden=self.stopper.hidden_size > 0)
             self._grow(live, outputs, rng, depth)
             depth += 1
             live = [tree for tree in live if tree.frontier and depth < tree.limit]
@@ -149,7 +124,8 @@ class SampledTreeDrafter:
         return [tree.draft(self.model.backend.device) for tree in trees]
 
     def _open(self, row: int, request: DraftRequest) -> _Growing:
-        return _Growing(row, request, self.model.session(request), self.model.depth(request, self.limit))
+        wanted = min(self.stopper.wanted(request.id), self.limit)
+        return _Growing(row, request, self.model.session(request), self.model.depth(request, wanted))
 
     def _feed(self, tree: _Growing) -> Feed:
         """The new level, whole: stopped nodes too, since parents are counted by slots."""
@@ -165,16 +141,31 @@ class SampledTreeDrafter:
         return [node for node, landed in tree.frontier.items() for _ in range(landed * times)]
 
     def _grow(self, live: Sequence[_Growing], outputs: Sequence[Output], rng: RoundRng, depth: int) -> None:
-        """Draw a level for every live tree."""
+        """Draw a level for every live tree, and let the stopper look at its new nodes."""
         hidden: list[dict[int, Tensor]] = [self._take(tree, output) for tree, output in zip(live, outputs, strict=True)]
         plans = [self._counts(tree, depth) for tree in live]
         drawn = self._draw(live, plans, rng, depth)
-        for tree, plan, tokens, states in zip(live, plans, drawn, hidden, strict=True):
-            landed: dict[int, int] = {}
+        for tree, plan, tokens in zip(live, plans, drawn, strict=True):
+            tree.frontier = {}
             for parent, token in zip(plan, tokens, strict=False):
                 node = tree.land(parent, token)
-                landed[node] = landed.get(node, 0) + 1
-            tree.frontier = {node: n for node, n in landed.items() if not self._stops(tree, node, depth, states)}
+                tree.frontier[node] = tree.frontier.get(node, 0) + 1
+        self._judge(live, hidden)
+
+    def _judge(self, live: Sequence[_Growing], hidden: Sequence[dict[int, Tensor]]) -> None:
+        """Take the new nodes that the stopper stops at out of their trees' frontiers."""
+        new = [(tree, node, states) for tree, states in zip(live, hidden, strict=True) for node in tree.frontier]
+        device = self.model.backend.device
+        tokens = torch.tensor([tree.tokens[node] for tree, node, _ in new], device=device)
+        probs = torch.stack([tree.probs[node] for tree, node, _ in new])
+        above = [states[tree.parents[node]] for tree, node, states in new if states]
+        signal = self.stopper.signal(DraftStep(tokens, probs, torch.stack(above) if above else None))
+        if signal is None:
+            return
+        for (tree, node, _), value in zip(new, signal.tolist(), strict=True):
+            tree.signals[node] = (*tree.signals.get(tree.parents[node], ()), value)
+            if self.stopper.stop_after(tree.signals[node], tree.request.id):
+                del tree.frontier[node]
 
     def _take(self, tree: _Growing, output: Output) -> dict[int, Tensor]:
         """Rows of q after the nodes just read, and their hidden states."""
@@ -197,16 +188,3 @@ class SampledTreeDrafter:
             rng.at(Purpose.DRAFT, depth, [tree.row for tree in live]).categorical(weights).tolist()
         )
         return tokens
-
-    def _stops(self, tree: _Growing, node: int, depth: int, states: dict[int, Tensor]) -> bool:
-        token, hidden = torch.tensor(tree.tokens[node]), states.get(tree.parents[node])
-        return self.stopper.stop_after(DraftStep(token, tree.probs[node], hidden, depth=depth + 1, row=tree.request.id))
-
-    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Passed on to the stopper."""
-        self.stopper.observe(request_id, drafted, accepted)
-
-    def release(self, request_id: int) -> None:
-        """Close the request's session."""
-        self.stopper.release(request_id)
-        self.model.release(request_id)

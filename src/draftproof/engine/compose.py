@@ -6,21 +6,27 @@ Knows: names, which part needs what. Does not know: how a round goes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from draftproof import models
 from draftproof.backends.base import Backend
 from draftproof.backends.hf import HFBackend, load_model
 from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
+from draftproof.heads import Head, load_head
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
+from draftproof.stoppers.history import Schedule
 from draftproof.stoppers.probability import Confidence, Entropy
+from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
 from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
@@ -38,12 +44,19 @@ DEFAULT_VERIFIER = "block"
 DEFAULT_TREE_VERIFIER = "trie_block"
 
 
-def _fixed(argument: str) -> Stopper:
-    try:
-        length = int(argument or 4)
-    except ValueError:
-        raise UserError(f"stopper fixed takes a whole number, not {argument!r}: for example fixed:4") from None
-    return FixedLength(length)
+def _length(make: Callable[..., Stopper], example: str) -> Callable[[str], Stopper]:
+    """A stopper with a whole number as its argument."""
+
+    def build(argument: str) -> Stopper:
+        try:
+            return make(int(argument)) if argument else make()
+        except ValueError as cause:
+            if isinstance(cause, UserError):
+                raise
+            name = example.partition(":")[0]
+            raise UserError(f"stopper {name} takes a whole number, not {argument!r}: for example {example}") from None
+
+    return build
 
 
 def _threshold(make: Callable[..., Stopper]) -> Callable[[str], Stopper]:
@@ -55,6 +68,27 @@ def _threshold(make: Callable[..., Stopper]) -> Callable[[str], Stopper]:
     return build
 
 
+def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Callable[[str], Stopper]:
+    """A stopper with a trained head: its directory, then, if wanted, a threshold."""
+
+    def build(argument: str) -> Stopper:
+        where, _, last = argument.rpartition(":")
+        path, threshold = (where, last) if where and _is_number(last) else (argument, "")
+        if not path:
+            raise UserError(f"stopper {example.partition(':')[0]} takes the directory of a head: for example {example}")
+        return make(load_head(path), float(threshold) if threshold else None)
+
+    return build
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _number(text: str, example: str) -> float:
     try:
         return float(text)
@@ -62,10 +96,22 @@ def _number(text: str, example: str) -> float:
         raise UserError(f"{text!r} is no number: legal is for example {example}") from None
 
 
+def _refuse_oracle(argument: str) -> Stopper:  # noqa: ARG001
+    raise UserError(
+        "stopper oracle needs a recorded run (it knows the target's greedy tokens in advance): "
+        "it is for analysis in Python, draftproof.stoppers.history.Oracle"
+    )
+
+
 STOPPERS: dict[str, Callable[[str], Stopper]] = {
-    "fixed": _fixed,
+    "fixed": _length(lambda length=4: FixedLength(length), "fixed:4"),
     "confidence": _threshold(Confidence),
     "entropy": _threshold(Entropy),
+    "schedule": _length(Schedule, "schedule:5"),
+    "acceptance": _headed(Acceptance, "acceptance:heads/mine:0.7"),
+    "ratio": _headed(Ratio, "ratio:heads/mine:0.7"),
+    "approximate": _headed(Approximate, "approximate:heads/mine:0.5"),
+    "oracle": _refuse_oracle,
 }
 
 
@@ -109,6 +155,7 @@ DRAFTERS = {
     "model": "one chain from the draft model",
     "chains:K": "K i.i.d. chains from the draft model, equal prefixes merged",
     "tree:AxBxC": "a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
+    "early_exit:L": "one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
     "ngram:N": "up to N tokens that followed an earlier occurrence of the last ones; no draft model",
 }
 
@@ -141,9 +188,9 @@ def make_verifier(spec: str) -> Verifier:
 def make_drafter(
     name: str | None,
     *,
+    target: Backend,
     draft: Backend | None,
     stopper: str,
-    vocab_size: int,
     temperature: float | None = None,
     top_k: int | None = None,
 ) -> Drafter:
@@ -155,22 +202,69 @@ def make_drafter(
     chosen, _, argument = (name or ("none" if draft is None else "model")).partition(":")
     if chosen == "none":
         return NoDrafter()
-    if chosen == "ngram":
-        if draft is not None:
-            raise UserError(f"drafter ngram reads no draft model: leave out {draft.name!r}, or choose another drafter")
-        return NgramDrafter(*numbers(argument, "ngram:8"))
-    if chosen not in {"model", "chains", "tree"}:
+    if chosen not in _DRAFTER_MAKERS:
         raise UserError(f"drafter is {chosen!r}: legal are {', '.join(DRAFTERS)}")
-    if draft is None:
+    needs_draft, make = _DRAFTER_MAKERS[chosen]
+    if needs_draft and draft is None:
         raise UserError(f"drafter {chosen} needs a draft model: name one with draft (--draft)")
-    options: dict[str, Any] = {"vocab_size": vocab_size, "temperature": temperature, "top_k": top_k}
-    if chosen == "model":
-        return ModelDrafter(draft, make_stopper(stopper), **options)
-    if chosen == "tree":
-        options["factors"] = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
-    elif argument:
-        (options["chains"],) = numbers(argument, "chains:4")[:1]
-    return SampledTreeDrafter(draft, make_stopper(stopper), **options)
+    if not needs_draft and draft is not None:
+        raise UserError(f"drafter {chosen} reads no draft model: leave out {draft.name!r}, or choose another drafter")
+    return make(_Parts(target, draft, stopper, {"temperature": temperature, "top_k": top_k}), argument)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What a drafter may be made of."""
+
+    target: Backend
+    draft: Backend | None
+    stopper: str
+    changes: dict[str, Any]
+
+    def model(self) -> DraftModel:
+        """The draft model."""
+        assert self.draft is not None, "checked by make_drafter"
+        return DraftModel(self.draft, vocab_size=self.target.vocab_size, **self.changes)
+
+
+def _model(parts: _Parts, argument: str) -> Drafter:
+    if argument:
+        raise UserError(f"drafter model takes no argument, and was given {argument!r}")
+    return ModelDrafter(parts.model(), make_stopper(parts.stopper))
+
+
+def _chains(parts: _Parts, argument: str) -> Drafter:
+    chains = (numbers(argument, "chains:4") or [4])[0]
+    return SampledTreeDrafter(parts.model(), make_stopper(parts.stopper), chains=chains)
+
+
+def _tree(parts: _Parts, argument: str) -> Drafter:
+    factors = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
+    return SampledTreeDrafter(parts.model(), make_stopper(parts.stopper), factors=factors)
+
+
+def _early_exit(parts: _Parts, argument: str) -> Drafter:
+    found = numbers(argument, "early_exit:20x4")
+    if not 1 <= len(found) <= 2:
+        raise UserError("drafter early_exit takes a number of layers: legal is for example early_exit:20")
+    if not isinstance(parts.target, HFBackend):
+        raise UserError(f"drafter early_exit needs a transformers model, and {parts.target.name} is none")
+    model = EarlyExitModel(parts.target, found[0], **parts.changes)
+    return early_exit_drafter(model, make_stopper(parts.stopper), chains=found[1] if len(found) > 1 else 1)
+
+
+def _ngram(parts: _Parts, argument: str) -> Drafter:  # noqa: ARG001
+    return NgramDrafter(*numbers(argument, "ngram:8"))
+
+
+# name -> whether it reads a draft model, and its maker
+_DRAFTER_MAKERS: dict[str, tuple[bool, Callable[[_Parts, str], Drafter]]] = {
+    "model": (True, _model),
+    "chains": (True, _chains),
+    "tree": (True, _tree),
+    "early_exit": (False, _early_exit),
+    "ngram": (False, _ngram),
+}
 
 
 def numbers(text: str, example: str) -> list[int]:
@@ -237,8 +331,7 @@ def load(
     Raises:
         UserError: a name that is none, a model that cannot be had, parts that do not fit together.
     """
-    several = (drafter or "").partition(":")[0] in {"chains", "tree"}
-    rule = make_verifier(verifier or (DEFAULT_TREE_VERIFIER if several else DEFAULT_VERIFIER))
+    chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
     make_stopper(stopper)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "check": check}
     tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
@@ -249,11 +342,12 @@ def load(
     small = None if draft is None or drafter == "none" else load_backend(draft, **options)
     parts = make_drafter(
         drafter,
+        target=main,
         draft=small,
         stopper=stopper,
-        vocab_size=main.vocab_size,
         temperature=draft_temperature,
         top_k=draft_top_k,
     )
+    rule = chosen or make_verifier(DEFAULT_TREE_VERIFIER if parts.branching else DEFAULT_VERIFIER)
     eos = dict.fromkeys((*main.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])))
     return Engine(main, parts, rule, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)

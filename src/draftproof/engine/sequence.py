@@ -148,7 +148,7 @@ class Sequence:
 
     def draft_request(self, limit: int) -> DraftRequest:
         """What the drafter is told."""
-        return DraftRequest(self.id, self.tokens, self.prompt_length, limit, self.transforms)
+        return DraftRequest(self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session)
 
     def contexts(self, draft: Draft) -> tuple[list[int], Items[Items[int]]]:
         """Output tokens, and the drafted path above each row of the target's logits, when a transform reads them."""

@@ -1,21 +1,29 @@
-"""The contract of a stopping rule.
+"""The contract of a stopping rule, and what most rules share.
 
 Knows: what a stopper is asked and told. Does not know: any rule, drafter or model.
 
 A stopper may look at everything drafted so far, the newest token included, and it may not throw that token away: what
 was sampled is submitted. Then every lossless rule stays lossless; a rule that drops its last token is biased.
+
+It looks in two steps. `signal` computes one number for each drawn token where the model is; `stop_after` decides on the
+host from the numbers of a path. So a drafter may ask after every token, or draw several more first and cut at the first
+token that ends its chain: the draft that is submitted is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
 
 from draftproof.draft import DraftStep
 
 
 @runtime_checkable
 class Stopper(Protocol):
-    """Decides after each drafted token whether its chain ends there."""
+    """Decides how long chains of drafted tokens get."""
 
     @property
     def name(self) -> str:
@@ -24,7 +32,7 @@ class Stopper(Protocol):
 
     @property
     def limit(self) -> int:
-        """Longest chain it lets pass."""
+        """Longest chain it ever lets pass."""
         ...
 
     @property
@@ -33,12 +41,20 @@ class Stopper(Protocol):
         ...
 
     @property
-    def needs_hidden(self) -> bool:
-        """Whether it reads DraftStep.hidden."""
+    def hidden_size(self) -> int:
+        """Width of the hidden states it reads from DraftStep; 0 when it reads none."""
         ...
 
-    def stop_after(self, step: DraftStep) -> bool:
-        """Whether the row's chain ends with this token."""
+    def wanted(self, row: int) -> int:
+        """Longest chain that a row shall draft this round, 0 to `limit`."""
+        ...
+
+    def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:
+        """One number for each drawn token, on its device; None when `wanted` is all there is to say."""
+        ...
+
+    def stop_after(self, signals: Sequence[float], row: int) -> bool:
+        """Whether the chain ends with its newest token; `signals` are those of its tokens from the first on."""
         ...
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
@@ -48,3 +64,37 @@ class Stopper(Protocol):
     def release(self, row: int) -> None:
         """The row's request has ended; forget it (unknown rows are fine)."""
         ...
+
+
+class StopperBase:
+    """A stopper that wants `limit` tokens, reads no hidden states, has no signal and learns nothing.
+
+    Args:
+        name: its name.
+        limit: longest chain.
+    """
+
+    constant = False
+    hidden_size = 0
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+
+    def wanted(self, row: int) -> int:  # noqa: ARG002
+        """The limit."""
+        return self.limit
+
+    def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:  # noqa: ARG002
+        """Nothing to look at."""
+        return None
+
+    def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
+        """The length alone ends a chain."""
+        return False
+
+    def observe(self, row: int, drafted: int, accepted: int) -> None:
+        """Nothing to learn."""
+
+    def release(self, row: int) -> None:
+        """Nothing to forget."""

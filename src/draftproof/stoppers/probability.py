@@ -1,9 +1,11 @@
 """Stopping by what the draft thinks of itself: the probability of its best token, or its entropy.
 
-Knows: one row of q at a time, and how drafts fared so far. Does not know: models, targets.
+Knows: rows of q, and how drafts fared so far. Does not know: models, targets.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -11,21 +13,28 @@ from torch import Tensor
 
 from draftproof.draft import DraftStep
 from draftproof.errors import UserError
+from draftproof.stoppers.base import StopperBase
 
 DEFAULT_LIMIT = 16
 
 
-def _row(step: DraftStep) -> Float[Tensor, " vocab"]:
-    assert step.probs is not None, "point masses have no confidence; drafters of point masses take no stopper"
+def probs_of(step: DraftStep) -> Float[Tensor, "drawn vocab"]:
+    """Rows of q; drafters of point masses take no stopper."""
+    assert step.probs is not None, "point masses have no probabilities to look at"
     return step.probs
 
 
-def _check(name: str, threshold: float) -> None:
+def check_threshold(name: str, threshold: float) -> None:
+    """Refuse thresholds outside (0, 1).
+
+    Raises:
+        UserError: naming stopper and value.
+    """
     if not 0 < threshold < 1:
         raise UserError(f"stopper {name} was given {threshold:g}: legal is 0 < threshold < 1")
 
 
-class Confidence:
+class Confidence(StopperBase):
     """Stop after a token that was drawn from an undecided row: max q below a threshold.
 
     Args:
@@ -36,27 +45,21 @@ class Confidence:
         UserError: threshold out of range.
     """
 
-    constant = False
-    needs_hidden = False
-
     def __init__(self, threshold: float = 0.4, limit: int = DEFAULT_LIMIT) -> None:
-        _check("confidence", threshold)
-        self.limit = limit
-        self.name = f"confidence:{threshold:g}"
+        check_threshold("confidence", threshold)
+        super().__init__(f"confidence:{threshold:g}", limit)
         self._threshold = threshold
 
-    def stop_after(self, step: DraftStep) -> bool:
-        """Whether the chain ends with this token."""
-        return step.depth >= self.limit or float(_row(step).max()) < self._threshold
+    def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
+        """The largest probability of each row."""
+        return probs_of(step).amax(-1)
 
-    def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Nothing to learn."""
-
-    def release(self, row: int) -> None:
-        """Nothing to forget."""
+    def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
+        """Whether the newest row was undecided."""
+        return signals[-1] < self._threshold
 
 
-class Entropy:
+class Entropy(StopperBase):
     """AdaEDL: stop when the entropy's lower bound on acceptance, 1 - sqrt(gamma H(q)), falls below a moving threshold.
 
     The threshold follows the acceptance rate: it rises while fewer tokens are accepted than wished for, and falls while
@@ -74,8 +77,6 @@ class Entropy:
     Source: Agrawal et al. 2024 (AdaEDL, arXiv 2410.18351).
     """
 
-    constant = False
-    needs_hidden = False
     _step = 0.01
     _memory = 0.5
     _inertia = 0.9
@@ -83,18 +84,20 @@ class Entropy:
     def __init__(
         self, threshold: float = 0.4, limit: int = DEFAULT_LIMIT, *, gamma: float = 0.2, wanted: float = 0.9
     ) -> None:
-        _check("entropy", threshold)
-        self.limit = limit
-        self.name = f"entropy:{threshold:g}"
-        self._gamma, self._wanted = gamma, wanted
+        check_threshold("entropy", threshold)
+        super().__init__(f"entropy:{threshold:g}", limit)
+        self._gamma, self._goal = gamma, wanted
         self._start = (threshold, wanted)
         self._moving: dict[int, tuple[float, float]] = {}
 
-    def stop_after(self, step: DraftStep) -> bool:
-        """Whether the chain ends with this token."""
-        entropy = float(torch.special.entr(_row(step)).sum())
-        threshold, _ = self._moving.get(step.row, self._start)
-        return step.depth >= self.limit or 1 - (self._gamma * entropy) ** 0.5 < threshold
+    def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
+        """The bound on acceptance."""
+        entropy: Tensor = torch.special.entr(probs_of(step)).sum(-1)
+        return 1 - (self._gamma * entropy).sqrt()
+
+    def stop_after(self, signals: Sequence[float], row: int) -> bool:
+        """Whether the newest bound is below the row's threshold."""
+        return signals[-1] < self._moving.get(row, self._start)[0]
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Move the row's threshold by a round's acceptance."""
@@ -102,7 +105,7 @@ class Entropy:
             return
         threshold, rate = self._moving.get(row, self._start)
         rate = self._memory * rate + (1 - self._memory) * accepted / drafted
-        goal = threshold + (self._step if rate < self._wanted else -self._step)
+        goal = threshold + (self._step if rate < self._goal else -self._step)
         self._moving[row] = (self._inertia * threshold + (1 - self._inertia) * goal, rate)
 
     def release(self, row: int) -> None:

@@ -1,0 +1,51 @@
+"""Files that appear whole or not at all.
+
+Knows: temporary names, renaming. Does not know: what is written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+from draftproof.errors import UserError
+
+
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """Give a temporary sibling of `out` to fill; it becomes `out` if the block ends well and vanishes if not.
+
+    Raises:
+        UserError: `out` is there already.
+    """
+    _refuse_existing(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.parent / f".{out.name}.{uuid4().hex}"
+    work.mkdir()
+    try:
+        yield work
+        _refuse_existing(out)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def whole_file(out: Path) -> Iterator[Path]:
+    """Give a temporary sibling of `out` to write; it replaces `out` if the block ends well and vanishes if not."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.parent / f".{out.name}.{uuid4().hex}"
+    try:
+        yield work
+        os.replace(work, out)  # noqa: PTH105 - replaces atomically on every system
+    finally:
+        work.unlink(missing_ok=True)
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise UserError(f"{out} exists already: name a path that does not, or remove it first")

@@ -1,0 +1,144 @@
+"""Heads: small trained networks that read a draft model's hidden state and judge a drafted token.
+
+Knows: their three kinds, their shape, their files. Does not know: stopping rules, training, models.
+
+A head is a directory with `config.json` and `model.safetensors`. It belongs to one draft model, because it reads that
+model's hidden states; its config names it.
+
+Kinds, each a number for one drafted token y with target and draft probabilities p and q:
+- acceptance: P(y is accepted), sigmoid of the output; from the state at y itself (seed 003, section 3.2);
+- log_ratio: log(p/q); from the state at y itself, for block verification;
+- verifier: P(q <= lambda p), sigmoid of the output; from the state before y, which y was drawn from (seed 004, 3.2).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from draftproof.errors import UserError, reason
+
+KINDS = ("acceptance", "log_ratio", "verifier")
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What a head is and what it was made for.
+
+    Attributes:
+        kind: acceptance, log_ratio or verifier.
+        hidden_size: width of the draft model's last hidden state.
+        draft: the draft model it was trained on.
+        target: the target model its labels came from.
+        depth: residual blocks before the output layer; 0 is a linear head.
+        shared_blocks: whether all blocks share one set of weights, as in the published code of seed 003.
+        reads_draw: whether log q(y) is a further input (verifier only: the state before y does not know y).
+        threshold: where its stopper stops unless told otherwise; its meaning is the stopper's.
+    """
+
+    kind: str
+    hidden_size: int
+    draft: str
+    target: str
+    depth: int = 3
+    shared_blocks: bool = False
+    reads_draw: bool = False
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"kind of a head is {self.kind!r}: legal are {', '.join(KINDS)}")
+        if self.hidden_size < 1 or not 0 <= self.depth <= 64:
+            raise UserError(
+                f"a head of width {self.hidden_size} and depth {self.depth}: legal are 1 or more, and 0 to 64"
+            )
+        if self.reads_draw and self.kind != "verifier":
+            raise UserError(f"a head of kind {self.kind} reads the state at the token, so it cannot also read its draw")
+
+
+class Head(nn.Module):
+    """A residual network with SiLU blocks and one output (seed 003, section 4.1; linear for seed 004).
+
+    Args:
+        config: its shape.
+    """
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.hidden_size
+        made = 1 if config.shared_blocks and config.depth else config.depth
+        blocks = [nn.Linear(width, width) for _ in range(made)]
+        for block in blocks:  # each block starts as the identity
+            nn.init.zeros_(block.weight)
+            nn.init.zeros_(block.bias)
+        self.blocks = nn.ModuleList(blocks)
+        self.out = nn.Linear(width + config.reads_draw, 1)
+
+    def forward(
+        self, hidden: Float[Tensor, "*rows dim"], log_q: Float[Tensor, "*rows"] | None = None
+    ) -> Float[Tensor, "*rows"]:
+        """The output before any sigmoid.
+
+        Args:
+            hidden: last hidden states of the draft model, any float dtype; computed with in float32.
+            log_q: log q of the drawn tokens, for heads that read it.
+        """
+        x = hidden.float()
+        for place in range(self.config.depth):
+            block = self.blocks[0 if self.config.shared_blocks else place]
+            x = x + silu(block(x))
+        if self.config.reads_draw:
+            assert log_q is not None, "this head reads the draw"
+            x = torch.cat([x, log_q.float().clamp(min=-20).unsqueeze(-1)], -1)
+        made: Tensor = self.out(x).squeeze(-1)
+        return made
+
+
+def save_head(head: Head, directory: Path) -> None:
+    """Write a head's two files into an existing directory."""
+    save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, directory / WEIGHTS)
+    text = json.dumps({"format": FORMAT, **asdict(head.config)}, indent=2) + "\n"
+    (directory / CONFIG).write_text(text, encoding="utf-8")
+
+
+def load_head(directory: str | Path) -> Head:
+    """Read a head from its directory.
+
+    Raises:
+        UserError: not there, not a head, or weights of another shape.
+    """
+    where = Path(directory).expanduser()
+    for name in (CONFIG, WEIGHTS):
+        if not (where / name).is_file():
+            raise UserError(
+                f"no head in {str(where)!r} ({name} is missing): legal is a directory of `draftproof train`"
+            )
+    head = Head(_read_config(where / CONFIG))
+    try:
+        head.load_state_dict(load_file(where / WEIGHTS))
+    except Exception as cause:
+        raise UserError(f"the weights of the head {str(where)!r} do not fit its config: {reason(cause)}") from cause
+    return head.requires_grad_(requires_grad=False).eval()
+
+
+def _read_config(path: Path) -> HeadConfig:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = found.pop("format", None)
+    except (ValueError, AttributeError) as cause:
+        raise UserError(f"{str(path)!r} is not the config of a head: {reason(cause)}") from cause
+    known = {field.name for field in fields(HeadConfig)}
+    if version != FORMAT or not {"kind", "hidden_size", "draft", "target"} <= set(found) <= known:
+        raise UserError(f"{str(path)!r} is not the config of a head of format {FORMAT}")
+    return HeadConfig(**found)
