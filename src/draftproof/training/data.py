@@ -1,0 +1,210 @@
+"""Texts and prompts from files: what is in them, how they are split, which tokens they are.
+
+Knows: .txt and .jsonl, plain or packed (.xz, .gz); splits by hash. Does not know: models, training.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftproof.errors import UserError, reason
+from draftproof.files import whole_file
+from draftproof.training.provenance import digest
+
+KEYS = ("prompt", "text", "turns", "question", "instruction", "content")
+SPLITS = ("train", "valid", "test")
+_TENTHS = {"train": range(8), "valid": range(8, 9), "test": range(9, 10)}
+_SENTENCE = re.compile(r".+?[.!?][\"')\]]*(?=\s|$)", re.DOTALL)
+_UNPACK: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and the whole text it is the beginning of (itself, where nothing more is known)."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data file, as provenance tells of it: its name without folders, its bytes, its texts."""
+
+    name: str
+    sha256: str
+    size: int
+    texts: int
+
+
+def lines(text: str) -> list[str]:
+    """One text a line."""
+    return [line.strip() for line in text.split("\n")]
+
+
+def paragraphs(text: str) -> list[str]:
+    """Blank lines part texts; line ends inside one are blanks."""
+    return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
+
+
+def stories(text: str) -> list[str]:
+    """A line right after another begins a text; blank lines part its paragraphs (the TinyStories sample's form)."""
+    return [part.strip() for part in re.split(r"(?<=\S)[ \t]*\n(?=\S)", text)]
+
+
+FORMS: dict[str, Callable[[str], list[str]]] = {"lines": lines, "paragraphs": paragraphs, "stories": stories}
+
+
+def read_examples(
+    files: Iterable[str | Path], *, form: str = "lines", opening: int | None = None
+) -> tuple[list[Example], list[Source]]:
+    """The distinct examples of files, in order, and what to say of the files in a provenance.
+
+    Args:
+        files: .txt (texts in one of FORMS) or .jsonl (one of KEYS in each object), plain or packed.
+        form: how texts stand in a .txt file.
+        opening: sentences of a text that are its prompt; 0 is all of it. Default: 1 for .txt, 0 for .jsonl.
+
+    Raises:
+        UserError: a file that cannot be read, with the line where there is one.
+    """
+    if form not in FORMS:
+        raise UserError(f"form is {form!r}: legal are {', '.join(FORMS)}")
+    found: dict[Example, None] = {}
+    sources = []
+    for file in map(Path, files):
+        raw = _bytes(file)
+        texts, default = _texts(file, _text(file, raw), form)
+        if not texts:
+            raise UserError(f"{file} holds no text: legal is .txt, or .jsonl with one of {', '.join(KEYS)}")
+        sentences = default if opening is None else opening
+        found |= {Example(_opening(text, sentences), text): None for text in texts}
+        sources.append(Source(file.name, hashlib.sha256(raw).hexdigest(), len(raw), len(texts)))
+    if not found:
+        raise UserError("no data: name at least one .txt or .jsonl file")
+    return list(found), sources
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as cause:
+        raise UserError(f"cannot read {file}: {cause.strerror or cause}") from cause
+
+
+def _text(file: Path, raw: bytes) -> str:
+    """The file's text, unpacked."""
+    unpack = _UNPACK.get(file.suffix)
+    try:
+        return (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as cause:
+        raise UserError(f"{file} is not UTF-8 text (byte {cause.start})") from None
+    except (OSError, EOFError, lzma.LZMAError) as cause:
+        raise UserError(f"cannot unpack {file}: {reason(cause)}") from cause
+
+
+def _texts(file: Path, text: str, form: str) -> tuple[list[str], int]:
+    """The texts of a file and the default of `opening` for its kind."""
+    suffix = Path(file.stem).suffix if file.suffix in _UNPACK else file.suffix
+    if suffix == ".jsonl":
+        rows = enumerate(text.split("\n"), 1)  # not splitlines: JSON text may hold its other line ends
+        return [_of_json(row, f"{file}, line {number}") for number, row in rows if row.strip()], 0
+    if suffix not in {".txt", ""}:
+        raise UserError(f"{file} is of no known kind: legal are .txt and .jsonl, also with .gz or .xz")
+    return [part for part in FORMS[form](text) if part], 1
+
+
+def _of_json(row: str, where: str) -> str:
+    """The text in one line of JSON: Spec-Bench's turns count with the first of them."""
+    try:
+        record: Any = json.loads(row)
+    except (ValueError, RecursionError) as cause:
+        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
+    key = next((key for key in KEYS if isinstance(record, dict) and record.get(key)), None)
+    if key is None:
+        raise UserError(f"{where}: legal is an object with one of {', '.join(KEYS)}")
+    value = record[key][0] if isinstance(record[key], list) else record[key]
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: {key} holds no text")
+    return value.strip()
+
+
+def _opening(text: str, sentences: int) -> str:
+    """The first sentences of a text; all of it for 0, or if it has no more."""
+    if sentences < 1:
+        return text
+    end = 0
+    for number, match in enumerate(_SENTENCE.finditer(text), 1):
+        end = match.end()
+        if number == sentences:
+            break
+    return text[:end] if end else text
+
+
+def split(examples: Sequence[Example], limit: int | None = None) -> dict[str, list[Example]]:
+    """Train, valid and test in the proportion 8 : 1 : 1, each text's place decided by its hash alone.
+
+    So a text is never in two parts, whatever file it comes from and however many there are.
+
+    Args:
+        examples: to be split.
+        limit: examples to use in all; the first of each part by hash.
+
+    Raises:
+        UserError: too few examples for each part to have one.
+    """
+    keyed = sorted((hashlib.sha256(each.text.encode()).digest(), each) for each in map(_Keyed, examples))
+    parts: dict[str, list[Example]] = {}
+    for name, tenths in _TENTHS.items():
+        mine = [each.example for key, each in keyed if key[-1] % 10 in tenths]
+        parts[name] = mine if limit is None else mine[: max(limit * len(tenths) // 10, 1)]
+    if short := [name for name in SPLITS if not parts[name]]:
+        raise UserError(
+            f"{len(examples)} texts are too few: none falls into the part {short[0]}; legal is about 30 or more"
+        )
+    return parts
+
+
+@dataclass(frozen=True)
+class _Keyed:
+    """An example that sorting never looks into."""
+
+    example: Example
+
+    @property
+    def text(self) -> str:
+        return self.example.text
+
+    def __lt__(self, other: _Keyed) -> bool:
+        return self.example.prompt < other.example.prompt
+
+
+def tokenize(texts: Sequence[str], tokenizer: Any, *, cache: Path, key: str) -> list[list[int]]:
+    """Token ids of texts, from a file of the cache where they are there.
+
+    Args:
+        texts: to be read.
+        tokenizer: the target's.
+        cache: folder of the cache.
+        key: names the tokenizer (the target's fingerprint).
+    """
+    file = cache / "tokens" / f"{digest(key, list(texts))[:24]}.safetensors"
+    if not file.exists():
+        rows = [[int(token) for token in tokenizer(text)["input_ids"]] for text in texts]
+        flat = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
+        sizes = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        with whole_file(file) as work:
+            save_file({"ids": flat, "sizes": sizes}, work)
+        return rows
+    found = load_file(file)
+    return [row.tolist() for row in torch.split(found["ids"], found["sizes"].tolist())]

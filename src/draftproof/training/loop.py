@@ -1,0 +1,321 @@
+"""One training loop for everything that is trained here: resumed to the bit, safe to kill at any moment.
+
+Knows: steps, AdamW, its schedule, checkpoints, signals. Does not know: what is trained, on which data.
+
+Nothing random is carried from step to step: the batch and torch's generators are functions of (seed, step). So a
+checkpoint is weights, optimiser and counters, and a run that was killed ends with the bits of one that was not (on a
+CPU with the same number of threads; on an accelerator as far as its kernels repeat themselves).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from draftproof.errors import UserError, reason
+from draftproof.files import whole_file
+from draftproof.rng import fold
+from draftproof.training.progress import Watch, silent
+
+Batch = TypeVar("Batch")
+Record = dict[str, float]
+Evaluate = Callable[[nn.Module], Record]
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """What a batch came to.
+
+    Attributes:
+        value: the scalar that is minimised.
+        tokens: how many tokens the batch counts for in tokens/s.
+    """
+
+    value: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how a module is trained.
+
+    Attributes:
+        steps: optimiser steps.
+        learning_rate: at the top of a cosine schedule.
+        warmup: steps of linear rise before it.
+        floor: share of the learning rate that is left at the end.
+        weight_decay, betas: AdamW's.
+        clip: largest norm of the gradient; 0 is off.
+        seed: of batches and of whatever the module draws.
+        log_every: steps that one record of the history averages over.
+        evaluate_every: steps between evaluations; 0 evaluates at the end only.
+        keep_best: name of an evaluation metric; the weights with its lowest value are the result (early stopping).
+        save_every: steps between checkpoints; 0 leaves it to the clock.
+        save_seconds: seconds between checkpoints.
+    """
+
+    steps: int
+    learning_rate: float = 1e-3
+    warmup: int = 0
+    floor: float = 0.0
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip: float = 1.0
+    seed: int = 0
+    log_every: int = 50
+    evaluate_every: int = 0
+    keep_best: str = ""
+    save_every: int = 0
+    save_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.log_every < 1:
+            raise UserError(f"steps is {self.steps} and log_every {self.log_every}: legal are 1 or more")
+        if not 0 < self.learning_rate < math.inf:
+            raise UserError(f"learning rate is {self.learning_rate}: legal is a finite number above 0")
+
+    def rate(self, step: int) -> float:
+        """Learning rate of a step, the first being 0."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        done = (step - self.warmup) / max(self.steps - self.warmup, 1)
+        return self.learning_rate * (self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2)
+
+
+def train(
+    module: nn.Module,
+    batches: Callable[[int], Batch],
+    loss: Callable[[nn.Module, Batch], Loss],
+    plan: Plan,
+    *,
+    checkpoint: Path | None = None,
+    identity: str = "",
+    evaluate: Evaluate | None = None,
+    watch: Watch = silent,
+) -> list[Record]:
+    """Train the parameters of `module` that require gradients, in place, from a checkpoint where there is one.
+
+    Args:
+        module: on its device.
+        batches: the batch of a step; a pure function of the step (and of the seed, which it knows).
+        loss: of the module on a batch.
+        plan: how long, how fast.
+        checkpoint: file that is written whole every so often, on SIGINT and SIGTERM, and at the end; read at the start.
+        identity: says which run a checkpoint belongs to (a hash of data and options).
+        evaluate: metrics of the module on held-out data; called in eval mode without gradients.
+        watch: shows progress.
+
+    Returns:
+        The history: {"step", "loss", "rate"} each `log_every` steps, evaluations with their step and metrics.
+
+    Raises:
+        UserError: the loss is not finite, or the checkpoint is another run's.
+        KeyboardInterrupt: SIGINT came; the checkpoint is written.
+        SystemExit: SIGTERM came; the checkpoint is written.
+    """
+    run = _Run(module, plan, checkpoint, identity)
+    run.restore()
+    with _deferred_signals() as caught, watch("training", plan.steps, run.state.step) as tick:
+        while run.state.step < plan.steps:
+            value, tokens = run.advance(batches, loss)
+            if evaluate is not None and run.evaluation_due():
+                run.evaluate(evaluate)
+            tick(run.state.step, tokens=tokens, loss=value)
+            if caught or run.save_due():
+                run.save()
+            _raise_for(caught)
+        run.save()
+    run.adopt_best()
+    return run.state.history
+
+
+@dataclass
+class _State:
+    """The counters of a run; what a checkpoint holds beside tensors."""
+
+    step: int = 0
+    total: float = 0.0  # of the losses that no record has averaged yet
+    count: int = 0
+    history: list[Record] = field(default_factory=list)
+    best: float | None = None
+
+
+class _Run:
+    """A module, its optimiser and its counters while they advance."""
+
+    def __init__(self, module: nn.Module, plan: Plan, checkpoint: Path | None, identity: str) -> None:
+        self.module = module
+        self.plan = plan
+        self.checkpoint = checkpoint
+        self.identity = f"{identity} {json.dumps(asdict(plan), sort_keys=True)}"
+        self.state = _State()
+        self.best: dict[str, Tensor] = {}
+        self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        decay, betas = plan.weight_decay, plan.betas
+        self.optimiser = torch.optim.AdamW(
+            self.trained.values(), lr=plan.learning_rate, betas=betas, weight_decay=decay
+        )
+        self._saved = time.monotonic()
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def advance(self, batches: Callable[[int], Batch], loss: Callable[[nn.Module, Batch], Loss]) -> tuple[float, int]:
+        """One optimiser step; returns loss and tokens."""
+        step, plan = self.state.step, self.plan
+        for group in self.optimiser.param_groups:
+            group["lr"] = plan.rate(step)
+        self.module.train()
+        with _seeded(fold(plan.seed, step)):
+            found = loss(self.module, batches(step))
+            self.optimiser.zero_grad(set_to_none=True)
+            found.value.backward()  # type: ignore[no-untyped-call]
+        value = float(found.value.detach())
+        if not math.isfinite(value):
+            raise UserError(f"the loss is {value} at step {step + 1}: lower the learning rate ({plan.learning_rate:g})")
+        if plan.clip:
+            nn.utils.clip_grad_norm_(self.trained.values(), plan.clip)
+        self.optimiser.step()
+        self._record(value, plan.rate(step))
+        return value, found.tokens
+
+    def _record(self, value: float, rate: float) -> None:
+        state = self.state
+        state.step, state.total, state.count = state.step + 1, state.total + value, state.count + 1
+        if state.step % self.plan.log_every == 0 or state.step == self.plan.steps:
+            state.history.append({"step": state.step, "loss": state.total / state.count, "rate": rate})
+            state.total, state.count = 0.0, 0
+
+    def evaluation_due(self) -> bool:
+        """Whether held-out data is looked at after this step."""
+        every = self.plan.evaluate_every
+        return self.state.step == self.plan.steps or bool(every and self.state.step % every == 0)
+
+    def evaluate(self, evaluate: Evaluate) -> None:
+        """Record the metrics of held-out data, and keep the weights if they are the best so far."""
+        self.module.eval()
+        with torch.no_grad():
+            found = evaluate(self.module)
+        self.state.history.append({"step": self.state.step, **found})
+        if self.plan.keep_best and (self.state.best is None or found[self.plan.keep_best] < self.state.best):
+            self.state.best = found[self.plan.keep_best]
+            self.best = {name: p.detach().clone() for name, p in self.trained.items()}
+
+    def adopt_best(self) -> None:
+        """Make the best weights the module's, and leave it in eval mode."""
+        self.module.eval()
+        with torch.no_grad():
+            for name, value in self.best.items():
+                self.trained[name].copy_(value)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        every = self.plan.save_every
+        return bool(every and self.state.step % every == 0) or time.monotonic() - self._saved > self.plan.save_seconds
+
+    def save(self) -> None:
+        """Write the checkpoint, whole or not at all."""
+        if self.checkpoint is None:
+            return
+        tensors = {f"best.{name}": value for name, value in self.best.items()}
+        tensors |= {f"module.{name}": value.detach() for name, value in self._kept().items()}
+        for place, slots in self.optimiser.state_dict()["state"].items():
+            tensors |= {f"optimiser.{place}.{name}": torch.as_tensor(value) for name, value in slots.items()}
+        told = {"identity": self.identity, "state": json.dumps(asdict(self.state))}
+        with whole_file(self.checkpoint) as work:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work, metadata=told)
+        self._saved = time.monotonic()
+
+    def _kept(self) -> dict[str, Tensor]:
+        """What training changes: trained parameters and buffers; frozen parameters are somebody else's file."""
+        return {**self.trained, **dict(self.module.named_buffers())}
+
+    def restore(self) -> None:
+        """Continue from the checkpoint, if there is one.
+
+        Raises:
+            UserError: it cannot be read, or it belongs to another run.
+        """
+        if self.checkpoint is None or not self.checkpoint.exists():
+            return
+        try:
+            told, tensors = _read(self.checkpoint)
+            state = _State(**json.loads(told["state"]))
+        except Exception as cause:
+            raise UserError(
+                f"cannot resume from {self.checkpoint} ({reason(cause)}): remove it to start anew"
+            ) from cause
+        if told["identity"] != self.identity:
+            raise UserError(
+                f"{self.checkpoint} belongs to a run with other data or options: repeat those, "
+                "name another output, or remove it to start anew"
+            )
+        self.state = state
+        self._take_over(tensors)
+
+    def _take_over(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, value in self._kept().items():
+                value.copy_(tensors["module"][name])
+        slots: dict[int, dict[str, Any]] = {}
+        for name, value in tensors.get("optimiser", {}).items():
+            place, _, slot = name.partition(".")
+            slots.setdefault(int(place), {})[slot] = value
+        self.optimiser.load_state_dict({"state": slots, "param_groups": self.optimiser.state_dict()["param_groups"]})
+        device = next(iter(self.trained.values())).device
+        self.best = {name: value.to(device) for name, value in tensors.get("best", {}).items()}
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
+    """Metadata and tensors of a checkpoint, by the first part of their names."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            part, _, rest = name.partition(".")
+            parts.setdefault(part, {})[rest] = file.get_tensor(name)
+        return file.metadata(), parts
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Torch's generators seeded for the block, and as before after it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed & ((1 << 63) - 1))
+        yield
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM are put into until the block ends; elsewhere than in the main thread, nothing."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda number, _: caught.append(number)) for kind in kinds}
+    try:
+        yield caught
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def _raise_for(caught: list[int]) -> None:
+    if signal.SIGINT in caught:
+        raise KeyboardInterrupt
+    if caught:
+        raise SystemExit(128 + caught[0])
