@@ -119,8 +119,8 @@ def _texts(file: Path, text: str, form: str) -> tuple[list[str], int]:
     if suffix == ".jsonl":
         rows = enumerate(text.split("\n"), 1)  # not splitlines: JSON text may hold its other line ends
         return [_of_json(row, f"{file}, line {number}") for number, row in rows if row.strip()], 0
-    if suffix not in {".txt", ""}:
-        raise UserError(f"{file} is of no known kind: legal are .txt and .jsonl, also with .gz or .xz")
+    if suffix not in {".txt", ".raw", ""}:
+        raise UserError(f"{file} is of no known kind: legal are .txt, .raw and .jsonl, also with .gz or .xz")
     return [part for part in FORMS[form](text) if part], 1
 
 

@@ -1,0 +1,246 @@
+"""What heads are trained on: draft model's states and both models' probabilities along known tokens, kept on disk.
+
+Knows: which state a kind of head reads, token mixing, prefix categories, shards. Does not know: heads, losses.
+
+Everything is teacher-forced: one forward pass of each model over a prompt and the tokens after it. The draft tokens y
+that are judged come from q in one of three ways:
+- mixed: y_i ~ q(.|x, X_<i) beside a response X of the target; the state is the one at y_i after (x, Z_<i), where Z has
+  a share of its tokens from X and the others from y; only places taken from y count (seed 003, section 3.3);
+- drafted: y is what the draft model itself continues a prefix with, so states, labels and prefixes are those of a run;
+- before: y_i ~ q(.|S_<i) along any tokens S; the state is the one before y_i, which it was drawn from (seed 004, 3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Float16, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftproof.backends.base import Backend, Feed
+from draftproof.drafters.draft_model import fit_width
+from draftproof.files import whole_file
+from draftproof.rng import TorchRng, fold
+from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
+from draftproof.training.progress import Watch, silent
+from draftproof.training.responses import Response
+from draftproof.tree import TokenTree
+
+SHARD = 32  # sequences in a file
+BATCH = 8  # sequences in a forward pass
+_LEAST = 1e-30
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Judged tokens, one a row.
+
+    Attributes:
+        hidden: the state that the head reads.
+        log_ratio: log(p/q) of the token.
+        log_q: its log-probability under q.
+        top: the largest entry of its q.
+        group: number of its sequence.
+        place: its place after the prompt, from 0.
+    """
+
+    hidden: Float16[Tensor, "rows dim"]
+    log_ratio: Float[Tensor, " rows"]
+    log_q: Float[Tensor, " rows"]
+    top: Float[Tensor, " rows"]
+    group: Int[Tensor, " rows"]
+    place: Int[Tensor, " rows"]
+
+    def __len__(self) -> int:
+        return int(self.log_ratio.shape[0])
+
+    @property
+    def accept(self) -> Float[Tensor, " rows"]:
+        """Probability that token verification accepts: min(1, p/q)."""
+        return self.log_ratio.clamp(max=0).exp()
+
+    def pick(self, index: Tensor) -> Rows:
+        """Some of the rows."""
+        return Rows(**{field.name: getattr(self, field.name)[index] for field in fields(Rows)})
+
+
+def join(parts: Sequence[Rows]) -> Rows:
+    """Rows one after another."""
+    return Rows(**{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Rows)})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models and how both are sampled.
+
+    Attributes:
+        target, draft: the models.
+        params: temperature, top_k, top_p and min_p of p and q; options that look at the path are of no use here.
+    """
+
+    target: Backend
+    draft: Backend
+    params: SamplingParams
+
+    @cached_property
+    def transforms(self) -> Transforms:
+        """The parameters at the target's width."""
+        return self.params.bind(vocab_size=self.target.vocab_size)
+
+    def p(self, rows: Sequence[Response]) -> list[Float[Tensor, "tokens vocab"]]:
+        """The target's distribution before each token of each response, and after the last."""
+        return [probs for probs, _ in self._read(self.target, rows, hidden=False)]
+
+    def q(self, rows: Sequence[Response]) -> list[tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens dim"]]]:
+        """The draft's distribution and last hidden state before each token of each response, and after the last."""
+        return self._read(self.draft, rows, hidden=True)
+
+    def _read(
+        self, model: Backend, rows: Sequence[Response], *, hidden: bool
+    ) -> list[tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens dim"]]]:
+        sessions = [model.open() for _ in rows]
+        try:
+            feeds = [
+                Feed(session, row.prompt, TokenTree.chain(torch.tensor(row.tokens, device=model.device)))
+                for session, row in zip(sessions, rows, strict=True)
+            ]
+            outputs = model.forward(feeds, hidden=hidden)
+        finally:
+            for session in sessions:
+                session.close()
+        read = []
+        for output in outputs:
+            logits = fit_width(output.logits, self.target.vocab_size)
+            check_logits(logits, model.name)
+            state = logits if output.hidden is None else output.hidden
+            read.append((probabilities(logits, self.transforms).cpu(), state.float().cpu()))
+        return read
+
+
+def fit(responses: Sequence[Response], *models: Backend) -> list[Response]:
+    """The responses cut to what the models can read; those without a token left are dropped."""
+    bounds = [model.max_positions for model in models if model.max_positions is not None]
+    most = min(bounds, default=None)
+    cut = [
+        Response(row.prompt, row.tokens[: None if most is None else max(most - len(row.prompt), 0)])
+        for row in responses
+    ]
+    return [row for row in cut if row.tokens]
+
+
+Build = Callable[[Sequence[Response], int], list[Rows]]  # responses, number of the first
+
+
+def mixed(pair: Pair, mix: float, seed: int) -> Build:
+    """Rows as in seed 003, section 3.3: `mix` is the share r of tokens that Z takes from the target's response."""
+
+    def build(responses: Sequence[Response], first: int) -> list[Rows]:
+        p, q = pair.p(responses), [probs for probs, _ in pair.q(responses)]
+        drawn, taken = [], []
+        for number, (row, probs) in enumerate(zip(responses, q, strict=True), first):
+            rng = TorchRng(fold(seed, number))
+            drawn.append(rng.categorical(probs[:-1]))
+            taken.append(rng.bernoulli(torch.full((len(row.tokens),), mix)))
+        z = [
+            Response(row.prompt, tuple(torch.where(keep, torch.tensor(row.tokens), y).tolist()))
+            for row, keep, y in zip(responses, taken, drawn, strict=True)
+        ]
+        states = [hidden[1:] for _, hidden in pair.q(z)]
+        return [
+            _rows(p[i][:-1], q[i][:-1], drawn[i], states[i], first + i).pick(~taken[i]) for i in range(len(responses))
+        ]
+
+    return build
+
+
+def drafted(pair: Pair) -> Build:
+    """Rows of tokens that the draft model sampled itself, one after another, after each prompt."""
+
+    def build(responses: Sequence[Response], first: int) -> list[Rows]:
+        p, q = pair.p(responses), pair.q(responses)
+        return [
+            _rows(p[i][:-1], q[i][0][:-1], torch.tensor(row.tokens), q[i][1][1:], first + i)
+            for i, row in enumerate(responses)
+        ]
+
+    return build
+
+
+def before(pair: Pair, seed: int) -> Build:
+    """Rows with the state before a token that is drawn from q afresh at every place of the responses."""
+
+    def build(responses: Sequence[Response], first: int) -> list[Rows]:
+        p, q = pair.p(responses), pair.q(responses)
+        made = []
+        for i in range(len(responses)):
+            probs = q[i][0][:-1]
+            y = TorchRng(fold(seed, first + i)).categorical(probs)
+            made.append(_rows(p[i][:-1], probs, y, q[i][1][:-1], first + i))
+        return made
+
+    return build
+
+
+def _rows(
+    p: Float[Tensor, "tokens vocab"],
+    q: Float[Tensor, "tokens vocab"],
+    y: Int[Tensor, " tokens"],
+    hidden: Float[Tensor, "tokens dim"],
+    group: int,
+) -> Rows:
+    """Labels of drawn tokens; y_i was drawn from q_i."""
+    log_p, log_q = (probs.gather(-1, y.unsqueeze(-1)).squeeze(-1).clamp(min=_LEAST).log() for probs in (p, q))
+    places = torch.arange(len(y), dtype=torch.int32)
+    return Rows(
+        hidden=hidden.half(),
+        log_ratio=(log_p - log_q).float(),
+        log_q=log_q.float(),
+        top=q.amax(-1).float(),
+        group=torch.full_like(places, group),
+        place=places,
+    )
+
+
+def collect(
+    build: Build,
+    responses: Sequence[Response],
+    folder: Path,
+    *,
+    watch: Watch = silent,
+    title: str = "reading features",
+) -> Rows:
+    """The rows of all responses, from shards on disk as far as they are there.
+
+    Args:
+        build: how rows are made of responses.
+        responses: to be read.
+        folder: where the shards are; its name must say what they were made of (a hash).
+        watch: shows progress.
+        title: what the progress bar says.
+    """
+    starts = range(0, len(responses), SHARD)
+    parts = []
+    with watch(title, len(starts), 0) as tick:
+        for number, start in enumerate(starts):
+            file = folder / f"{number:05d}.safetensors"
+            fresh = not file.exists()
+            if fresh:
+                _write_shard(file, _shard(build, responses[start : start + SHARD], start))
+            parts.append(Rows(**load_file(file)))
+            tick(number + 1, tokens=len(parts[-1]) if fresh else 0)
+    return join(parts)
+
+
+def _shard(build: Build, responses: Sequence[Response], first: int) -> Rows:
+    starts = range(0, len(responses), BATCH)
+    return join([rows for start in starts for rows in build(responses[start : start + BATCH], first + start)])
+
+
+def _write_shard(file: Path, rows: Rows) -> None:
+    with whole_file(file) as work:
+        save_file({field.name: getattr(rows, field.name).contiguous() for field in fields(Rows)}, work)

@@ -1,0 +1,214 @@
+"""Training heads on rows of features, and judging them on others.
+
+Knows: the loss of each kind, its labels, its report. Does not know: where rows come from, engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import huber_loss, softplus
+
+from draftproof.errors import UserError
+from draftproof.heads import Head, HeadConfig
+from draftproof.rng import fold
+from draftproof.training.features import Rows
+from draftproof.training.loop import Loss, Plan, Record, train
+from draftproof.training.metrics import auc, binary_kl, probability_report, rates_at, roc
+from draftproof.training.progress import Watch, silent
+
+RATIO_LIMIT = 5.0  # beyond e^5 a ratio has decided: the running probability is below 1% or back at 1
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What a head learns.
+
+    Attributes:
+        w_acc, w_rej: weights of the two halves of the cross-entropy (seed 003, section 3.3); acceptance only.
+        lam: a token is acceptable if q <= lam p (seed 004, section 3.2); verifier only.
+    """
+
+    w_acc: float = 1.0
+    w_rej: float = 6.0
+    lam: float = 1.2
+
+    def __post_init__(self) -> None:
+        if min(self.w_acc, self.w_rej, self.lam) <= 0:
+            raise UserError(
+                f"w_acc, w_rej and lambda are {self.w_acc:g}, {self.w_rej:g} and {self.lam:g}: legal is above 0"
+            )
+
+    def acceptable(self, log_ratio: Float[Tensor, " rows"]) -> Tensor:
+        """Whether q <= lam p."""
+        return log_ratio >= -torch.tensor(self.lam).log()
+
+
+def weighted_bce(
+    output: Float[Tensor, " rows"], label: Float[Tensor, " rows"], w_acc: float = 1.0, w_rej: float = 1.0
+) -> Float[Tensor, ""]:
+    """Mean of -w_acc P log P^ - w_rej (1 - P) log(1 - P^), P^ = sigmoid(output) (seed 003, section 3.3)."""
+    return (w_acc * label * softplus(-output) + w_rej * (1 - label) * softplus(output)).mean()
+
+
+def ratio_loss(output: Float[Tensor, " rows"], log_ratio: Float[Tensor, " rows"]) -> Float[Tensor, ""]:
+    """Huber loss on log(p/q), the labels clamped to +-RATIO_LIMIT: a token that p forbids is one label among others."""
+    return huber_loss(output, log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT))
+
+
+def head_loss(output: Float[Tensor, " rows"], rows: Rows, kind: str, labels: Labels) -> Float[Tensor, ""]:
+    """The loss of a kind of head on its outputs for rows."""
+    if kind == "acceptance":
+        return weighted_bce(output, rows.accept, labels.w_acc, labels.w_rej)
+    if kind == "log_ratio":
+        return ratio_loss(output, rows.log_ratio)
+    return weighted_bce(output, labels.acceptable(rows.log_ratio).float())
+
+
+def run_head(head: Head, rows: Rows) -> Float[Tensor, " rows"]:
+    """The head's outputs for rows."""
+    made: Tensor = head(rows.hidden, rows.log_q if head.config.reads_draw else None)
+    return made
+
+
+def train_head(
+    config: HeadConfig,
+    rows: Rows,
+    valid: Rows,
+    plan: Plan,
+    labels: Labels,
+    *,
+    batch: int = 512,
+    checkpoint: Path | None = None,
+    identity: str = "",
+    watch: Watch = silent,
+) -> tuple[Head, list[Record]]:
+    """Train a head; the weights with the lowest validation loss are its own (seed 004, appendix A.5).
+
+    Args:
+        config: its kind and shape.
+        rows: to learn from; row numbers of a step's batch are drawn by (seed, step).
+        valid: to stop early by.
+        plan: steps, seed, learning rate.
+        labels: what it learns.
+        batch: rows a step.
+        checkpoint: as for `loop.train`.
+        identity: likewise.
+        watch: likewise.
+
+    Raises:
+        UserError: no rows.
+    """
+    if not len(rows) or not len(valid):
+        raise UserError(f"{len(rows)} rows to train on and {len(valid)} to validate on: legal is 1 or more of each")
+    head = fresh_head(config, plan.seed)
+    every = max(plan.steps // 20, 1)
+    plan = Plan(**{**plan.__dict__, "evaluate_every": every, "keep_best": "valid_loss"})
+
+    def loss(module: nn.Module, picked: Rows) -> Loss:
+        assert isinstance(module, Head), "heads are trained here"
+        return Loss(head_loss(run_head(module, picked), picked, config.kind, labels), len(picked))
+
+    def evaluate(module: nn.Module) -> Record:
+        return {"valid_loss": float(loss(module, valid).value)}
+
+    history = train(
+        head,
+        row_batches(rows, batch, plan.seed),
+        loss,
+        plan,
+        checkpoint=checkpoint,
+        identity=identity,
+        evaluate=evaluate,
+        watch=watch,
+    )
+    return head, history
+
+
+def fresh_head(config: HeadConfig, seed: int) -> Head:
+    """An untrained head, always the same for a seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(fold(seed, 1) >> 1)
+        return Head(config)
+
+
+def row_batches(rows: Rows, size: int, seed: int) -> Callable[[int], Rows]:
+    """Batches of rows by step, drawn with replacement."""
+
+    def batch(step: int) -> Rows:
+        generator = torch.Generator().manual_seed(fold(seed, 2, step) >> 1)
+        return rows.pick(torch.randint(len(rows), (min(size, len(rows)),), generator=generator))
+
+    return batch
+
+
+@torch.no_grad()
+def judge(head: Head, rows: Rows, known: Rows, labels: Labels, threshold: float | None = None) -> dict[str, Any]:
+    """What a head is worth on held-out rows.
+
+    Args:
+        head: any kind.
+        rows: held-out.
+        known: those it was trained on, for the baselines.
+        labels: what it learnt.
+        threshold: tau of a verifier; default its own.
+    """
+    head.eval()
+    output = run_head(head, rows).double()
+    if head.config.kind == "log_ratio":
+        return _judge_ratio(output, rows, known)
+    if head.config.kind == "acceptance":
+        return _judge_acceptance(output, rows, known, labels)
+    tau = head.config.threshold if threshold is None else threshold
+    return _judge_verifier(output.sigmoid(), rows, known, labels, tau)
+
+
+def _judge_acceptance(output: Tensor, rows: Rows, known: Rows, labels: Labels) -> dict[str, Any]:
+    """As predicted, and with the odds multiplied by w_rej / w_acc.
+
+    The weighted loss is smallest at odds P w_acc / ((1 - P) w_rej), so the second is what it says of P.
+    """
+    made = probability_report(rows.accept, output.sigmoid(), rows.top, known.accept, known.top)
+    plain = (output + torch.tensor(labels.w_rej / labels.w_acc).log()).sigmoid()
+    without = probability_report(rows.accept, plain, rows.top, known.accept, known.top)
+    made["auc"] = auc(output, rows.log_ratio >= 0)
+    made["auc_max_probability"] = auc(rows.top, rows.log_ratio >= 0)
+    return made | {f"{name}_unweighted": without[name] for name in ("kl", "ece", "calibration")}
+
+
+def _judge_ratio(output: Tensor, rows: Rows, known: Rows) -> dict[str, Any]:
+    """Errors of log(p/q) beside the median's, and the acceptance probabilities that follow from it."""
+    label = rows.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT)
+    middle = known.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT).median().expand(len(rows))
+    mean_error = float(((label - label.mean()) ** 2).mean())
+    return {
+        "rows": len(rows),
+        "huber": float(huber_loss(output, label)),
+        "huber_constant": float(huber_loss(middle, label)),
+        "explained": 1 - float(((output - label) ** 2).mean()) / max(mean_error, 1e-12),
+        "kl": binary_kl(rows.accept, output.clamp(max=0).exp()),
+        "kl_constant": binary_kl(rows.accept, known.accept.double().mean().expand(len(rows))),
+        "auc": auc(output, rows.log_ratio >= 0),
+        "auc_max_probability": auc(rows.top, rows.log_ratio >= 0),
+    }
+
+
+def _judge_verifier(score: Tensor, rows: Rows, known: Rows, labels: Labels, tau: float) -> dict[str, Any]:
+    good = labels.acceptable(rows.log_ratio)
+    made = probability_report(good.float(), score, rows.top, labels.acceptable(known.log_ratio).float(), known.top)
+    true, false = rates_at(score, good, tau)
+    return made | {
+        "auc": auc(score, good),
+        "auc_max_probability": auc(rows.top, good),
+        "tau": tau,
+        "lambda": labels.lam,
+        "eta_tp": true,
+        "eta_fp": false,
+        "roc": roc(score, good),
+    }
