@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
     "audit": "Check verification rules: ours, yours, other people's.",
     "models": "List, fetch, find and cut models.",
+    "train": "Train the small heads that judge drafts.",
 }
 _DEBUG = "draftproof.debug"
 _COMPLETION = {"install_completion", "show_completion"}

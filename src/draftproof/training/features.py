@@ -158,13 +158,18 @@ def mixed(pair: Pair, mix: float, seed: int) -> Build:
     return build
 
 
-def drafted(pair: Pair) -> Build:
-    """Rows of tokens that the draft model sampled itself, one after another, after each prompt."""
+def drafted(pair: Pair, *, above: bool = False) -> Build:
+    """Rows of tokens that the draft model sampled itself, one after another, after each prompt.
+
+    Args:
+        pair: the models.
+        above: read the state before each token, as a verifier does, and not the one at it.
+    """
 
     def build(responses: Sequence[Response], first: int) -> list[Rows]:
         p, q = pair.p(responses), pair.q(responses)
         return [
-            _rows(p[i][:-1], q[i][0][:-1], torch.tensor(row.tokens), q[i][1][1:], first + i)
+            _rows(p[i][:-1], q[i][0][:-1], torch.tensor(row.tokens), q[i][1][:-1] if above else q[i][1][1:], first + i)
             for i, row in enumerate(responses)
         ]
 

@@ -20,7 +20,7 @@ from draftproof.heads import Head, HeadConfig
 from draftproof.rng import fold
 from draftproof.training.features import Rows
 from draftproof.training.loop import Loss, Plan, Record, train
-from draftproof.training.metrics import auc, binary_kl, probability_report, rates_at, roc
+from draftproof.training.metrics import auc, probability_report, rates_at, roc
 from draftproof.training.progress import Watch, silent
 
 RATIO_LIMIT = 5.0  # beyond e^5 a ratio has decided: the running probability is below 1% or back at 1
@@ -183,7 +183,7 @@ def _judge_acceptance(output: Tensor, rows: Rows, known: Rows, labels: Labels) -
 
 
 def _judge_ratio(output: Tensor, rows: Rows, known: Rows) -> dict[str, Any]:
-    """Errors of log(p/q) beside the median's, and the acceptance probabilities that follow from it."""
+    """Errors of log(p/q) beside those of the training median."""
     label = rows.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT)
     middle = known.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT).median().expand(len(rows))
     mean_error = float(((label - label.mean()) ** 2).mean())
@@ -192,8 +192,6 @@ def _judge_ratio(output: Tensor, rows: Rows, known: Rows) -> dict[str, Any]:
         "huber": float(huber_loss(output, label)),
         "huber_constant": float(huber_loss(middle, label)),
         "explained": 1 - float(((output - label) ** 2).mean()) / max(mean_error, 1e-12),
-        "kl": binary_kl(rows.accept, output.clamp(max=0).exp()),
-        "kl_constant": binary_kl(rows.accept, known.accept.double().mean().expand(len(rows))),
         "auc": auc(output, rows.log_ratio >= 0),
         "auc_max_probability": auc(rows.top, rows.log_ratio >= 0),
     }

@@ -1,0 +1,157 @@
+"""What SPRINTER's verifier does to a run: tokens per target call against Theorem 3.3, and what it costs in quality.
+
+Knows: seed 004's quantities, measured. Does not know: how the verifier was trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from draftproof.engine.sequence import Output
+from draftproof.heads import Head
+from draftproof.stoppers.trained import LIMIT, Approximate
+from draftproof.training.features import Pair, Rows
+from draftproof.training.heads import Labels, run_head
+from draftproof.training.metrics import rates_at
+from draftproof.training.responses import Response
+from draftproof.training.sweep import Trial, rates
+
+
+def expected_drafted(run: int, true_positive: float, false_positive: float, limit: int = LIMIT) -> float:
+    """Mean length of a draft that ends at the first refusal or at `limit` tokens.
+
+    1 + sum over k < limit of Pr(the first k tokens are accepted); Theorem 3.3's E[N] + 1 as the limit grows.
+
+    Args:
+        run: acceptable tokens before the first unacceptable one, all later ones counting as unacceptable.
+        true_positive: eta_TP.
+        false_positive: eta_FP.
+        limit: longest draft.
+    """
+    return 1 + math.fsum(true_positive ** min(k, run) * false_positive ** max(k - run, 0) for k in range(1, limit))
+
+
+def runs(good: Bool[Tensor, " rows"], rows: Rows, limit: int = LIMIT) -> list[int]:
+    """Acceptable tokens before the first unacceptable one, for each drafted sequence of at least `limit` tokens."""
+    found = []
+    for number in torch.unique(rows.group).tolist():
+        mine = good[rows.group == number]
+        if len(mine) >= limit:
+            bad = (~mine).nonzero()
+            found.append(int(bad[0]) if len(bad) else len(mine))
+    return found
+
+
+@torch.no_grad()
+def predict(head: Head, rows: Rows, labels: Labels) -> dict[str, float]:
+    """Tokens per target call by Theorem 3.3, from error rates and runs on drafted sequences.
+
+    Args:
+        head: the verifier.
+        rows: of drafted sequences, with the state before each token.
+        labels: what an acceptable token is.
+    """
+    score = run_head(head, rows).double().sigmoid()
+    good = labels.acceptable(rows.log_ratio)
+    tau = head.config.threshold
+    true, false = rates_at(score, good, tau)
+    lengths = runs(good, rows) or [0]
+    drafted = math.fsum(expected_drafted(length, true, false) for length in lengths) / len(lengths)
+    refused = score <= tau
+    kept = float(rows.accept[refused].double().mean()) if bool(refused.any()) else 1.0
+    return {
+        "eta_tp": true,
+        "eta_fp": false,
+        "mean_run": sum(lengths) / len(lengths),
+        "drafted_per_call": drafted,
+        "block_efficiency": drafted + kept,  # a refused token that the target keeps is followed by a bonus token
+    }
+
+
+def position_law(
+    p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], accepted: Bool[Tensor, "rows #vocab"]
+) -> Float[Tensor, "rows vocab"]:
+    """The law of the token at a position that is reached by drafting: y ~ q, kept where accepted, else token-verified.
+
+    Args:
+        p: target.
+        q: draft.
+        accepted: whether the verifier accepts each token there.
+    """
+    refused = (~accepted).to(q.dtype)
+    shared = torch.minimum(p, q)
+    lost = (refused * (q - shared)).sum(-1, keepdim=True)
+    residual = (p - q).clamp(min=0)
+    residual = residual / residual.sum(-1, keepdim=True).clamp(min=1e-30)
+    return q * (1 - refused) + refused * shared + lost * residual
+
+
+@torch.no_grad()
+def drift(head: Head, pair: Pair, responses: Sequence[Response]) -> dict[str, float]:
+    """Exact total variation from the target at every position of given texts, by summing over the vocabulary.
+
+    Returns:
+        Means over positions: `position_tv` of SPRINTER's law, `draft_tv` of q itself.
+    """
+    found: list[Tensor] = []
+    for start in range(0, len(responses), 8):
+        batch = list(responses[start : start + 8])
+        for p, (q, hidden) in zip(pair.p(batch), pair.q(batch), strict=True):
+            law = position_law(p, q, _accepted(head, q, hidden))
+            found.append(torch.stack([(law - p).abs().sum(-1), (q - p).abs().sum(-1)]) / 2)
+    both = torch.cat(found, -1).double().mean(-1)
+    return {"position_tv": float(both[0]), "draft_tv": float(both[1])}
+
+
+def _accepted(head: Head, q: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows dim"]) -> Tensor:
+    """What the verifier says of every token at every position; of all the same where it does not read the draw."""
+    if not head.config.reads_draw:
+        every: Tensor = head(hidden).sigmoid() > head.config.threshold
+        return every.unsqueeze(-1)
+    wide = hidden.unsqueeze(1).expand(-1, q.shape[-1], -1)
+    made: Tensor = head(wide, q.clamp(min=1e-30).log()).sigmoid() > head.config.threshold
+    return made
+
+
+def log_likelihood(pair: Pair, outputs: Sequence[Output], prompts: Sequence[Sequence[int]]) -> float:
+    """Mean log-probability a token under the target's own distribution."""
+    rows = [Response(tuple(prompt), out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)]
+    total, count = 0.0, 0
+    for start in range(0, len(rows), 8):
+        batch = [row for row in rows[start : start + 8] if row.tokens]
+        for row, p in zip(batch, pair.p(batch), strict=True):
+            chosen = p[:-1].gather(-1, torch.tensor(row.tokens).unsqueeze(-1))
+            total += float(chosen.double().clamp(min=1e-30).log().sum())
+            count += len(row.tokens)
+    return total / max(count, 1)
+
+
+def quality(trial: Trial, head: Head, tokenizer: Any) -> dict[str, Any]:
+    """SPRINTER's responses beside lossless ones: rates, log-likelihood, and ROUGE against a second lossless sample."""
+    lossy = trial.run(Approximate(head), "last_token")
+    plain, second = (trial.run(Approximate(head), "block", shift=shift) for shift in (0, 1))
+    made: dict[str, Any] = {"measured": rates(lossy), "lossless": rates(plain)}
+    for name, outputs in (("measured", lossy), ("lossless", plain)):
+        made[name]["log_likelihood"] = log_likelihood(trial.pair, outputs, trial.prompts)
+        made[name]["rouge"] = rouge(outputs, second, tokenizer)
+    return made
+
+
+def rouge(outputs: Sequence[Output], references: Sequence[Output], tokenizer: Any) -> dict[str, float] | None:
+    """Mean ROUGE-1, -2 and -L F-measures; None without the package rouge-score (extra `bench`)."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        return None
+    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
+    texts = [
+        [tokenizer.decode(out.token_ids, skip_special_tokens=True) for out in each] for each in (references, outputs)
+    ]
+    found = [scorer.score(reference, text) for reference, text in zip(*texts, strict=True)]
+    return {name: sum(each[name].fmeasure for each in found) / len(found) for name in ("rouge1", "rouge2", "rougeL")}

@@ -1,0 +1,175 @@
+"""What stopping rules come to in the real engine, and the threshold that the cost model picks.
+
+Knows: the engine, discard and verification rates, seed 003's cost model. Does not know: how heads are trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.model import ModelDrafter
+from draftproof.engine.compose import make_verifier
+from draftproof.engine.engine import Engine
+from draftproof.engine.sequence import Output
+from draftproof.engine.stats import Stats
+from draftproof.errors import UserError
+from draftproof.files import whole_file
+from draftproof.heads import Head
+from draftproof.rng import fold
+from draftproof.sampling import SamplingParams
+from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.stoppers.trained import Acceptance, Ratio
+from draftproof.theory.cost import PassCosts, latency
+from draftproof.training.features import Pair
+from draftproof.training.progress import Watch, silent
+
+LENGTHS = (2, 4, 6, 8, 10, 12, 14)  # seed 003, section 4.1; likewise the next three
+THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
+DEPTHS = (0, 1, 2, 3, 4)
+WEIGHTS = (1.0, 3.0, 6.0, 12.0)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A pair of models and the prompts that stopping rules are tried on.
+
+    Attributes:
+        pair: the models and how they are sampled.
+        prompts: token ids.
+        eos_token_ids: tokens that end a response.
+        tokens: most tokens a response.
+        seed: of the draws; every rule gets the same seeds.
+    """
+
+    pair: Pair
+    prompts: Sequence[Sequence[int]]
+    eos_token_ids: tuple[int, ...]
+    tokens: int = 64
+    seed: int = 0
+
+    def run(self, stopper: Stopper | None, rule: str, *, max_batch: int = 8, shift: int = 0) -> list[Output]:
+        """Responses under a stopper and a verification rule; plain decoding without a stopper.
+
+        `shift` changes all seeds, for a second, independent sample.
+        """
+        pair, drafter = self.pair, None
+        if stopper is not None:
+            drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=pair.target.vocab_size), stopper)
+        engine = Engine(
+            pair.target, drafter, make_verifier(rule), eos_token_ids=self.eos_token_ids, max_batch=max_batch
+        )
+        each = [self._params(number, shift) for number in range(len(self.prompts))]
+        return engine.generate([list(prompt) for prompt in self.prompts], each)
+
+    def _params(self, number: int, shift: int) -> SamplingParams:
+        told = {**asdict(self.pair.params), "max_tokens": self.tokens, "seed": fold(self.seed, 3, shift, number) >> 1}
+        return SamplingParams(**told)
+
+    def rates(self, stopper: Stopper, rule: str) -> dict[str, float]:
+        """Discard rate, verification rate and what else the engine counted."""
+        return rates(self.run(stopper, rule))
+
+
+def rates(outputs: Sequence[Output]) -> dict[str, float]:
+    """Counts of several responses as rates."""
+    total = Stats()
+    for output in outputs:
+        for name in ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            setattr(total, name, getattr(total, name) + getattr(output.stats, name))
+    return {
+        "discard_rate": total.discard_rate,
+        "verification_rate": total.verification_rate,
+        "block_efficiency": total.block_efficiency,
+        "drafted_per_call": total.num_draft_tokens / max(total.num_target_calls, 1),
+        "tokens": total.num_tokens,
+    }
+
+
+def measure_costs(trial: Trial) -> PassCosts:
+    """Seconds of a pass of either model in the engine: one sequence at a time, four drafted tokens a round."""
+    stats = [output.stats for output in trial.run(FixedLength(4), "block", max_batch=1)]
+    drafted, calls = (sum(getattr(each, name) for each in stats) for name in ("num_draft_tokens", "num_target_calls"))
+    return PassCosts(
+        draft=sum(each.seconds.draft for each in stats) / max(drafted, 1),
+        target=sum(each.seconds.target for each in stats) / max(calls, 1),
+    )
+
+
+def stopper_of(head: Head, threshold: float) -> Stopper:
+    """The lossless stopper of a head.
+
+    Raises:
+        UserError: a verifier, whose threshold is no h.
+    """
+    if head.config.kind == "verifier":
+        raise UserError("a verifier has no threshold h: sweep heads of kind acceptance or log_ratio")
+    return (Acceptance if head.config.kind == "acceptance" else Ratio)(head, threshold)
+
+
+def fixed_table(trial: Trial, rule: str, *, watch: Watch = silent) -> list[dict[str, Any]]:
+    """Rates of constant lengths, the baseline."""
+    made = []
+    with watch("constant lengths", len(LENGTHS), 0) as tick:
+        for number, length in enumerate(LENGTHS, 1):
+            made.append({"length": length, **trial.rates(FixedLength(length), rule)})
+            tick(number, tokens=int(made[-1]["tokens"]))
+    return made
+
+
+def head_table(trial: Trial, head: Head, rule: str, *, watch: Watch = silent) -> list[dict[str, Any]]:
+    """Rates of one head at every threshold."""
+    made = []
+    with watch("thresholds", len(THRESHOLDS), 0) as tick:
+        for number, threshold in enumerate(THRESHOLDS, 1):
+            made.append({"threshold": threshold, **trial.rates(stopper_of(head, threshold), rule)})
+            tick(number, tokens=int(made[-1]["tokens"]))
+    return made
+
+
+def remembered(file: Path, make: Callable[[], Any]) -> Any:
+    """What a JSON file holds; made and written first if it is not there, so that a resumed run repeats nothing."""
+    if not file.exists():
+        made = make()
+        with whole_file(file) as work:
+            work.write_text(json.dumps(made), encoding="utf-8")
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def with_latency(rows: Sequence[dict[str, Any]], costs: PassCosts) -> list[dict[str, Any]]:
+    """The rows with seconds a token by the cost model (seed 003, equation (2.3))."""
+    return [row | {"latency": latency(costs, row["discard_rate"], row["verification_rate"])} for row in rows]
+
+
+def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The row with the least latency; the first of equals."""
+    return min(rows, key=lambda row: float(row["latency"]))
+
+
+def dominated(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[int]:
+    """The constant lengths that some head beats at both rates: points behind the heads' Pareto frontier."""
+    names = ("discard_rate", "verification_rate")
+    return [
+        int(row["length"])
+        for row in fixed
+        if any(all(other[name] <= row[name] for name in names) and other != row for other in heads)
+    ]
+
+
+def compare_latency(
+    fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], ratios: Sequence[float] = (0.05, 0.1, 0.2, 0.4)
+) -> list[dict[str, float]]:
+    """Best latency of either at several ratios t_draft/t_target, in target passes a token."""
+    made = []
+    for ratio in ratios:
+        costs = PassCosts(draft=ratio, target=1.0)
+        best = [choose(with_latency(rows, costs)) for rows in (fixed, heads)]
+        names = ("fixed", "head")
+        made.append({"cost_ratio": ratio, **{name: row["latency"] for name, row in zip(names, best, strict=True)}})
+        made[-1] |= {"length": best[0]["length"], "threshold": best[1]["threshold"]}
+    return made
