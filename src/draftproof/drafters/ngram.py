@@ -54,7 +54,7 @@ class NgramDrafter:
         index.extend(request.tokens)
         start = index.find(request.tokens)
         found = [] if start is None else request.tokens[start : start + max(min(self.limit, request.limit), 0)]
-        return Draft(TokenTree.chain(torch.tensor(found, dtype=torch.int64)), None)
+        return point_chain(found)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Nothing to learn."""
@@ -62,6 +62,11 @@ class NgramDrafter:
     def release(self, request_id: int) -> None:
         """Forget the request's index."""
         self._seen.pop(request_id, None)
+
+
+def point_chain(tokens: Sequence[int]) -> Draft:
+    """A draft of these tokens, one after another, each a point mass; empty without any."""
+    return Draft(TokenTree.chain(torch.tensor(tokens, dtype=torch.int64)), None)
 
 
 class _Index:

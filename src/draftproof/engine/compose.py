@@ -19,6 +19,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
+from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
@@ -157,6 +158,7 @@ DRAFTERS = {
     "tree:AxBxC": "a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
     "early_exit:L": "one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
     "ngram:N": "up to N tokens that followed an earlier occurrence of the last ones; no draft model",
+    "suffix:N": "up to N tokens that most often followed the longest suffix known from this and other requests",
 }
 
 
@@ -253,8 +255,16 @@ def _early_exit(parts: _Parts, argument: str) -> Drafter:
     return early_exit_drafter(model, make_stopper(parts.stopper), chains=found[1] if len(found) > 1 else 1)
 
 
-def _ngram(parts: _Parts, argument: str) -> Drafter:  # noqa: ARG001
-    return NgramDrafter(*numbers(argument, "ngram:8"))
+def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[_Parts, str], Drafter]:
+    """A drafter that reads tokens only, with its longest draft as its argument."""
+
+    def build(parts: _Parts, argument: str) -> Drafter:  # noqa: ARG001
+        found = numbers(argument, example)
+        if len(found) > 1:
+            raise UserError(f"{argument!r} is not one whole number: legal is for example {example}")
+        return make(*found)
+
+    return build
 
 
 # name -> whether it reads a draft model, and its maker
@@ -263,7 +273,8 @@ _DRAFTER_MAKERS: dict[str, tuple[bool, Callable[[_Parts, str], Drafter]]] = {
     "chains": (True, _chains),
     "tree": (True, _tree),
     "early_exit": (False, _early_exit),
-    "ngram": (False, _ngram),
+    "ngram": (False, _lookup(NgramDrafter, "ngram:8")),
+    "suffix": (False, _lookup(SuffixDrafter, "suffix:16")),
 }
 
 
