@@ -70,7 +70,7 @@ def walk(program, rows):
     script, checked = (), False
     while script is not None:
         rng = BatchEnumeratingRng(script, rows)
-        with _checks_off(checked):
+        with checks_off(off=checked):
             outcome = program(rng)
         checked = True
         yield rng.weight, outcome
@@ -78,7 +78,8 @@ def walk(program, rows):
 
 
 @contextlib.contextmanager
-def _checks_off(off):
+def checks_off(*, off=True):
+    """Shapes and types unchecked: they are the same on every branch of a walk, and checks cost five times the rest."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", off or before)
     try:

@@ -1,118 +1,128 @@
 """Every lossless (drafter, stopper, rule) that composes has exactly the target's law, by enumeration."""
 
+from pathlib import Path
+
 import pytest
 
-from draftproof.drafters.draft_model import DraftModel
+from draftproof.audit.compositions import DRAFTERS, PROMPT, STOPPERS, VOCAB, compositions, markdown, toy_engine
 from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.ngram import NgramDrafter
-from draftproof.drafters.sampled_tree import SampledTreeDrafter
-from draftproof.engine.compose import LOSSY, VERIFIERS, make_verifier
-from draftproof.engine.engine import Engine
-from draftproof.errors import UserError
+from draftproof.engine import compose
+from draftproof.engine.compose import LOSSY, VERIFIERS
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.stoppers.probability import Confidence, Entropy
 from draftproof.testing import TableModel, assert_lossless, exact_law, target_law, total_variation
+from laws import checks_off
 
-VOCAB = 3
-
-
+ALL = list(compositions())
 RULES = [name for name in VERIFIERS if name not in LOSSY]
+BRANCHING = {"chains", "tree", "wide"}
+CHAINS_ONLY = {"token", "block", "match", "greedy_block"}
 
 
-# Zeros keep the walk short; every case occurs: one-sided zeros, p > q, p < q, a token only the target has.
-TARGET = {(0,): [0.6, 0.4, 0.0], (1,): [0.0, 0.3, 0.7], (2,): [0.5, 0.0, 0.5]}
-DRAFT = {(0,): [0.3, 0.0, 0.7], (1,): [0.0, 0.8, 0.2], (2,): [0.6, 0.4, 0.0]}
+def name(made):
+    return f"{made.drafter}-{made.stopper or 'none'}-{made.rule}"
 
 
-class Moody(FixedLength):
-    """Stops after a token it finds unlikely; looks at the newest token, and submits it."""
-
-    constant = False
-
-    def signal(self, step):
-        return step.probs.gather(-1, step.tokens.unsqueeze(-1)).squeeze(-1)
-
-    def stop_after(self, signals, row):  # noqa: ARG002
-        return signals[-1] < 0.4
+def maker(drafter, stopper, rule, **options):
+    return lambda round_rng: toy_engine(drafter, stopper, rule, round_rng, **options)
 
 
-def model(draft, stopper):
-    return ModelDrafter(DraftModel(draft, vocab_size=VOCAB), stopper)
-
-
-def chains(draft, stopper):
-    return SampledTreeDrafter(DraftModel(draft, vocab_size=VOCAB), stopper, chains=2)
-
-
-def tree(draft, stopper):
-    return SampledTreeDrafter(DraftModel(draft, vocab_size=VOCAB), stopper, factors=(1, 2))
-
-
-def wide(draft, stopper):
-    return SampledTreeDrafter(DraftModel(draft, vocab_size=VOCAB), stopper, factors=(2, 2))
-
-
-def ngram(draft, stopper):  # noqa: ARG001
-    return NgramDrafter(2)
-
-
-DRAFTERS = {"model": model, "chains": chains, "tree": tree, "wide": wide, "ngram": ngram}
-STOPPERS = {
-    "fixed": FixedLength,
-    "adaptive": Moody,
-    "confidence": lambda n: Confidence(0.65, n),
-    "entropy": lambda n: Entropy(0.66, n),
-}
-
-
-def maker(drafter, stopper, rule, *, target=None, draft=None, eos=()):
-    target = target or TableModel(VOCAB, 0, order=1, rows=TARGET)
-    draft = draft or TableModel(VOCAB, 0, order=1, rows=DRAFT)
-
-    def make(round_rng):
-        parts = DRAFTERS[drafter](draft, STOPPERS[stopper](2))
-        return Engine(target, parts, make_verifier(rule), eos_token_ids=eos, round_rng=round_rng)
-
-    return make
-
-
-def composes(drafter, stopper, rule):
-    try:
-        maker(drafter, stopper, rule)(CounterRoundRng)
-    except UserError:
-        return False
-    return True
-
-
-ALL = [(d, s, r) for d in DRAFTERS for s in STOPPERS for r in RULES if s in {"fixed", "adaptive"} or d == "model"]
-ALL = [triple for triple in ALL if triple[0] != "ngram" or triple[1] == "fixed"]
-COMPOSING = [triple for triple in ALL if composes(*triple)]
-# Every draw of a wide tree is walked: minutes. `tree` and `chains` cover its parts in seconds.
-MARKED = [pytest.param(*triple, marks=[pytest.mark.slow] * (triple[0] == "wide")) for triple in COMPOSING]
+def test_every_part_has_a_toy():
+    """A part that is added to the library must be added to the list that is enumerated."""
+    wide = {"wide"}  # a second shape of tree
+    whole = {"early_exit"}  # the target's own layers: no table has any; test_early_exit.py enumerates it
+    assert set(DRAFTERS) - wide == {spec.partition(":")[0] for spec in compose.DRAFTERS} - whole
+    assert set(STOPPERS) == set(compose.STOPPERS)
+    assert {made.rule for made in ALL} == set(VERIFIERS)
 
 
 def test_what_composes_is_what_theory_allows():
-    refused = {triple for triple in ALL if triple not in COMPOSING}
-    chains_only = {"token", "block", "match", "greedy_block"}
-    for drafter, stopper, rule in ALL:
-        branches = drafter in {"chains", "tree", "wide"}
-        varies = stopper != "fixed" or drafter == "ngram"
-        wanted = (branches and rule in chains_only) or (varies and rule == "greedy_block")
-        assert ((drafter, stopper, rule) in refused) == wanted
+    for made in ALL:
+        branches = made.drafter in BRANCHING and made.rule in {*CHAINS_ONLY, "last_token", "typical", "mixture"}
+        points = made.drafter in {"ngram", "suffix"}
+        varies = made.rule == "greedy_block" and (points or made.stopper not in {"", "fixed"})
+        unknown = made.rule == "mentored" and (points or made.drafter in BRANCHING)
+        assert (made.refused is not None) == (branches or varies or unknown), f"{name(made)}: {made.refused}"
 
 
-@pytest.mark.parametrize(("drafter", "stopper", "rule"), MARKED, ids=str)
-def test_law_of_every_composition(drafter, stopper, rule):
-    assert_lossless(maker(drafter, stopper, rule), prompt=(0, 1, 0, 1), params=SamplingParams(max_tokens=3))
+def test_the_page_is_generated_from_this_list():
+    page = Path(__file__).parent.parent / "docs" / "compositions.md"
+    assert page.read_text(encoding="utf-8") == markdown(ALL), "run: draftproof audit compositions --markdown"
+
+
+LAWS = [
+    pytest.param(made, id=name(made), marks=[pytest.mark.slow] * made.slow)
+    for made in ALL
+    if made.lossless and not made.refused
+]
+
+
+@pytest.mark.parametrize("made", LAWS)
+def test_law_of_every_composition(made):
+    made.maker()(CounterRoundRng).generate([list(PROMPT)], made.params)  # once with shapes and types checked
+    with checks_off():
+        assert made.distance() < 1e-12
+
+
+@pytest.mark.parametrize("stopper", [key for key in STOPPERS if key != "fixed"])
+def test_adaptive_toys_stop_here_and_go_on_there(stopper):
+    """A toy that never stops, or always, would make the laws above say nothing about its stopper."""
+    seen = set()
+
+    def run(rng):
+        engine = toy_engine("model", stopper, "block", lambda *_: rng)
+        propose = engine.drafter.propose
+
+        def watched(requests, rng):
+            drafts = propose(requests, rng)
+            most = [min(request.limit, engine.drafter.limit) for request in requests]
+            seen.update(len(draft) == size for draft, size in zip(drafts, most, strict=True) if size > 1)
+            return drafts
+
+        engine.drafter.propose = watched
+        params = SamplingParams(max_tokens=STOPPERS[stopper].tokens)
+        return engine.generate([list(PROMPT)], params)[0].token_ids
+
+    with checks_off():
+        exact_law(run)
+    assert seen == {True, False}, f"{stopper}: full drafts {seen}"
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_law_with_transforms_and_eos(rule):
     params = SamplingParams(max_tokens=3, temperature=0.8, repetition_penalty=1.4, top_p=0.9)
-    drafter = "model" if rule in {"token", "block", "match", "greedy_block"} else "chains"
-    assert_lossless(maker(drafter, "fixed", rule, eos=(1,)), params=params)
+    drafter = "model" if rule in CHAINS_ONLY else "chains"
+
+    def make(round_rng):
+        engine = toy_engine(drafter, "fixed", rule, round_rng)
+        engine.eos_token_ids = (1,)
+        return engine
+
+    assert_lossless(make, params=params)
+
+
+def test_a_rule_that_drops_its_last_token_is_seen():
+    """Negative control: a stopper may not take back what was drawn."""
+
+    class Regretful(ModelDrafter):
+        def propose(self, requests, rng):
+            return [self._without_unlikely(draft) for draft in super().propose(requests, rng)]
+
+        @staticmethod
+        def _without_unlikely(draft):
+            last = len(draft) - 1
+            if last < 0 or draft.probs[last, draft.tree.ids[last]] > 0.5:
+                return draft
+            return type(draft)(type(draft.tree).chain(draft.tree.tokens[:last]), draft.probs[:last])
+
+    def make(round_rng):
+        engine = toy_engine("model", "fixed", "block", round_rng)
+        engine.drafter = Regretful(engine.drafter.model, FixedLength(2))
+        return engine
+
+    with pytest.raises(AssertionError, match="total variation"):
+        assert_lossless(make, params=SamplingParams(max_tokens=3))
 
 
 def test_greedy_block_over_several_rounds():
@@ -141,7 +151,7 @@ def test_greedy_block_without_its_memory_is_seen():
 def test_law_of_a_batch_of_trees(rule):
     """Two rows with trees of different sizes: the joint law is the product."""
     target, draft = TableModel(VOCAB, 11, zeros=0.6, order=1), TableModel(VOCAB, 12, zeros=0.6, order=1)
-    make = maker("chains", "adaptive", rule, target=target, draft=draft)
+    make = maker("chains", "confidence", rule, target=target, draft=draft)
     params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)]
     prompts = [[0], [0, 2, 1]]
 
@@ -151,10 +161,6 @@ def test_law_of_a_batch_of_trees(rule):
     laws = [target_law(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     wanted = {(a, b): x * y for a, x in laws[0].items() for b, y in laws[1].items()}
     assert total_variation(exact_law(joint), wanted) < 1e-12
-
-
-def test_a_rule_that_needs_probabilities_refuses_point_masses():
-    assert not composes("ngram", "fixed", "mentored")
 
 
 @pytest.mark.parametrize("rule", LOSSY)

@@ -136,7 +136,7 @@ def _read_config(path: Path) -> HeadConfig:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         version = found.pop("format", None)
-    except (ValueError, AttributeError) as cause:
+    except (ValueError, AttributeError, TypeError) as cause:
         raise UserError(f"{str(path)!r} is not the config of a head: {reason(cause)}") from cause
     known = {field.name for field in fields(HeadConfig)}
     if version != FORMAT or not {"kind", "hidden_size", "draft", "target"} <= set(found) <= known:

@@ -106,6 +106,7 @@ class TableModel:
         sharpness: larger makes rows more peaked.
         rows: explicit rows by context (the last `order` tokens); others are random.
         max_positions: longest sequence, None for no limit.
+        hidden: width of the made-up hidden states it returns, 0 for none; they depend on what a row depends on.
     """
 
     def __init__(
@@ -118,22 +119,26 @@ class TableModel:
         sharpness: float = 2.0,
         rows: Mapping[tuple[int, ...], Sequence[float]] | None = None,
         max_positions: int | None = None,
+        hidden: int = 0,
     ) -> None:
         self.name = f"table:{seed}"
         self.vocab_size = vocab
         self.max_positions = max_positions
         self.device = torch.device("cpu")
-        self.capabilities = Capabilities(trees=True, hidden=0)
+        self.capabilities = Capabilities(trees=True, hidden=hidden)
         self._seed, self._order, self._zeros, self._sharpness = seed, order, zeros, sharpness
         given = (rows or {}).items()
         self._rows = {context: torch.tensor(row, dtype=torch.float64).log() for context, row in given}
 
     def logits(self, context: Sequence[int]) -> Float[Tensor, " vocab"]:
         """Log-probabilities of the next token after a context."""
-        key = tuple(context[-self._order :]) if self._order else ()
+        key = self._key(context)
         if key not in self._rows:
             self._rows[key] = self._random_row(key)
         return self._rows[key]
+
+    def _key(self, context: Sequence[int]) -> tuple[int, ...]:
+        return tuple(context[-self._order :]) if self._order else ()
 
     def _random_row(self, key: tuple[int, ...]) -> Float[Tensor, " vocab"]:
         source = torch.Generator().manual_seed(fold(self._seed, *key) >> 1)
@@ -149,10 +154,15 @@ class TableModel:
 
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
         """Rows looked up for the last chain token and each node."""
-        assert not hidden, "a table has no hidden states"
-        return [self._read(feed) for feed in feeds]
+        assert self.capabilities.hidden or not hidden, "this table has no hidden states"
+        return [self._read(feed, hidden=hidden) for feed in feeds]
 
-    def _read(self, feed: Feed) -> Output:
+    def state(self, context: Sequence[int]) -> Float[Tensor, " dim"]:
+        """The hidden state after a context: standard normal numbers."""
+        source = torch.Generator().manual_seed(fold(self._seed, 1, *self._key(context)) >> 1)
+        return torch.randn(self.capabilities.hidden, generator=source)
+
+    def _read(self, feed: Feed, *, hidden: bool) -> Output:
         session, chain = feed.session, torch.as_tensor(feed.tokens, dtype=torch.int64).reshape(-1)
         known = len(session.tail)
         session.read(chain, feed.tree)
@@ -160,7 +170,8 @@ class TableModel:
         contexts = [stem] if chain.shape[0] else []
         paths = [self._path(session.tail, node) for node in range(known, len(tail))]
         contexts.extend([*stem, *(tail[place] for place in path)] for path in paths)
-        return Output(torch.stack([self.logits(context) for context in contexts]))
+        states = torch.stack([self.state(context) for context in contexts]) if hidden else None
+        return Output(torch.stack([self.logits(context) for context in contexts]), states)
 
     @staticmethod
     def _path(parents: Sequence[int], node: int) -> list[int]:

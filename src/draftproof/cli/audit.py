@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
 Full = Annotated[bool, typer.Option("--full/--quick", help="More models, minutes; or about half a minute.")]
+EXACT = 1e-12
 RULE_HEADS = ("rule", "drafts", "lossless", "total variation", "worst on", "accepted", "x token", "of optimum", "")
 CLAIM_HEADS = ("identity", "total variation", "worst on", "")
 CHECK_HEADS = ("model", "drafts", "total variation", "p-value", "detectable", "")
@@ -79,6 +80,41 @@ def rules(
     if not as_json:
         _print_lines(lines)
     if any(line.verdict == "FAIL" for line in lines):
+        raise typer.Exit(1)
+
+
+@app.command()
+def compositions(
+    *,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the page of the docs; nothing is enumerated.")
+    ] = False,
+    full: Full = False,
+    as_json: Json = False,
+) -> None:
+    """Enumerate every lossless drafter with every stopper and rule; exit code 1 if one is not exact."""
+    import torch
+
+    from draftproof.audit.compositions import compositions as all_of_them
+    from draftproof.audit.compositions import markdown as page
+
+    torch.set_num_threads(1)  # tensors of three tokens
+    made = list(all_of_them())
+    if markdown:
+        typer.echo(page(made), nl=False)
+        return
+    worst, rows = 0.0, []
+    for one in _counted(made, len(made), "enumerating"):
+        enumerated = one.lossless and not one.refused and (full or not one.slow)
+        distance = one.distance() if enumerated else None
+        worst = max(worst, distance or 0.0)
+        if as_json:
+            typer.echo(json.dumps(one.to_dict() | {"total_variation": distance}))
+        elif distance is not None:
+            rows.append((one.drafter, one.stopper, one.rule, f"{distance:.1e}", "ok" if distance < EXACT else "FAIL"))
+    if not as_json:
+        _table(("drafter", "stopper", "rule", "total variation", ""), rows)
+    if worst >= EXACT:
         raise typer.Exit(1)
 
 

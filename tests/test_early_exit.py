@@ -1,0 +1,129 @@
+"""Early exit: the target's first layers as its draft, on its weights and in its cache."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.early_exit import EarlyExitBackend, first_layers
+from draftproof.backends.hf import HFBackend
+from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
+from draftproof.engine.compose import make_drafter, make_verifier
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.testing import engine_law, total_variation
+from helpers import CONFIGS, backend, engine, random_model
+from laws import checks_off
+
+VOCAB = 3
+
+
+def drafted(target, layers, *, chains=1, length=4):
+    return early_exit_drafter(EarlyExitModel(target, layers), FixedLength(length), chains=chains)
+
+
+@pytest.mark.parametrize("name", [*CONFIGS])
+def test_every_architecture_is_cut_without_copying(name):
+    whole = backend(name)
+    cut = first_layers(whole.model, 1, name)
+    shared = {id(weights) for weights in whole.model.parameters()}
+    assert all(id(weights) in shared for weights in cut.parameters())
+    assert whole.config.num_hidden_layers == 2, "the whole model is left as it was"
+    ids = torch.arange(5).unsqueeze(0)
+    reference = random_model(CONFIGS[name]())
+    want = reference(input_ids=ids, use_cache=False).logits
+    assert torch.equal(whole.model(input_ids=ids, use_cache=False).logits, want)
+    assert not torch.allclose(cut(input_ids=ids, use_cache=False).logits, want, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_a_borrowed_session_continues_what_the_target_has_read(name):
+    whole = backend(name)
+    exit_ = EarlyExitBackend(whole, 1)
+    own, tokens = whole.open(), [5, 9, 2, 7, 11]
+    try:
+        whole.forward([Feed(own, tokens[:3])])
+        borrowed = exit_.borrow(own)
+        rows = exit_.forward([Feed(borrowed, tokens[3:])])[0].logits
+        plain = exit_.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
+        assert torch.allclose(rows, plain, atol=1e-4)
+        borrowed.close()
+        after = whole.forward([Feed(own, tokens[3:])])[0].logits
+        assert torch.allclose(
+            after, whole.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:], atol=1e-4
+        )
+    finally:
+        own.close()
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize("length", [1, 5])
+def test_greedy_output_is_the_targets(chains, length):
+    target = backend("target")
+    prompts = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
+    greedy = SamplingParams(max_tokens=40, temperature=0)
+    plain = engine(draft=None).generate(prompts, greedy)
+    made = engine(draft=None, verifier="trie_block" if chains > 1 else "block")
+    made = Engine(
+        target,
+        drafted(target, 3, chains=chains, length=length),
+        made.verifier,
+        tokenizer=made.tokenizer,
+        eos_token_ids=(1, 2),
+    )
+    outs = made.generate(prompts, greedy)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert sum(out.stats.num_accepted_tokens for out in outs) > 0
+    assert outs[0].drafter == ("early_exit:3" if chains == 1 else "early_exit:3x3")
+
+
+def test_it_takes_no_slot_of_its_own():
+    target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
+    made = Engine(target, drafted(target, 1))
+    made.generate([[1, 2], [3, 4, 5]], SamplingParams(max_tokens=6))
+    assert sorted(target._cache._free) == [0, 1], "two sequences, two slots, both given back"
+
+
+@pytest.mark.parametrize(("chains", "rule"), [(1, "token"), (1, "block"), (2, "trie_block")])
+def test_exact_law_on_a_real_model(chains, rule):
+    """A llama of two layers and three tokens in float64, enumerated: the law is that of its own plain rows."""
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=1.0,
+    )
+    target = HFBackend(random_model(config, dtype=torch.float64), name="tiny")
+    params = SamplingParams(max_tokens=2 if chains > 1 else 3)
+
+    def make(round_rng):
+        return Engine(target, drafted(target, 1, chains=chains, length=2), make_verifier(rule), round_rng=round_rng)
+
+    with checks_off():
+        found = engine_law(make, [0, 2], params)
+    wanted = {}
+    for tokens in itertools.product(range(VOCAB), repeat=params.max_tokens):
+        rows = target.model(input_ids=torch.tensor([[0, 2, *tokens]]), use_cache=False).logits[0].softmax(-1)
+        wanted[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
+    assert total_variation(found, wanted) < 1e-7, "the rules work on float32 rows"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("early_exit:0", "legal are 1 to 4"),
+        ("early_exit:5", "legal are 1 to 4"),
+        ("early_exit", "takes a number of layers"),
+        ("early_exit:3x2x1", "takes a number of layers"),
+        ("early_exit:3x99", "legal are 1 to 64"),
+    ],
+)
+def test_bad_arguments_say_what_is_legal(spec, words):
+    with pytest.raises(UserError, match=words):
+        make_drafter(spec, target=backend("target"), draft=None, stopper="fixed:4")
