@@ -9,12 +9,9 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-
-if TYPE_CHECKING:
-    from draftproof.training.recipes import HeadJob
 
 app = typer.Typer(
     add_completion=False,
@@ -175,7 +172,7 @@ def verifier(
     _run(make_verifier_head, job, locals())
 
 
-def _run(make: Callable[..., dict[str, Any]], job: Callable[..., HeadJob], given: dict[str, Any]) -> None:
+def _run(make: Callable[..., dict[str, Any]], job: Callable[..., Any], given: dict[str, Any]) -> None:
     """Do a job with the options that both commands have, and print what came of it."""
     from draftproof.cli.generate import quiet_libraries
     from draftproof.sampling import SamplingParams

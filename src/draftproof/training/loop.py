@@ -31,7 +31,7 @@ from draftproof.rng import fold
 from draftproof.training.progress import Watch, silent
 
 Batch = TypeVar("Batch")
-Record = dict[str, float]
+Record = dict[str, Any]  # numbers by name
 Evaluate = Callable[[nn.Module], Record]
 
 

@@ -42,7 +42,7 @@ def odds(prob: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
 
 def calibration(
     label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"], bins: int = 10
-) -> tuple[float, list[dict[str, float]]]:
+) -> tuple[float, list[dict[str, Any]]]:
     """Expected calibration error, and the curve: rows, mean prediction and mean label of each bin that has rows."""
     place = (predicted.double() * bins).long().clamp(0, bins - 1)
     curve = []
@@ -73,7 +73,7 @@ def rates_at(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], thr
     return float(above[positive].mean()), float(above[~positive].mean())
 
 
-def roc(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], points: int = 21) -> list[dict[str, float]]:
+def roc(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], points: int = 21) -> list[dict[str, Any]]:
     """The ROC curve at evenly spread thresholds, from 0 to 1."""
     made = []
     for number in range(points):

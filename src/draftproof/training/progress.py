@@ -84,8 +84,8 @@ class _Lines:
 
     def __call__(self, done: int, *, tokens: int = 0, loss: float | None = None) -> None:
         facts, now = self._meter(tokens, loss), time.perf_counter()
-        if done < self._total and now - self._last < PATIENCE:
-            return
+        if now - self._last < (PATIENCE if done < self._total else 1.0):
+            return  # also where everything was there already
         self._last = now
         left = (now - self._start) / max(done - self._first, 1) * (self._total - done)
         line = f"{self._title}: {done} of {self._total} {facts}".rstrip() + f", {left:.0f} s left"

@@ -51,6 +51,7 @@ class HeadJob:
         sweep: try every depth and weight, and take the best.
         cost_ratio: t_draft/t_target; None measures both.
         trial_prompts: prompts of a trial in the engine.
+        trial_tokens: most tokens of each response there.
     """
 
     material: Material
@@ -67,6 +68,7 @@ class HeadJob:
     sweep: bool = False
     cost_ratio: float | None = None
     trial_prompts: int = 32
+    trial_tokens: int = 64
 
     def __post_init__(self) -> None:
         if self.mix is not None and not 0 <= self.mix < 1:
@@ -97,7 +99,7 @@ def make_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
     """
     run = _Job(job, watch)
     rows = {part: run.shop.head_rows(part, job.mix) for part in ("train", "valid")}
-    trial = run.shop.trial(job.trial_prompts)
+    trial = run.shop.trial(job.trial_prompts, job.trial_tokens)
     tried: dict[str, Any] = {}
     if job.sweep:
         tried["sweep"] = run.sweep(rows, trial)
@@ -123,7 +125,7 @@ def make_verifier_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
     run = _Job(job, watch)
     (train, sizes), (valid, _), (test, _) = (run.shop.verifier_rows(part) for part in ("train", "valid", "test"))
     head, history = run.train({"train": train, "valid": valid})
-    trial = run.shop.trial(job.trial_prompts, part="test")
+    trial = run.shop.trial(job.trial_prompts, job.trial_tokens, part="test")
     found = sprinter.quality(trial, head, run.shop.tokenizer)
     found["predicted"] = sprinter.predict(head, run.shop.draft_rows_above("test"), job.labels)
     found["drift"] = sprinter.drift(head, run.shop.pair, run.shop.responses("test")[: job.trial_prompts])

@@ -71,12 +71,12 @@ class Trial:
         told = {**asdict(self.pair.params), "max_tokens": self.tokens, "seed": fold(self.seed, 3, shift, number) >> 1}
         return SamplingParams(**told)
 
-    def rates(self, stopper: Stopper, rule: str) -> dict[str, float]:
+    def rates(self, stopper: Stopper, rule: str) -> dict[str, Any]:
         """Discard rate, verification rate and what else the engine counted."""
         return rates(self.run(stopper, rule))
 
 
-def rates(outputs: Sequence[Output]) -> dict[str, float]:
+def rates(outputs: Sequence[Output]) -> dict[str, Any]:
     """Counts of several responses as rates."""
     total = Stats()
     for output in outputs:
@@ -163,7 +163,7 @@ def dominated(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) 
 
 def compare_latency(
     fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], ratios: Sequence[float] = (0.05, 0.1, 0.2, 0.4)
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Best latency of either at several ratios t_draft/t_target, in target passes a token."""
     made = []
     for ratio in ratios:

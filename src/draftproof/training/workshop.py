@@ -30,7 +30,6 @@ from draftproof.training.provenance import digest, fingerprint
 from draftproof.training.responses import Response, sample_responses
 from draftproof.training.sweep import Trial
 
-STARTS = 4  # places in a response that the draft model continues
 DRAFTED = 24  # tokens of each such draft: more than any stopper lets pass
 CATEGORIES = ("original", "draft", "target", "mixed")  # seed 004, section 3.2
 
@@ -46,6 +45,7 @@ class Material:
         opening: sentences of a text that are its prompt.
         prompts: how many texts to use; None is all.
         params: temperature, top_k, top_p and max_tokens of the responses.
+        starts: places in a response that the draft model continues.
         seed: of everything.
         dtype, device: of both models.
         cache: folder for what can be used again; default beside the pulled models.
@@ -58,6 +58,7 @@ class Material:
     opening: int | None = None
     prompts: int | None = None
     params: SamplingParams = SamplingParams(max_tokens=128)  # noqa: RUF009 - frozen
+    starts: int = 4
     seed: int = 0
     dtype: str = "auto"
     device: str | None = None
@@ -107,7 +108,16 @@ class Workshop:
         told = asdict(self.material.params)
         sources = [asdict(source) for source in self.sources]
         m = self.material
-        facts = (m.form, m.opening, m.prompts, m.seed, m.dtype, str(self.target.device), list(self.prints.values()))
+        facts = (
+            m.form,
+            m.opening,
+            m.prompts,
+            m.starts,
+            m.seed,
+            m.dtype,
+            str(self.target.device),
+            list(self.prints.values()),
+        )
         return digest(told, sources, facts)
 
     @property
@@ -143,7 +153,7 @@ class Workshop:
     def drafts(self, part: str) -> list[Response]:
         """What the draft model makes of prefixes that end somewhere in the target's responses."""
         chooser = random.Random(fold(self.material.seed, 4))
-        rows = [row for row in fit(self.responses(part), self.target, self.draft) for _ in range(STARTS)]
+        rows = [row for row in fit(self.responses(part), self.target, self.draft) for _ in range(self.material.starts)]
         prefixes = [[*row.prompt, *row.tokens[: chooser.randrange(len(row.tokens))]] for row in rows]
         return self._continue(self.draft, self._short(prefixes), self._brief, f"drafts ({part})")
 
@@ -202,7 +212,7 @@ class Workshop:
         title = f"features ({part}, {name})"
         return collect(build, responses, self.cache / "features" / key, watch=self.watch, title=title)
 
-    def trial(self, prompts: int, tokens: int = 64, part: str = "valid") -> Trial:
+    def trial(self, prompts: int, tokens: int, part: str = "valid") -> Trial:
         """The first prompts of a held-out part, for runs of the engine."""
         return Trial(self.pair, self.prompts(part)[:prompts], self.eos, tokens, self.material.seed)
 
