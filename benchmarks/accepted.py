@@ -9,6 +9,7 @@ seeds with their standard error.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -63,11 +64,11 @@ def synthetic(vocab: int) -> tuple[Backend, Backend, list[list[int]]]:
     return NoisyTable(vocab, 1, 2, 0.0), NoisyTable(vocab, 1, 3, 1.0), [[i] for i in range(4)]
 
 
-def real(target: str, draft: str) -> tuple[Backend, Backend, list[list[int]]]:
+def real(target: str, draft: str, dtype: str) -> tuple[Backend, Backend, list[list[int]]]:
     """A pair of named models, with prompts of plain text."""
     tokenizer = load_tokenizer(models.resolve(target))
     prompts = [[int(token) for token in tokenizer(text)["input_ids"]] for text in TEXTS]
-    return load_backend(target), load_backend(draft), prompts
+    return load_backend(target, dtype=dtype), load_backend(draft, dtype=dtype), prompts
 
 
 def efficiency(engine: Engine, prompts: list[list[int]], seeds: int, length: int) -> list[float]:
@@ -81,26 +82,23 @@ def efficiency(engine: Engine, prompts: list[list[int]], seeds: int, length: int
 
 def measure(args: argparse.Namespace) -> list[dict]:
     """Every pair, rule and number of drafts."""
-    pairs = {f"{t} / {d}": (lambda t=t, d=d: real(t, d)) for t, d in (pair.split("/") for pair in args.pairs)}
+    pairs = {
+        f"{t} / {d}": (lambda t=t, d=d: real(t, d, args.dtype)) for t, d in (pair.split("/") for pair in args.pairs)
+    }
     pairs |= {f"synthetic V={vocab}": (lambda vocab=vocab: synthetic(vocab)) for vocab in args.vocab}
     found: list[dict] = []
     for name, make in pairs.items():
         target, draft, prompts = make()
-        for rule in (*SINGLE, *SEVERAL):
-            for drafts in args.drafts:
-                if rule in SINGLE and drafts > 1:
-                    continue
-                part = make_drafter(
-                    "model" if rule in SINGLE else f"chains:{drafts}",
-                    draft=draft,
-                    stopper=f"fixed:{args.n}",
-                    target=target,
-                )
-                engine = Engine(target, part, make_verifier(rule))
-                slow = "smollm2" in name or "50000" in name
-                values = efficiency(engine, prompts, args.seeds if not slow else max(args.seeds // 4, 2), args.length)
-                found.append({"pair": name, "rule": rule, "drafts": drafts, "values": values})
-                print(f"{name} {rule} K={drafts}: {statistics.mean(values):.2f}", file=sys.stderr)
+        for n, rule, drafts in itertools.product(args.n, args.rules, args.drafts):
+            if rule in SINGLE and drafts > 1:
+                continue
+            kind = "model" if rule in SINGLE else f"chains:{drafts}"
+            part = make_drafter(kind, target=target, draft=draft, stopper=f"fixed:{n}")
+            engine = Engine(target, part, make_verifier(rule))
+            slow = "smollm2" in name or "50000" in name
+            values = efficiency(engine, prompts, args.seeds if not slow else max(args.seeds // 4, 2), args.length)
+            found.append({"pair": name, "n": n, "rule": rule, "drafts": drafts, "values": values})
+            print(f"{name} n={n} {rule} K={drafts}: {statistics.mean(values):.2f}", file=sys.stderr)
         write(args, found)
     return found
 
@@ -117,18 +115,16 @@ def report(args: argparse.Namespace, found: list[dict]) -> str:
     lines = [
         "# Tokens per target call by rule and number of drafts",
         "",
-        f"1 + E[accepted] at temperature 1, drafts of n = {args.n} tokens; mean over seeds with its standard error.",
+        "1 + E[accepted] at temperature 1, drafts of n tokens; mean over seeds with its standard error.",
         "Synthetic pairs: rows softmax(3 a + noise b) by the last token, a common to both, b the draft's own, noise 1.",
     ]
-    for pair in dict.fromkeys(row["pair"] for row in found):
-        lines += ["", f"## {pair}", "", f"| rule | {' | '.join(f'K = {k}' for k in args.drafts)} |"]
+    for pair, n in itertools.product(dict.fromkeys(row["pair"] for row in found), args.n):
+        lines += ["", f"## {pair}, n = {n}", "", f"| rule | {' | '.join(f'K = {k}' for k in args.drafts)} |"]
         lines += ["|---" * (len(args.drafts) + 1) + "|"]
-        for rule in (*SINGLE, *SEVERAL):
-            cells = []
-            for drafts in args.drafts:
-                own = [r["values"] for r in found if (r["pair"], r["rule"], r["drafts"]) == (pair, rule, drafts)]
-                cells.append(_cell(own[0]) if own else "")
-            lines.append(f"| {rule} | {' | '.join(cells)} |")
+        at = [row for row in found if (row["pair"], row["n"]) == (pair, n)]
+        for rule in args.rules:
+            own = {row["drafts"]: _cell(row["values"]) for row in at if row["rule"] == rule}
+            lines.append(f"| {rule} | {' | '.join(own.get(drafts, '') for drafts in args.drafts)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -145,7 +141,9 @@ def main() -> None:
         "--pairs", nargs="*", default=["embedded:target/embedded:draft", "smollm2-135m/smollm2-135m-draft"]
     )
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--n", type=int, default=4)
+    parser.add_argument("--n", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rules", nargs="+", default=[*SINGLE, *SEVERAL])
+    parser.add_argument("--dtype", default="auto", help="of real models")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--length", type=int, default=48)
     parser.add_argument("--out", type=Path, required=True)
