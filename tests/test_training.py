@@ -462,6 +462,8 @@ def test_the_cheapest_row_and_the_dominated_lengths():
     fixed = [{"length": 2, **short}, {"length": 8, **long}]
     heads = [{"threshold": 0.5, "discard_rate": 0.2, "verification_rate": 0.5}]
     assert sweep.dominated(fixed, heads) == [2]
+    assert sweep.beside_fixed(fixed, heads)[0]["fixed_verification_rate"] == pytest.approx(0.6)
+    assert sweep.beside_fixed(fixed, [{"discard_rate": 2.0}])[0]["fixed_verification_rate"] is None
     assert sweep.choose(sweep.with_latency(fixed, PassCosts(0.01, 1.0)))["length"] == 8
     assert sweep.choose(sweep.with_latency(fixed, PassCosts(0.5, 1.0)))["length"] == 2
 

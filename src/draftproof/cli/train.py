@@ -35,6 +35,7 @@ Opening = Annotated[
     _data(help="Sentences of a text that are its prompt, 0 for all; without it 1 in .txt and 0 in .jsonl."),
 ]
 Prompts = Annotated[int | None, _data(help="How many texts to use; without it all.")]
+Starts = Annotated[int, _data(help="Places in each response that the draft model continues.")]
 Cache = Annotated[Path | None, _data(metavar="DIR", help="Where responses and features are kept for other runs.")]
 Temperature = Annotated[float, _sampling(help="Of both models: heads fit the temperature they saw.")]
 TopK = Annotated[int, _sampling(help="Keep the k most likely tokens; 0 is off.")]
@@ -84,6 +85,7 @@ def head(
     form: Form = "lines",
     opening: Opening = None,
     prompts: Prompts = None,
+    starts: Starts = 4,
     cache: Cache = None,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
@@ -146,6 +148,7 @@ def verifier(
     form: Form = "lines",
     opening: Opening = None,
     prompts: Prompts = None,
+    starts: Starts = 4,
     cache: Cache = None,
     temperature: Temperature = 1.0,
     top_k: TopK = 0,
@@ -180,7 +183,7 @@ def _run(make: Callable[..., dict[str, Any]], job: Callable[..., Any], given: di
     from draftproof.training.progress import bar, silent
     from draftproof.training.workshop import Material
 
-    same = ("target", "draft", "form", "opening", "prompts", "seed", "dtype", "device", "cache")
+    same = ("target", "draft", "form", "opening", "prompts", "starts", "seed", "dtype", "device", "cache")
     sampling = {name: given[name] for name in ("temperature", "top_k", "top_p", "max_tokens")}
     material = Material(
         data=tuple(given["data"]), params=SamplingParams(**sampling), **{name: given[name] for name in same}

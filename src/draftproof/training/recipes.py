@@ -228,7 +228,7 @@ class _Job:
             "by_cost_ratio": sweep.compare_latency(fixed, table),
             "fixed_lengths_dominated": sweep.dominated(fixed, table),
             "fixed": fixed,
-            "heads": table,
+            "heads": sweep.beside_fixed(fixed, table),
         }
 
     def sweep(self, rows: dict[str, Rows], trial: Trial) -> dict[str, Any]:

@@ -64,6 +64,12 @@ class Material:
     device: str | None = None
     cache: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.starts < 1 or (self.prompts is not None and self.prompts < 1):
+            raise UserError(f"starts is {self.starts}, prompts {self.prompts}: legal are 1 or more")
+        if self.opening is not None and self.opening < 0:
+            raise UserError(f"opening is {self.opening}: legal are 0 (all of a text) or more sentences")
+
 
 class Workshop:
     """Loads the models and the data, and makes rows of them.
