@@ -153,8 +153,8 @@ def report(args: argparse.Namespace, rows: list[dict]) -> str:
         "",
         "Discard rate: drafted tokens thrown away per emitted token. Verification rate: target calls per emitted",
         "token. Against fixed: verification rate less that of fixed lengths at the same discard rate (interpolated;",
-        "below 0 is better). Cost: time per token in units of a target pass, by equation (2.3) of seed 003, when a draft",
-        "pass takes that fraction of a target pass.",
+        "below 0 is better). Cost: time per token in units of a target pass, by equation (2.3) of seed 003, when a",
+        "draft pass takes that fraction of a target pass.",
     ]
     for temperature in args.temperature:
         made = means(rows, temperature)
@@ -201,9 +201,9 @@ def plot(args: argparse.Namespace, rows: list[dict], out: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
-    figure, panels = pyplot.subplots(1, len(args.temperature), figsize=(6 * len(args.temperature), 4.5), squeeze=False)
+    figure, panels = plt.subplots(1, len(args.temperature), figsize=(6 * len(args.temperature), 4.5), squeeze=False)
     for panel, temperature in zip(panels[0], args.temperature, strict=True):
         made = means(rows, temperature)
         for family in dict.fromkeys(entry["family"] for entry in made):
