@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-__all__ = ["draft_dir", "target_dir"]
+__all__ = ["draft_dir", "heads_dir", "target_dir"]
 
 
 def target_dir() -> Path:
@@ -26,6 +26,11 @@ def target_dir() -> Path:
 def draft_dir() -> Path:
     """The directory of the embedded draft, for `from_pretrained`."""
     return _directory("draft")
+
+
+def heads_dir() -> Path:
+    """The directory of the draft's heads: acceptance, ratio and approximate, each for the stopper of that name."""
+    return _directory("heads")
 
 
 def _directory(name: str) -> Path:

@@ -20,6 +20,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.embedded import heads_dir
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
@@ -45,10 +46,14 @@ DEFAULT_VERIFIER = "block"
 DEFAULT_TREE_VERIFIER = "trie_block"
 
 
-def _length(make: Callable[..., Stopper], example: str) -> Callable[[str], Stopper]:
+StopperMaker = Callable[[str, str | None], Stopper]  # from the argument and the name of the draft model
+SHIPPED_HEADS = {"embedded:draft": heads_dir()}  # by draft model; in each a directory named as the stopper
+
+
+def _length(make: Callable[..., Stopper], example: str) -> StopperMaker:
     """A stopper with a whole number as its argument."""
 
-    def build(argument: str) -> Stopper:
+    def build(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
         try:
             return make(int(argument)) if argument else make()
         except ValueError as cause:
@@ -60,24 +65,29 @@ def _length(make: Callable[..., Stopper], example: str) -> Callable[[str], Stopp
     return build
 
 
-def _threshold(make: Callable[..., Stopper]) -> Callable[[str], Stopper]:
+def _threshold(make: Callable[..., Stopper]) -> StopperMaker:
     """A stopper with a threshold as its argument."""
 
-    def build(argument: str) -> Stopper:
+    def build(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
         return make(_number(argument, "confidence:0.4")) if argument else make()
 
     return build
 
 
-def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Callable[[str], Stopper]:
-    """A stopper with a trained head: its directory, then, if wanted, a threshold."""
+def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> StopperMaker:
+    """A stopper with a trained head: its directory, and a threshold if wanted; default the draft's own shipped head."""
+    name = example.partition(":")[0]
 
-    def build(argument: str) -> Stopper:
+    def build(argument: str, draft: str | None) -> Stopper:
         where, _, last = argument.rpartition(":")
-        path, threshold = (where, last) if where and _is_number(last) else (argument, "")
-        if not path:
-            raise UserError(f"stopper {example.partition(':')[0]} takes the directory of a head: for example {example}")
-        return make(load_head(path), float(threshold) if threshold else None)
+        path, threshold = (where, last) if _is_number(last) else (argument, "")
+        if not path and draft not in SHIPPED_HEADS:
+            raise UserError(
+                f"stopper {name} needs the directory of a head, for example {example}: none ships for the draft model "
+                f"{draft!r} (legal without one are {', '.join(SHIPPED_HEADS)}); draftproof train makes heads"
+            )
+        head = load_head(path or SHIPPED_HEADS[draft or ""] / name)
+        return make(head, float(threshold) if threshold else None)
 
     return build
 
@@ -97,14 +107,14 @@ def _number(text: str, example: str) -> float:
         raise UserError(f"{text!r} is no number: legal is for example {example}") from None
 
 
-def _refuse_oracle(argument: str) -> Stopper:  # noqa: ARG001
+def _refuse_oracle(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
     raise UserError(
         "stopper oracle needs a recorded run (it knows the target's greedy tokens in advance): "
         "it is for analysis in Python, draftproof.stoppers.history.Oracle"
     )
 
 
-STOPPERS: dict[str, Callable[[str], Stopper]] = {
+STOPPERS: dict[str, StopperMaker] = {
     "fixed": _length(lambda length=4: FixedLength(length), "fixed:4"),
     "confidence": _threshold(Confidence),
     "entropy": _threshold(Entropy),
@@ -162,8 +172,12 @@ DRAFTERS = {
 }
 
 
-def make_stopper(spec: str) -> Stopper:
+def make_stopper(spec: str, draft: str | None = None) -> Stopper:
     """A stopper from "name" or "name:argument".
+
+    Args:
+        spec: a name of STOPPERS, with its argument.
+        draft: name of the draft model, for stoppers that use the head that ships for it.
 
     Raises:
         UserError: unknown name or a bad argument.
@@ -171,7 +185,7 @@ def make_stopper(spec: str) -> Stopper:
     name, _, argument = spec.partition(":")
     if name not in STOPPERS:
         raise UserError(f"stopper is {name!r}: legal are {', '.join(STOPPERS)} (as name:argument, for example fixed:4)")
-    return STOPPERS[name](argument)
+    return STOPPERS[name](argument, draft)
 
 
 def make_verifier(spec: str) -> Verifier:
@@ -223,6 +237,10 @@ class _Parts:
     stopper: str
     changes: dict[str, Any]
 
+    def ends(self) -> Stopper:
+        """The stopper."""
+        return make_stopper(self.stopper, None if self.draft is None else self.draft.name)
+
     def model(self) -> DraftModel:
         """The draft model."""
         assert self.draft is not None, "checked by make_drafter"
@@ -232,17 +250,17 @@ class _Parts:
 def _model(parts: _Parts, argument: str) -> Drafter:
     if argument:
         raise UserError(f"drafter model takes no argument, and was given {argument!r}")
-    return ModelDrafter(parts.model(), make_stopper(parts.stopper))
+    return ModelDrafter(parts.model(), parts.ends())
 
 
 def _chains(parts: _Parts, argument: str) -> Drafter:
     chains = (numbers(argument, "chains:4") or [4])[0]
-    return SampledTreeDrafter(parts.model(), make_stopper(parts.stopper), chains=chains)
+    return SampledTreeDrafter(parts.model(), parts.ends(), chains=chains)
 
 
 def _tree(parts: _Parts, argument: str) -> Drafter:
     factors = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
-    return SampledTreeDrafter(parts.model(), make_stopper(parts.stopper), factors=factors)
+    return SampledTreeDrafter(parts.model(), parts.ends(), factors=factors)
 
 
 def _early_exit(parts: _Parts, argument: str) -> Drafter:
@@ -252,7 +270,7 @@ def _early_exit(parts: _Parts, argument: str) -> Drafter:
     if not isinstance(parts.target, HFBackend):
         raise UserError(f"drafter early_exit needs a transformers model, and {parts.target.name} is none")
     model = EarlyExitModel(parts.target, found[0], **parts.changes)
-    return early_exit_drafter(model, make_stopper(parts.stopper), chains=found[1] if len(found) > 1 else 1)
+    return early_exit_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
 
 
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[_Parts, str], Drafter]:
@@ -343,7 +361,7 @@ def load(
         UserError: a name that is none, a model that cannot be had, parts that do not fit together.
     """
     chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
-    make_stopper(stopper)
+    make_stopper(stopper, draft)
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "check": check}
     tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
     if draft is not None:
