@@ -1,6 +1,6 @@
 """One training loop for everything that is trained here: resumed to the bit, safe to kill at any moment.
 
-Knows: steps, AdamW, its schedule, checkpoints, signals. Does not know: what is trained, on which data.
+Knows: steps, AdamW, its schedule, checkpoints. Does not know: what is trained, on which data.
 
 Nothing random is carried from step to step: the batch and torch's generators are functions of (seed, step). So a
 checkpoint is weights, optimiser and counters, and a run that was killed ends with the bits of one that was not (on a
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +27,7 @@ from draftproof.errors import UserError, reason
 from draftproof.files import whole_file
 from draftproof.rng import fold
 from draftproof.training.progress import Watch, silent
+from draftproof.training.signals import deferred_signals, raise_for
 
 Batch = TypeVar("Batch")
 Record = dict[str, Any]  # numbers by name
@@ -128,7 +127,7 @@ def train(
     """
     run = _Run(module, plan, checkpoint, identity)
     run.restore()
-    with _deferred_signals() as caught, watch("training", plan.steps, run.state.step) as tick:
+    with deferred_signals() as caught, watch("training", plan.steps, run.state.step) as tick:
         while run.state.step < plan.steps:
             value, tokens = run.advance(batches, loss)
             if evaluate is not None and run.evaluation_due():
@@ -136,7 +135,7 @@ def train(
             tick(run.state.step, tokens=tokens, loss=value)
             if caught or run.save_due():
                 run.save()
-            _raise_for(caught)
+            raise_for(caught)
         run.save()
     run.adopt_best()
     return run.state.history
@@ -296,26 +295,3 @@ def _seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed & ((1 << 63) - 1))
         yield
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM are put into until the block ends; elsewhere than in the main thread, nothing."""
-    caught: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, lambda number, _: caught.append(number)) for kind in kinds}
-    try:
-        yield caught
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
-
-
-def _raise_for(caught: list[int]) -> None:
-    if signal.SIGINT in caught:
-        raise KeyboardInterrupt
-    if caught:
-        raise SystemExit(128 + caught[0])

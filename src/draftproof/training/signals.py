@@ -1,0 +1,40 @@
+"""Signals that end a program, held back until a piece of work is safe.
+
+Knows: SIGINT and SIGTERM. Does not know: what the work is.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def deferred_signals() -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM are put into until the block ends; elsewhere than in the main thread, nothing."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = {kind: signal.signal(kind, lambda number, _: caught.append(number)) for kind in kinds}
+    try:
+        yield caught
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+def raise_for(caught: list[int]) -> None:
+    """Do what the first of the caught signals would have done.
+
+    Raises:
+        KeyboardInterrupt: SIGINT.
+        SystemExit: SIGTERM.
+    """
+    if caught and caught[0] == signal.SIGINT:
+        raise KeyboardInterrupt
+    if caught:
+        raise SystemExit(128 + caught[0])
