@@ -18,6 +18,8 @@ from torch import Tensor
 
 from draftproof.tree import TokenTree
 
+_FIRST_STATES = 256
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -43,6 +45,7 @@ class Session:
         self._fresh: list[Tensor] = []
         self._parents: list[int] = []
         self._length = 0
+        self._states: Tensor | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -99,6 +102,27 @@ class Session:
         self._fresh.append(tokens)
         self._length += tokens.shape[0]
 
+    @property
+    def states(self) -> Float[Tensor, "slots dim"] | None:
+        """Last hidden state of every slot, in the order of `tokens`; None where the backend records none."""
+        return None if self._states is None else self._states[: self._length]
+
+    @torch.inference_mode()
+    def remember(self, states: Float[Tensor, "tokens dim"]) -> None:
+        """Record the last hidden states of the tokens that `read` is told of next (called by backends, before it).
+
+        A session that has read tokens without recording them never has states.
+        """
+        end = self._length + states.shape[0]
+        if self._states is None and self._length:
+            return
+        if self._states is None or end > self._states.shape[0]:
+            grown = states.new_empty((max(2 * end, _FIRST_STATES), states.shape[1]))
+            if self._states is not None:
+                grown[: self._length] = self._states[: self._length]
+            self._states = grown
+        self._states[self._length : end] = states
+
     def keep(self, base: int, nodes: Sequence[int] = ()) -> None:
         """Forget every slot but [0, base) and the tail nodes `nodes`, which become the end of the stem.
 
@@ -123,12 +147,18 @@ class Session:
         slots = [stem + node for node in nodes]
         if slots != list(range(base, base + len(slots))):
             self._gather(base, slots)
+            self._gather_states(base, slots)
         self._tokens = tokens[:base] + [tokens[slot] for slot in slots]
         self._parents.clear()
         self._length = len(self._tokens)
 
     def _gather(self, base: int, slots: Sequence[int]) -> None:
         """Move the contents of `slots` to base, base + 1, ...; sessions without a cache have nothing to move."""
+
+    @torch.inference_mode()
+    def _gather_states(self, base: int, slots: Sequence[int]) -> None:
+        if self._states is not None:
+            self._states[base : base + len(slots)] = self._states[slots]
 
     def close(self) -> None:
         """Give the session's memory back; the session must not be used again."""
@@ -200,6 +230,15 @@ class Backend(Protocol):
 
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
         """Read every feed (ragged lengths welcome) and return the wanted rows of each."""
+        ...
+
+
+@runtime_checkable
+class Recorder(Backend, Protocol):
+    """A backend that can leave the last hidden states of what it reads in its sessions."""
+
+    def record_states(self) -> None:
+        """From now on every session holds the last hidden state of each slot (`Session.states`)."""
         ...
 
 

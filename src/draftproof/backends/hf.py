@@ -67,6 +67,7 @@ class HFBackend:
         self._windows = attention_windows(self.config)
         parameters = inspect.signature(model.forward).parameters
         self._keeps_rows = "logits_to_keep" in parameters
+        self._records = False
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.max_positions: int | None = getattr(self.config, "max_position_embeddings", None)
         self.capabilities = Capabilities(trees=True, hidden=int(self.config.hidden_size))
@@ -95,6 +96,10 @@ class HFBackend:
     def open(self) -> HFSession:
         """A fresh session."""
         return HFSession(self._cache)
+
+    def record_states(self) -> None:
+        """From now on every session holds the last hidden state of each slot it reads (`Session.states`)."""
+        self._records = True
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
@@ -130,7 +135,8 @@ class HFBackend:
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[Output]:
         layout = Layout(feeds, self.device)
         self._cache.reserve(layout.plan.horizon)
-        keep = {"logits_to_keep": layout.wanted} if self._keeps_rows and not hidden else {}
+        hidden = hidden or self._records
+        keep = {"logits_to_keep": layout.wanted} if self._keeps_rows else {}
         out = self.model(
             input_ids=layout.ids,
             attention_mask=self._masks(layout),
@@ -142,7 +148,9 @@ class HFBackend:
         )
         states = out.hidden_states[-1] if hidden else None
         outputs = layout.split(out.logits, states, trimmed=bool(keep))
-        for feed, chain in zip(feeds, layout.chains, strict=True):
+        for row, (feed, chain) in enumerate(zip(feeds, layout.chains, strict=True)):
+            if self._records and states is not None:
+                feed.session.remember(states[row, : len(feed)])
             feed.session.read(chain, feed.tree)
         return outputs
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from draftproof import models
 from draftproof.backends.base import Backend
+from draftproof.backends.feature_net import load_net
 from draftproof.backends.hf import HFBackend, load_model
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
+from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
@@ -167,6 +170,7 @@ DRAFTERS = {
     "chains:K": "K i.i.d. chains from the draft model, equal prefixes merged",
     "tree:AxBxC": "a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
     "early_exit:L": "one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
+    "feature_head:DIR": "one chain from a trained layer over the target's states; feature_head:DIRxK makes K chains",
     "ngram:N": "up to N tokens that followed an earlier occurrence of the last ones; no draft model",
     "suffix:N": "up to N tokens that most often followed the longest suffix known from this and other requests",
 }
@@ -273,6 +277,18 @@ def _early_exit(parts: _Parts, argument: str) -> Drafter:
     return early_exit_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
 
 
+def _feature_head(parts: _Parts, argument: str) -> Drafter:
+    where, _, chains = argument.rpartition("x")
+    if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
+        where, chains = argument, "1"
+    if not where:
+        raise UserError("drafter feature_head takes the directory of one: for example feature_head:heads/mine")
+    if not isinstance(parts.target, HFBackend):
+        raise UserError(f"drafter feature_head needs a transformers model, and {parts.target.name} is none")
+    model = FeatureModel(parts.target, load_net(where), **parts.changes)
+    return feature_drafter(model, make_stopper(parts.stopper), chains=int(chains))
+
+
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[_Parts, str], Drafter]:
     """A drafter that reads tokens only, with its longest draft as its argument."""
 
@@ -291,6 +307,7 @@ _DRAFTER_MAKERS: dict[str, tuple[bool, Callable[[_Parts, str], Drafter]]] = {
     "chains": (True, _chains),
     "tree": (True, _tree),
     "early_exit": (False, _early_exit),
+    "feature_head": (False, _feature_head),
     "ngram": (False, _lookup(NgramDrafter, "ngram:8")),
     "suffix": (False, _lookup(SuffixDrafter, "suffix:16")),
 }

@@ -1,0 +1,198 @@
+"""The network of a feature head: its shape, its weights, its files.
+
+Knows: one transformer layer over a target's last hidden states and the embeddings of the tokens that follow them, and
+over which tokens it speaks. Does not know: sessions, caches, training, models.
+
+The input at token t is the target's state at t - 1 and the embedding of t; the output stands for the target's state at
+t, and the target's own output layer, cut to the tokens of `ids`, makes logits of it (EAGLE, arXiv 2401.15077).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import linear, rms_norm, silu
+
+from draftproof.errors import UserError, reason
+
+CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # rotated queries, keys and values [rows heads width dim] -> mixed
+
+
+@dataclass(frozen=True)
+class FeatureConfig:
+    """What a feature head is and which target it was made for.
+
+    Attributes:
+        target: name of the target, as errors call it.
+        hidden_size, vocab_size: the target's.
+        heads, key_heads: of the attention; key_heads divides heads, heads divides hidden_size.
+        inner_size: width of the gated feed-forward part.
+        ids: how many tokens it speaks of; the others have probability 0, which costs acceptance and never exactness.
+        own_output: whether it has an output layer of its own, in place of those rows of the target's.
+        window: how many last tokens it looks at.
+        rope_theta: base of the rotary positions.
+    """
+
+    target: str
+    hidden_size: int
+    vocab_size: int
+    heads: int
+    key_heads: int
+    inner_size: int
+    ids: int
+    own_output: bool = False
+    window: int = 256
+    rope_theta: float = 10000.0
+
+    def __post_init__(self) -> None:
+        sizes = (self.hidden_size, self.heads, self.key_heads, self.inner_size, self.window)
+        if min(sizes) < 1 or self.hidden_size % (2 * self.heads) or self.heads % self.key_heads:
+            raise UserError(
+                f"a feature head of width {self.hidden_size} with {self.heads} heads on {self.key_heads} key heads, "
+                f"inner width {self.inner_size} and window {self.window}: all must be 1 or more, key heads divide "
+                "heads, and twice the heads divide the width"
+            )
+        if not 1 <= self.ids <= self.vocab_size:
+            raise UserError(f"a feature head for {self.ids} tokens: legal are 1 to {self.vocab_size}, the vocabulary")
+
+
+class FeatureNet(nn.Module):
+    """One Llama-shaped layer between two normalised inputs and a normalised output.
+
+    Args:
+        config: its shape.
+    """
+
+    ids: Int[Tensor, " ids"]
+
+    def __init__(self, config: FeatureConfig) -> None:
+        super().__init__()
+        self.config = config
+        width, inner = config.hidden_size, config.inner_size
+        self.head_dim = width // config.heads
+        self.norms = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(5)])
+        self.fuse = nn.Linear(2 * width, width, bias=False)
+        self.queries = nn.Linear(width, width, bias=False)
+        self.keys_values = nn.Linear(width, 2 * config.key_heads * self.head_dim, bias=False)
+        self.mixed = nn.Linear(width, width, bias=False)
+        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.output = nn.Linear(width, config.ids, bias=False) if config.own_output else None
+        self.register_buffer("ids", torch.arange(config.ids))
+
+    def forward(
+        self,
+        states: Float[Tensor, "rows width dim"],
+        embedded: Float[Tensor, "rows width dim"],
+        rotary: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Float[Tensor, "rows width dim"]:
+        """What stands for the target's states at the tokens.
+
+        Args:
+            states: the target's state before each token, or what stands for it.
+            embedded: the target's embedding of each token.
+            rotary: of `rotary`, at each token's position.
+            attend: mixes values, given this pass's rotated queries, keys and values; caches live there.
+        """
+        x = self.fuse(torch.cat([self._norm(0, states), self._norm(1, embedded)], -1))
+        h = self._norm(2, x)
+        queries = rotate(self._heads(self.queries(h)), rotary)
+        keys, values = self.keys_values(h).chunk(2, -1)
+        found = attend(queries, rotate(self._heads(keys), rotary), self._heads(values))
+        x = x + self.mixed(found.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self._norm(3, x)).chunk(2, -1)
+        return self._norm(4, x + self.down(silu(gate) * up))
+
+    def _norm(self, place: int, x: Tensor) -> Tensor:
+        weight: Tensor = self.norms[place]
+        return rms_norm(x.to(weight.dtype), weight.shape, weight, 1e-5)
+
+    def _heads(self, x: Float[Tensor, "rows width _"]) -> Float[Tensor, "rows heads width dim"]:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def rotary(self, positions: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions, for every head."""
+        half = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
+        angles = positions.float().unsqueeze(-1) * self.config.rope_theta**-half
+        dtype = self.norms[0].dtype
+        return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+
+    def logits(
+        self, states: Float[Tensor, "rows dim"], shared: Float[Tensor, "ids dim"] | None
+    ) -> Float[Tensor, "rows ids"]:
+        """Logits over `ids` from output states.
+
+        Args:
+            states: of `forward`.
+            shared: the rows `ids` of the target's output layer; unused with an output layer of its own.
+        """
+        if self.output is not None:
+            made: Tensor = self.output(states)
+            return made
+        assert shared is not None, "without an output layer of its own a feature head borrows the target's"
+        return linear(states, shared)
+
+
+def rotate(x: Float[Tensor, "rows heads width dim"], rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the two halves of each head against each other, as Llama does."""
+    (left, right), (cos, sin) = x.chunk(2, -1), rotary
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def save_net(net: FeatureNet, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write a feature head's two files into an existing directory, its weights in `dtype`."""
+    tensors = {
+        name: tensor.to(dtype if tensor.is_floating_point() else torch.int32).contiguous()
+        for name, tensor in net.state_dict().items()
+    }
+    save_file(tensors, directory / WEIGHTS)
+    text = json.dumps({"kind": "feature_head", "format": FORMAT, **asdict(net.config)}, indent=2) + "\n"
+    (directory / CONFIG).write_text(text, encoding="utf-8")
+
+
+def load_net(directory: str | Path) -> FeatureNet:
+    """Read a feature head from its directory, in float32.
+
+    Raises:
+        UserError: not there, not a feature head, or weights of another shape.
+    """
+    where = Path(directory).expanduser()
+    for name in (CONFIG, WEIGHTS):
+        if not (where / name).is_file():
+            raise UserError(
+                f"no feature head in {str(where)!r} ({name} is missing): "
+                "legal is a directory of `draftproof train feature-head`"
+            )
+    net = FeatureNet(_read_config(where / CONFIG))
+    try:
+        net.load_state_dict(load_file(where / WEIGHTS))
+    except Exception as cause:
+        raise UserError(
+            f"the weights of the feature head {str(where)!r} do not fit its config: {reason(cause)}"
+        ) from cause
+    if not bool(((net.ids >= 0) & (net.ids < net.config.vocab_size)).all()) or len(net.ids.unique()) < len(net.ids):
+        raise UserError(f"the feature head {str(where)!r} names tokens twice or outside its vocabulary")
+    return net.requires_grad_(requires_grad=False).eval()
+
+
+def _read_config(path: Path) -> FeatureConfig:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        kind, version = found.pop("kind", None), found.pop("format", None)
+    except (ValueError, AttributeError, TypeError) as cause:
+        raise UserError(f"{str(path)!r} is not the config of a feature head: {reason(cause)}") from cause
+    known = {field.name for field in fields(FeatureConfig)}
+    needed = {"target", "hidden_size", "vocab_size", "heads", "key_heads", "inner_size", "ids"}
+    if (kind, version) != ("feature_head", FORMAT) or not needed <= set(found) <= known:
+        raise UserError(f"{str(path)!r} is not the config of a feature head of format {FORMAT}")
+    return FeatureConfig(**found)

@@ -1,0 +1,296 @@
+"""Feature heads: one layer over the target's states as its draft, and states that follow the session through all."""
+
+import itertools
+import json
+
+import pytest
+import torch
+import transformers
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed, unread
+from draftproof.backends.feature_head import FeatureBackend
+from draftproof.backends.feature_net import FeatureConfig, FeatureNet, load_net, save_net
+from draftproof.backends.hf import HFBackend
+from draftproof.drafters.feature_head import FeatureModel, feature_drafter
+from draftproof.engine.compose import make_drafter, make_verifier
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.testing import engine_law, total_variation
+from draftproof.tree import TokenTree
+from helpers import CONFIGS, embedded_model, random_model, tokenizer
+from laws import checks_off
+
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
+
+
+def net_for(target, *, ids=None, name=None, own_output=False, window=64, seed=3, scale=1.0):
+    """A random head for a target; `ids` are the tokens it speaks of."""
+    ids = list(range(target.vocab_size)) if ids is None else ids
+    config = FeatureConfig(
+        target=name or target.name,
+        hidden_size=target.capabilities.hidden,
+        vocab_size=target.vocab_size,
+        heads=4,
+        key_heads=2,
+        inner_size=24,
+        ids=len(ids),
+        own_output=own_output,
+        window=window,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = FeatureNet(config)
+        for weight in net.parameters():
+            if weight.ndim > 1:
+                torch.nn.init.normal_(weight, std=scale * weight.shape[1] ** -0.5)
+    net.ids.copy_(torch.tensor(ids))
+    return net.requires_grad_(requires_grad=False).eval()
+
+
+def fresh(name="llama"):
+    model = embedded_model("target") if name == "target" else random_model(CONFIGS[name]())
+    return HFBackend(model, name=name)
+
+
+def drafted(target, net, *, chains=1, length=4, **changes):
+    return feature_drafter(FeatureModel(target, net, **changes), FixedLength(length), chains=chains)
+
+
+def plain_states(backend, tokens):
+    out = backend.model(input_ids=torch.tensor([tokens]), use_cache=False, output_hidden_states=True)
+    return out.hidden_states[-1][0]
+
+
+# --- the target's states ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*CONFIGS])
+def test_states_follow_the_session(name):
+    """Pieces, a batch, a rollback and a tree's path: each time the states are those of a plain pass."""
+    target = fresh(name)
+    target.record_states()
+    one, two = target.open(), target.open()
+    target.forward([Feed(one, [5, 9, 2]), Feed(two, [3, 1, 4, 1, 5])])
+    assert torch.allclose(two.states, plain_states(target, [3, 1, 4, 1, 5]), atol=1e-4)
+    unread(one, [5, 9, 7, 8])
+    assert one.states.shape[0] == 2
+    tree = TokenTree(torch.tensor([11, 6, 12, 13]), (-1, -1, 1, 0))
+    target.forward([Feed(one, [7, 8], tree), Feed(two, [9])])
+    assert one.states.shape[0] == 8
+    assert unread(one, [5, 9, 7, 8, 6, 12, 20]) == [20]
+    assert torch.allclose(one.states, plain_states(target, [5, 9, 7, 8, 6, 12]), atol=1e-4)
+    assert torch.allclose(two.states, plain_states(target, [3, 1, 4, 1, 5, 9]), atol=1e-4)
+
+
+def test_long_prompts_and_growth_keep_their_states():
+    target = fresh()
+    target.record_states()
+    session, tokens = target.open(), [i % 90 for i in range(600)]
+    target.forward([Feed(session, tokens)])
+    assert torch.allclose(session.states, plain_states(target, tokens), atol=1e-4)
+
+
+def test_nothing_is_recorded_unasked_or_in_part():
+    target = fresh()
+    session = target.open()
+    target.forward([Feed(session, [1, 2])])
+    assert session.states is None
+    target.record_states()
+    target.forward([Feed(session, [3])])
+    assert session.states is None, "two of its states were never recorded"
+
+
+# --- the head's session ----------------------------------------------------------------------------------------------
+
+
+def reference_rows(target, net, tokens, given):
+    """Logits after the last token, with the target's states for the first `given` tokens and the head's own after."""
+    states = list(plain_states(target, tokens)[:given])
+    embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
+    width = len(tokens)
+    mask = torch.ones(width, width, dtype=torch.bool).tril() & ~torch.ones(width, width, dtype=torch.bool).tril(
+        -net.config.window
+    )
+
+    def attend(queries, keys, values):
+        return torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask[: queries.shape[2], : queries.shape[2]], enable_gqa=True
+        )
+
+    out = None
+    for end in range(1, width + 1):  # input states above a token come one by one
+        above = torch.stack([torch.zeros(net.config.hidden_size), *states[: end - 1]]).unsqueeze(0)
+        out = net(above, embedded[:, :end], net.rotary(torch.arange(end).unsqueeze(0)), attend)[0]
+        if end > given:
+            states.append(out[-1])
+    weight = target.model.get_output_embeddings().weight[net.ids]
+    return net.logits(out[-1:], weight)
+
+
+@pytest.mark.parametrize("window", [3, 64])
+def test_drafted_tokens_stand_on_the_heads_own_states(window):
+    target = fresh()
+    net = net_for(target, window=window)
+    head = FeatureBackend(target, net)
+    owner, tokens = target.open(), [5, 9, 2, 7, 11, 3]
+    target.forward([Feed(owner, tokens[:3])])
+    session = head.follow(owner)
+    rows = head.forward([Feed(session, tokens[:4])])[0].logits
+    assert torch.allclose(rows, reference_rows(target, net, tokens[:4], 3), atol=1e-4)
+    for end in (5, 6):
+        rows = head.forward([Feed(session, tokens[end - 1 : end])])[0].logits
+        assert torch.allclose(rows, reference_rows(target, net, tokens[:end], 3), atol=1e-4)
+    assert (session.certain, session.length) == (4, 6)
+    target.forward([Feed(owner, tokens[3:5])])  # the target has read on: drafted entries are made anew
+    session.rewind()
+    rows = head.forward([Feed(session, unread(session, tokens))])[0].logits
+    assert torch.allclose(rows, reference_rows(target, net, tokens, 5), atol=1e-4)
+    assert session.certain == 6
+
+
+def test_a_tree_is_read_level_by_level_as_its_paths_are():
+    target = fresh()
+    net = net_for(target)
+    head = FeatureBackend(target, net)
+    owner, tokens = target.open(), [5, 9, 2, 7]
+    target.forward([Feed(owner, tokens[:3])])
+    session = head.follow(owner)
+    head.forward([Feed(session, tokens)])
+    first = head.forward([Feed(session, (), TokenTree(torch.tensor([11, 6]), (-1, -1)))])[0].logits
+    second = head.forward([Feed(session, (), TokenTree(torch.tensor([3, 8]), (1, 0), 2))])[0].logits
+    for rows, paths in ((first, [[11], [6]]), (second, [[6, 3], [11, 8]])):
+        for row, path in zip(rows, paths, strict=True):
+            assert torch.allclose(row, reference_rows(target, net, [*tokens, *path], 3)[0], atol=1e-4)
+    session.rewind()
+    assert session.tokens == tokens
+    with pytest.raises(ValueError, match="level by level"):
+        head.forward([Feed(session, (), TokenTree(torch.tensor([3, 8]), (-1, 0)))])
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize("ids", [None, list(range(3, 200))])
+def test_greedy_output_is_the_targets(chains, ids):
+    options = {"tokenizer": tokenizer(), "eos_token_ids": (1, 2)}
+    greedy = SamplingParams(max_tokens=40, temperature=0)
+    plain = Engine(fresh("target"), **options).generate(PROMPTS, greedy)
+    target = fresh("target")
+    rule = make_verifier("trie_block" if chains > 1 else "block")
+    made = Engine(target, drafted(target, net_for(target, ids=ids), chains=chains), rule, **options)
+    outs = made.generate(PROMPTS, greedy)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert sum(out.stats.num_draft_tokens for out in outs) > 0
+    assert outs[0].drafter == ("feature_head" if chains == 1 else "feature_head:x3")
+    again = made.generate(PROMPTS[:1], greedy)
+    assert again[0].token_ids == plain[0].token_ids, "slots are used again"
+
+
+@pytest.mark.parametrize("chains", [1, 2])
+def test_batched_is_alone(chains):
+    target = fresh("target")
+    rule = make_verifier("trie_block" if chains > 1 else "block")
+    made = Engine(target, drafted(target, net_for(target), chains=chains), rule, tokenizer=tokenizer())
+    params = [SamplingParams(max_tokens=24, seed=seed) for seed in range(3)]
+    together = made.generate(PROMPTS, params)
+    alone = [made.generate([prompt], each)[0] for prompt, each in zip(PROMPTS, params, strict=True)]
+    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+    drafts = [[out.stats.num_draft_tokens, out.stats.num_accepted_tokens] for out in together]
+    assert drafts == [[out.stats.num_draft_tokens, out.stats.num_accepted_tokens] for out in alone]
+
+
+def tiny():
+    """A llama of two layers and three tokens in float64."""
+    config = transformers.LlamaConfig(
+        vocab_size=3,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=1.0,
+    )
+    return HFBackend(random_model(config, dtype=torch.float64), name="tiny")
+
+
+@pytest.mark.parametrize("ids", [None, [0, 2]])
+@pytest.mark.parametrize(("chains", "rule"), [(1, "token"), (1, "block"), (2, "trie_block")])
+def test_exact_law_on_a_real_model(chains, rule, ids):
+    """Enumerated: the law is that of the target's plain rows, also where the head never says one of three tokens."""
+    target = tiny()
+    net = net_for(target, ids=ids, own_output=True, scale=2.0)
+    params = SamplingParams(max_tokens=3)
+
+    def make(round_rng):
+        return Engine(target, drafted(target, net, chains=chains, length=2), make_verifier(rule), round_rng=round_rng)
+
+    with checks_off():
+        found = engine_law(make, [0, 2], params)
+    wanted = {}
+    for tokens in itertools.product(range(3), repeat=params.max_tokens):
+        rows = target.model(input_ids=torch.tensor([[0, 2, *tokens]]), use_cache=False).logits[0].softmax(-1)
+        wanted[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
+    assert total_variation(found, wanted) < 1e-7, "the rules work on float32 rows"
+
+
+def test_a_prompt_of_one_token_and_a_draft_temperature():
+    target = fresh()
+    made = Engine(target, drafted(target, net_for(target), temperature=0.5))
+    out = made.generate([[7]], SamplingParams(max_tokens=12, temperature=0))[0]
+    ids = [7]
+    for _ in range(12):
+        ids.append(int(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert list(out.token_ids) == ids[1:]
+
+
+def test_rules_for_constant_drafts_refuse_it():
+    target = fresh()
+    with pytest.raises(UserError, match="constant length"):
+        Engine(target, drafted(target, net_for(target)), make_verifier("greedy_block"))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_output", [False, True])
+def test_a_head_survives_its_files(tmp_path, own_output):
+    target = fresh()
+    net = net_for(target, ids=[1, 5, 90], own_output=own_output)
+    save_net(net, tmp_path, torch.float32)
+    found = load_net(tmp_path)
+    assert found.config == net.config
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in found.state_dict().items())
+    made = make_drafter(f"feature_head:{tmp_path}", target=target, draft=None, stopper="fixed:2")
+    assert made.name == "feature_head"
+    chains = make_drafter(f"feature_head:{tmp_path}x3", target=target, draft=None, stopper="fixed:2")
+    assert chains.name == "feature_head:x3"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 16}, "do not fit"),
+        ({"vocab_size": 96}, "width 32 and 97 tokens"),
+        ({"target": "models/other"}, "made for models/other, and the target is llama"),
+        ({"ids": 98}, "legal are 1 to 97"),
+        ({"key_heads": 3}, "key heads divide heads"),
+        ({"format": 9}, "of format 1"),
+        ({"extra": 1}, "of format 1"),
+    ],
+)
+def test_foreign_and_broken_heads_are_refused(tmp_path, change, words):
+    target = fresh()
+    save_net(net_for(target, ids=[1, 5, 90]), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=words):
+        make_drafter(f"feature_head:{tmp_path}", target=target, draft=None, stopper="fixed:2")
+
+
+def test_names_of_nothing_say_what_is_legal(tmp_path):
+    target = fresh()
+    for spec, words in (("feature_head", "takes the directory"), (f"feature_head:{tmp_path}/no", "is missing")):
+        with pytest.raises(UserError, match=words):
+            make_drafter(spec, target=target, draft=None, stopper="fixed:2")
