@@ -1,11 +1,10 @@
-"""`draftproof train`: heads that judge drafted tokens, from any text or prompts.
+"""`draftproof train`: drafters, and heads that judge drafted tokens, from any text or prompts.
 
 Knows: which options there are and what is printed. Does not know: how anything is trained.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,11 +12,17 @@ from typing import Annotated, Any
 
 import typer
 
+from draftproof.cli._figures import show
+from draftproof.cli._train_drafter import drafter
+from draftproof.cli._train_feature_head import feature_head
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Train the small heads that judge drafts. A run that was killed goes on where it was: repeat the command.",
+    help="Train drafters and heads that judge drafts. A run that was killed goes on where it was: repeat the command.",
 )
+app.command()(drafter)
+app.command("feature-head")(feature_head)
 _data = partial(typer.Option, rich_help_panel="Data")
 _training = partial(typer.Option, rich_help_panel="Training")
 _sampling = partial(typer.Option, rich_help_panel="Sampling of the responses")
@@ -197,21 +202,4 @@ def _run(make: Callable[..., dict[str, Any]], job: Callable[..., Any], given: di
     )
     with quiet_libraries():
         summary = make(wanted, silent if given["quiet"] else bar)
-    if given["as_json"]:
-        typer.echo(json.dumps({"path": str(given["out"]), **summary}))
-        return
-    for line in _lines(summary):
-        typer.echo(line)
-    typer.echo(f"written: {given['out']}")
-
-
-def _lines(summary: dict[str, Any], indent: str = "") -> list[str]:
-    """Figures, one a line; nested ones further in."""
-    made = []
-    for name, value in summary.items():
-        words = name.replace("_", " ")
-        if isinstance(value, dict):
-            made += [f"{indent}{words}", *_lines(value, indent + "  ")]
-        elif value is not None:
-            made.append(f"{indent}{words}: {f'{value:.4g}' if isinstance(value, float) else value}")
-    return made
+    show(summary, given["out"], as_json=given["as_json"])

@@ -62,7 +62,17 @@ def stories(text: str) -> list[str]:
     return [part.strip() for part in re.split(r"(?<=\S)[ \t]*\n(?=\S)", text)]
 
 
-FORMS: dict[str, Callable[[str], list[str]]] = {"lines": lines, "paragraphs": paragraphs, "stories": stories}
+def documents(text: str) -> list[str]:
+    """A line `<|endoftext|>` parts texts (the form of whole books)."""
+    return [part.strip() for part in re.split(r"^<\|endoftext\|>[ \t]*$", text, flags=re.MULTILINE)]
+
+
+FORMS: dict[str, Callable[[str], list[str]]] = {
+    "lines": lines,
+    "paragraphs": paragraphs,
+    "stories": stories,
+    "documents": documents,
+}
 
 
 def read_examples(

@@ -1,0 +1,122 @@
+"""Losses of language models, and how good they are: bits per byte, how often a draft is accepted.
+
+Knows: logits, windows of tokens. Does not know: where windows come from, artefacts, engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+Distance = Callable[[Float[Tensor, "*rows vocab"], Float[Tensor, "*rows vocab"]], Float[Tensor, "*rows"]]
+
+
+def forward_kl(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
+    """KL(p || q): the draft covers whatever the target may say."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
+    """KL(q || p): the draft says nothing that the target would not."""
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def total_variation(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
+    """Half the sum of |p - q|: exactly the chance that a drafted token is rejected."""
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+LOSSES: dict[str, Distance] = {"kl": forward_kl, "reverse_kl": reverse_kl, "tv": total_variation}
+
+
+def logits_of(model: Any, ids: Int[Tensor, "rows length"], *, low: bool) -> Float[Tensor, "rows length vocab"]:
+    """Logits in float32.
+
+    Args:
+        model: a causal language model of transformers.
+        ids: windows of tokens.
+        low: multiply in bfloat16; the weights stay what they are.
+    """
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=low):
+        made: Tensor = model(input_ids=ids, use_cache=False).logits
+    return made.float()
+
+
+def text_loss(model: nn.Module, windows: Int[Tensor, "rows length"], *, low: bool) -> Float[Tensor, ""]:
+    """Mean cross-entropy of each token of the windows but the first."""
+    logits = logits_of(model, windows[:, :-1], low=low)
+    return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), ignore_index=-1)
+
+
+@torch.no_grad()
+def nats(model: nn.Module, windows: Int[Tensor, "rows length"], *, at_once: int = 16) -> tuple[float, int]:
+    """Sum of the cross-entropies of held-out windows, and the number of tokens predicted; -1 is no token."""
+    total, count = 0.0, 0
+    for part in torch.split(windows, at_once):
+        logits = logits_of(model, part[:, :-1].clamp(min=0), low=False)
+        labels = part[:, 1:].flatten()
+        total += float(cross_entropy(logits.flatten(0, 1), labels, ignore_index=-1, reduction="sum"))
+        count += int((labels >= 0).sum())
+    return total, count
+
+
+def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: int) -> float:
+    """Bits that the model needs for a byte of text.
+
+    Args:
+        model: a causal language model.
+        windows: the tokens of whole texts, see `corpus.held_out`; what predicting their ends costs is counted.
+        size: bytes of those texts.
+    """
+    return nats(model, windows)[0] / math.log(2) / size
+
+
+@torch.no_grad()
+def agreement(
+    target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0, at_once: int = 16
+) -> dict[str, float]:
+    """How a draft fares against a target at temperature 1, over the positions of windows.
+
+    Args:
+        target: a causal language model.
+        draft: another with the same vocabulary.
+        windows: of tokens; -1 is none.
+        skip: tokens at the beginning of each window that are given, not predicted.
+        at_once: windows in a forward pass.
+
+    Returns:
+        acceptance: mean of sum min(p, q), the chance that a drafted token is accepted; agreement of the top tokens.
+    """
+    total, top, count = 0.0, 0, 0
+    for part in torch.split(windows, at_once):
+        ids, there = part[:, :-1].clamp(min=0), part[:, 1:] >= 0
+        there[:, : max(skip - 1, 0)] = False
+        p, q = (logits_of(model, ids, low=False)[there].softmax(-1) for model in (target, draft))
+        total += float(torch.minimum(p, q).sum(-1).sum())
+        top += int((p.argmax(-1) == q.argmax(-1)).sum())
+        count += int(there.sum())
+    return {"acceptance": total / count, "top_agreement": top / count}
+
+
+@torch.no_grad()
+def sampled(model: Any, prompts: Int[Tensor, "rows known"], length: int) -> Int[Tensor, "rows length"]:
+    """The prompts continued by the model at temperature 1 to `length` tokens, past end tokens."""
+    made: Tensor = model.generate(
+        input_ids=prompts,
+        attention_mask=torch.ones_like(prompts),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=None,
+        pad_token_id=0,
+        max_length=length,
+        min_length=length,
+    )
+    return made

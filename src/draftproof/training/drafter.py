@@ -1,0 +1,205 @@
+"""A language model trained here: from scratch on text, or to imitate a target whose vocabulary it shares.
+
+Knows: the order of the work, the objectives, what is read. Does not know: the loop, which options are legal.
+
+OUT appears whole, or not at all. Until then the tokenizer and the checkpoint lie in OUT.work, and the same command
+takes them up again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from draftproof import models
+from draftproof.backends.hf import load_model
+from draftproof.errors import UserError
+from draftproof.files import whole_directory
+from draftproof.rng import fold
+from draftproof.tokenization import load_tokenizer
+from draftproof.training import distil
+from draftproof.training.corpus import Batches, Stream, held_out, stream
+from draftproof.training.data import Example, read_examples, split
+from draftproof.training.drafter_options import PROMPT, DrafterJob
+from draftproof.training.loop import Loss, Plan, Record, train
+from draftproof.training.progress import Watch, silent
+from draftproof.training.provenance import digest, file_digest, fingerprint
+from draftproof.training.tokenizer import train_tokenizer
+
+
+class Studio:
+    """A job under way: texts, tokenizer, models.
+
+    Args:
+        job: what is asked for.
+        watch: shows progress.
+
+    Raises:
+        UserError: files or models that cannot be used, or that do not fit together.
+    """
+
+    def __init__(self, job: DrafterJob, watch: Watch = silent) -> None:
+        self.job = job
+        self.watch = watch
+        self.start = time.perf_counter()
+        self.settings = job.settings
+        examples, self.sources = read_examples(job.texts.data, form=job.texts.form, opening=1)
+        self.parts = split(examples, job.texts.limit)
+        self.aside: list[Example] = []
+        if job.texts.background:
+            form = job.texts.background_form
+            self.aside, sources = read_examples(job.texts.background, form=form, opening=0)
+            self.sources += sources
+        self.device = torch.device(job.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    # --- tokens ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's, or one trained on these texts once."""
+        if self.job.imitation is not None:
+            return load_tokenizer(models.resolve(self.job.imitation.target))
+        folder = self.job.work / "tokenizer"
+        if not folder.exists():
+            size, positions = self.job.shape.vocabulary, self.settings["max_position_embeddings"]
+            made = train_tokenizer(self._balanced(), size, positions=positions)
+            with whole_directory(folder) as work:
+                made.save_pretrained(work)
+        return load_tokenizer(str(folder))
+
+    def _balanced(self) -> Iterator[str]:
+        """The training texts, and as many characters of the background."""
+        texts = [example.text for example in self.parts["train"]]
+        room = sum(map(len, texts))
+        yield from texts
+        for example in self.aside:
+            yield example.text[:room]
+            room -= len(example.text)
+            if room <= 0:
+                return
+
+    @cached_property
+    def end(self) -> int:
+        """The token between texts."""
+        found = self.tokenizer.eos_token_id
+        if found is None:
+            raise UserError("the target's tokenizer has no end token: name a target that has one")
+        return int(found)
+
+    def ids(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Token ids of texts, no special tokens among them."""
+        texts = [example.text for example in examples]
+        found = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return [list(map(int, row)) for row in found]
+
+    def stream(self, examples: Sequence[Example]) -> Stream:
+        """Texts as training reads them."""
+        return stream(self.ids(examples), self.end, length=self.job.length)
+
+    def held_out(self, part: str) -> tuple[Int[Tensor, "windows length"], int]:
+        """Windows of a held-out part, and the bytes of the texts in them."""
+        windows, taken = held_out(self.ids(self.parts[part]), self.end, length=self.job.length, tokens=self.job.held)
+        size = sum(len(example.text.encode()) for example in self.parts[part][:taken])
+        return windows.to(self.device), size
+
+    # --- models ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def target(self) -> Any:
+        """The model to imitate, frozen; None where there is none."""
+        if self.job.imitation is None:
+            return None
+        made = load_model(models.resolve(self.job.imitation.target), dtype="float32", device=str(self.device))
+        return made.requires_grad_(requires_grad=False).eval()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model tells apart; with the padding of a target's, so that both speak the same ones."""
+        return int(len(self.tokenizer) if self.target is None else self.target.config.vocab_size)
+
+    def model(self) -> Any:
+        """An untrained model, the same for the same seed."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.end, "pad_token_id": None}
+        with torch.random.fork_rng():
+            torch.manual_seed(fold(self.job.seed, 9) >> 1)
+            config = LlamaConfig(**{**self.settings, "vocab_size": self.vocabulary, **ends})
+            made: Any = LlamaForCausalLM(config)
+        return made.to(self.device)
+
+    @property
+    def identity(self) -> str:
+        """Says which run a checkpoint belongs to."""
+        job, asked = self.job, self.job.imitation
+        files = [file_digest(path) for path in sorted(job.work.glob("tokenizer/tokenizer.json"))]
+        told = None if asked is None else (fingerprint(asked.target), asked.loss, asked.policy, asked.share)
+        texts = (job.texts.form, job.texts.limit, job.texts.background_form, job.texts.share)
+        facts = (self.settings, self.vocabulary, texts, files, told, job.rows, job.length, job.held, job.precision)
+        return digest([asdict(source) for source in self.sources], facts, self.device.type)
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The job's plan; the weights of the best of twenty looks at held-out text are the result."""
+        plan = self.job.plan
+        every = plan.evaluate_every or max(plan.steps // 20, 1)
+        best = "bits_per_byte" if self.job.imitation is None else "rejection"
+        return replace(plan, seed=self.job.seed, evaluate_every=every, keep_best=best)
+
+    def train(self) -> tuple[Any, list[Record]]:
+        """The trained model and its history."""
+        job = self.job
+        plan = self.plan
+        batches = Batches(
+            main=self.stream(self.parts["train"]),
+            background=self.stream(self.aside) if self.aside else None,
+            share=job.texts.share if self.aside else 0.0,
+            rows=job.rows,
+            length=job.length,
+            steps=plan.steps,
+            seed=job.seed,
+        )
+        windows, size = self.held_out("valid")
+        model = self.model()
+        history = train(
+            model,
+            lambda step: batches(step).to(self.device),
+            self.loss,
+            plan,
+            checkpoint=job.work / "checkpoint.safetensors",
+            identity=self.identity,
+            evaluate=lambda module: self.judge(module, windows, size),
+            watch=self.watch,
+        )
+        return model, history
+
+    def loss(self, module: nn.Module, windows: Int[Tensor, "rows length"]) -> Loss:
+        """Of a batch: cross-entropy, or the distance from the target."""
+        low, asked = self.job.precision == "bfloat16", self.job.imitation
+        if asked is None:
+            return Loss(distil.text_loss(module, windows, low=low), windows.numel())
+        given = 0
+        if asked.policy != "text" and float(torch.rand(())) < asked.share:
+            writer = module if asked.policy == "draft" else self.target
+            windows, given = distil.sampled(writer, windows[:, :PROMPT], windows.shape[1]), PROMPT - 1
+        with torch.no_grad():
+            log_p = distil.logits_of(self.target, windows[:, :-1], low=low)[:, given:].log_softmax(-1)
+        log_q = distil.logits_of(module, windows[:, :-1], low=low)[:, given:].log_softmax(-1)
+        return Loss(distil.LOSSES[asked.loss](log_p, log_q).mean(), windows.numel())
+
+    def judge(self, model: nn.Module, windows: Int[Tensor, "windows length"], size: int) -> dict[str, float]:
+        """Figures of a model on held-out text."""
+        found = {"bits_per_byte": distil.bits_per_byte(model, windows, size)}
+        if self.target is not None:
+            found |= distil.agreement(self.target, model, windows)
+            found["rejection"] = 1 - found["acceptance"]
+        return found
