@@ -479,13 +479,15 @@ def story_file(tmp_path_factory):
 
 @pytest.fixture
 def loaded_once(monkeypatch):
-    """The embedded pair, loaded and probed for all tests together."""
+    """The embedded pair, loaded and probed for all tests together, and short tables of trials."""
+    monkeypatch.setattr(sweep, "LENGTHS", (2,))
+    monkeypatch.setattr(sweep, "THRESHOLDS", (0.3, 0.9))
     monkeypatch.setattr(workshop, "load_backend", lambda name, **_: helpers.backend(name.partition(":")[2]))
     monkeypatch.setattr(workshop, "load_tokenizer", lambda _: helpers.tokenizer())
 
 
 def job(folder, story_file, **options):
-    params = SamplingParams(max_tokens=8)
+    params = SamplingParams(max_tokens=6)
     material = Material(
         "embedded:target", "embedded:draft", (story_file,), params=params, starts=1, cache=folder / "cache"
     )
@@ -538,20 +540,19 @@ def test_a_trained_head_ends_drafts_in_the_engine(tmp_path, story_file):
 
 @pytest.mark.usefixtures("loaded_once")
 def test_a_sweep_takes_the_cheapest_cell_and_goes_on_after_a_kill(tmp_path, story_file, monkeypatch):
-    for name, few in {"DEPTHS": (0, 1), "WEIGHTS": (1.0, 6.0), "THRESHOLDS": (0.3, 0.9), "LENGTHS": (2,)}.items():
-        monkeypatch.setattr(sweep, name, few)
+    monkeypatch.setattr(sweep, "DEPTHS", (0, 1))
+    monkeypatch.setattr(sweep, "WEIGHTS", (3.0,))
     plan = Plan(steps=20, log_every=10)
     options = {"plan": plan, "threshold": None, "sweep": True, "cost_ratio": 0.2, "trial_prompts": 1, "trial_tokens": 6}
     made = make_head(job(tmp_path / "a", story_file, **options))
     with pytest.raises(KilledError):
-        make_head(job(tmp_path / "b", story_file, **options), killer(70))
+        make_head(job(tmp_path / "b", story_file, **options), killer(45))
     assert list((tmp_path / "b" / "out.work").glob("cell-*"))
     assert make_head(job(tmp_path / "b", story_file, **options)) == made
     assert artefact(tmp_path / "a" / "out") == artefact(tmp_path / "b" / "out")
     table = json.loads((tmp_path / "a" / "out" / "metrics.json").read_text())["sweep"]["heads"]
-    assert {(row["depth"], row["w_rej"], row["threshold"]) for row in table} == {
-        (depth, w, h) for depth in (0, 1) for w in (1.0, 6.0) for h in (0.3, 0.9)
-    }
+    tried = {(row["depth"], row["w_rej"], row["threshold"]) for row in table}
+    assert tried == {(depth, 3.0, h) for depth in (0, 1) for h in (0.3, 0.9)}
     config = load_head(tmp_path / "a" / "out").config
     assert (config.depth, config.threshold) == (made["chosen"]["depth"], made["chosen"]["threshold"])
 
