@@ -94,6 +94,16 @@ def test_stored_weights_are_small_and_load_as_float32(text, tmp_path):
     assert (out / "model.safetensors").stat().st_size < 2.2 * sum(p.numel() for p in made.model.parameters())
 
 
+def test_a_model_goes_on_from_another(text, target, tmp_path):
+    out = tmp_path / "out"
+    summary = make_drafter(job(text, out, init=str(target), plan=dataclasses.replace(PLAN, steps=4)))
+    before = json.loads((target / "metrics.json").read_text())["test"]
+    assert summary["bits_per_byte"] < before["bits_per_byte"] + 0.2
+    assert summary["parameters"] == before["parameters"]
+    assert (out / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    assert json.loads((out / "provenance.json").read_text())["init"]["model"] == "target"
+
+
 # --- imitation ----------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +269,8 @@ def test_tokenizer_takes_any_text_and_marks_its_beginning():
         (["--background-share", "0.7"], "background share is 0.7"),
         (["--form", "verse"], "form is 'verse'"),
         (["--length", "4"], "length 4"),
+        (["--positions", "64"], "windows of 256 tokens, and the model reads 64"),
+        (["--distil", "embedded:target", "--init", "nowhere/at/all"], "no such file or directory"),
         (["--steps", "0"], "steps is 0"),
     ],
 )

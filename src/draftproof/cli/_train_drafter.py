@@ -43,6 +43,10 @@ def drafter(
         Path | None,
         _shape(metavar="FILE", help="A config.json of a Llama-shaped model, in place of the numbers below."),
     ] = None,
+    init: Annotated[
+        str | None,
+        _shape(metavar="MODEL", help="Go on from this model, with its shape and tokenizer: name or directory."),
+    ] = None,
     layers: Annotated[int, _shape(help="Decoder layers.")] = 2,
     width: Annotated[int, _shape(help="Of the hidden states.")] = 128,
     heads: Annotated[int, _shape(help="Of attention.")] = 4,
@@ -109,6 +113,7 @@ def drafter(
         out=out,
         shape=shape,
         config=config,
+        init=init,
         imitation=None if distil is None else Imitation(distil, loss, on_policy or "text", on_policy_share),
         plan=Plan(
             steps=steps,

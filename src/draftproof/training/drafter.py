@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +24,11 @@ from draftproof.backends.hf import load_model
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
 from draftproof.rng import fold
-from draftproof.tokenization import load_tokenizer
+from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.training import distil
 from draftproof.training.corpus import Batches, Stream, held_out, stream
 from draftproof.training.data import Example, read_examples, split
-from draftproof.training.drafter_options import PROMPT, DrafterJob
+from draftproof.training.drafter_options import PROMPT, DrafterJob, settings_of
 from draftproof.training.loop import Loss, Plan, Record, train
 from draftproof.training.progress import Watch, silent
 from draftproof.training.provenance import digest, file_digest, fingerprint
@@ -49,7 +50,10 @@ class Studio:
         self.job = job
         self.watch = watch
         self.start = time.perf_counter()
-        self.settings = job.settings
+        self.settings = job.settings if job.init is None else settings_of(Path(models.resolve(job.init), "config.json"))
+        positions = self.settings["max_position_embeddings"]
+        if job.length > positions:
+            raise UserError(f"windows of {job.length} tokens, and the model reads {positions}: legal is {positions}")
         examples, self.sources = read_examples(job.texts.data, form=job.texts.form, opening=1)
         self.parts = split(examples, job.texts.limit)
         self.aside: list[Example] = []
@@ -63,9 +67,13 @@ class Studio:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's, or one trained on these texts once."""
-        if self.job.imitation is not None:
-            return load_tokenizer(models.resolve(self.job.imitation.target))
+        """The target's, or the one of the model to go on from, or one trained on these texts once."""
+        init, target = self.job.init, None if self.job.imitation is None else self.job.imitation.target
+        found = {name: load_tokenizer(models.resolve(name)) for name in (target, init) if name is not None}
+        if target is not None and init is not None:
+            refuse_different(found[target], found[init], target_name=target, draft_name=init)
+        if found:
+            return next(iter(found.values()))
         folder = self.job.work / "tokenizer"
         if not folder.exists():
             size, positions = self.job.shape.vocabulary, self.settings["max_position_embeddings"]
@@ -121,13 +129,25 @@ class Studio:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the model tells apart; with the padding of a target's, so that both speak the same ones."""
+        """Tokens that a new model tells apart; with the padding of a target's, so that both speak the same ones."""
         return int(len(self.tokenizer) if self.target is None else self.target.config.vocab_size)
 
     def model(self) -> Any:
-        """An untrained model, the same for the same seed."""
+        """The model to go on from, or an untrained one, the same for the same seed.
+
+        Raises:
+            UserError: the model to go on from has another vocabulary than the target.
+        """
         from transformers import LlamaConfig, LlamaForCausalLM
 
+        if self.job.init is not None:
+            found = load_model(models.resolve(self.job.init), dtype="float32", device=str(self.device))
+            if self.target is not None and found.config.vocab_size != self.vocabulary:
+                raise UserError(
+                    f"{self.job.init} tells {found.config.vocab_size} tokens apart, its target {self.vocabulary}: "
+                    "legal is as many"
+                )
+            return found.requires_grad_(requires_grad=True)
         ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.end, "pad_token_id": None}
         with torch.random.fork_rng():
             torch.manual_seed(fold(self.job.seed, 9) >> 1)
@@ -143,7 +163,8 @@ class Studio:
         told = None if asked is None else (fingerprint(asked.target), asked.loss, asked.policy, asked.share)
         texts = (job.texts.form, job.texts.limit, job.texts.background_form, job.texts.share)
         facts = (self.settings, self.vocabulary, texts, files, told, job.rows, job.length, job.held, job.precision)
-        return digest([asdict(source) for source in self.sources], facts, self.device.type)
+        init = [] if job.init is None else [fingerprint(job.init)]
+        return digest([asdict(source) for source in self.sources], facts, self.device.type, *init)
 
     # --- training -------------------------------------------------------------------------------------------------
 

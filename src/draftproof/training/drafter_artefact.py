@@ -115,9 +115,11 @@ def _provenance(studio: Studio, summary: dict[str, Any], history: list[Record]) 
     options |= {"texts": texts, "precision": job.precision, "stored": job.stored}
     options |= {"rows": job.rows, "length": job.length}
     origin: dict[str, Any] = {"options": options, "best_step": best_step(history, studio.plan.keep_best)}
+    if job.init is not None:
+        origin["init"] = {"model": _plain(job.init), "fingerprint": fingerprint(job.init)}
     if asked is not None:
-        name = Path(asked.target).name if Path(asked.target).is_absolute() else asked.target
-        origin["imitation"] = {**asdict(asked), "target": name, "fingerprint": fingerprint(asked.target)}
+        target = {"target": _plain(asked.target), "fingerprint": fingerprint(asked.target)}
+        origin["imitation"] = {**asdict(asked), **target}
     return provenance(
         data=[asdict(source) for source in studio.sources],
         seed=job.seed,
@@ -126,6 +128,11 @@ def _provenance(studio: Studio, summary: dict[str, Any], history: list[Record]) 
         device=studio.device,
         **origin,
     )
+
+
+def _plain(name: str) -> str:
+    """A model's name without the folders it is in."""
+    return Path(name).name if Path(name).is_absolute() else name
 
 
 def best_step(history: list[Record], metric: str) -> int:

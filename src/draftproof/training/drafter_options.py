@@ -122,6 +122,7 @@ class DrafterJob:
         out: directory to make.
         shape: of the model.
         config: a config.json of a Llama-shaped model that stands for the shape.
+        init: name of a model to go on from, with its shape and tokenizer; None starts from random weights.
         imitation: the target to imitate; None trains on the text alone.
         plan: steps and learning rate.
         rows, length: windows a step, and tokens a window.
@@ -138,6 +139,7 @@ class DrafterJob:
     out: Path
     shape: Shape = Shape()
     config: Path | None = None
+    init: str | None = None
     imitation: Imitation | None = None
     plan: Plan = Plan(steps=2000, learning_rate=2e-3, warmup=100)  # noqa: RUF009 - frozen
     rows: int = 8
@@ -170,7 +172,7 @@ class DrafterJob:
         Raises:
             UserError: a file that is no such config.
         """
-        return self.shape.config() if self.config is None else _settings(self.config)
+        return self.shape.config() if self.config is None else settings_of(self.config)
 
     @property
     def work(self) -> Path:
@@ -178,8 +180,12 @@ class DrafterJob:
         return self.out.parent / f"{self.out.name}.work"
 
 
-def _settings(path: Path) -> dict[str, Any]:
-    """Arguments of LlamaConfig from a config.json."""
+def settings_of(path: Path) -> dict[str, Any]:
+    """Arguments of LlamaConfig from a config.json.
+
+    Raises:
+        UserError: none to be had there.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         known = {name: found[name] for name in (*Shape().config(), *_FURTHER) if name in found}
