@@ -48,7 +48,7 @@ def settings(args: argparse.Namespace) -> dict[str, list[str]]:
     }
     for name, path in (("acceptance", args.acceptance), ("ratio", args.ratio), ("approximate", args.approximate)):
         if path:
-            made[name] = [f"{name}:{path}:{h}" for h in args.thresholds]
+            made[name] = [f"{name}:{path}:{h}" if path != "shipped" else f"{name}:{h}" for h in args.thresholds]
     return made
 
 
@@ -64,7 +64,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
             for spec in specs:
                 part = make_drafter("model", target=target, draft=draft, stopper=spec)
                 engine = Engine(target, part, make_verifier(args.verifier), max_batch=args.batch)
-                rows += [row(engine, prompts, args, family, spec, temperature, seed) for seed in range(args.seeds)]
+                seeds = range(args.seeds if temperature > 0 else 1)  # greedy answers have no seed
+                rows += [row(engine, prompts, args, family, spec, temperature, seed) for seed in seeds]
                 print(f"T={temperature:g} {short(spec)}: {rows[-1]['verification']:.3f}", file=sys.stderr)
         if temperature == 0:
             rows.append(oracle(args, target, draft, prompts))
@@ -231,9 +232,9 @@ def main() -> None:
     parser.add_argument("--confidence", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     parser.add_argument("--entropy", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
-    parser.add_argument("--acceptance", help="directory of an acceptance head")
-    parser.add_argument("--ratio", help="directory of a log_ratio head")
-    parser.add_argument("--approximate", help="directory of a verifier head")
+    parser.add_argument("--acceptance", default="shipped", help="directory of an acceptance head, shipped, or empty")
+    parser.add_argument("--ratio", default="shipped", help="of a log_ratio head, likewise")
+    parser.add_argument("--approximate", default="shipped", help="of a verifier head, likewise")
     parser.add_argument("--costs", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--length", type=int, default=96)

@@ -10,7 +10,7 @@ from draftproof import SamplingParams, UserError
 from draftproof.draft import DraftStep
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine.compose import make_stopper
+from draftproof.engine.compose import make_drafter, make_stopper
 from draftproof.heads import Head, HeadConfig, load_head, save_head
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
@@ -32,7 +32,7 @@ def head(kind="acceptance", width=4, **options):
 
 def step(rows, tokens=None, hidden=None):
     probs = torch.tensor(rows)
-    return DraftStep(torch.tensor(tokens or [0] * len(rows)), probs, hidden)
+    return DraftStep(torch.tensor(tokens or [0] * len(rows)), probs, hidden, probs.log())
 
 
 EVERY = [
@@ -73,6 +73,17 @@ def test_entropy_bound_and_threshold():
     assert stopper.stop_after([0.49], 2), "one row's history is not another's"
     stopper.release(1)
     assert stopper.stop_after([0.49], 1)
+
+
+@pytest.mark.parametrize("make", [lambda: Confidence(0.6, 9), lambda: Entropy(0.4, 9)])
+@pytest.mark.parametrize("drafter", ["model", "chains:2"])
+def test_a_greedy_draft_can_be_unsure(make, drafter):
+    """At temperature 0 q is a point mass; the stopper looks at what the model thinks."""
+    built = engine(verifier="trie_block")
+    built.drafter = make_drafter(drafter, target=built.target, draft=backend("draft"), stopper="fixed:9")
+    built.drafter.stopper = make()
+    (out,) = built.generate("Once upon a time", SamplingParams(max_tokens=40, temperature=0))
+    assert 1 < out.stats.num_draft_tokens / out.stats.num_drafts < 8
 
 
 def test_schedule_follows_a_row():

@@ -77,11 +77,13 @@ class DraftStep:
         probs: rows of q they were drawn from; None for point masses.
         hidden: the draft model's last hidden states at the positions that produced q (so at the tokens above the drawn
             ones), when the stopper reads them.
+        logits: the draft model's own logits there, before any transform, when the stopper reads them.
     """
 
     tokens: Int[Tensor, " drawn"]
     probs: Float[Tensor, "drawn vocab"] | None
     hidden: Float[Tensor, "drawn dim"] | None
+    logits: Float[Tensor, "drawn width"] | None = None
 
 
 __all__ = ["ROOT", "Draft", "DraftStep", "TokenTree", "Verdict"]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
@@ -168,3 +169,8 @@ def fit_width(logits: Float[Tensor, "rows width"], width: int) -> Float[Tensor, 
     if logits.shape[-1] >= width:
         return logits[:, :width]
     return pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))
+
+
+def stack_rows(rows: list[Float[Tensor, " _"]]) -> Float[Tensor, "rows _"] | None:
+    """Rows as one tensor; None for no rows."""
+    return torch.stack(rows) if rows else None

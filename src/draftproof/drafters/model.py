@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.backends.base import Feed, Output, Session, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
-from draftproof.drafters.draft_model import DraftModel, ModelBacked
+from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
 from draftproof.rng import Purpose, RoundRng
 from draftproof.stoppers.base import Stopper
 from draftproof.tree import TokenTree
@@ -105,7 +105,8 @@ class ModelDrafter(ModelBacked):
             chain.tokens.append(token)
             chain.probs.append(row)
         hidden = [output.hidden[-1] for output in outputs if output.hidden is not None]
-        return self.stopper.signal(DraftStep(drawn, q, torch.stack(hidden) if hidden else None))
+        logits = [output.logits[-1] for output in outputs if self.stopper.reads_logits]
+        return self.stopper.signal(DraftStep(drawn, q, stack_rows(hidden), stack_rows(logits)))
 
     def _judge(self, unseen: list[tuple[list[_Chain], Float[Tensor, " _"]]]) -> None:
         """Read the unseen signals back at once and end every chain at the first token that its stopper ends it with."""

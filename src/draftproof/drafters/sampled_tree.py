@@ -17,7 +17,7 @@ from torch import Tensor
 from draftproof.backends.base import Feed, Output, Session, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
-from draftproof.drafters.draft_model import DraftModel, ModelBacked
+from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
 from draftproof.errors import UserError
 from draftproof.rng import Purpose, RoundRng
 from draftproof.stoppers.base import Stopper
@@ -142,7 +142,8 @@ class SampledTreeDrafter(ModelBacked):
 
     def _grow(self, live: Sequence[_Growing], outputs: Sequence[Output], rng: RoundRng, depth: int) -> None:
         """Draw a level for every live tree, and let the stopper look at its new nodes."""
-        hidden: list[dict[int, Tensor]] = [self._take(tree, output) for tree, output in zip(live, outputs, strict=True)]
+        for tree, output in zip(live, outputs, strict=True):
+            self._take(tree, output)
         plans = [self._counts(tree, depth) for tree in live]
         drawn = self._draw(live, plans, rng, depth)
         for tree, plan, tokens in zip(live, plans, drawn, strict=True):
@@ -150,31 +151,39 @@ class SampledTreeDrafter(ModelBacked):
             for parent, token in zip(plan, tokens, strict=False):
                 node = tree.land(parent, token)
                 tree.frontier[node] = tree.frontier.get(node, 0) + 1
-        self._judge(live, hidden)
+        self._judge(live, outputs)
 
-    def _judge(self, live: Sequence[_Growing], hidden: Sequence[dict[int, Tensor]]) -> None:
-        """Take the new nodes that the stopper stops at out of their trees' frontiers."""
-        new = [(tree, node, states) for tree, states in zip(live, hidden, strict=True) for node in tree.frontier]
-        device = self.model.backend.device
-        tokens = torch.tensor([tree.tokens[node] for tree, node, _ in new], device=device)
-        probs = torch.stack([tree.probs[node] for tree, node, _ in new])
-        above = [states[tree.parents[node]] for tree, node, states in new if states]
-        signal = self.stopper.signal(DraftStep(tokens, probs, torch.stack(above) if above else None))
-        if signal is None:
-            return
-        for (tree, node, _), value in zip(new, signal.tolist(), strict=True):
-            tree.signals[node] = (*tree.signals.get(tree.parents[node], ()), value)
-            if self.stopper.stop_after(tree.signals[node], tree.request.id):
-                del tree.frontier[node]
-
-    def _take(self, tree: _Growing, output: Output) -> dict[int, Tensor]:
-        """Rows of q after the nodes just read, and their hidden states."""
+    def _take(self, tree: _Growing, output: Output) -> None:
+        """Rows of q after the nodes just read."""
         first = len(tree.session.tail) - output.logits.shape[0]
         nodes = [ROOT] if not tree.tokens else list(range(first, len(tree.session.tail)))
         paths = [tree.path(node) for node in nodes] if self.model.path_dependent(tree.request) else [()] * len(nodes)
         rows = self.model.rows(tree.request, output.logits, paths)
         tree.rows = dict(zip(nodes, rows, strict=True))
-        return {} if output.hidden is None else dict(zip(nodes, output.hidden, strict=True))
+
+    def _judge(self, live: Sequence[_Growing], outputs: Sequence[Output]) -> None:
+        """Take the new nodes that the stopper stops at out of their trees' frontiers."""
+        new = [(tree, node) for tree in live for node in tree.frontier]
+        signal = self.stopper.signal(self._step(live, outputs, new))
+        if signal is None:
+            return
+        for (tree, node), value in zip(new, signal.tolist(), strict=True):
+            tree.signals[node] = (*tree.signals.get(tree.parents[node], ()), value)
+            if self.stopper.stop_after(tree.signals[node], tree.request.id):
+                del tree.frontier[node]
+
+    def _step(
+        self, live: Sequence[_Growing], outputs: Sequence[Output], new: Sequence[tuple[_Growing, int]]
+    ) -> DraftStep:
+        """What the stopper is shown of new nodes: what the model made of their parents."""
+        tokens = torch.tensor([tree.tokens[node] for tree, node in new], device=self.model.backend.device)
+        made = {id(tree): output for tree, output in zip(live, outputs, strict=True)}
+        places = {id(tree): {node: place for place, node in enumerate(tree.rows)} for tree in live}
+        above = [(made[id(tree)], places[id(tree)][tree.parents[node]]) for tree, node in new]
+        hidden = [output.hidden[place] for output, place in above if output.hidden is not None]
+        logits = [output.logits[place] for output, place in above if self.stopper.reads_logits]
+        probs = torch.stack([tree.probs[node] for tree, node in new])
+        return DraftStep(tokens, probs, stack_rows(hidden), stack_rows(logits))
 
     @staticmethod
     def _draw(live: Sequence[_Growing], plans: Sequence[Sequence[int]], rng: RoundRng, depth: int) -> list[list[int]]:

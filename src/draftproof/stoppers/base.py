@@ -45,6 +45,11 @@ class Stopper(Protocol):
         """Width of the hidden states it reads from DraftStep; 0 when it reads none."""
         ...
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether it reads DraftStep.logits."""
+        ...
+
     def wanted(self, row: int) -> int:
         """Longest chain that a row shall draft this round, 0 to `limit`."""
         ...
@@ -76,6 +81,7 @@ class StopperBase:
 
     constant = False
     hidden_size = 0
+    reads_logits = False
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name

@@ -1,6 +1,9 @@
 """Stopping by what the draft thinks of itself: the probability of its best token, or its entropy.
 
-Knows: rows of q, and how drafts fared so far. Does not know: models, targets.
+Knows: the draft model's rows, and how drafts fared so far. Does not know: models, targets.
+
+Both look at the model's own distribution, at temperature 1 and before any transform: q itself is a point mass at
+temperature 0, and would then always be sure of itself.
 """
 
 from __future__ import annotations
@@ -24,6 +27,12 @@ def probs_of(step: DraftStep) -> Float[Tensor, "drawn vocab"]:
     return step.probs
 
 
+def own_probs(step: DraftStep) -> Float[Tensor, "drawn width"]:
+    """The draft model's own distribution."""
+    assert step.logits is not None, "drafters hand over logits to stoppers that read them"
+    return step.logits.float().softmax(-1)
+
+
 def check_threshold(name: str, threshold: float) -> None:
     """Refuse thresholds outside (0, 1).
 
@@ -35,7 +44,7 @@ def check_threshold(name: str, threshold: float) -> None:
 
 
 class Confidence(StopperBase):
-    """Stop after a token that was drawn from an undecided row: max q below a threshold.
+    """Stop after a token that was drawn from an undecided row: the model's largest probability is below a threshold.
 
     Args:
         threshold: smallest max probability that goes on, between 0 and 1.
@@ -45,6 +54,8 @@ class Confidence(StopperBase):
         UserError: threshold out of range.
     """
 
+    reads_logits = True
+
     def __init__(self, threshold: float = 0.4, limit: int = DEFAULT_LIMIT) -> None:
         check_threshold("confidence", threshold)
         super().__init__(f"confidence:{threshold:g}", limit)
@@ -52,7 +63,7 @@ class Confidence(StopperBase):
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
         """The largest probability of each row."""
-        return probs_of(step).amax(-1)
+        return own_probs(step).amax(-1)
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
         """Whether the newest row was undecided."""
@@ -77,6 +88,7 @@ class Entropy(StopperBase):
     Source: Agrawal et al. 2024 (AdaEDL, arXiv 2410.18351).
     """
 
+    reads_logits = True
     _step = 0.01
     _memory = 0.5
     _inertia = 0.9
@@ -92,7 +104,7 @@ class Entropy(StopperBase):
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
         """The bound on acceptance."""
-        entropy: Tensor = torch.special.entr(probs_of(step)).sum(-1)
+        entropy: Tensor = torch.special.entr(own_probs(step)).sum(-1)
         return 1 - (self._gamma * entropy).sqrt()
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:
