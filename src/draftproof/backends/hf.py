@@ -135,7 +135,16 @@ class HFBackend:
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[Output]:
         layout = Layout(feeds, self.device)
         self._cache.reserve(layout.plan.horizon)
-        hidden = hidden or self._records
+        logits, states = self._compute(layout, hidden=hidden or self._records)
+        outputs = layout.split(logits, states)
+        for row, (feed, chain) in enumerate(zip(feeds, layout.chains, strict=True)):
+            if self._records and states is not None:
+                feed.session.remember(states[row, : len(feed)])
+            feed.session.read(chain, feed.tree)
+        return outputs
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits of every column or of the wanted ones only, and the last hidden states of every column if asked."""
         keep = {"logits_to_keep": layout.wanted} if self._keeps_rows else {}
         out = self.model(
             input_ids=layout.ids,
@@ -146,13 +155,7 @@ class HFBackend:
             output_hidden_states=hidden,
             **keep,
         )
-        states = out.hidden_states[-1] if hidden else None
-        outputs = layout.split(out.logits, states, trimmed=bool(keep))
-        for row, (feed, chain) in enumerate(zip(feeds, layout.chains, strict=True)):
-            if self._records and states is not None:
-                feed.session.remember(states[row, : len(feed)])
-            feed.session.read(chain, feed.tree)
-        return outputs
+        return out.logits, out.hidden_states[-1] if hidden else None
 
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
         made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.items()}
@@ -214,10 +217,9 @@ class Layout:
         self,
         logits: Float[Tensor, "rows columns vocab"],
         states: Float[Tensor, "rows width dim"] | None,
-        *,
-        trimmed: bool,
     ) -> list[Output]:
-        """The wanted rows of each feed; `trimmed` says that logits hold only the wanted columns."""
+        """The wanted rows of each feed; logits hold every column, or only the wanted ones."""
+        trimmed = logits.shape[1] < self.width
         outputs = []
         for row in range(len(self.feeds)):
             columns = self._columns(row)
