@@ -11,10 +11,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from draftproof.backends.base import Capabilities, Session
-from draftproof.backends.hf import HFBackend, HFSession
+from draftproof.backends.hf import HFBackend, HFSession, Layout
+from draftproof.backends.lean import LeanBackend
 from draftproof.errors import UserError
 
 
@@ -33,7 +34,13 @@ class EarlyExitBackend(HFBackend):
         model = first_layers(whole.model, layers, whole.name)
         super().__init__(model, name=f"{whole.name}, first {layers} layers", check=False)
         self._cache = whole._cache  # noqa: SLF001 - the shared cache is the point of this class
+        self._lean = whole.lean.first(layers) if isinstance(whole, LeanBackend) else None
         self.capabilities = Capabilities(trees=whole.capabilities.trees, hidden=whole.capabilities.hidden)
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        if self._lean is not None:
+            return self._lean(layout, self._cache, hidden=hidden)
+        return super()._compute(layout, hidden=hidden)
 
     def borrow(self, owner: Session) -> BorrowedSession:
         """A session in the slot of the whole model's session, which has read what that one has."""

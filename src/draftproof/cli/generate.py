@@ -22,7 +22,7 @@ from draftproof.cli import _report
 from draftproof.cli._compare import compare
 from draftproof.cli._prompts import Source, gather
 from draftproof.cli._sampling import sampling_options
-from draftproof.engine.compose import DEFAULT_STOPPER, DRAFTERS, STOPPERS, VERIFIERS
+from draftproof.engine.compose import BACKENDS, DEFAULT_STOPPER, DRAFTERS, STOPPERS, VERIFIERS
 from draftproof.engine.engine import Engine, Prompt
 from draftproof.engine.sequence import Output
 from draftproof.engine.sequence import Sequence as Request
@@ -53,6 +53,7 @@ def generate(
     ] = None,
     dtype: Annotated[str, _model(help="Of both models: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
+    backend: Annotated[str, _model(help=f"Who computes them: {', '.join(BACKENDS)}.")] = "auto",
     max_batch: Annotated[int, _model(help="Sequences decoded together.")] = 8,
     trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with a model.")] = False,
     drafter: Annotated[str | None, _speculation(help=f"Where drafts come from: {', '.join(DRAFTERS)}.")] = None,
@@ -99,6 +100,7 @@ def generate(
             verifier=verifier,
             dtype=dtype,
             device=device,
+            backend=backend,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
             max_batch=max_batch,

@@ -14,6 +14,7 @@ from draftproof import models
 from draftproof.backends.base import Backend
 from draftproof.backends.feature_net import load_net
 from draftproof.backends.hf import HFBackend, load_model
+from draftproof.backends.lean import LeanBackend, supports
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
@@ -175,6 +176,12 @@ DRAFTERS = {
     "suffix:N": "up to N tokens that most often followed the longest suffix known from this and other requests",
 }
 
+BACKENDS = {
+    "auto": "lean where the model has a lean forward, else hf",
+    "hf": "transformers' own forward pass",
+    "lean": "ours, for the Llama family: Llama, Mistral, Qwen2, Qwen3",
+}
+
 
 def make_stopper(spec: str, draft: str | None = None) -> Stopper:
     """A stopper from "name" or "name:argument".
@@ -332,15 +339,19 @@ def load_backend(
     device: str | None = None,
     trust_remote_code: bool = False,
     check: bool = True,
+    backend: str = "auto",
 ) -> HFBackend:
     """A backend from a registered name, a hub id, a directory or a .gguf file.
 
     Raises:
-        UserError: not found, broken, or unable to roll back.
+        UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
     """
+    if backend not in BACKENDS:
+        raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
     where = models.resolve(source)
     model = load_model(where, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    return HFBackend(model, name=source, check=check)
+    lean = backend == "lean" or (backend == "auto" and supports(model) is None)
+    return (LeanBackend if lean else HFBackend)(model, name=source, check=check)
 
 
 def load(
@@ -357,6 +368,7 @@ def load(
     max_batch: int = 8,
     trust_remote_code: bool = False,
     check: bool = True,
+    backend: str = "auto",
 ) -> Engine:
     """Build an engine from names.
 
@@ -373,13 +385,20 @@ def load(
         max_batch: sequences decoded together.
         trust_remote_code: run code that comes with a model; off unless asked for.
         check: probe each model for rollback at construction (a few short forward passes).
+        backend: of both models: "hf", "lean", or "auto", which takes lean where the model allows it.
 
     Raises:
         UserError: a name that is none, a model that cannot be had, parts that do not fit together.
     """
     chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
     make_stopper(stopper, draft)
-    options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code, "check": check}
+    options: dict[str, Any] = {
+        "device": device,
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "check": check,
+        "backend": backend,
+    }
     tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
     if draft is not None:
         theirs = load_tokenizer(models.resolve(draft), trust_remote_code=trust_remote_code)

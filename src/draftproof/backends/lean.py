@@ -1,0 +1,290 @@
+"""A lean forward pass for the Llama family: the arithmetic of transformers' modules in a third of the operations.
+
+Knows: the layers of Llama, Mistral, Qwen2 and Qwen3 models (SmolLM2 is a Llama). Does not know: sessions, feeds, rules.
+
+Queries, keys and values are one product, and so are gate and up; weights are packed for the CPU (`packed`); keys go
+straight into the slot cache, in transformers' layout, and are never expanded to the number of query heads; logits are
+computed for the wanted columns only.
+
+Memory: the linear weights of the model are moved, not copied; what is held twice is the embedding of a model whose
+output layer is tied to it, where weights are packed: rows are looked up in the plain one. The model that was given
+still computes the same logits, by way of the moved weights, but cannot be trained, saved or moved any more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from draftproof.backends.base import Capabilities
+from draftproof.backends.hf import HFBackend, Layout, attention_windows, probe
+from draftproof.backends.packed import Product, fuse
+from draftproof.backends.slot_cache import Plan, SlotCache
+from draftproof.errors import UserError
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on how long the sequence is
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_FOLDED = 128  # passes up to this width fold the query heads of a key head into rows, and their mask with them
+_FIRST_POSITIONS = 512
+
+
+def supports(model: Any) -> str | None:
+    """Why a model has no lean forward; None when it has one.
+
+    Args:
+        model: a transformers causal LM.
+    """
+    kind = type(model)
+    if kind.__name__ not in {f"{family}ForCausalLM" for family in FAMILIES} or not _is_stock(kind):
+        return f"{kind.__name__} is not of the families {', '.join(FAMILIES)}"
+    config, rope = model.config, model.model.rotary_emb
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    if rope.rope_type not in _ROPES:
+        return f"its rotary embedding is {rope.rope_type}, not one of {', '.join(_ROPES)}"
+    if 2 * rope.inv_freq.numel() != model.model.layers[0].self_attn.head_dim:
+        return "its rotary embedding turns only a part of each head"
+    return _why_altered(model)
+
+
+def _is_stock(kind: type) -> bool:
+    return kind.__module__.startswith(("transformers.models.", "torch.nn.modules."))
+
+
+def _why_altered(model: nn.Module) -> str | None:
+    """Whether something was put into or hung onto a model that its own class does not say."""
+    for name, module in model.named_modules():
+        if not _is_stock(type(module)) and not name.endswith("act_fn"):
+            return f"its {name} is a {type(module).__name__}, which transformers' own model has not"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]  # noqa: SLF001
+        if "forward" in vars(module) or any(not _is_recorder(hook) for hook in hooks):
+            return f"hooks are attached to {name or 'the model'}"
+    held = {(weights.dtype, weights.device) for weights in model.parameters()}
+    if len(held) > 1:
+        return "its weights are of several dtypes or on several devices"
+    dtype = next(iter(held))[0]
+    return None if dtype in _DTYPES else f"its weights are {dtype}"
+
+
+def _is_recorder(hook: Any) -> bool:
+    """Hooks by which transformers itself collects hidden states, once it was asked for some."""
+    return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
+
+
+class LeanBackend(HFBackend):
+    """A transformers model of the Llama family, read by the lean forward.
+
+    Args:
+        model: in eval mode, weights in place; its linear weights move into the backend (see the module).
+        name: how errors and reports call it.
+        check: run `probe` now, lean forward against transformers' own; costs a few short forward passes.
+
+    Raises:
+        UserError: no lean forward for this model, or the probe found a difference.
+    """
+
+    def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
+        super().__init__(model, name=name, check=False)
+        why = supports(model)
+        if why is not None:
+            raise UserError(f"{self.name} has no lean forward: {why}; legal is backend hf (or auto)")
+        self.lean = Lean(model)
+        if check:
+            self.capabilities = Capabilities(trees=probe(self), hidden=self.capabilities.hidden)
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        return self.lean(layout, self._cache, hidden=hidden)
+
+
+class Lean:
+    """The forward pass over the weights of a model, which move in here.
+
+    Args:
+        model: one that `supports` supports.
+    """
+
+    def __init__(self, model: Any) -> None:
+        model.requires_grad_(False)
+        inner = model.model
+        tied = model.lm_head.weight is inner.embed_tokens.weight
+        self.embedding: Tensor = inner.embed_tokens.weight
+        self.head = Product(self.embedding) if tied else fuse(model, ["lm_head"])
+        self.rope = Rope(inner.rotary_emb, self.embedding)
+        self.windows = attention_windows(model.config)
+        kinds = getattr(model.config, "layer_types", None) or ()
+        self.layers = [
+            Layer(layer, number, kinds[number] if len(self.windows) > 1 else next(iter(self.windows)))
+            for number, layer in enumerate(inner.layers)
+        ]
+        self.norm = Norm(inner.norm)
+
+    def first(self, layers: int) -> Lean:
+        """The same with its first layers only."""
+        made = copy.copy(self)
+        made.layers = self.layers[:layers]
+        return made
+
+    def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits of the wanted columns [rows, wanted, vocab], and the last hidden states of every column if asked."""
+        x = F.embedding(layout.ids, self.embedding)
+        cos, sin = self.rope(layout.positions, layout.plan.horizon)
+        masks = self._masks(layout)
+        for layer in self.layers:
+            x = layer(x, cos, sin, masks[layer.kind], cache, layout.plan)
+        states = self.norm(x) if hidden else None
+        some = len(layout.wanted) < layout.width
+        chosen = x if states is None else states
+        chosen = chosen.index_select(1, layout.wanted) if some else chosen
+        return self.head(self.norm(chosen) if states is None else chosen), states
+
+    def _masks(self, layout: Layout) -> Mapping[str, Tensor | None]:
+        """The mask of each kind of layer, None where nothing is hidden from anyone."""
+        return {kind: self._mask(layout, window) for kind, window in self.windows.items()}
+
+    def _mask(self, layout: Layout, window: int | None) -> Tensor | None:
+        if sees_all(layout, window):
+            return None
+        mask = layout.mask(window, self.embedding.dtype)
+        return mask if layout.width > _FOLDED else mask.repeat_interleave(self.layers[0].group, 2)
+
+
+def sees_all(layout: Layout, window: int | None) -> bool:
+    """Whether each row's only new token sees every slot that is read."""
+    plan = layout.plan
+    alone = layout.width == 1 and plan.aligned and (window is None or plan.horizon <= window)
+    return alone and not any(feed.session.tail for feed in layout.feeds)
+
+
+class Rope:
+    """Rotary angles by position, from the model's own module; the table grows by doubling.
+
+    Args:
+        module: the model's rotary embedding.
+        like: a tensor of the dtype and on the device of the hidden states.
+    """
+
+    def __init__(self, module: Any, like: Tensor) -> None:
+        self._module = module
+        self._like = like
+        self._table = like.new_empty((0, 0))
+
+    def __call__(self, positions: Int[Tensor, "rows width"], horizon: int) -> tuple[Tensor, Tensor]:
+        """Cosine, and sine with the sign of `rotate_half`, each [rows, width, 1, dim].
+
+        Args:
+            positions: of each token.
+            horizon: more than the largest of them.
+        """
+        if horizon > self._table.shape[0]:
+            self._grow(max(horizon, 2 * self._table.shape[0], _FIRST_POSITIONS))
+        cos, sin = F.embedding(positions, self._table).unsqueeze(2).chunk(2, -1)
+        return cos, sin
+
+    def _grow(self, size: int) -> None:
+        positions = torch.arange(size, device=self._like.device).unsqueeze(0)
+        cos, sin = self._module(self._like, position_ids=positions)
+        low, high = sin[0].chunk(2, -1)
+        self._table = torch.cat((cos[0], -low, high), -1)
+
+
+class Norm:
+    """Root mean square norm over the last dimension.
+
+    Args:
+        module: transformers' norm, or several whose inputs stand above one another in the last but one dimension.
+        counts: how many rows of that dimension each of several norms has.
+    """
+
+    def __init__(self, *modules: Any, counts: tuple[int, ...] = ()) -> None:
+        weight = modules[0].weight
+        if counts:
+            weight = torch.cat([one.weight.expand(n, -1) for one, n in zip(modules, counts, strict=True)])
+        size = weight.shape[-1]
+        self.weight, self.shape, self.eps = weight.detach(), (size,), float(modules[0].variance_epsilon)
+        self.native = weight.device.type != "cpu"
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        self.scaled = weight.detach().to(self.wide) * size**0.5
+        self.least = torch.tensor((size * self.eps) ** 0.5, dtype=self.wide)
+
+    def __call__(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """The normed rows; on the CPU in four operations, where torch's own has seven."""
+        if self.native:
+            normed: Tensor = F.rms_norm(x, self.shape, eps=self.eps) * self.weight
+            return normed
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.wide).hypot_(self.least)
+        made: Tensor = (x * self.scaled).div_(length).to(x.dtype)
+        return made
+
+
+class Layer:
+    """One decoder layer.
+
+    Args:
+        layer: transformers' own, whose linear weights move in here.
+        number: its place, from 0.
+        kind: of its attention mask.
+    """
+
+    def __init__(self, layer: Any, number: int, kind: str) -> None:
+        attention, config = layer.self_attn, layer.self_attn.config
+        self.number, self.kind = number, kind
+        self.dim, self.scale = int(attention.head_dim), float(attention.scaling)
+        self.heads, self.key_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.group = self.heads // self.key_heads
+        self.qk_norm = None
+        if hasattr(attention, "q_norm"):
+            self.qk_norm = Norm(attention.q_norm, attention.k_norm, counts=(self.heads, self.key_heads))
+        self.before, self.between = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+        self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"])
+        self.out = fuse(attention, ["o_proj"])
+        self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"])
+        self.down = fuse(layer.mlp, ["down_proj"])
+
+    def __call__(
+        self,
+        x: Float[Tensor, "rows width dim"],
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: SlotCache,
+        plan: Plan,
+    ) -> Float[Tensor, "rows width dim"]:
+        """The layer's output; its keys and values go to the cache."""
+        rows, width, _ = x.shape
+        fused = self.qkv(self.before(x)).view(rows, width, -1, self.dim)
+        turned = fused.narrow(2, 0, self.heads + self.key_heads)
+        if self.qk_norm is not None:
+            turned = self.qk_norm(turned)
+        turned = torch.addcmul(turned * cos, turned.roll(self.dim // 2, -1), sin)
+        queries, fresh = turned.tensor_split((self.heads,), 2)
+        values = fused.narrow(2, self.heads + self.key_heads, self.key_heads)
+        keys, values = cache.write(self.number, plan, fresh.transpose(1, 2), values.transpose(1, 2))
+        x = self.out(self._attend(queries, keys, values, mask)).add_(x)
+        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
+        return self.down(F.silu(gate).mul_(up)).add_(x)
+
+    def _attend(
+        self,
+        queries: Float[Tensor, "rows width heads dim"],
+        keys: Float[Tensor, "rows key_heads horizon dim"],
+        values: Float[Tensor, "rows key_heads horizon dim"],
+        mask: Tensor | None,
+    ) -> Float[Tensor, "rows width inner"]:
+        """Attention; the query heads of one key head are rows of one product, and keys are read once."""
+        rows, width = queries.shape[:2]
+        if width > _FOLDED:  # a folded mask would be large, and the saving is not
+            made = F.scaled_dot_product_attention(
+                queries.transpose(1, 2), keys, values, attn_mask=mask, scale=self.scale, enable_gqa=True
+            )
+            return made.transpose(1, 2).reshape(rows, width, -1)
+        split = (rows, width, self.key_heads, self.group, self.dim)
+        folded = queries.view(split).transpose(1, 2).reshape(rows, self.key_heads, -1, self.dim)
+        made = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scale)
+        return made.view(rows, self.key_heads, width, self.group, self.dim).transpose(1, 2).reshape(rows, width, -1)

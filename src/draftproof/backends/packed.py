@@ -1,0 +1,133 @@
+"""Linear layers in the layout that the CPU multiplies fastest, several with the same input as one product.
+
+Knows: oneDNN's packed weights, fused weights. Does not know: which layers a model has, or when they run.
+
+torch re-lays a plain weight on every call on the CPU; here that is done once. Weights are never held twice: where they
+are packed the plain ones are let go and the model's own modules become `Part`s of the packed product, and elsewhere
+the model's parameters become views of the fused weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float
+from torch import Tensor, nn
+
+_ROWS = 9  # the packed layout depends on the rows expected: a verification, which is as fast for one row
+
+
+@functools.cache
+def packs(dtype: torch.dtype, device: str) -> bool:
+    """Whether this torch and this processor multiply packed weights of a dtype.
+
+    Args:
+        dtype: of the weights.
+        device: type of device, such as "cpu".
+    """
+    if device != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        weight = torch.zeros(16, 16, dtype=dtype)
+        return _multiply(weight[:1], _pack(weight), None).shape == (1, 16)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _pack(weight: Float[Tensor, "out in"]) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)  # noqa: SLF001 - the only door to it
+    return packed
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")  # noqa: SLF001
+    return made
+
+
+class Product:
+    """x W^T + b, for inference.
+
+    Args:
+        weight: plain; not kept where packed weights are supported, unless its owner keeps it.
+        bias: if there is one.
+    """
+
+    def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> None:
+        self.packed = packs(weight.dtype, weight.device.type)
+        self.weight = _pack(weight) if self.packed else weight
+        self.bias = bias
+        self._latest: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The product with every row."""
+        if self.packed:
+            return _multiply(x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
+
+    def part(self, x: Float[Tensor, "*rows in"], start: int, stop: int) -> Float[Tensor, "*rows part"]:
+        """Some of the outputs; parts asked for in order with the very same input cost one product together."""
+        latest = self._latest
+        whole = latest[1] if latest is not None and latest[0] is x and start else self(x)
+        self._latest = (x, whole) if stop < whole.shape[-1] else None
+        return whole[..., start:stop]
+
+
+class Part(nn.Module):
+    """What stands in a model for a linear layer whose weight went into a packed product: some of its outputs.
+
+    Args:
+        product: the packed product.
+        start: its first output here.
+        stop: one more than its last.
+    """
+
+    def __init__(self, product: Product, start: int, stop: int) -> None:
+        super().__init__()
+        self.product = product
+        self.start, self.stop = start, stop
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """A plain copy of the weight, made at every access."""
+        return self.product.weight.to_dense()[self.start : self.stop]
+
+    @property
+    def bias(self) -> Float[Tensor, " out"] | None:
+        """The bias, if there is one."""
+        return None if self.product.bias is None else self.product.bias[self.start : self.stop]
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The layer's outputs."""
+        return self.product.part(x, self.start, self.stop)
+
+
+@torch.no_grad()
+def fuse(owner: Any, names: Sequence[str]) -> Product:
+    """One product from linear layers of a module that read the same input; the module keeps working, untrainable.
+
+    Args:
+        owner: the module.
+        names: its linear layers, all with a bias or all without; their outputs follow one another in the product.
+    """
+    layers = [getattr(owner, name) for name in names]
+    weight, bias = _joined([layer.weight for layer in layers]), None
+    if layers[0].bias is not None:
+        bias = _joined([layer.bias for layer in layers])
+    product, start = Product(weight, bias), 0
+    for name, layer in zip(names, layers, strict=True):
+        stop = start + layer.out_features
+        if product.packed:
+            setattr(owner, name, Part(product, start, stop))
+        else:
+            layer.weight = nn.Parameter(weight[start:stop], requires_grad=False)
+            layer.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
+        start = stop
+    return product
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0].detach()
