@@ -293,7 +293,7 @@ def _feature_head(parts: _Parts, argument: str) -> Drafter:
     if not isinstance(parts.target, HFBackend):
         raise UserError(f"drafter feature_head needs a transformers model, and {parts.target.name} is none")
     model = FeatureModel(parts.target, load_net(where), **parts.changes)
-    return feature_drafter(model, make_stopper(parts.stopper), chains=int(chains))
+    return feature_drafter(model, parts.ends(), chains=int(chains))
 
 
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[_Parts, str], Drafter]:
