@@ -179,7 +179,7 @@ class FeatureBackend:
         if not self._whole:
             full = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
             logits = full.index_copy_(1, self.net.ids, logits)
-        rows = logits.split([part.shape[0] for part in wanted])
+        rows = torch.split(logits, [part.shape[0] for part in wanted])
         return [Output(row, part if hidden else None) for row, part in zip(rows, wanted, strict=True)]
 
 

@@ -118,7 +118,7 @@ class FeatureNet(nn.Module):
         return rms_norm(x.to(weight.dtype), weight.shape, weight, 1e-5)
 
     def _heads(self, x: Float[Tensor, "rows width _"]) -> Float[Tensor, "rows heads width dim"]:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def rotary(self, positions: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, for every head."""
@@ -180,7 +180,9 @@ def load_net(directory: str | Path) -> FeatureNet:
         raise UserError(
             f"the weights of the feature head {str(where)!r} do not fit its config: {reason(cause)}"
         ) from cause
-    if not bool(((net.ids >= 0) & (net.ids < net.config.vocab_size)).all()) or len(net.ids.unique()) < len(net.ids):
+    if not bool(((net.ids >= 0) & (net.ids < net.config.vocab_size)).all()) or len(set(net.ids.tolist())) < len(
+        net.ids
+    ):
         raise UserError(f"the feature head {str(where)!r} names tokens twice or outside its vocabulary")
     return net.requires_grad_(requires_grad=False).eval()
 

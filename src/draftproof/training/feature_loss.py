@@ -1,0 +1,230 @@
+"""How a feature head is taught and measured: along known tokens, standing on its own states for several steps.
+
+Knows: unrolling, the loss, acceptance by drafted position. Does not know: files, models, the loop.
+
+Step 1 reads the target's states everywhere. Step k reads the states that step k - 1 made, and attends as a draft does:
+to the entries of step 1 up to where the draft began, and from there on to its own (EAGLE-3, arXiv 2503.01840, calls it
+training-time test). So the k-th drafted token is taught on what it will stand on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import linear, pad, scaled_dot_product_attention, smooth_l1_loss
+
+from draftproof.backends.feature_net import FeatureNet
+from draftproof.training.feature_rows import Rows
+from draftproof.training.loop import Loss
+
+_CHUNK = 64  # rows of logits that are worked on at once
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What of the target teaching needs; fixed while a head is trained.
+
+    Attributes:
+        embed: its embedding, as a module.
+        output: the rows of its output layer for the head's tokens.
+        unroll: steps on the head's own states, the first on the target's among them.
+        tv: weight of the total variation beside the cross-entropy.
+        states: weight of the smooth L1 distance to the target's states.
+        autocast: whether matrix products are made in bfloat16.
+    """
+
+    embed: Any
+    output: Float[Tensor, "ids dim"]
+    unroll: int = 3
+    tv: float = 0.0
+    states: float = 0.0
+    autocast: bool = True
+
+
+class _Unrolled:
+    """The attention of one training pass: entries of earlier steps are kept, and shifted to where a draft sees them."""
+
+    def __init__(self, length: int, window: int, device: torch.device) -> None:
+        self._places = torch.arange(length, device=device)
+        self._window = window
+        self._seen: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        groups = queries.shape[1] // keys.shape[1]
+        self._seen.append((keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)))
+        back = len(self._seen) - 1
+        gap = self._places.unsqueeze(1) - self._places
+        allowed = (gap >= back) & (gap < self._window)
+        allowed |= ~allowed.any(-1, keepdim=True) & (self._places == 0)  # no row of a softmax is empty
+        first_keys, first_values = self._seen[0]
+        if not back:
+            return scaled_dot_product_attention(queries, first_keys, first_values, attn_mask=allowed)
+        scale = queries.shape[-1] ** -0.5
+        scores = (queries @ first_keys.transpose(-1, -2)).float().masked_fill(~allowed, float("-inf"))
+        own = [(_shift(k, back - i), _shift(v, back - i)) for i, (k, v) in enumerate(self._seen[1:], 1)]
+        extra = torch.stack([(queries * k).sum(-1).float() for k, _ in own], -1)
+        weights = (torch.cat([scores, extra], -1) * scale).softmax(-1).to(first_values.dtype)
+        mixed: Tensor = weights[..., : -len(own)] @ first_values
+        for i, (_, v) in enumerate(own):
+            mixed = mixed + weights[..., i - len(own)].unsqueeze(-1) * v
+        return mixed
+
+
+def _shift(x: Float[Tensor, "*batch width dim"], by: int) -> Float[Tensor, "*batch width dim"]:
+    """Every entry moved `by` places to the right, zeros before."""
+    return pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
+
+
+def steps(net: FeatureNet, rows: Rows, frame: Frame, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each unrolled step the output states and which positions count.
+
+    Args:
+        net: the head.
+        rows: known tokens with the target's states.
+        frame: what of the target is needed.
+        count: steps.
+    """
+    length = rows.ids.shape[1]
+    attend = _Unrolled(length, net.config.window, rows.ids.device)
+    places = torch.arange(length, device=rows.ids.device)
+    rotary = net.rotary(places.unsqueeze(0))
+    embedded = frame.embed(rows.ids).to(rows.states.dtype)
+    states = rows.states
+    for step in range(count):
+        out = net(_shift(states, 1), embedded, rotary, attend)
+        yield out, rows.counts & (places >= step)
+        states = out
+
+
+class _Against(torch.autograd.Function):
+    """An output layer and the loss on it at once; the gradient is made on the way forward, in the logits' place."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, wanted: Tensor, tv: float) -> tuple[Tensor, Tensor]:
+        rows = states.to(weight.dtype)
+        logits = rows @ weight.T
+        losses, overlaps = [], []
+        for part, p in zip(
+            torch.split(logits, _CHUNK), torch.split(wanted, _CHUNK), strict=True
+        ):  # of a size that caches hold
+            loss, overlap, gradient = _judge(part, p, tv)
+            losses.append(loss)
+            overlaps.append(overlap)
+            part.copy_(gradient)
+        taught, weighted = ctx.needs_input_grad[:2]
+        back = (logits @ weight).to(states.dtype) if taught else None
+        layer = (logits.T @ rows).float() if weighted else None
+        ctx.kept = (back, layer, states.shape[0])
+        shared = torch.cat(overlaps)
+        ctx.mark_non_differentiable(shared)
+        return torch.cat(losses).mean(), shared
+
+    @staticmethod
+    def backward(ctx: Any, given: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        back, layer, rows = ctx.kept
+        scale = given / rows
+        return None if back is None else back * scale, None if layer is None else layer * scale, None, None
+
+
+def _judge(logits: Tensor, wanted: Tensor, tv: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and overlap of each row, and the loss's gradient by the logits."""
+    full = logits.float()
+    log_mass = full.logsumexp(-1, keepdim=True)
+    covered = wanted.sum(-1, keepdim=True)
+    loss = (covered * log_mass).squeeze(-1) - (wanted * full).sum(-1)
+    q = full.sub_(log_mass).exp_()
+    overlap = torch.minimum(q, wanted).sum(-1)
+    if tv:
+        short = q * (q < wanted)  # where more of q is more of the overlap
+        weights = covered + tv * short.sum(-1, keepdim=True)
+        gradient = q.mul_(weights).sub_(wanted).sub_(short, alpha=tv)
+    else:
+        gradient = q.mul_(covered).sub_(wanted)
+    return loss + tv * (1 - overlap), overlap, gradient
+
+
+def against(
+    states: Float[Tensor, "rows dim"],
+    weight: Float[Tensor, "ids dim"],
+    wanted: Float[Tensor, "rows ids"],
+    tv: float = 0.0,
+) -> tuple[Float[Tensor, ""], Float[Tensor, " rows"]]:
+    """The mean loss of rows, cross-entropy plus `tv` times total variation, and each row's overlap sum of min(p, q).
+
+    Args:
+        states: output states of a head.
+        weight: of the output layer, whose softmax is q; products are made in its dtype.
+        wanted: the target's probabilities of these tokens, of sum 1 or less.
+        tv: weight of the total variation.
+    """
+    found: tuple[Tensor, Tensor] = _Against.apply(states, weight, wanted, tv)  # type: ignore[no-untyped-call]
+    return found
+
+
+def wanted_rows(rows: Rows, frame: Frame) -> Float[Tensor, "positions ids"]:
+    """The target's probabilities of the head's tokens at every position."""
+    logits = linear(rows.states.flatten(0, 1).to(frame.output.dtype), frame.output).float()
+    return logits.sub_(rows.log_mass.flatten().unsqueeze(-1)).exp_()
+
+
+def feature_loss(net: FeatureNet, rows: Rows, frame: Frame) -> Loss:
+    """The mean loss of all unrolled steps on a batch."""
+    with torch.no_grad():
+        wanted = wanted_rows(rows, frame)
+    total = torch.zeros((), device=rows.ids.device)
+    with torch.autocast(rows.ids.device.type, torch.bfloat16, enabled=frame.autocast):
+        for out, counts in steps(net, rows, frame, frame.unroll):
+            index = counts.flatten().nonzero().squeeze(-1)
+            chosen = out.flatten(0, 1)[index]
+            total = total + against(chosen, _weight(net, frame), wanted[index], frame.tv)[0]
+            if frame.states:
+                given = rows.states.flatten(0, 1)[index].to(chosen.dtype)
+                total = total + frame.states * smooth_l1_loss(chosen, given)
+    return Loss(total / frame.unroll, int(rows.counts.sum()))
+
+
+def _weight(net: FeatureNet, frame: Frame) -> Float[Tensor, "ids dim"]:
+    """The output layer in use, in the dtype of the matrix products."""
+    weight: Tensor = frame.output if net.output is None else net.output.weight
+    return weight.to(torch.bfloat16 if frame.autocast else torch.float32)
+
+
+@torch.no_grad()
+def acceptance(net: FeatureNet, rows: Rows, frame: Frame, positions: int = 4) -> dict[str, float]:
+    """Expected acceptance, 1 - TV at temperature 1, of each drafted position along known tokens.
+
+    Args:
+        net: the head.
+        rows: held out.
+        frame: what of the target is needed.
+        positions: drafted tokens to look at.
+
+    Returns:
+        "accept_1", ..., the share of the target's mass that the head's tokens cover, and "top_1": how often the most
+        likely first drafted token is the target's.
+    """
+    sums: dict[str, list[Tensor]] = {}
+    for first in range(0, rows.ids.shape[0], 4):
+        part = rows.pick(range(first, min(first + 4, rows.ids.shape[0])))
+        with torch.autocast(rows.ids.device.type, torch.bfloat16, enabled=frame.autocast):
+            for name, values in _judged(net, part, frame, positions):
+                sums.setdefault(name, []).append(values)
+    return {name: float(torch.cat(values).mean()) for name, values in sums.items()}
+
+
+def _judged(net: FeatureNet, rows: Rows, frame: Frame, positions: int) -> Iterator[tuple[str, Tensor]]:
+    """The figures of `acceptance` at every position of some rows."""
+    wanted = wanted_rows(rows, frame)
+    for step, (out, counts) in enumerate(steps(net, rows, frame, positions), 1):
+        index = counts.flatten().nonzero().squeeze(-1)
+        chosen, p, weight = out.flatten(0, 1)[index], wanted[index], _weight(net, frame)
+        yield f"accept_{step}", against(chosen, weight, p)[1]
+        if step == 1:
+            best = [(part.to(weight.dtype) @ weight.T).argmax(-1) for part in torch.split(chosen, _CHUNK)]
+            yield "covered", p.sum(-1)
+            yield "top_1", (torch.cat(best) == p.argmax(-1)).float()
