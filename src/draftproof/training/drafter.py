@@ -95,17 +95,22 @@ class Studio:
 
     @cached_property
     def end(self) -> int:
-        """The token between texts."""
-        found = self.tokenizer.eos_token_id
+        """The token between texts: the tokenizer's end token, or its first where the target ends texts with that."""
+        found, first = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
+        if self.target is not None:
+            ends = self.target.generation_config.eos_token_id
+            found = first if first is not None and isinstance(ends, list) and first in ends else found
         if found is None:
             raise UserError("the target's tokenizer has no end token: name a target that has one")
         return int(found)
 
     def ids(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Token ids of texts, no special tokens among them."""
+        """Token ids of texts, with what the tokenizer puts before one, unless that is the token between texts."""
         texts = [example.text for example in examples]
+        before = list(map(int, self.tokenizer("")["input_ids"]))
+        before = [] if before == [self.end] else before
         found = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        return [list(map(int, row)) for row in found]
+        return [[*before, *map(int, row)] for row in found]
 
     def stream(self, examples: Sequence[Example]) -> Stream:
         """Texts as training reads them."""

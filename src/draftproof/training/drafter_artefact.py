@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from draftproof.backends.hf import load_model
 from draftproof.engine.compose import load_backend
 from draftproof.files import whole_directory
 from draftproof.sampling import SamplingParams
@@ -71,16 +72,17 @@ def appraise(studio: Studio, folder: Path) -> dict[str, Any]:
     """
     windows, size = studio.held_out("test")
     found: dict[str, Any] = {"test_bytes": size}
-    draft = load_backend(str(folder), dtype="float32", device=str(studio.device))
-    found["bits_per_byte"] = distil.bits_per_byte(draft.model, windows, size)
+    options: dict[str, Any] = {"dtype": "float32", "device": str(studio.device)}
+    draft = load_model(str(folder), **options).eval()
+    found["bits_per_byte"] = distil.bits_per_byte(draft, windows, size)
     if studio.target is None or studio.job.imitation is None:
         return found
     found["target_bits_per_byte"] = distil.bits_per_byte(studio.target, windows, size)
-    found["on_text"] = distil.agreement(studio.target, draft.model, windows)
+    found["on_text"] = distil.agreement(studio.target, draft, windows)
     own = _own(studio, windows)
-    found["on_own_samples"] = distil.agreement(studio.target, draft.model, own, skip=PROMPT)
-    target = load_backend(studio.job.imitation.target, dtype="float32", device=str(studio.device))
-    trial = _trial(studio, Pair(target, draft, SamplingParams()))
+    found["on_own_samples"] = distil.agreement(studio.target, draft, own, skip=PROMPT)
+    target, drafts = (load_backend(name, **options) for name in (studio.job.imitation.target, str(folder)))
+    trial = _trial(studio, Pair(target, drafts, SamplingParams()))
     with studio.watch("block efficiency", len(LENGTHS), 0) as tick:
         for number, length in enumerate(LENGTHS, 1):
             rates = trial.rates(FixedLength(length), "block")

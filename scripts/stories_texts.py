@@ -1,0 +1,75 @@
+"""Prepare the texts that the pair embedded:stories was trained on, from the two corpora in ../shared/data.
+
+TinyStories' sample came with quotation marks decoded twice; they become plain ones. Of the public-domain fiction the
+works for children are taken, without translations (their translators are not named, so their rights are not certain).
+
+    python scripts/stories_texts.py ../shared/data OUT
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import lzma
+import re
+import sys
+from pathlib import Path
+
+SEPARATOR = "<|endoftext|>"
+TWICE = (("â€œ", '"'), ("â€™", "'"), ("â€“", "-"), ("â€”", "-"), ("â€", '"'))
+WORKS = (
+    "Abbie Farwell Brown/",
+    "Anna Sewell/",
+    "Edith Nesbit/",
+    "Frances Hodgson Burnett/A Little",
+    "Frances Hodgson Burnett/The Secret",
+    "George MacDonald/The Princess",
+    "Hugh Lofting/",
+    "J. M. Barrie/",
+    "Kenneth Grahame/",
+    "L. Frank Baum/",
+    "Lewis Carroll/",
+    "Oscar Wilde/The Canterville",
+    "Oscar Wilde/The Happy",
+    "Rudyard Kipling/The Jungle",
+)
+
+
+def tinystories(source: Path) -> str:
+    """The sample, in plain ASCII."""
+    text = (source / "corpus-tinystories-sample" / "tiny_stories.txt").read_text(encoding="utf-8")
+    for wrong, right in TWICE:
+        text = text.replace(wrong, right)
+    return text
+
+
+def fiction(source: Path) -> str:
+    """The works for children in the training part of the corpus, parted by SEPARATOR."""
+    folder = source / "corpus-pd-fiction"
+    with (folder / "MANIFEST.tsv").open(encoding="utf-8", newline="") as table:
+        rows = [row for row in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE) if row["split"] == "train"]
+    with lzma.open(folder / "train.txt.xz", "rt", encoding="utf-8") as file:
+        parts = re.split(r"^<\|endoftext\|>[ \t]*$", file.read(), flags=re.MULTILINE)
+    works = zip((row["path_in_repo"] for row in rows), parts, strict=True)
+    kept = [text.strip() for name, text in works if name.startswith(WORKS)]
+    return (f"\n{SEPARATOR}\n".join(kept) + "\n").replace("\u2060", "")
+
+
+def main() -> int:
+    """Write tinystories.txt and children.txt."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("source", type=Path, help="folder with corpus-tinystories-sample and corpus-pd-fiction")
+    parser.add_argument("out", type=Path, help="folder that receives tinystories.txt and children.txt")
+    options = parser.parse_args()
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "tinystories.txt").write_text(tinystories(options.source), encoding="utf-8")
+        (options.out / "children.txt").write_text(fiction(options.source), encoding="utf-8")
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
