@@ -14,7 +14,7 @@ still computes the same logits, by way of the moved weights, but cannot be train
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,20 +133,16 @@ class Lean:
 
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         """Logits of the wanted columns [rows, wanted, vocab], and the last hidden states of every column if asked."""
-        x = F.embedding(layout.ids, self.embedding)
-        cos, sin = self.rope(layout.positions, layout.plan.horizon)
-        masks = self._masks(layout)
+        rows, width = layout.ids.shape
+        x = F.embedding(layout.ids.view(-1), self.embedding)
+        at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
+        masks = {kind: self._mask(layout, window) for kind, window in self.windows.items()}
         for layer in self.layers:
-            x = layer(x, cos, sin, masks[layer.kind], cache, layout.plan)
-        states = self.norm(x) if hidden else None
-        some = len(layout.wanted) < layout.width
-        chosen = x if states is None else states
-        chosen = chosen.index_select(1, layout.wanted) if some else chosen
-        return self.head(self.norm(chosen) if states is None else chosen), states
-
-    def _masks(self, layout: Layout) -> Mapping[str, Tensor | None]:
-        """The mask of each kind of layer, None where nothing is hidden from anyone."""
-        return {kind: self._mask(layout, window) for kind, window in self.windows.items()}
+            x = layer(x, at, masks[layer.kind])
+        states = self.norm(x).view(rows, width, -1)
+        chosen = states if len(layout.wanted) == width else states.index_select(1, layout.wanted)
+        logits = self.head(chosen.flatten(0, 1)).view(rows, len(layout.wanted), -1)
+        return logits, states if hidden else None
 
     def _mask(self, layout: Layout, window: int | None) -> Tensor | None:
         if sees_all(layout, window):
@@ -162,6 +158,24 @@ def sees_all(layout: Layout, window: int | None) -> bool:
     return alone and not any(feed.session.tail for feed in layout.feeds)
 
 
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What every layer of one forward pass is told.
+
+    Attributes:
+        rows, width: of the padded feeds; hidden states are [rows * width, dim].
+        cos, sin: rotary angles, [rows * width, 1, dim].
+        cache, plan: where keys and values go.
+    """
+
+    rows: int
+    width: int
+    cos: Tensor
+    sin: Tensor
+    cache: SlotCache
+    plan: Plan
+
+
 class Rope:
     """Rotary angles by position, from the model's own module; the table grows by doubling.
 
@@ -175,8 +189,8 @@ class Rope:
         self._like = like
         self._table = like.new_empty((0, 0))
 
-    def __call__(self, positions: Int[Tensor, "rows width"], horizon: int) -> tuple[Tensor, Tensor]:
-        """Cosine, and sine with the sign of `rotate_half`, each [rows, width, 1, dim].
+    def __call__(self, positions: Int[Tensor, " tokens"], horizon: int) -> tuple[Tensor, Tensor]:
+        """Cosine, and sine with the sign of `rotate_half`, each [tokens, 1, dim].
 
         Args:
             positions: of each token.
@@ -184,7 +198,7 @@ class Rope:
         """
         if horizon > self._table.shape[0]:
             self._grow(max(horizon, 2 * self._table.shape[0], _FIRST_POSITIONS))
-        cos, sin = F.embedding(positions, self._table).unsqueeze(2).chunk(2, -1)
+        cos, sin = F.embedding(positions, self._table).unsqueeze(1).chunk(2, -1)
         return cos, sin
 
     def _grow(self, size: int) -> None:
@@ -247,44 +261,39 @@ class Layer:
         self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"])
         self.down = fuse(layer.mlp, ["down_proj"])
 
-    def __call__(
-        self,
-        x: Float[Tensor, "rows width dim"],
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cache: SlotCache,
-        plan: Plan,
-    ) -> Float[Tensor, "rows width dim"]:
+    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Tensor | None) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
-        rows, width, _ = x.shape
-        fused = self.qkv(self.before(x)).view(rows, width, -1, self.dim)
-        turned = fused.narrow(2, 0, self.heads + self.key_heads)
+        fused = self.qkv(self.before(x)).view(x.shape[0], -1, self.dim)
+        turned = fused.narrow(1, 0, self.heads + self.key_heads)
         if self.qk_norm is not None:
             turned = self.qk_norm(turned)
-        turned = torch.addcmul(turned * cos, turned.roll(self.dim // 2, -1), sin)
-        queries, fresh = turned.tensor_split((self.heads,), 2)
-        values = fused.narrow(2, self.heads + self.key_heads, self.key_heads)
-        keys, values = cache.write(self.number, plan, fresh.transpose(1, 2), values.transpose(1, 2))
-        x = self.out(self._attend(queries, keys, values, mask)).add_(x)
+        turned = torch.addcmul(turned * at.cos, turned.roll(self.dim // 2, -1), at.sin)
+        grid = (at.rows, at.width, self.key_heads, self.dim)
+        keys, values = at.cache.write(
+            self.number,
+            at.plan,
+            turned.narrow(1, self.heads, self.key_heads).view(grid).transpose(1, 2),
+            fused.narrow(1, self.heads + self.key_heads, self.key_heads).view(grid).transpose(1, 2),
+        )
+        x = self.out(self._attend(turned.narrow(1, 0, self.heads), keys, values, at, mask)).add_(x)
         gate, up = self.gate_up(self.between(x)).chunk(2, -1)
         return self.down(F.silu(gate).mul_(up)).add_(x)
 
     def _attend(
         self,
-        queries: Float[Tensor, "rows width heads dim"],
+        queries: Float[Tensor, "tokens heads dim"],
         keys: Float[Tensor, "rows key_heads horizon dim"],
         values: Float[Tensor, "rows key_heads horizon dim"],
+        at: Pass,
         mask: Tensor | None,
-    ) -> Float[Tensor, "rows width inner"]:
-        """Attention; the query heads of one key head are rows of one product, and keys are read once."""
-        rows, width = queries.shape[:2]
-        if width > _FOLDED:  # a folded mask would be large, and the saving is not
-            made = F.scaled_dot_product_attention(
-                queries.transpose(1, 2), keys, values, attn_mask=mask, scale=self.scale, enable_gqa=True
-            )
-            return made.transpose(1, 2).reshape(rows, width, -1)
-        split = (rows, width, self.key_heads, self.group, self.dim)
-        folded = queries.view(split).transpose(1, 2).reshape(rows, self.key_heads, -1, self.dim)
+    ) -> Float[Tensor, "tokens inner"]:
+        """Attention; the query heads of one key head are rows of one product, so that keys are read once."""
+        if at.width > _FOLDED:  # a folded mask would be large, and the saving is not
+            wide = queries.view(at.rows, at.width, self.heads, self.dim).transpose(1, 2)
+            made = F.scaled_dot_product_attention(wide, keys, values, attn_mask=mask, scale=self.scale, enable_gqa=True)
+            return made.transpose(1, 2).reshape(queries.shape[0], -1)
+        split = (at.rows, at.width, self.key_heads, self.group, self.dim)
+        folded = queries.view(split).transpose(1, 2).reshape(at.rows, self.key_heads, -1, self.dim)
         made = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scale)
-        return made.view(rows, self.key_heads, width, self.group, self.dim).transpose(1, 2).reshape(rows, width, -1)
+        made = made.view(at.rows, self.key_heads, at.width, self.group, self.dim).transpose(1, 2)
+        return made.reshape(queries.shape[0], -1)
