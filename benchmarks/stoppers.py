@@ -170,12 +170,23 @@ def report(args: argparse.Namespace, rows: list[dict]) -> str:
         ]
         lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         for entry in made:
-            rates = [f"{entry[r]:.3f} ± {entry[r + '_error']:.3f}" for r in ("discard", "verification")]
-            gap = "" if entry["family"] == "fixed" else f"{excess(entry, fixed):+.3f}"
+            rates = [with_error(entry, rate) for rate in ("discard", "verification")]
+            gap = "" if entry["family"] == "fixed" else against(excess(entry, fixed))
             costs = [f"{cost(entry, c):.3f}" for c in args.costs]
             lines.append(f"| {' | '.join([entry['stopper'], *rates, gap, *costs])} |")
         lines += ["", *best_lines(args, made)]
     return "\n".join(lines) + "\n"
+
+
+def with_error(entry: dict, rate: str) -> str:
+    """A rate with its standard error, where there are several seeds."""
+    error = entry[f"{rate}_error"]
+    return f"{entry[rate]:.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+
+
+def against(gap: float) -> str:
+    """A difference to fixed lengths, which have no such discard rate at all beyond their ends."""
+    return "beyond" if math.isnan(gap) else f"{gap:+.3f}"
 
 
 def cost(entry: dict, ratio: float) -> float:
@@ -231,7 +242,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.0])
     parser.add_argument("--confidence", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     parser.add_argument("--entropy", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
-    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95])
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
     parser.add_argument("--acceptance", default="shipped", help="directory of an acceptance head, shipped, or empty")
     parser.add_argument("--ratio", default="shipped", help="of a log_ratio head, likewise")
     parser.add_argument("--approximate", default="shipped", help="of a verifier head, likewise")
