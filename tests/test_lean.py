@@ -1,0 +1,412 @@
+"""The lean forward computes what transformers computes, on every family, and stands aside where it does not."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends import lean as lean_module
+from draftproof.backends.base import Feed
+from draftproof.backends.early_exit import EarlyExitBackend, first_layers
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.lean import Layer, LeanBackend, Norm, Rope, supports
+from draftproof.backends.packed import Part, packs
+from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
+from draftproof.engine.compose import load, load_backend
+from draftproof.models import resolve
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.tree import TokenTree
+from helpers import CONFIGS, ROPE, embedded_model, engine, plain_rows, random_model
+from test_backends import Program, run_program
+
+PACKS = packs(torch.float32, "cpu")
+
+
+def rope(kind, **more):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+VARIANTS = {
+    **{name: CONFIGS[name] for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "llama, biases": lambda: transformers.LlamaConfig(**ROPE, attention_bias=True, mlp_bias=True),
+    "llama, tied": lambda: transformers.LlamaConfig(**ROPE, tie_word_embeddings=True),
+    "llama, one head a key": lambda: transformers.LlamaConfig(**{**ROPE, "num_key_value_heads": 4}),
+    "llama, one key head": lambda: transformers.LlamaConfig(**{**ROPE, "num_key_value_heads": 1}, head_dim=24),
+    "llama, linear": lambda: transformers.LlamaConfig(**ROPE, **rope("linear", factor=4.0)),
+    "llama, llama3": lambda: transformers.LlamaConfig(
+        **ROPE,
+        **rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "llama, yarn": lambda: transformers.LlamaConfig(
+        **ROPE, **rope("yarn", factor=4.0, original_max_position_embeddings=160)
+    ),
+    "mistral, all in sight": lambda: transformers.MistralConfig(**ROPE, sliding_window=None, head_dim=16),
+    "qwen2, both kinds of layer": lambda: transformers.Qwen2Config(
+        **ROPE, use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
+    ),
+    "qwen3, biases": lambda: transformers.Qwen3Config(**ROPE, head_dim=16, attention_bias=True),
+}
+
+
+def lively_model(config, dtype=torch.float32):
+    """A random model whose norms and biases are not ones and zeros, so that leaving one out shows."""
+    model = random_model(config)
+    source = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                weights.add_(0.3 * torch.randn(weights.shape, generator=source))
+    return model.to(dtype)
+
+
+@functools.cache
+def reference(name, dtype=torch.float32):
+    """The model of a variant that no backend has touched."""
+    return lively_model(VARIANTS[name](), dtype)
+
+
+def lean_backend(model):
+    """A lean backend of a copy; `model` stays what its rows are compared with."""
+    made = LeanBackend(copy.deepcopy(model))
+    made.model = model
+    return made
+
+
+@functools.cache
+def lean(name, dtype=torch.float32):
+    return lean_backend(reference(name, dtype))
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@settings(max_examples=8, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_any_program_of_reads_and_rollbacks_reproduces_transformers_rows(name, seed):
+    assert run_program(seed, lean(name)) > 0
+
+
+def exercise(program):
+    """Chains, ragged batches, trees, tails continued, paths kept, hidden states; prompts beyond the folded width."""
+    program.forward([(0, [1, 80, 90, 11], [5, 6, 7], [-1, 0, -1]), (1, [1, 30], [], [])], hidden=True)
+    program.keep(0, 4, (0, 1))
+    program.forward([(1, [7], [8], [-1]), (0, [9, 10], [], [])], hidden=True)
+    program.forward([(0, [3], [], [])], hidden=True)
+    program.forward([(2, [i % 97 for i in range(150)], [4], [-1]), (0, [2], [4, 5, 6], [-1, -1, 1])])
+    program.forward([(2, [], [9, 8], [0, 1])])
+    program.keep(2, 60)
+    program.forward([(2, [5], [], []), (1, [], [9], [0])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_agree_within_the_dtypes_tolerance(name, dtype):
+    tolerance = {torch.float32: 2e-5, torch.float16: 0.02, torch.bfloat16: 0.12}[dtype]
+    exercise(Program(lean(name, dtype), tolerance=tolerance))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rounding_is_no_worse_than_transformers_own(name, dtype):
+    model = reference(name, dtype)
+    exact = copy.deepcopy(model).float()
+    tokens = [(7 * i * i) % 97 for i in range(48)]
+    wanted, _ = plain_rows(exact, [tokens[: i + 1] for i in range(32, 48)])
+    theirs, _ = plain_rows(model, [tokens[: i + 1] for i in range(32, 48)])
+    session = lean(name, dtype).open()
+    ours = lean(name, dtype).forward([Feed(session, tokens[:33], TokenTree.chain(torch.tensor(tokens[33:])))])[0].logits
+    session.close()
+    assert (ours - wanted).norm() < 1.3 * (theirs - wanted).norm()
+
+
+def test_float64_is_left_unpacked_and_right():
+    model = lively_model(CONFIGS["qwen3"](), torch.float64)
+    exercise(Program(lean_backend(model), tolerance=1e-5))
+
+
+def test_a_forward_that_dies_midway_is_repeated_as_if_nothing_had_happened(monkeypatch):
+    program = Program(lean("llama"))
+    program.forward([(0, [1, 2, 3], [4, 5, 6], [-1, 0, -1]), (1, [9, 8], [], [])])
+    program.keep(0, 3, (0, 1))
+
+    def die(*_):
+        raise MemoryError("out of memory")
+
+    feeds = [Feed(program.sessions[0], [7]), Feed(program.sessions[1], [7])]
+    monkeypatch.setattr(Layer, "_attend", die)
+    with pytest.raises(MemoryError):
+        lean("llama").forward(feeds)
+    monkeypatch.undo()
+    program.forward([(1, [5], [1], [-1]), (0, [6, 6], [7, 8, 9], [-1, 0, 0])])
+    program.close_all()
+
+
+class Mistakes:
+    """Ways to get the forward wrong, to show that the rows see each."""
+
+    @staticmethod
+    def later_passes_turned_one_too_far(patch):
+        right = Rope.__call__
+        patch.setattr(Rope, "__call__", lambda self, at, end: right(self, at + int(end > at.numel()), end + 1))
+
+    @staticmethod
+    def sine_without_its_sign(patch):
+        right = torch.Tensor.__neg__
+        patch.setattr(torch.Tensor, "__neg__", lambda x: x if x.dim() == 2 else right(x))
+
+    @staticmethod
+    def norm_without_weight(patch):
+        right = Norm.__init__
+
+        def plain(self, *modules, **options):
+            right(self, *modules, **options)
+            self.scaled = torch.full_like(self.scaled, self.scaled.shape[-1] ** 0.5)
+
+        patch.setattr(Norm, "__init__", plain)
+
+    @staticmethod
+    def queries_grouped_with_the_wrong_keys(patch):
+        right = Layer._attend
+        patch.setattr(Layer, "_attend", lambda self, q, *rest: right(self, q.roll(1, 1), *rest))
+
+    @staticmethod
+    def mask_forgotten(patch):
+        patch.setattr(lean_module, "sees_all", lambda *_: True)
+
+    @staticmethod
+    def products_in_another_order(patch):
+        right = lean_module.fuse
+        patch.setattr(lean_module, "fuse", lambda owner, names: right(owner, sorted(names, reverse=True)))
+
+
+@pytest.mark.parametrize("mistake", [name for name in vars(Mistakes) if not name.startswith("_")])
+def test_rows_and_the_probe_see_the_mistake(mistake, monkeypatch):
+    model = reference("qwen3")
+    getattr(Mistakes, mistake)(monkeypatch)
+    made = LeanBackend(copy.deepcopy(model), check=False)
+    made.model = model
+    with pytest.raises(AssertionError, match="a row is off by"):
+        exercise(Program(made))
+    with pytest.raises(UserError, match="does not reproduce its own logits"):
+        lean_backend(model)
+
+
+# --- what becomes of the model ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["llama, biases", "llama, tied", "qwen3"])
+def test_the_model_that_was_given_still_computes_the_same(name, dtype):
+    model = lively_model(VARIANTS[name](), dtype)
+    given_away = copy.deepcopy(model)
+    made = LeanBackend(given_away)
+    ids = torch.arange(40).view(2, 20)
+    with torch.inference_mode():
+        error = (made.model(input_ids=ids).logits - model(input_ids=ids).logits).abs().max()
+    assert error < {torch.float32: 1e-4, torch.bfloat16: 0.5, torch.float64: 1e-12}[dtype]
+    assert torch.equal(made.model.get_output_embeddings().weight, model.lm_head.weight)
+    for ours, theirs in zip(given_away.model.layers, model.model.layers, strict=True):
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            found, wanted = getattr(ours.self_attn, part), getattr(theirs.self_attn, part)
+            assert torch.equal(found.weight, wanted.weight)
+            assert (found.bias is None) == (wanted.bias is None)
+            assert found.bias is None or torch.equal(found.bias, wanted.bias)
+    assert not any(weights.requires_grad for weights in made.model.parameters())
+
+
+@pytest.mark.skipif(not PACKS, reason="this torch does not pack float32 weights")
+@pytest.mark.parametrize("name", ["llama, tied", "qwen2"])
+def test_packed_weights_are_not_held_twice(name):
+    model = lively_model(VARIANTS[name]())
+    whole = sum(weights.numel() for weights in model.parameters())
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.lm_head)
+    head = 0 if model.lm_head.weight is model.model.embed_tokens.weight else model.lm_head.weight.numel()
+    biases = sum(m.bias.numel() for m in model.modules() if getattr(m, "bias", None) is not None)
+    LeanBackend(model)
+    assert sum(weights.numel() for weights in model.parameters()) == whole - linear - head - biases
+    assert isinstance(model.model.layers[0].mlp.down_proj, Part)
+
+
+def test_where_nothing_is_packed_parameters_are_views_of_the_fused_weights(monkeypatch):
+    monkeypatch.setattr("draftproof.backends.packed.packs", lambda *_: False)
+    model = lively_model(VARIANTS["llama, biases"]())
+    made = lean_backend(model)
+    exercise(Program(made))
+    given_away = copy.deepcopy(model)
+    kept = LeanBackend(given_away, check=False)
+    fused = kept.lean.layers[0].qkv.weight
+    attention = given_away.model.layers[0].self_attn
+    assert attention.k_proj.weight.untyped_storage().data_ptr() == fused.untyped_storage().data_ptr()
+    assert kept.lean.head.weight is given_away.lm_head.weight or torch.equal(
+        kept.lean.head.weight, given_away.lm_head.weight
+    )
+
+
+# --- caches, early exit, engines --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_the_cache_holds_what_transformers_would_have_put_there(name):
+    hf, ours = HFBackend(reference(name), check=False), LeanBackend(copy.deepcopy(reference(name)), check=False)
+    for made in (hf, ours):
+        made.forward(
+            [Feed(made.open(), [5, 9, 2]), Feed(made.open(), [1, 2, 3, 4], TokenTree.chain(torch.tensor([7])))]
+        )
+    for theirs, found in ((hf._cache._keys, ours._cache._keys), (hf._cache._values, ours._cache._values)):
+        assert theirs.keys() == found.keys()
+        assert all(torch.allclose(theirs[i][:, :, :3], found[i][:, :, :3], atol=1e-4) for i in theirs)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2, both kinds of layer"])
+def test_early_exit_is_lean_as_well_and_shares_the_cache(name):
+    whole, tokens = LeanBackend(copy.deepcopy(reference(name))), [5, 9, 2, 7, 11]
+    exit_, own = EarlyExitBackend(whole, 1), whole.open()
+    assert exit_._lean is not None
+    assert len(exit_._lean.layers) == 1
+    plain, _ = plain_rows(first_layers(reference(name), 1, name), [tokens])
+    for part in (exit_, HFBackend(first_layers(reference(name), 1, name), check=False)):
+        part._cache = whole._cache  # ours, then transformers' forward, on what the lean one has left there
+        own.keep(0)
+        whole.forward([Feed(own, tokens[:3])])
+        borrowed = exit_.borrow(own)
+        rows = part.forward([Feed(borrowed, tokens[3:])])[0].logits
+        assert torch.allclose(rows, plain, atol=1e-4)
+        borrowed.close()
+        after = whole.forward([Feed(own, tokens[3:])])[0].logits
+        assert torch.allclose(after, plain_rows(reference(name), [tokens])[0], atol=1e-4)
+
+
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
+GREEDY = SamplingParams(max_tokens=60, temperature=0)
+
+
+def embedded_lean(name):
+    return LeanBackend(copy.deepcopy(embedded_model(name)), name=name)
+
+
+def test_greedy_output_of_the_embedded_pair_is_the_same_token_for_token():
+    wanted = [out.token_ids for out in engine().generate(PROMPTS, GREEDY)]
+    made = engine(target=embedded_lean("target"), draft=embedded_lean("draft"))
+    assert [out.token_ids for out in made.generate(PROMPTS, GREEDY)] == wanted
+    assert [out.token_ids for out in engine(target=embedded_lean("target"), draft=None).generate(PROMPTS, GREEDY)] == (
+        wanted
+    )
+
+
+def test_greedy_output_with_early_exit_is_the_same_token_for_token():
+    target = embedded_lean("target")
+    plain = engine(draft=None)
+    drafter = early_exit_drafter(EarlyExitModel(target, 3), FixedLength(4), chains=1)
+    made = Engine(target, drafter, plain.verifier, tokenizer=plain.tokenizer, eos_token_ids=(1, 2))
+    outs = made.generate(PROMPTS, GREEDY)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain.generate(PROMPTS, GREEDY)]
+    assert sum(out.stats.num_accepted_tokens for out in outs) > 0
+
+
+def smollm2():
+    try:
+        return resolve("smollm2-135m")
+    except UserError:
+        return None
+
+
+@pytest.mark.skipif(smollm2() is None, reason="smollm2-135m is not pulled here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_smollm2_rows_agree(dtype):
+    tokens = [(7919 * i) % 40000 for i in range(48)]
+    rows = []
+    for backend in ("hf", "lean"):
+        made = load_backend("smollm2-135m", dtype=dtype, backend=backend)
+        session = made.open()
+        first = made.forward([Feed(session, tokens[:40])])[0].logits
+        rest = made.forward([Feed(session, tokens[40:41], TokenTree.chain(torch.tensor(tokens[41:])))])[0].logits
+        rows.append(torch.cat((first, rest)).double())
+    theirs, ours = rows
+    assert (ours - theirs).norm() / theirs.norm() < {"float32": 1e-5, "bfloat16": 0.02}[dtype]
+
+
+# --- what it does not support -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "gpt_neox", "opt"])
+def test_other_architectures_fall_back_and_are_refused_when_asked_for(name, tmp_path):
+    random_model(CONFIGS[name]()).save_pretrained(tmp_path)
+    assert type(load_backend(str(tmp_path), check=False)) is HFBackend
+    with pytest.raises(UserError, match="is not of the families Llama, Mistral, Qwen2, Qwen3; legal is backend hf"):
+        load_backend(str(tmp_path), check=False, backend="lean")
+
+
+def test_the_family_is_read_lean_unless_hf_is_asked_for(tmp_path):
+    random_model(CONFIGS["llama"]()).save_pretrained(tmp_path)
+    assert type(load_backend(str(tmp_path))) is LeanBackend
+    assert type(load_backend(str(tmp_path), backend="hf")) is HFBackend
+    with pytest.raises(UserError, match="backend is 'fast': legal are auto, hf, lean"):
+        load_backend(str(tmp_path), backend="fast")
+    made = load("embedded:target", "embedded:draft")
+    assert type(made.target) is LeanBackend
+    assert type(load("embedded:target", backend="hf").target) is HFBackend
+
+
+def with_hook(model):
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def with_own_forward(model):
+    model.model.forward = model.model.forward
+
+
+def with_an_adapter(model):
+    class LoraLinear(torch.nn.Linear):
+        pass
+
+    model.model.layers[1].mlp.down_proj = LoraLinear(48, 32, bias=False)
+
+
+def with_two_dtypes(model):
+    model.model.layers[1].mlp.down_proj.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("alter", "why"),
+    [
+        (with_hook, "hooks are attached to model.layers.0"),
+        (with_own_forward, "hooks are attached to model"),
+        (with_an_adapter, "its model.layers.1.mlp.down_proj is a LoraLinear"),
+        (with_two_dtypes, "of several dtypes"),
+    ],
+)
+def test_altered_models_are_not_read_lean(alter, why):
+    model = random_model(CONFIGS["llama"]())
+    assert supports(model) is None
+    alter(model)
+    assert why in supports(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"hidden_act": "gelu"}, "activation is gelu"),
+        (rope("dynamic", factor=2.0), "rotary embedding is dynamic"),
+        (rope("linear", factor=2.0, partial_rotary_factor=0.5), "only a part of each head"),
+    ],
+)
+def test_unknown_variants_are_not_read_lean(options, why):
+    assert why in (supports(random_model(transformers.LlamaConfig(**ROPE, **options))) or "")
+
+
+def test_a_model_that_was_asked_for_hidden_states_before_is_still_supported():
+    model = random_model(CONFIGS["llama"]())
+    model(input_ids=torch.tensor([[1, 2]]), output_hidden_states=True)
+    assert supports(model) is None
