@@ -1,5 +1,6 @@
 """Feature heads: one layer over the target's states as its draft, and states that follow the session through all."""
 
+import copy
 import itertools
 import json
 
@@ -12,6 +13,7 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.feature_head import FeatureBackend
 from draftproof.backends.feature_net import FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.hf import HFBackend
+from draftproof.backends.lean import LeanBackend
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.engine.compose import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
@@ -64,10 +66,10 @@ def plain_states(backend, tokens):
 # --- the target's states ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*CONFIGS])
+@pytest.mark.parametrize("name", [*CONFIGS, "lean"])
 def test_states_follow_the_session(name):
     """Pieces, a batch, a rollback and a tree's path: each time the states are those of a plain pass."""
-    target = fresh(name)
+    target = LeanBackend(random_model(CONFIGS["llama"]()), name=name) if name == "lean" else fresh(name)
     target.record_states()
     one, two = target.open(), target.open()
     target.forward([Feed(one, [5, 9, 2]), Feed(two, [3, 1, 4, 1, 5])])
@@ -123,8 +125,7 @@ def reference_rows(target, net, tokens, given):
         out = net(above, embedded[:, :end], net.rotary(torch.arange(end).unsqueeze(0)), attend)[0]
         if end > given:
             states.append(out[-1])
-    weight = target.model.get_output_embeddings().weight[net.ids]
-    return net.logits(out[-1:], weight)
+    return out[-1:] @ target.model.get_output_embeddings().weight[net.ids].T
 
 
 @pytest.mark.parametrize("window", [3, 64])
@@ -171,12 +172,12 @@ def test_a_tree_is_read_level_by_level_as_its_paths_are():
 
 
 @pytest.mark.parametrize("chains", [1, 3])
-@pytest.mark.parametrize("ids", [None, list(range(3, 200))])
-def test_greedy_output_is_the_targets(chains, ids):
+@pytest.mark.parametrize(("ids", "make"), [(None, HFBackend), (list(range(3, 200)), LeanBackend)])
+def test_greedy_output_is_the_targets(chains, ids, make):
     options = {"tokenizer": tokenizer(), "eos_token_ids": (1, 2)}
     greedy = SamplingParams(max_tokens=40, temperature=0)
     plain = Engine(fresh("target"), **options).generate(PROMPTS, greedy)
-    target = fresh("target")
+    target = make(copy.deepcopy(embedded_model("target")), name="target")  # its weights may move into the backend
     rule = make_verifier("trie_block" if chains > 1 else "block")
     made = Engine(target, drafted(target, net_for(target, ids=ids), chains=chains), rule, **options)
     outs = made.generate(PROMPTS, greedy)

@@ -29,7 +29,7 @@ def target():
     return HFBackend(random_model(CONFIGS["llama"]()), name="llama")
 
 
-def random_net(target, *, own_output=False, ids=40, window=5):
+def random_net(*, own_output=False, ids=40, window=5):
     config = FeatureConfig("llama", 32, 97, 4, 2, 24, ids, own_output=own_output, window=window)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -52,7 +52,7 @@ ROWS = [Row(tuple((7 * i + j * j) % 97 for j in range(12)), start=i % 3) for i i
 @pytest.mark.parametrize("window", [4, 64])
 def test_step_k_is_what_the_kth_drafted_token_stands_on(target, tmp_path, window):
     """The unrolled pass at every position against a session that reads the same tokens, drafted from there."""
-    net = random_net(target, window=window).requires_grad_(requires_grad=False)
+    net = random_net(window=window).requires_grad_(requires_grad=False)
     rows = store_for(target, ROWS[:1], tmp_path).shard(0)
     tokens = rows.ids[0].tolist()
     taught = [out[0] for out, _ in steps(net, rows, frame_for(target, net), 4)]
@@ -62,8 +62,8 @@ def test_step_k_is_what_the_kth_drafted_token_stands_on(target, tmp_path, window
         target.forward([Feed(owner, tokens[:first])])
         session = head.follow(owner)
         made = [head.forward([Feed(session, tokens[: first + 1])], hidden=True)[0].hidden[-1]]
-        for step in range(1, 4):
-            made.append(head.forward([Feed(session, [tokens[first + step]])], hidden=True)[0].hidden[-1])
+        later = tokens[first + 1 : first + 4]
+        made.extend(head.forward([Feed(session, [token])], hidden=True)[0].hidden[-1] for token in later)
         for step in range(4):
             assert torch.allclose(made[step], taught[step][first + step], atol=1e-4), (first, step)
         session.close()
@@ -93,7 +93,7 @@ def test_rows_hold_what_the_target_makes_of_them(target, tmp_path):
     shard = store.shard(1)
     assert (len(store), shard.ids.shape) == (2, (8, 12))
     logits = target.model(input_ids=shard.ids, use_cache=False).logits
-    net = random_net(target, ids=48)
+    net = random_net(ids=48)
     p = logits.softmax(-1).flatten(0, 1)[:, net.ids]
     assert torch.allclose(wanted_rows(shard, frame_for(target, net)), p, atol=1e-5)
     assert shard.counts[:, :3].tolist() == [[place >= i % 3 for place in range(3)] for i in range(32, 40)]
@@ -113,7 +113,7 @@ def test_a_batch_is_a_function_of_its_step(target, tmp_path):
 
 def test_acceptance_of_a_perfect_head_is_what_it_covers(target, tmp_path):
     rows = store_for(target, ROWS, tmp_path).shard(0)
-    net = random_net(target, ids=30)
+    net = random_net(ids=30)
     found = acceptance(net, rows, frame_for(target, net), positions=2)
     p = wanted_rows(rows, frame_for(target, net))[rows.counts.flatten()]
     assert found["covered"] == pytest.approx(float(p.sum(-1).mean()), abs=1e-5)

@@ -19,6 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from draftproof.backends.base import Capabilities, Feed, Output, Session
 from draftproof.backends.feature_net import FeatureNet
 from draftproof.backends.hf import PREFILL_CHUNK, HFBackend, HFSession, Layout
+from draftproof.backends.lean import sees_all
+from draftproof.backends.packed import Product, fuse
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
 
@@ -81,7 +83,7 @@ class FeatureBackend:
 
     Args:
         target: a backend of a transformers model; it is told to record its states.
-        net: the head; moved to the target's device and dtype.
+        net: the head; moved to the target's device and dtype, its weights into packed products.
 
     Raises:
         UserError: made for a target of another name, width or vocabulary.
@@ -94,8 +96,11 @@ class FeatureBackend:
         self.max_positions = target.max_positions
         self.capabilities = Capabilities(trees=target.capabilities.trees, hidden=net.config.hidden_size)
         self.net = net.to(device=target.device, dtype=target.dtype)
+        self._dtype = target.dtype
         self._embed: Any = target.model.get_input_embeddings()
-        self._shared = None if net.output is not None else output_rows(target, net)
+        self._output = fuse(net, ["output"]) if net.output is not None else Product(output_rows(target, net))
+        for layers in (["fuse"], ["queries", "keys_values"], ["mixed"], ["gate_up"], ["down"]):
+            fuse(net, layers)
         self._whole = net.config.ids == self.vocab_size
         self._cache = SlotCache()
         target.record_states()
@@ -149,7 +154,7 @@ class FeatureBackend:
 
     def _filled(self, part: Tensor | None, size: int) -> Float[Tensor, "tokens dim"]:
         """States before a feed's tokens; zeros before the first token of all."""
-        width, dtype = self.net.config.hidden_size, self.net.fuse.weight.dtype
+        width, dtype = self.net.config.hidden_size, self._dtype
         if part is None:
             return torch.zeros(size, width, dtype=dtype, device=self.device)
         part = part.to(dtype)
@@ -160,7 +165,8 @@ class FeatureBackend:
         return rows[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
     def _pass(self, layout: Layout, states: Float[Tensor, "rows width dim"]) -> Float[Tensor, "rows width dim"]:
-        mask = layout.mask(self.net.config.window, states.dtype)
+        window = self.net.config.window
+        mask = None if sees_all(layout, window) else layout.mask(window, states.dtype)
         grouped = self.net.config.heads != self.net.config.key_heads
         self._cache.reserve(layout.plan.horizon)
 
@@ -175,7 +181,7 @@ class FeatureBackend:
     def _outputs(self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool) -> list[Output]:
         """Rows for the last chain token and the nodes of each feed, at the width of the whole vocabulary."""
         wanted = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
-        logits = self.net.logits(torch.cat(wanted), self._shared)
+        logits = self._output(torch.cat(wanted))
         if not self._whole:
             full = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
             logits = full.index_copy_(1, self.net.ids, logits)

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from draftproof.errors import UserError, reason
 
@@ -126,21 +126,6 @@ class FeatureNet(nn.Module):
         angles = positions.float().unsqueeze(-1) * self.config.rope_theta**-half
         dtype = self.norms[0].dtype
         return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
-
-    def logits(
-        self, states: Float[Tensor, "rows dim"], shared: Float[Tensor, "ids dim"] | None
-    ) -> Float[Tensor, "rows ids"]:
-        """Logits over `ids` from output states.
-
-        Args:
-            states: of `forward`.
-            shared: the rows `ids` of the target's output layer; unused with an output layer of its own.
-        """
-        if self.output is not None:
-            made: Tensor = self.output(states)
-            return made
-        assert shared is not None, "without an output layer of its own a feature head borrows the target's"
-        return linear(states, shared)
 
 
 def rotate(x: Float[Tensor, "rows heads width dim"], rotary: tuple[Tensor, Tensor]) -> Tensor:
