@@ -236,6 +236,25 @@ def test_exact_law_on_a_real_model(chains, rule, ids):
     assert total_variation(found, wanted) < 1e-7, "the rules work on float32 rows"
 
 
+def test_a_long_prompt_is_read_in_chunks():
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    prompt = [(i * i) % 90 for i in range(600)]
+    plain = Engine(fresh()).generate([prompt], greedy)[0]
+    target = fresh()
+    model = FeatureModel(target, net_for(target))
+    out = Engine(target, feature_drafter(model, FixedLength(3))).generate([prompt], greedy)[0]
+    assert out.token_ids == plain.token_ids
+    assert out.stats.num_draft_tokens > 0
+    owner, net = target.open(), model.backend
+    target.forward([Feed(owner, prompt)])
+    one, many = net.follow(owner), net.follow(owner)
+    rows = net.forward([Feed(one, [*prompt, 5])])[0].logits
+    for first in range(0, 600, 150):
+        net.forward([Feed(many, prompt[first : first + 150])])
+    assert torch.allclose(net.forward([Feed(many, [5])])[0].logits, rows, atol=1e-4)
+    assert one.certain == many.certain == 601
+
+
 def test_a_prompt_of_one_token_and_a_draft_temperature():
     target = fresh()
     made = Engine(target, drafted(target, net_for(target), temperature=0.5))

@@ -161,6 +161,8 @@ def test_an_artefact_drafts_for_its_target_and_tells_where_it_comes_from(tmp_pat
     plain = Engine.load("embedded:target")
     greedy = SamplingParams(max_tokens=20, temperature=0)
     assert made.generate("Once upon a time", greedy)[0].text == plain.generate("Once upon a time", greedy)[0].text
+    make_feature_head(job(tmp_path, texts, "more", start=wanted.out))
+    assert load_net(tmp_path / "more").config == load_net(wanted.out).config, "its shape is taken over"
     with pytest.raises(UserError, match="was made for embedded:target"):
         Engine.load("embedded:draft", drafter=f"feature_head:{wanted.out}")
 

@@ -233,15 +233,6 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
-class Recorder(Backend, Protocol):
-    """A backend that can leave the last hidden states of what it reads in its sessions."""
-
-    def record_states(self) -> None:
-        """From now on every session holds the last hidden state of each slot (`Session.states`)."""
-        ...
-
-
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix; the usual case, one a prefix of the other, is a single comparison."""
     size = min(len(left), len(right))

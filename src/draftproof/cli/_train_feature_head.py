@@ -46,6 +46,9 @@ def feature_head(
     own_output: Annotated[
         bool, _shape("--own-output", help="An output layer of its own; without it rows of the target's are used.")
     ] = False,
+    start: Annotated[
+        Path | None, _shape(metavar="DIR", help="A feature head to go on from; its shape and tokens are taken over.")
+    ] = None,
     steps: Annotated[int, _training(help="Optimiser steps.")] = 4000,
     learning_rate: Annotated[float, _training(help="AdamW's, at the top of a cosine schedule.")] = 1e-3,
     batch: Annotated[int, _training(help="Windows a step: 1, 2, 4, 8, 16 or 32.")] = 4,
@@ -95,6 +98,7 @@ def feature_head(
         ids=ids,
         inner_size=inner_size,
         own_output=own_output,
+        start=start,
         unroll=unroll,
         tv=tv,
         states=states,

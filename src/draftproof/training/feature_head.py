@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from draftproof import models
-from draftproof.backends.feature_head import output_rows
-from draftproof.backends.feature_net import FeatureConfig, FeatureNet, save_net
+from draftproof.backends.feature_head import output_rows, refuse_other_target
+from draftproof.backends.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.engine.compose import load_backend
 from draftproof.engine.engine import Engine
@@ -33,8 +33,10 @@ from draftproof.training.feature_loss import Frame, acceptance, feature_loss
 from draftproof.training.feature_rows import Row, Rows, Store, frequent, windows
 from draftproof.training.loop import Plan, Record, train
 from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import FILE, digest, fingerprint, provenance, write_json
+from draftproof.training.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
 from draftproof.training.responses import sample_responses
+
+_COUNTED = 4000  # windows of text, at least, whose tokens are counted
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class FeatureJob:
         ids: tokens the head speaks of.
         inner_size: of its feed-forward part; None is the target's.
         own_output: an output layer of its own, begun as the target's rows.
+        start: directory of a feature head for this target to go on from; its shape and tokens are taken over.
         unroll, tv, states: of the loss (`Frame`).
         trial_prompts: held-out prompts of each kind for runs of the engine.
         dtype, device: of the target.
@@ -78,6 +81,7 @@ class FeatureJob:
     ids: int = 8192
     inner_size: int | None = None
     own_output: bool = False
+    start: Path | None = None
     unroll: int = 3
     tv: float = 0.0
     states: float = 0.0
@@ -158,7 +162,8 @@ class _Shop:
     def options(self) -> dict[str, Any]:
         """What decides the head beside data and plan."""
         names = ("answers", "answer_tokens", "form", "windows", "length", "batch", "ids", "inner_size", "own_output")
-        return {name: getattr(self.job, name) for name in (*names, "unroll", "tv", "states", "dtype")}
+        found = {name: getattr(self.job, name) for name in (*names, "unroll", "tv", "states", "dtype")}
+        return found if self.job.start is None else {**found, "start": file_digest(self.job.start / WEIGHTS)}
 
     def _read(self, files: Sequence[Path]) -> list[Example]:
         if not files:
@@ -252,7 +257,11 @@ class _Shop:
     # --- the head -------------------------------------------------------------------------------------------------
 
     def net(self) -> FeatureNet:
-        """A fresh head, shaped like a layer of the target, for its most frequent tokens."""
+        """A head to go on from, or a fresh one, shaped like a layer of the target, for its most frequent tokens."""
+        if self.job.start is not None:
+            found = load_net(self.job.start)
+            refuse_other_target(found, self.target)
+            return found.requires_grad_().to(self.target.device)
         job, shape = self.job, self.target.config
         width = self.target.capabilities.hidden
         heads = int(shape.num_attention_heads)
@@ -267,7 +276,7 @@ class _Shop:
             own_output=job.own_output,
             window=job.length,
         )
-        rows = [*self.text_rows, *self.answer_rows["train"]]
+        rows = [*self._windows(self._texts[0], max(job.windows, _COUNTED)), *self.answer_rows["train"]]
         with torch.random.fork_rng():
             torch.manual_seed(job.plan.seed)
             net = FeatureNet(config)
