@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -33,17 +34,17 @@ class Plan:
     bases: tuple[int, ...]
     widths: tuple[int, ...]
 
-    @property
+    @cached_property  # asked for by every layer
     def horizon(self) -> int:
         """Positions that attention may see in some row."""
         return max(base + width for base, width in zip(self.bases, self.widths, strict=True))
 
-    @property
+    @cached_property
     def aligned(self) -> bool:
         """Whether every row writes the same positions, so that one slice assignment serves."""
         return len(set(self.bases)) == 1 and len(set(self.widths)) == 1
 
-    @property
+    @cached_property
     def contiguous(self) -> bool:
         """Whether the rows are neighbouring slots in order, so that reading is a view."""
         return self.slots == tuple(range(self.slots[0], self.slots[0] + len(self.slots)))
@@ -114,16 +115,13 @@ class SlotCache:
 
     def _exchange(self, store: dict[int, Tensor], layer: int, plan: Plan, new: Tensor) -> Tensor:
         buffer = self._fit(store, layer, new)
-        first = plan.slots[0]
-        block = slice(first, first + len(plan.slots))
-        if plan.aligned and plan.contiguous:
-            buffer[block, :, plan.bases[0] : plan.horizon] = new
-        else:
-            for row, (slot, base, width) in enumerate(zip(plan.slots, plan.bases, plan.widths, strict=True)):
-                buffer[slot, :, base : base + width] = new[row, :, :width]
-        if plan.contiguous:
-            return buffer[block, :, : plan.horizon]
-        return buffer[list(plan.slots), :, : plan.horizon]
+        seen = buffer.narrow(0, plan.slots[0], len(plan.slots)).narrow(2, 0, plan.horizon) if plan.contiguous else None
+        if seen is not None and plan.aligned:
+            seen.narrow(2, plan.bases[0], plan.widths[0]).copy_(new)
+            return seen
+        for row, (slot, base, width) in enumerate(zip(plan.slots, plan.bases, plan.widths, strict=True)):
+            buffer[slot, :, base : base + width] = new[row, :, :width]
+        return buffer[list(plan.slots), :, : plan.horizon] if seen is None else seen
 
     @torch.inference_mode()
     def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
