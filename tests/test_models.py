@@ -260,8 +260,7 @@ def test_command_list_shows_what_is_here():
     models.pull("toy")
     rows = {row["name"]: row for row in json.loads(command("list", "--json").stdout)}
     assert {name: row["here"] for name, row in rows.items()} == {
-        "embedded:target": True,
-        "embedded:draft": True,
+        **dict.fromkeys(models.EMBEDDED, True),
         "toy": True,
         "toy-draft": False,
     }
@@ -279,7 +278,7 @@ def test_command_pull_prints_the_directory_alone_on_stdout(toy):
 @pytest.mark.usefixtures("toy")
 def test_command_path_refuses_names_it_does_not_know():
     assert command("path", "embedded:draft").stdout == f"{draft_dir()}\n"
-    assert "legal are embedded:target, embedded:draft, toy" in str(command("path", "gpt9").exception)
+    assert f"legal are {', '.join(models.EMBEDDED)}, toy" in str(command("path", "gpt9").exception)
     assert "models pull toy" in str(command("path", "toy").exception)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftproof.embedded import draft_dir, target_dir
+from draftproof.embedded import draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
 
@@ -91,8 +91,21 @@ REGISTRY: dict[str, Packaged | Derived] = {
         about="smollm2-135m without layers 13 to 18: untrained, for trying things out, not for speed",
     ),
 }
-ABOUT_EMBEDDED = "stories260K, in the package: a tiny model of children's stories"
-EMBEDDED: dict[str, Callable[[], Path]] = {"embedded:target": target_dir, "embedded:draft": draft_dir}
+EMBEDDED: dict[str, Callable[[], Path]] = {
+    "embedded:target": target_dir,
+    "embedded:draft": draft_dir,
+    "embedded:stories": stories_target_dir,
+    "embedded:stories-draft": stories_draft_dir,
+}
+ABOUT_EMBEDDED = {  # licence, what it is
+    "embedded:target": ("MIT", "stories260K, in the package: a tiny model of children's stories"),
+    "embedded:draft": ("MIT", "stories260K, in the package: its first 4 of 5 layers"),
+    "embedded:stories": ("Apache-2.0", "trained here, in the package: 3 M parameters, children's stories"),
+    "embedded:stories-draft": (
+        "Apache-2.0",
+        "trained here, in the package: imitates embedded:stories with a fifth of it",
+    ),
+}
 
 
 def home() -> Path:
@@ -110,7 +123,7 @@ def pulled(name: str) -> bool:
 def resolve(name_or_path: str | Path) -> str:
     """What `from_pretrained` shall be given for a name: nothing is ever fetched here.
 
-    `embedded:target`, `embedded:draft` and registered names become directories; everything else, a directory, a .gguf
+    The names of EMBEDDED and registered names become directories; everything else, a directory, a .gguf
     file or a hub id, is returned as it is. A directory that is called like a registered model can be named `./NAME`.
 
     Raises:

@@ -26,7 +26,7 @@ def list_models(*, as_json: Json = False) -> None:
     """Show the models that have names, and which of them are on this machine."""
     from draftproof import models
 
-    rows = [_row(name, models.resolve(name), "MIT", models.ABOUT_EMBEDDED) for name in models.EMBEDDED]
+    rows = [_row(name, models.resolve(name), *models.ABOUT_EMBEDDED[name]) for name in models.EMBEDDED]
     for name, entry in models.REGISTRY.items():
         where = models.resolve(name) if models.pulled(name) else None
         rows.append(_row(name, where, entry.licence, f"{entry.about}; {entry.megabytes} MB on disk"))

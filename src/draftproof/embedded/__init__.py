@@ -1,4 +1,4 @@
-"""A real trained target and draft that ship in the wheel, so that everything can be tried without a download.
+"""Real trained targets and drafts that ship in the wheel, so that everything can be tried without a download.
 
 Knows: where the files lie. Does not know: how to load them.
 
@@ -8,6 +8,9 @@ same norm, embedding and tokenizer; at temperature 1 its first drafted token is 
 sum min(p, q) over 32 640 positions of TinyStories). Both are directories in Hugging Face form, in float32. A story ends
 with token 1 (`<s>`, which also begins the next one), so both count it as an end token beside the untrained 2 (`</s>`).
 `scripts/convert_stories260k.py` made them.
+
+`stories/target` and `stories/draft` were trained here with `draftproof train drafter`, on TinyStories and on children's
+books in the public domain: docs/results/trained_pair.md says how, and what they are worth.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-__all__ = ["draft_dir", "heads_dir", "target_dir"]
+__all__ = ["draft_dir", "heads_dir", "stories_draft_dir", "stories_target_dir", "target_dir"]
 
 
 def target_dir() -> Path:
@@ -31,6 +34,16 @@ def draft_dir() -> Path:
 def heads_dir() -> Path:
     """The directory of the draft's heads: acceptance, ratio and approximate, each for the stopper of that name."""
     return _directory("heads")
+
+
+def stories_target_dir() -> Path:
+    """The directory of the target that was trained here."""
+    return _directory("stories") / "target"
+
+
+def stories_draft_dir() -> Path:
+    """The directory of the draft that imitates it."""
+    return _directory("stories") / "draft"
 
 
 def _directory(name: str) -> Path:
