@@ -25,7 +25,6 @@ from draftproof.stoppers.history import Oracle
 from draftproof.theory.cost import PassCosts, latency
 from draftproof.tokenization import load_tokenizer
 
-FIXED = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14)
 TEXTS = (
     "Once upon a time there was a",
     "The old man opened the door and",
@@ -41,7 +40,7 @@ TEXTS = (
 def settings(args: argparse.Namespace) -> dict[str, list[str]]:
     """Stoppers to measure, by family."""
     made = {
-        "fixed": [f"fixed:{n}" for n in FIXED],
+        "fixed": [f"fixed:{n}" for n in args.fixed],
         "schedule": ["schedule:3", "schedule:5"],
         "confidence": [f"confidence:{t}" for t in args.confidence],
         "entropy": [f"entropy:{t}" for t in args.entropy],
@@ -240,6 +239,7 @@ def main() -> None:
     parser.add_argument("--verifier", default="block")
     parser.add_argument("--prompts", type=Path, help="jsonl with a field prompt; default beginnings of stories")
     parser.add_argument("--temperature", type=float, nargs="+", default=[1.0, 0.0])
+    parser.add_argument("--fixed", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 10, 12, 14])
     parser.add_argument("--confidence", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     parser.add_argument("--entropy", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])
