@@ -1,9 +1,12 @@
-"""Prepare the texts that the pair embedded:stories was trained on, from the two corpora in ../shared/data.
+"""Prepare the texts that the pair embedded:stories was trained on, from two corpora.
 
 TinyStories' sample came with quotation marks decoded twice; they become plain ones. Of the public-domain fiction the
 works for children are taken, without translations (their translators are not named, so their rights are not certain).
 
-    python scripts/stories_texts.py ../shared/data OUT
+    python scripts/stories_texts.py DATA OUT
+
+DATA holds `corpus-tinystories-sample/tiny_stories.txt` (the first 944 KB of roneneldan/TinyStories) and
+`corpus-pd-fiction/` (mlschmitt/classic-books-markdown as plain text, split by work, with its MANIFEST.tsv).
 """
 
 from __future__ import annotations
