@@ -1,4 +1,4 @@
-"""Prepare the texts that the pair embedded:stories was trained on, from two corpora.
+"""Prepare the texts that embedded:stories and the embedded drafts were trained on, from two corpora.
 
 TinyStories' sample came with quotation marks decoded twice; they become plain ones. Of the public-domain fiction the
 works for children are taken, without translations (their translators are not named, so their rights are not certain).
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import lzma
 import re
 import sys
@@ -46,6 +47,12 @@ def tinystories(source: Path) -> str:
     return text
 
 
+def json_lines(text: str) -> str:
+    """The stories as stories260K read them: one line end between paragraphs; a JSON object a line."""
+    rows = [part.strip().replace("\n\n", "\n") for part in re.split(r"(?<=\S)[ \t]*\n(?=\S)", text)]
+    return "".join(json.dumps({"text": row}) + "\n" for row in rows)
+
+
 def fiction(source: Path) -> str:
     """The works for children in the training part of the corpus, parted by SEPARATOR."""
     folder = source / "corpus-pd-fiction"
@@ -59,14 +66,16 @@ def fiction(source: Path) -> str:
 
 
 def main() -> int:
-    """Write tinystories.txt and children.txt."""
+    """Write tinystories.txt, tinystories.jsonl and children.txt."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path, help="folder with corpus-tinystories-sample and corpus-pd-fiction")
-    parser.add_argument("out", type=Path, help="folder that receives tinystories.txt and children.txt")
+    parser.add_argument("out", type=Path, help="folder that receives the three files")
     options = parser.parse_args()
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "tinystories.txt").write_text(tinystories(options.source), encoding="utf-8")
+        text = tinystories(options.source)
+        (options.out / "tinystories.txt").write_text(text, encoding="utf-8")
+        (options.out / "tinystories.jsonl").write_text(json_lines(text), encoding="utf-8")
         (options.out / "children.txt").write_text(fiction(options.source), encoding="utf-8")
     except OSError as error:
         print(error, file=sys.stderr)

@@ -26,7 +26,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftproof.embedded import draft_dir, stories_draft_dir, stories_target_dir, target_dir
+from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
 
@@ -94,12 +94,14 @@ REGISTRY: dict[str, Packaged | Derived] = {
 EMBEDDED: dict[str, Callable[[], Path]] = {
     "embedded:target": target_dir,
     "embedded:draft": draft_dir,
+    "embedded:fast-draft": fast_draft_dir,
     "embedded:stories": stories_target_dir,
     "embedded:stories-draft": stories_draft_dir,
 }
 ABOUT_EMBEDDED = {  # licence, what it is
     "embedded:target": ("MIT", "stories260K, in the package: a tiny model of children's stories"),
     "embedded:draft": ("MIT", "stories260K, in the package: its first 4 of 5 layers"),
+    "embedded:fast-draft": ("Apache-2.0", "trained here, in the package: imitates embedded:target in one layer"),
     "embedded:stories": ("Apache-2.0", "trained here, in the package: 3 M parameters, children's stories"),
     "embedded:stories-draft": (
         "Apache-2.0",
