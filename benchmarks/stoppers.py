@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 
 from draftproof import Engine, SamplingParams, models
-from draftproof.engine.compose import load_backend, make_drafter, make_verifier
+from draftproof.engine.compose import load_backend
+from draftproof.engine.parts import make_drafter, make_verifier
 from draftproof.stoppers.history import Oracle
 from draftproof.theory.cost import PassCosts, latency
 from draftproof.tokenization import load_tokenizer

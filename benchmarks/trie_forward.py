@@ -21,7 +21,8 @@ import torch
 from draftproof import models
 from draftproof.backends.base import Feed, unread
 from draftproof.drafters.base import DraftRequest
-from draftproof.engine.compose import load_backend, make_drafter
+from draftproof.engine.compose import load_backend
+from draftproof.engine.parts import make_drafter
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.tokenization import load_tokenizer

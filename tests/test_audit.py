@@ -28,7 +28,7 @@ from draftproof.audit.statistics import (
 )
 from draftproof.audit.suite import CONTEXTS, Pair, suite
 from draftproof.cli import app
-from draftproof.engine.compose import LOSSY, VERIFIERS
+from draftproof.engine.parts import LOSSY, VERIFIERS
 from draftproof.functional import block_verify, spectr_verify, token_verify
 from draftproof.testing import total_variation
 

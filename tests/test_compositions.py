@@ -6,8 +6,8 @@ import pytest
 
 from draftproof.audit.compositions import DRAFTERS, PROMPT, STOPPERS, VOCAB, compositions, markdown, toy_engine
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine import compose
-from draftproof.engine.compose import LOSSY, VERIFIERS
+from draftproof.engine import parts
+from draftproof.engine.parts import LOSSY, VERIFIERS
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
@@ -32,8 +32,8 @@ def test_every_part_has_a_toy():
     """A part that is added to the library must be added to the list that is enumerated."""
     wide = {"wide"}  # a second shape of tree
     whole = {"early_exit", "feature_head"}  # on the target's layers or states: no table has any; their own tests
-    assert set(DRAFTERS) - wide == {spec.partition(":")[0] for spec in compose.DRAFTERS} - whole
-    assert set(STOPPERS) == set(compose.STOPPERS)
+    assert set(DRAFTERS) - wide == {spec.partition(":")[0] for spec in parts.DRAFTERS} - whole
+    assert set(STOPPERS) == set(parts.STOPPERS)
     assert {made.rule for made in ALL} == set(VERIFIERS)
 
 

@@ -11,7 +11,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.early_exit import EarlyExitBackend, first_layers
 from draftproof.backends.hf import HFBackend
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
-from draftproof.engine.compose import make_drafter, make_verifier
+from draftproof.engine.parts import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import engine_law, total_variation
 from helpers import CONFIGS, backend, engine, random_model

@@ -15,7 +15,7 @@ from draftproof.backends.feature_net import FeatureConfig, FeatureNet, load_net,
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
-from draftproof.engine.compose import make_drafter, make_verifier
+from draftproof.engine.parts import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import engine_law, total_variation
 from draftproof.tree import TokenTree

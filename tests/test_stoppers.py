@@ -10,7 +10,7 @@ from draftproof import SamplingParams, UserError
 from draftproof.draft import DraftStep
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine.compose import make_drafter, make_stopper
+from draftproof.engine.parts import make_drafter, make_stopper
 from draftproof.heads import Head, HeadConfig, load_head, save_head
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength

@@ -12,7 +12,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.drafters import suffix
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.compose import make_drafter, make_verifier
+from draftproof.engine.parts import make_drafter, make_verifier
 from draftproof.functional.chain import ChainVerdict
 from draftproof.rng import CounterRoundRng
 from draftproof.testing import TableModel, assert_lossless, exact_law, target_law, total_variation

@@ -19,8 +19,8 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.compose import LOSSY, VERIFIERS, make_verifier
 from draftproof.engine.engine import Engine, RoundRngFactory
+from draftproof.engine.parts import LOSSY, VERIFIERS, make_verifier
 from draftproof.errors import UserError
 from draftproof.heads import Head, HeadConfig
 from draftproof.rng import CounterRoundRng

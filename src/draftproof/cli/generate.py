@@ -22,8 +22,9 @@ from draftproof.cli import _report
 from draftproof.cli._compare import compare
 from draftproof.cli._prompts import Source, gather
 from draftproof.cli._sampling import sampling_options
-from draftproof.engine.compose import BACKENDS, DEFAULT_STOPPER, DRAFTERS, STOPPERS, VERIFIERS
+from draftproof.engine.compose import BACKENDS
 from draftproof.engine.engine import Engine, Prompt
+from draftproof.engine.parts import DEFAULT_STOPPER, DRAFTERS, STOPPERS, VERIFIERS
 from draftproof.engine.sequence import Output
 from draftproof.engine.sequence import Sequence as Request
 from draftproof.errors import UserError

@@ -14,8 +14,8 @@ from typing import Any
 
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine.compose import make_verifier
 from draftproof.engine.engine import Engine
+from draftproof.engine.parts import make_verifier
 from draftproof.engine.sequence import Output
 from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
