@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.engine import Engine
@@ -23,7 +24,7 @@ def maker(verifier, *, length=2, target=None, draft=None, eos=(), drafter=ModelD
     def make(round_rng):
         part = NoDrafter()
         if length:
-            part = drafter(draft, FixedLength(length), vocab_size=target.vocab_size, **options)
+            part = drafter(DraftModel(draft, vocab_size=target.vocab_size, **options), FixedLength(length))
         return Engine(target, part, verifier(), eos_token_ids=eos, round_rng=round_rng)
 
     return make
