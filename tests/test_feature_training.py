@@ -17,7 +17,7 @@ from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training.feature_head import FeatureJob, make_feature_head
 from draftproof.training.feature_loss import Frame, acceptance, against, steps, wanted_rows
-from draftproof.training.feature_rows import Row, Store, frequent, windows
+from draftproof.training.feature_rows import Row, Store, frequent, spread, windows
 from draftproof.training.loop import Plan
 from helpers import CONFIGS, random_model, tokenizer
 
@@ -125,8 +125,17 @@ def test_windows_are_whole_and_ids_are_the_frequent_ones():
     assert len(rows) == 6
     assert {len(row.tokens) for row in rows} == {16}
     assert windows(WORDS * 40, tokenizer(), length=16, most=9, seed=1)[:6] == rows, "more windows begin as fewer do"
-    assert frequent([Row((5, 5, 9, 9, 9, 7))], 3, 12, always=[2]) == [2, 5, 9]
-    assert frequent([Row((5,))], 4, 12) == [0, 1, 2, 5]
+    assert frequent([[Row((7, 5, 5, 9, 9, 9))]], 3, 12, always=[2]) == [2, 5, 9]
+    assert frequent([[Row((0, 5))], []], 4, 12) == [0, 1, 2, 5]
+
+
+def test_a_small_kind_of_rows_has_its_say():
+    many, few = [Row((0, *[3, 4, 5] * 30))] * 10, [Row((0, 3, 8, 8, 8, 9), start=1)]
+    assert frequent([many, few], 3, 12) == [3, 4, 8]
+    assert frequent([many], 3, 12) == [3, 4, 5]
+    assert spread([["a", "b"], list(range(9))]) == [0, "a", 1, "b", 2, 3, "a", 4, "b", 5, 6, "a", 7, "b", 8]
+    assert spread([[], [1, 2]]) == [1, 2]
+    assert spread([list("abcd"), [1, 2, 3]]) == ["a", 1, "b", 2, "c", 3, "d"]
 
 
 # --- from options to an artefact -------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def feature_head(
         bool, _shape("--own-output", help="An output layer of its own; without it rows of the target's are used.")
     ] = False,
     start: Annotated[
-        Path | None, _shape(metavar="DIR", help="A feature head to go on from; its shape and tokens are taken over.")
+        Path | None, _shape(metavar="DIR", help="A feature head to go on from; its shape is taken over.")
     ] = None,
     steps: Annotated[int, _training(help="Optimiser steps.")] = 4000,
     learning_rate: Annotated[float, _training(help="AdamW's, at the top of a cosine schedule.")] = 1e-3,

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Int
+from torch import Tensor, nn
 
 from draftproof import models
 from draftproof.backends.feature_head import output_rows, refuse_other_target
@@ -59,7 +60,8 @@ class FeatureJob:
         ids: tokens the head speaks of.
         inner_size: of its feed-forward part; None is the target's.
         own_output: an output layer of its own, begun as the target's rows.
-        start: directory of a feature head for this target to go on from; its shape and tokens are taken over.
+        start: directory of a feature head for this target to go on from; its shape is taken over, and its tokens where
+            it has an output layer of its own.
         unroll, tv, states: of the loss (`Frame`).
         trial_prompts: held-out prompts of each kind for runs of the engine.
         dtype, device: of the target.
@@ -261,6 +263,8 @@ class _Shop:
         if self.job.start is not None:
             found = load_net(self.job.start)
             refuse_other_target(found, self.target)
+            if found.output is None:  # the rows of the target's own layer can be others at any time
+                found.ids.copy_(self._ids(found.config))
             return found.requires_grad_().to(self.target.device)
         job, shape = self.job, self.target.config
         width = self.target.capabilities.hidden
@@ -276,14 +280,18 @@ class _Shop:
             own_output=job.own_output,
             window=job.length,
         )
-        rows = [*self._windows(self._texts[0], max(job.windows, _COUNTED)), *self.answer_rows["train"]]
         with torch.random.fork_rng():
             torch.manual_seed(job.plan.seed)
             net = FeatureNet(config)
-        net.ids.copy_(torch.tensor(frequent(rows, config.ids, config.vocab_size, always=self.eos)))
+        net.ids.copy_(self._ids(config))
         if net.output is not None:
             net.output.weight.data.copy_(output_rows(self.target, net))
         return net.to(self.target.device)
+
+    def _ids(self, config: FeatureConfig) -> Int[Tensor, " ids"]:
+        """The tokens to speak of: the most frequent ones of what is taught."""
+        kinds = [self._windows(self._texts[0], max(self.job.windows, _COUNTED)), self.answer_rows["train"]]
+        return torch.tensor(frequent(kinds, config.ids, config.vocab_size, always=self.eos))
 
     def frame(self, net: FeatureNet) -> Frame:
         """What of the target the loss needs."""

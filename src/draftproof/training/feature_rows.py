@@ -9,11 +9,11 @@ shard is a function of its rows and the target alone, so a run that was killed g
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,6 +26,8 @@ from draftproof.rng import fold
 from draftproof.training.provenance import digest
 
 SHARD = 32  # rows
+T = TypeVar("T")
+_AGAIN = 3  # times a turn that a shard of a small kind comes at most
 _CHUNK = 512  # positions whose full rows of logits are in memory at once
 
 
@@ -89,19 +91,40 @@ def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, see
     return found[:most]
 
 
-def frequent(rows: Sequence[Row], size: int, vocab_size: int, always: Sequence[int] = ()) -> list[int]:
-    """The `size` most frequent tokens of rows, in ascending order; ties and the rest by id, low ones being common.
+def frequent(kinds: Sequence[Sequence[Row]], size: int, vocab_size: int, always: Sequence[int] = ()) -> list[int]:
+    """The `size` most frequent tokens of several kinds of rows, in ascending order.
+
+    Each kind has the same say, however few its rows are: a token's count is the mean of its shares of the kinds. Ties
+    and the rest go by id, low ones being common.
 
     Args:
-        rows: to count.
+        kinds: rows to count, by kind.
         size: tokens wanted, at most the vocabulary.
         vocab_size: of the target.
         always: tokens that are taken whatever their count, such as those that end a text.
     """
-    counted = Counter(token for row in rows for token in row.tokens)
+    shares: defaultdict[int, float] = defaultdict(float)
+    for rows in kinds:
+        counted = Counter(token for row in rows for token in row.tokens[row.start + 1 :])
+        for token, count in counted.items():
+            shares[token] += count / counted.total()
     first = set(always)
-    order = sorted(range(vocab_size), key=lambda token: (token not in first, -counted[token], token))
+    order = sorted(range(vocab_size), key=lambda token: (token not in first, -shares[token], token))
     return sorted(order[:size])
+
+
+def spread(kinds: Sequence[Sequence[T]]) -> list[T]:
+    """The members of all kinds in one order, each kind evenly over it; small kinds are repeated, up to `_AGAIN` times.
+
+    A kind is repeated until it is an equal share of a fair division, or as often as allowed.
+    """
+    most = max((len(kind) for kind in kinds), default=0)
+    placed: list[tuple[float, int, int, T]] = []
+    for number, kind in enumerate(kinds):
+        times = max(1, min(_AGAIN, most // max(len(kind), 1)))
+        whole = [*kind] * times
+        placed += [((i + 0.5) / len(whole), number, i, member) for i, member in enumerate(whole)]
+    return [member for *_, member in sorted(placed, key=lambda each: each[:3])]
 
 
 class Store:
@@ -110,6 +133,7 @@ class Store:
     Args:
         target: makes the states.
         kinds: rows; a shard holds neighbours of one kind, so more rows at the end leave the files of the others true.
+            Kinds are spread evenly over a turn. A small kind comes up to `_AGAIN` times a turn, to be a share of it.
         length: every row is cut or padded to this.
         cache: folder of the files.
         key: names the target and how it is run.
@@ -120,7 +144,8 @@ class Store:
     ) -> None:
         self.target = target
         self.length = length
-        self._shards = [list(rows[i : i + SHARD]) for rows in kinds for i in range(0, len(rows), SHARD)]
+        cut = [[list(rows[i : i + SHARD]) for i in range(0, len(rows), SHARD)] for rows in kinds if rows]
+        self._shards = spread(cut)
         told = [[[list(row.tokens), row.start] for row in rows] for rows in self._shards]
         self._names = [digest(key, length, rows)[:24] for rows in told]
         self.key = digest(self._names)
