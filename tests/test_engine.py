@@ -291,6 +291,8 @@ def assert_consistent(output, length=4):
     assert sum(stats.num_accepted_tokens_per_pos) == stats.num_accepted_tokens <= stats.num_draft_tokens
     assert stats.num_accepted_tokens_per_pos == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
     assert len(stats.num_accepted_tokens_per_pos) <= length
+    assert sum(stats.num_drafts_per_pos) == stats.num_draft_tokens  # a chain
+    assert stats.num_drafts_per_pos[:1] in ([], [stats.num_drafts])
     assert stats.num_drafts <= stats.num_target_calls
     assert stats.num_draft_tokens <= length * stats.num_drafts
     assert stats.num_tokens <= stats.num_accepted_tokens + stats.num_target_calls

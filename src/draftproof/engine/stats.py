@@ -58,6 +58,7 @@ class Stats:
         num_draft_tokens: tokens drafted.
         num_accepted_tokens: drafted tokens that were emitted.
         num_accepted_tokens_per_pos: of them, how many at each place of the chain.
+        num_drafts_per_pos: rounds whose draft reached each place, accepted or not.
         seconds: time by part.
     """
 
@@ -67,6 +68,7 @@ class Stats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_drafts_per_pos: list[int] = field(default_factory=list)
     seconds: Seconds = field(default_factory=Seconds)
 
     def record(self, *, drafted: int, depth: int, accepted: int, emitted: int) -> None:
@@ -76,10 +78,10 @@ class Stats:
         self.num_drafts += drafted > 0
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
-        missing = depth - len(self.num_accepted_tokens_per_pos)
-        self.num_accepted_tokens_per_pos.extend([0] * missing)
-        for place in range(accepted):
-            self.num_accepted_tokens_per_pos[place] += 1
+        for reached, places in ((self.num_accepted_tokens_per_pos, accepted), (self.num_drafts_per_pos, depth)):
+            reached.extend([0] * (depth - len(reached)))
+            for place in range(places):
+                reached[place] += 1
 
     @property
     def block_efficiency(self) -> float:
@@ -110,6 +112,7 @@ class Stats:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
+            "num_drafts_per_pos": list(self.num_drafts_per_pos),
             "block_efficiency": self.block_efficiency,
             "discard_rate": self.discard_rate,
             "verification_rate": self.verification_rate,

@@ -93,8 +93,8 @@ def read_examples(
     found: dict[Example, None] = {}
     sources = []
     for file in map(Path, files):
-        raw = _bytes(file)
-        texts, default = _texts(file, _text(file, raw), form)
+        raw, text = read_text(file)
+        texts, default = _texts(file, text, form)
         if not texts:
             raise UserError(f"{file} holds no text: legal is .txt, or .jsonl with one of {', '.join(KEYS)}")
         sentences = default if opening is None else opening
@@ -103,6 +103,16 @@ def read_examples(
     if not found:
         raise UserError("no data: name at least one .txt or .jsonl file")
     return list(found), sources
+
+
+def read_text(file: Path) -> tuple[bytes, str]:
+    """The bytes of a file and its text, unpacked.
+
+    Raises:
+        UserError: it cannot be read or unpacked, or is not UTF-8.
+    """
+    raw = _bytes(file)
+    return raw, _text(file, raw)
 
 
 def _bytes(file: Path) -> bytes:

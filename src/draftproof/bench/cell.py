@@ -1,0 +1,279 @@
+"""A cell: one composition on one data set with one seed, the unit that is measured and compared.
+
+Knows: what makes two cells the same, which compositions the engine refuses, how lists become cells. Does not know:
+models, questions, clocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from draftproof.engine.compose import BACKENDS
+from draftproof.engine.engine import Engine
+from draftproof.engine.parts import (
+    DEFAULT_STOPPER,
+    DEFAULT_TREE_VERIFIER,
+    DEFAULT_VERIFIER,
+    LOSSY,
+    make_drafter,
+    make_stopper,
+    make_verifier,
+    numbers,
+)
+from draftproof.errors import UserError
+from draftproof.sampling import SamplingParams
+from draftproof.testing import TableModel
+from draftproof.training.provenance import digest
+
+OURS = "draftproof"
+ENGINES = {
+    OURS: "our engine",
+    "transformers": "transformers' generate, plain",
+    "transformers-assisted": "transformers' assisted generation with the draft model",
+    "transformers-lookup": "transformers' prompt lookup",
+}
+_READS_DRAFT = ("model", "chains", "tree")
+_UNSTOPPED = ("none", "ngram", "suffix")
+_INSIDE = {"early_exit": "model", "feature_head": "model"}  # drafters inside the target compose as these with a draft
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One composition on one data set with one seed.
+
+    Attributes:
+        target: registered name, hub id, directory or .gguf file.
+        draft: named likewise, where something reads one.
+        drafter: with its argument, so with K: "none", "model", "chains:4", "ngram:8".
+        stopper: with its argument, so with n: "fixed:4"; "" where the drafter has none.
+        verifier: the rule; "" where nothing is verified.
+        engine: who generates: a name of ENGINES.
+        setting: what another engine is told beside its defaults, as "name=value,name=value".
+        dtype, backend: of the models; the backend is ours only.
+        dataset: name of the questions.
+        temperature, top_k, top_p, max_tokens, seed: as in SamplingParams.
+
+    Raises:
+        UserError: an engine or backend that is none, sampling parameters that are none.
+    """
+
+    target: str
+    draft: str | None = None
+    drafter: str = "none"
+    stopper: str = ""
+    verifier: str = ""
+    engine: str = OURS
+    setting: str = ""
+    dtype: str = "auto"
+    backend: str = "auto"
+    dataset: str = ""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_tokens: int = 64
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise UserError(f"engine is {self.engine!r}: legal are {', '.join(ENGINES)}")
+        if self.backend not in BACKENDS:
+            raise UserError(f"backend is {self.backend!r}: legal are {', '.join(BACKENDS)}")
+        for name in ("temperature", "top_p"):  # 1 and 1.0 are one cell
+            object.__setattr__(self, name, float(getattr(self.params, name)))
+
+    @property
+    def params(self) -> SamplingParams:
+        """The sampling parameters, with the cell's seed."""
+        names = ("temperature", "top_k", "top_p", "max_tokens", "seed")
+        return SamplingParams(**{name: getattr(self, name) for name in names})
+
+    @property
+    def key(self) -> str:
+        """A short digest; two cells with one key are the same measurement."""
+        return digest(self.to_dict())[:16]
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What cells must share to be measured in turns and compared question by question."""
+        return (self.target, self.dataset, self.temperature, self.top_k, self.top_p, self.max_tokens, self.seed)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it decodes without drafts."""
+        return self.engine == "transformers" or (self.engine == OURS and self.drafter == "none")
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the rule keeps the target's law."""
+        return self.verifier.partition(":")[0] not in LOSSY
+
+    @property
+    def method(self) -> str:
+        """What a table calls it: drafter, stopper and rule, or the other engine and its setting."""
+        if self.engine != OURS:
+            return f"{self.engine} ({self.setting})" if self.setting else self.engine
+        if self.drafter == "none":
+            return "plain"
+        return ", ".join(part for part in (self.drafter, self.stopper, self.verifier) if part)
+
+    @property
+    def length(self) -> int | None:
+        """The n of a constant draft length; None where the length varies."""
+        name, _, argument = self.stopper.partition(":")
+        return int(argument or 4) if name == "fixed" else None
+
+    @property
+    def drafts(self) -> int:
+        """The K of K chains; 1 for a single one."""
+        name, _, argument = self.drafter.partition(":")
+        if name == "chains":
+            return int(argument or 4)
+        return int(argument.rpartition("x")[2]) if _branches(self.drafter) and name != "tree" else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Cell:
+        """The cell that `to_dict` told of.
+
+        Raises:
+            UserError: fields that a cell has not.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown or "target" not in values:
+            raise UserError(f"a cell has the fields {', '.join(names)}: {', '.join(unknown) or 'target'} does not fit")
+        return cls(**values)
+
+
+class Matrix(NamedTuple):
+    """Cells, and what was left out of them.
+
+    Attributes:
+        cells: in the order of the lists, the last list changing fastest; each composition once.
+        left_out: compositions that the engine refuses, each with its words.
+    """
+
+    cells: list[Cell]
+    left_out: list[tuple[Cell, str]]
+
+
+def matrix(*, strict: bool = False, **lists: Any) -> Matrix:
+    """Every combination of the values of fields, as cells in their canonical form.
+
+    Args:
+        strict: raise instead of leaving out what the engine refuses.
+        lists: a value or a list of values for each field of `Cell`; those not named keep their default.
+
+    Raises:
+        UserError: a field that is none, an empty list, a part that cannot be made, or no cell left.
+    """
+    known = [field.name for field in fields(Cell)]
+    unknown = sorted(set(lists) - set(known))
+    if unknown:
+        raise UserError(f"{unknown[0]!r} is no field of a cell: legal are {', '.join(known)}")
+    each = {name: _as_list(name, values) for name, values in lists.items()}
+    cells: dict[Cell, None] = {}
+    left_out: dict[Cell, str] = {}
+    for values in itertools.product(*each.values()):
+        cell = canonical(Cell(**dict(zip(each, values, strict=True))))
+        why = refused(cell)
+        if why is None:
+            cells[cell] = None
+        elif strict:
+            raise UserError(f"{cell.method}: {why}")
+        else:
+            left_out[cell] = why
+    if not cells:
+        raise UserError(f"no composition is left: {next(iter(left_out.values()))}")
+    return Matrix(list(cells), list(left_out.items()))
+
+
+def _as_list(name: str, values: Any) -> list[Any]:
+    single = isinstance(values, str) or not isinstance(values, Iterable)
+    made = [values] if single else list(values)
+    if not made:
+        raise UserError(f"no value for {name}: give at least one")
+    return made
+
+
+def canonical(cell: Cell) -> Cell:
+    """The same measurement without what has no effect in it: a plain cell has no rule, lookup has no draft model."""
+    name = cell.drafter.partition(":")[0]
+    if cell.engine != OURS:
+        assisted = cell.engine == "transformers-assisted"
+        return replace(
+            cell, draft=cell.draft if assisted else None, drafter="none", stopper="", verifier="", backend="auto"
+        )
+    if name == "none":
+        return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="")
+    stopper = "" if name in _UNSTOPPED else cell.stopper or DEFAULT_STOPPER
+    rule = cell.verifier or (DEFAULT_TREE_VERIFIER if _branches(cell.drafter) else DEFAULT_VERIFIER)
+    draft = cell.draft if name in _READS_DRAFT else None
+    return replace(cell, draft=draft, stopper=stopper, verifier=rule, setting="")
+
+
+def _branches(drafter: str) -> bool:
+    name, _, argument = drafter.partition(":")
+    if name in _INSIDE:
+        _, x, chains = argument.rpartition("x")
+        return bool(x) and chains.isdecimal() and int(chains) > 1
+    return name in {"chains", "tree"}
+
+
+def refused(cell: Cell) -> str | None:
+    """Why the engine refuses a composition; None where it runs. No model is loaded.
+
+    Raises:
+        UserError: a part that cannot be made at all: an unknown name, a broken argument, a missing head.
+    """
+    name = cell.drafter.partition(":")[0]
+    if cell.engine == "transformers-assisted" and cell.draft is None:
+        return "transformers' assisted generation needs a draft model: name one with draft (--draft)"
+    if cell.engine != OURS or name == "none":
+        return None
+    if name in _READS_DRAFT and cell.draft is None:
+        return f"drafter {name} needs a draft model: name one with draft (--draft)"
+    if cell.stopper:
+        make_stopper(cell.stopper, cell.draft)
+    return _toy_refusal(_toy_drafter(cell.drafter), cell.stopper, cell.verifier)
+
+
+def _toy_drafter(drafter: str) -> str:
+    """A drafter that composes like the given one and needs only toy models."""
+    name, _, argument = drafter.partition(":")
+    if name not in _INSIDE:
+        return drafter
+    if name == "early_exit":
+        numbers(argument, "early_exit:20x4")
+    return "chains:2" if _branches(drafter) else "model"
+
+
+@cache
+def _toy_refusal(drafter: str, stopper: str, verifier: str) -> str | None:
+    """What the engine says to the parts around toy models: whether parts compose does not depend on the models."""
+    toy = TableModel(3, 0, order=1)
+    constant = stopper.partition(":")[0] in ("", "fixed")
+    part = make_drafter(
+        drafter,
+        target=toy,
+        draft=toy if drafter.partition(":")[0] in _READS_DRAFT else None,
+        stopper=(stopper or DEFAULT_STOPPER) if constant else "schedule",
+    )
+    rule = make_verifier(verifier)
+    try:
+        Engine(toy, part, rule)
+    except UserError as cause:
+        return str(cause)
+    return None
+
+
+def datasets(cells: Sequence[Cell]) -> list[str]:
+    """Names of the data sets that cells want, in order."""
+    return list(dict.fromkeys(cell.dataset for cell in cells))

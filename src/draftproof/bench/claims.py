@@ -1,0 +1,164 @@
+"""Claims of direction, judged by intervals: paired bootstrap over prompts, or exact values; never a bare mean.
+
+Knows: sums of each cluster, intervals, verdicts. Does not know: papers, models, how anything was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.errors import UserError
+
+LEVEL = 0.95
+RESAMPLES = 2000
+EDGE = 1e-9  # what rounding may move an exact value by
+Statistic = Callable[[Float[Tensor, "draws columns"]], Float[Tensor, " draws"]]
+
+
+class Verdict(StrEnum):
+    """What an interval says of a claim."""
+
+    HOLDS = "holds"
+    UNDECIDED = "not distinguishable"
+    VIOLATED = "violated"
+
+
+class Kind(StrEnum):
+    """Whether a claim follows from the rules, or was seen on the paper's models."""
+
+    MUST = "must hold"
+    MODELS = "depends on the models"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number and where it lies.
+
+    Attributes:
+        value: of the sample itself.
+        low, high: ends of the interval; equal to the value where it is exact.
+        level: of confidence; 1 where it is exact.
+        clusters: what was resampled (prompts, pairs of distributions); 0 where it is exact.
+    """
+
+    value: float
+    low: float
+    high: float
+    level: float = 1.0
+    clusters: int = 0
+
+    @classmethod
+    def exact(cls, value: float) -> Interval:
+        """A computed number."""
+        return cls(value, value, value)
+
+    def __str__(self) -> str:
+        """The number, and its interval where it has one."""
+        if self.clusters == 0:
+            return f"{self.value:.4g}"
+        return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim and what became of it.
+
+    Attributes:
+        text: what is claimed, as "a number > 0" says it.
+        kind: whether it must hold.
+        interval: of that number.
+        at_least: whether 0 itself agrees with the claim.
+        verdict: see `judge`.
+    """
+
+    text: str
+    kind: Kind
+    interval: Interval
+    at_least: bool
+    verdict: Verdict
+
+
+def claim(text: str, kind: Kind, interval: Interval, *, at_least: bool = False) -> Claim:
+    """A judged claim that a number is above 0 (or not below it)."""
+    return Claim(text, kind, interval, at_least, judge(interval, at_least=at_least))
+
+
+def judge(interval: Interval, *, at_least: bool = False) -> Verdict:
+    """Holds if the whole interval agrees with "above 0", violated if none of it does, else not distinguishable.
+
+    Args:
+        interval: of a number that the claim says is above 0.
+        at_least: the claim says "not below 0".
+    """
+    if not all(map(math.isfinite, (interval.low, interval.high))):
+        return Verdict.UNDECIDED
+    if at_least:
+        if interval.low >= -EDGE:
+            return Verdict.HOLDS
+        return Verdict.VIOLATED if interval.high < -EDGE else Verdict.UNDECIDED
+    if interval.low > EDGE:
+        return Verdict.HOLDS
+    return Verdict.VIOLATED if interval.high <= EDGE else Verdict.UNDECIDED
+
+
+def bootstrap(
+    sums: Float[Tensor, "clusters columns"],
+    statistic: Statistic,
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """The percentile interval of a statistic of column totals, clusters drawn again with replacement.
+
+    Columns of one cluster are drawn together, so differences between columns are paired. Ratios of totals (tokens per
+    call) are taken after the drawing, which weighs clusters as the sample does.
+
+    Args:
+        sums: what each cluster adds to each column.
+        statistic: from rows of totals to a number each.
+        level: of confidence, between 0 and 1.
+        resamples: draws of all clusters.
+        seed: of the draws.
+
+    Raises:
+        UserError: fewer than two clusters, or a level out of range.
+
+    Source: Efron 1979; the paired form is the cluster bootstrap.
+    """
+    clusters = sums.shape[0]
+    if clusters < 2:
+        raise UserError(f"an interval over {clusters} clusters: legal are 2 or more prompts")
+    if not 0 < level < 1:
+        raise UserError(f"level of confidence is {level:g}: legal is between 0 and 1")
+    values = sums.double()
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(clusters, (resamples, clusters), generator=generator)
+    counts = torch.zeros(resamples, clusters, dtype=torch.float64)
+    counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+    found = statistic(counts @ values).sort().values
+    tail = (1 - level) / 2
+    low, high = (float(found.quantile(share)) for share in (tail, 1 - tail))
+    return Interval(float(statistic(values.sum(0, keepdim=True))[0]), low, high, level, clusters)
+
+
+def column(place: int) -> Statistic:
+    """The total of one column."""
+    return lambda totals: totals[:, place]
+
+
+def ratio(above: int, below: int) -> Statistic:
+    """One column's total over another's."""
+    return lambda totals: totals[:, above] / totals[:, below]
+
+
+def summary(claims: Sequence[Claim]) -> dict[str, int]:
+    """How many claims there are of each verdict."""
+    return {str(verdict): sum(each.verdict is verdict for each in claims) for verdict in Verdict}

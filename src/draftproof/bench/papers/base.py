@@ -1,0 +1,46 @@
+"""What is kept of a paper's table or figure: its numbers, where they stand, what it claims.
+
+Knows: the shape of a table. Does not know: any paper, any measurement of ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Value = float | str | None
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """One table or figure of a paper.
+
+    Attributes:
+        name: seed and number, "001-table1".
+        place: where it stands in the seed's text.
+        title: what it shows, in our words.
+        setting: the paper's models and parameters.
+        columns: what is given of each row.
+        rows: by label, a value a column; None where the paper gives none. Empty for a picture without numbers.
+        spreads: by label, the paper's standard deviations, where it gives them.
+        picture: whether the text gives it as a picture only; then `claims` say what the text says of it.
+        claims: what the paper concludes from it, in our words.
+    """
+
+    name: str
+    place: str
+    title: str
+    setting: str
+    columns: tuple[str, ...] = ()
+    rows: dict[str, tuple[Value, ...]] = field(default_factory=dict)
+    spreads: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    picture: bool = False
+    claims: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part in (self.rows, self.spreads):
+            for label, row in part.items():
+                assert len(row) == len(self.columns), f"{self.name}: {label} has {len(row)} of {len(self.columns)}"
+
+    def value(self, row: str, column: str) -> Value:
+        """A cell of the table."""
+        return self.rows[row][self.columns.index(column)]

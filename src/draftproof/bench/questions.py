@@ -1,0 +1,191 @@
+"""Data sets as questions: what ships, what lies in files of the usual forms, and what the hub has.
+
+Knows: the forms of Spec-Bench, MT-bench, HumanEval, GSM8K and instruction files, plain text, prompt-per-line files.
+Does not know: models, chat templates, scores. Nothing is fetched unless a data set `hub:...` is named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftproof.errors import UserError, reason
+from draftproof.training.data import FORMS, read_text
+from draftproof.training.provenance import digest
+
+SHIPPED = Path(__file__).parent / "data"
+HUB = "hub:"
+OPENING = 40  # words of a plain text that are its prompt
+SHORTEST = 8  # words: what is shorter is a heading
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt of a data set.
+
+    Attributes:
+        id: within its data set.
+        dataset: the data set's name.
+        turns: what a user says, turn by turn; the first is what is asked.
+        chat: whether it is put to a chat model as a user's message; otherwise it is a text to be continued.
+        category: in its data set, "" where there is none.
+    """
+
+    id: str
+    dataset: str
+    turns: tuple[str, ...]
+    chat: bool = True
+    category: str = ""
+
+    @property
+    def prompt(self) -> str:
+        """The first turn."""
+        return self.turns[0]
+
+
+def shipped() -> list[str]:
+    """Names of the data sets inside the package."""
+    return sorted(file.stem for file in SHIPPED.glob("*.jsonl"))
+
+
+def read_questions(name: str, limit: int | None = None) -> list[Question]:
+    """The questions of a data set.
+
+    Args:
+        name: one of `shipped()`; a file: .jsonl (Spec-Bench, MT-bench, HumanEval, GSM8K, instructions, or objects with
+            prompt or text), .txt (one prompt a line), also .gz and .xz; FORM:FILE for plain text whose texts stand in
+            one of training.data.FORMS, each cut to its first OPENING words; or hub:OWNER/NAME[:SPLIT[:COLUMN]].
+        limit: take the first so many; None takes all.
+
+    Raises:
+        UserError: not there, of another form (with the line), or nothing in it.
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"the limit of questions is {limit}: legal is 1 or more")
+    found = _read(name)
+    if not found:
+        raise UserError(f"{name} holds no question")
+    return found if limit is None else found[:limit]
+
+
+def data_digest(questions: Iterable[Question]) -> str:
+    """A hash of what is asked."""
+    return digest([[question.id, list(question.turns), question.chat] for question in questions])
+
+
+def _read(name: str) -> list[Question]:
+    if name.startswith(HUB):
+        return _numbered(name, enumerate(_hub_rows(name.removeprefix(HUB))), lambda place: f"{name}, row {place}")
+    form, colon, file = name.partition(":")
+    if colon and form in FORMS:
+        return _plain(name, FORMS[form](_text(Path(file))), cut=form != "lines")
+    path = SHIPPED / f"{name}.jsonl" if name in shipped() else Path(name)
+    kinds = path.suffixes
+    if ".jsonl" in kinds:
+        rows = enumerate(_text(path).split("\n"), 1)  # not splitlines: JSON text may hold its other line ends
+        parsed = [(number, _json(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
+        return _numbered(path.name.partition(".")[0], parsed, lambda number: f"{path}, line {number}")
+    if ".txt" in kinds or ".raw" in kinds:
+        return _plain(path.name.partition(".")[0], FORMS["lines"](_text(path)), cut=False)
+    raise UserError(
+        f"no data set {name!r}: legal are {', '.join(shipped())}, a file (.jsonl or .txt, also .gz and .xz), "
+        f"FORM:FILE with FORM of {', '.join(FORMS)}, or hub:OWNER/NAME[:SPLIT[:COLUMN]]"
+    )
+
+
+def _text(path: Path) -> str:
+    return read_text(path)[1]
+
+
+def _json(row: str, where: str) -> Any:
+    try:
+        return json.loads(row)
+    except (ValueError, RecursionError) as cause:
+        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
+
+
+def _plain(dataset: str, texts: list[str], *, cut: bool) -> list[Question]:
+    """Texts to be continued: whole lines, or the openings of longer texts."""
+    if cut:
+        words = [text.split() for text in texts]
+        texts = [" ".join(each[:OPENING]) for each in words if len(each) >= SHORTEST]
+    return [Question(str(number), dataset, (text,), chat=False) for number, text in enumerate(filter(None, texts), 1)]
+
+
+def _numbered(dataset: str, rows: Iterable[tuple[int, Any]], where: Callable[[int], str]) -> list[Question]:
+    """Questions of JSON objects; two with one id are refused, for records are told apart by it."""
+    found: dict[str, Question] = {}
+    for place, row in rows:
+        question = _of_object(dataset, row, where(place), str(place))
+        if question.id in found:
+            raise UserError(f"{where(place)}: the id {question.id!r} stands twice; ids must differ")
+        found[question.id] = question
+    return list(found.values())
+
+
+def _of_object(dataset: str, row: Any, where: str, default_id: str) -> Question:
+    """A question from one object of any of the known forms."""
+    if not isinstance(row, dict):
+        raise UserError(f"{where}: legal is a JSON object")
+    form = next((form for form in _OBJECTS if form.key in row), None)
+    if form is None:
+        raise UserError(f"{where}: legal is an object with one of {', '.join(form.key for form in _OBJECTS)}")
+    turns = form.turns(row)
+    if not turns or any(not isinstance(turn, str) or not turn.strip() for turn in turns):
+        raise UserError(f"{where}: {form.key} holds no text")
+    found = next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), default_id)
+    chat = form.chat and "task_id" not in row  # HumanEval's prompts are code to be continued
+    return Question(str(found), dataset, tuple(turns), bool(row.get("chat", chat)), str(row.get("category") or ""))
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form of objects: the key it is known by, its turns, and whether they are a user's messages."""
+
+    key: str
+    turns: Callable[[dict[str, Any]], list[Any]]
+    chat: bool = True
+
+
+def _instruction(row: dict[str, Any]) -> list[Any]:
+    """The instruction, and under it the first instance's input where there is one (self-instruct, Alpaca)."""
+    instances = row.get("instances")
+    first = instances[0] if isinstance(instances, list) and instances else row
+    given = first.get("input") if isinstance(first, dict) else None
+    return [f"{row['instruction']}\n\n{given}" if given else row["instruction"]]
+
+
+_OBJECTS = (
+    _Form("turns", lambda row: row["turns"] if isinstance(row["turns"], list) else [row["turns"]]),
+    _Form("prompt", lambda row: [row["prompt"]]),
+    _Form("question", lambda row: [row["question"]]),
+    _Form("instruction", _instruction),
+    _Form("text", lambda row: [row["text"]], chat=False),
+)
+
+
+def _hub_rows(spec: str) -> list[dict[str, Any]]:
+    """The rows of a data set of the hub, by the `datasets` library.
+
+    Raises:
+        UserError: no such library, no such data set or column, or no way to the hub.
+    """
+    name, split, column = (*spec.split(":"), "", "")[:3]
+    try:
+        library: Any = importlib.import_module("datasets")
+    except ImportError:
+        raise UserError(f"{HUB}{spec} needs the package datasets: pip install datasets, or name a file") from None
+    try:
+        loaded = library.load_dataset(name, split=split or "test")
+        names = list(loaded.column_names)
+    except Exception as cause:
+        raise UserError(
+            f"cannot load {name!r} from the hub: {reason(cause)}; a data set is named hub:OWNER/NAME[:SPLIT[:COLUMN]]"
+        ) from cause
+    if column and column not in names:
+        raise UserError(f"{name} has no column {column!r}: legal are {', '.join(names)}")
+    return [{"prompt": row[column]} if column else dict(row) for row in loaded]

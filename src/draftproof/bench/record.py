@@ -1,0 +1,184 @@
+"""A record: what one cell made of one question once, and the file that holds records one a line.
+
+Knows: counts, seconds, JSON lines, what a kill leaves of a file. Does not know: how anything is measured or summed up.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftproof.bench.cell import Cell
+from draftproof.engine.stats import Stats
+from draftproof.errors import UserError
+
+FILE = "records.jsonl"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine, ours or another, made of one prompt.
+
+    Attributes:
+        token_ids: the generated tokens, the one that ended them included.
+        text: what they say; without special tokens.
+        finish_reason: "stop" or "length".
+        method: what was in effect, by the engine's own word.
+        tokens: generated.
+        target_calls: forward passes of the target, the prompt's included.
+        rounds: of them, those that verified at least one drafted token.
+        draft_tokens: drafted.
+        accepted: drafted tokens that were emitted.
+        accepted_per_position: of them, how many at each place of a draft.
+        drafted_per_position: rounds whose draft reached each place; empty where an engine does not tell.
+        seconds: "draft", "target", "verify", "other", "total"; another engine tells the total alone.
+        peak_memory: bytes on the accelerator; None on a CPU, where only the process has a peak.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str
+    method: str
+    tokens: int
+    target_calls: int
+    rounds: int
+    draft_tokens: int
+    accepted: int
+    accepted_per_position: tuple[int, ...] = ()
+    drafted_per_position: tuple[int, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement.
+
+    Attributes:
+        cell: what was measured.
+        question: id of the question, within the cell's data set.
+        category: of the question, "" where it has none.
+        repeat: 0 for the first time.
+        prompt_tokens: length of the prompt.
+        answer: what came of it.
+    """
+
+    cell: Cell
+    question: str
+    category: str
+    repeat: int
+    prompt_tokens: int
+    answer: Answer
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Cell, question and repeat: each is measured once."""
+        return self.cell.key, self.question, self.repeat
+
+    @property
+    def accepted_lengths(self) -> list[int]:
+        """Rounds by the number of accepted tokens, from 0 on."""
+        reached = [self.answer.rounds, *self.answer.accepted_per_position, 0]
+        return [here - there for here, there in itertools.pairwise(reached)]
+
+    @property
+    def stats(self) -> Stats:
+        """The counts as the engine's statistics, with their rates."""
+        answer = self.answer
+        made = Stats(
+            num_tokens=answer.tokens,
+            num_target_calls=answer.target_calls,
+            num_drafts=answer.rounds,
+            num_draft_tokens=answer.draft_tokens,
+            num_accepted_tokens=answer.accepted,
+            num_accepted_tokens_per_pos=list(answer.accepted_per_position),
+        )
+        for part in ("draft", "target", "verify", "total"):
+            setattr(made.seconds, part, answer.seconds.get(part, 0.0))
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        made: dict[str, Any] = {"cell": self.cell.to_dict(), "question": self.question, "category": self.category}
+        made |= {"repeat": self.repeat, "prompt_tokens": self.prompt_tokens}
+        return made | {"accepted_lengths": self.accepted_lengths, **asdict(self.answer)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Record:
+        """The record that `to_dict` told of.
+
+        Raises:
+            KeyError, TypeError: it is none.
+        """
+        rest = dict(values)
+        del rest["accepted_lengths"]
+        own = {name: rest.pop(name) for name in ("question", "category", "repeat", "prompt_tokens")}
+        cell = Cell.from_dict(rest.pop("cell"))
+        for name in ("token_ids", "accepted_per_position", "drafted_per_position"):
+            rest[name] = tuple(rest[name])
+        return cls(cell=cell, answer=Answer(**rest), **own)
+
+
+def read_records(out: Path) -> list[Record]:
+    """The records of a folder, in the order they were measured; a half-written last line is passed over.
+
+    Raises:
+        UserError: no records there, or a line that is none.
+    """
+    found, _ = _read(out / FILE)
+    return found
+
+
+def _read(file: Path) -> tuple[list[Record], int]:
+    """Records, and the bytes that hold them."""
+    try:
+        raw = file.read_bytes()
+    except OSError as cause:
+        raise UserError(f"cannot read {file}: {cause.strerror or cause}; draftproof bench run makes one") from cause
+    whole = raw[: raw.rfind(b"\n") + 1]
+    records = []
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+        try:
+            records.append(Record.from_dict(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as cause:
+            raise UserError(f"{file}, line {number}: no record of this version ({cause})") from None
+    return records, len(whole)
+
+
+class Log:
+    """The records of a folder while they are measured: every one is on disk before the next begins.
+
+    Args:
+        out: the folder; what a kill left of a last line is cut off.
+
+    Raises:
+        UserError: the file there holds something else.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._file = out / FILE
+        self.records: list[Record] = []
+        if self._file.exists():
+            self.records, size = _read(self._file)
+            os.truncate(self._file, size)
+
+    def add(self, record: Record) -> None:
+        """Write a record."""
+        with self._file.open("ab") as file:
+            file.write(json.dumps(record.to_dict()).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.records.append(record)
+
+
+def by_cell(records: Iterable[Record]) -> dict[Cell, list[Record]]:
+    """Records of each cell, cells in the order of their first record."""
+    found: dict[Cell, list[Record]] = {}
+    for record in records:
+        found.setdefault(record.cell, []).append(record)
+    return found
