@@ -231,6 +231,11 @@ def test_background_fades_out():
     assert shares[9] < 0.3
     assert sum(shares) / 10 == pytest.approx(0.55, abs=0.1)
     assert torch.equal(batches(4), batches(4))
+    most = corpus.Batches(main, aside, share=0.8, rows=64, length=8, steps=10, seed=3)
+    shares = [(most(step) == 2).any(-1).float().mean().item() for step in range(10)]
+    assert shares[0] == 1.0
+    assert 0.45 < shares[9] < 0.8
+    assert sum(shares) / 10 == pytest.approx(0.82, abs=0.05)
 
 
 def test_held_out_texts_are_read_once_each():
@@ -266,7 +271,7 @@ def test_tokenizer_takes_any_text_and_marks_its_beginning():
         (["--distil", "embedded:nothing"], "no embedded model"),
         (["--config", "nowhere.json"], "cannot read a config from nowhere.json"),
         (["--precision", "int8"], "precision is 'int8'"),
-        (["--background-share", "0.7"], "background share is 0.7"),
+        (["--background-share", "1.7"], "background share is 1.7"),
         (["--form", "verse"], "form is 'verse'"),
         (["--length", "4"], "length 4"),
         (["--positions", "64"], "windows of 256 tokens, and the model reads 64"),

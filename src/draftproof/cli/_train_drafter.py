@@ -37,7 +37,8 @@ def drafter(
     ] = None,
     background_form: Annotated[str, _data(help="How texts stand in those.")] = "documents",
     background_share: Annotated[
-        float, _data(help="Share of the background over the run; falls linearly from twice that to nothing.")
+        float,
+        _data(help="Share of the background over the run; falls linearly from twice that to nothing, or from all."),
     ] = 0.5,
     config: Annotated[
         Path | None,

@@ -68,8 +68,9 @@ class Batches:
 
     Attributes:
         main: what the model shall write.
-        background: other text in the same language; its share falls linearly from twice `share` to nothing.
-        share: of the background over all steps, at most one half.
+        background: other text in the same language; its share falls linearly, from twice `share` to nothing, or above
+            one half from everything to what keeps the mean.
+        share: of the background over all steps.
         rows, length: windows a batch, tokens a window.
         steps: of the run.
         seed: of every choice.
@@ -86,8 +87,8 @@ class Batches:
     def __call__(self, step: int) -> Int[Tensor, "rows length"]:
         """The windows of a step."""
         generator = torch.Generator().manual_seed(fold(self.seed, 8, step) >> 1)
-        fade = 2 * self.share * (1 - step / self.steps)
-        aside = torch.rand(self.rows, generator=generator) < fade
+        first, last = min(2 * self.share, 1.0), max(2 * self.share - 1, 0.0)
+        aside = torch.rand(self.rows, generator=generator) < first + (last - first) * step / self.steps
         return torch.stack([self._source(bool(other)).window(self.length, generator) for other in aside])
 
     def _source(self, aside: bool) -> Stream:

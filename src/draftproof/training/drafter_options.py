@@ -73,7 +73,7 @@ class Texts:
         limit: texts of data to use; None is all.
         background: files of further text in the same language, read mostly early in the run.
         background_form: how texts stand in those.
-        share: of the background over the whole run; it falls linearly from twice that to nothing.
+        share: of the background over the whole run; it falls linearly from twice that to nothing, or from everything.
     """
 
     data: tuple[Path, ...]
@@ -84,8 +84,8 @@ class Texts:
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 0.5:
-            raise UserError(f"background share is {self.share:g}: legal are 0 to 0.5")
+        if not 0 <= self.share <= 1:
+            raise UserError(f"background share is {self.share:g}: legal are 0 to 1")
 
 
 @dataclass(frozen=True)
