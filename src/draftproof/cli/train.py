@@ -29,7 +29,7 @@ _sampling = partial(typer.Option, rich_help_panel="Sampling of the responses")
 _trials = partial(typer.Option, rich_help_panel="Trials in the engine")
 
 Target = Annotated[str, typer.Option(help="The target: registered name, hub id, directory or .gguf file.")]
-DraftModel = Annotated[str, typer.Option(help="The draft model whose hidden states the head reads, named likewise.")]
+DraftModel = Annotated[str, typer.Option(help="The draft model whose states the head reads, or feature_head:DIR.")]
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; it must not exist.")]
 Data = Annotated[
     list[Path], _data(metavar="FILE", help="Prompts or texts: .txt or .jsonl, also .gz and .xz; can be repeated.")

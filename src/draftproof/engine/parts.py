@@ -48,6 +48,7 @@ DEFAULT_TREE_VERIFIER = "trie_block"
 
 StopperMaker = Callable[[str, str | None], Stopper]  # from the argument and the name of the draft model
 SHIPPED_HEADS = {"embedded:draft": heads_dir()}  # by draft model; in each a directory named as the stopper
+OWN_HEADS = "heads"  # a feature head's directory may hold such a directory of its own
 
 
 def _length(make: Callable[..., Stopper], example: str) -> StopperMaker:
@@ -81,15 +82,31 @@ def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Stop
     def build(argument: str, draft: str | None) -> Stopper:
         where, _, last = argument.rpartition(":")
         path, threshold = (where, last) if _is_number(last) else (argument, "")
-        if not path and draft not in SHIPPED_HEADS:
+        shelf = None if path else _shelf(draft)
+        if shelf is not None:
+            path = str(shelf / name) if (shelf / name).is_dir() else ""
+        if not path:
             raise UserError(
                 f"stopper {name} needs the directory of a head, for example {example}: none ships for the draft model "
                 f"{draft!r} (legal without one are {', '.join(SHIPPED_HEADS)}); draftproof train makes heads"
             )
-        head = load_head(path or SHIPPED_HEADS[draft or ""] / name)
-        return make(head, float(threshold) if threshold else None)
+        return make(load_head(path), float(threshold) if threshold else None)
 
     return build
+
+
+def _shelf(draft: str | None) -> Path | None:
+    """Where the heads lie that ship for a draft model, or for a feature head beside its own files."""
+    kind, _, argument = (draft or "").partition(":")
+    return _directory(argument)[0] / OWN_HEADS if kind == "feature_head" else SHIPPED_HEADS.get(draft or "")
+
+
+def _directory(argument: str) -> tuple[Path, str]:
+    """The directory of DIR or DIRxK, and K."""
+    where, _, chains = argument.rpartition("x")
+    if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
+        where, chains = argument, "1"
+    return Path(where).expanduser(), chains
 
 
 def _is_number(text: str) -> bool:
@@ -178,7 +195,7 @@ def make_stopper(spec: str, draft: str | None = None) -> Stopper:
 
     Args:
         spec: a name of STOPPERS, with its argument.
-        draft: name of the draft model, for stoppers that use the head that ships for it.
+        draft: name of the draft model, or the drafter's where it has none, for stoppers whose head ships for it.
 
     Raises:
         UserError: unknown name or a bad argument.
@@ -216,7 +233,8 @@ def make_drafter(
     Raises:
         UserError: unknown name, or a draft model missing or left over.
     """
-    chosen, _, argument = (name or ("none" if draft is None else "model")).partition(":")
+    spec = name or ("none" if draft is None else "model")
+    chosen, _, argument = spec.partition(":")
     if chosen == "none":
         return NoDrafter()
     if chosen not in _DRAFTER_MAKERS:
@@ -226,7 +244,7 @@ def make_drafter(
         raise UserError(f"drafter {chosen} needs a draft model: name one with draft (--draft)")
     if not needs_draft and draft is not None:
         raise UserError(f"drafter {chosen} reads no draft model: leave out {draft.name!r}, or choose another drafter")
-    return make(_Parts(target, draft, stopper, {"temperature": temperature, "top_k": top_k}), argument)
+    return make(_Parts(target, draft, spec, stopper, {"temperature": temperature, "top_k": top_k}), argument)
 
 
 @dataclass(frozen=True)
@@ -235,12 +253,13 @@ class _Parts:
 
     target: Backend
     draft: Backend | None
+    drafter: str
     stopper: str
     changes: dict[str, Any]
 
     def ends(self) -> Stopper:
         """The stopper."""
-        return make_stopper(self.stopper, None if self.draft is None else self.draft.name)
+        return make_stopper(self.stopper, self.drafter if self.draft is None else self.draft.name)
 
     def model(self) -> DraftModel:
         """The draft model."""
@@ -275,13 +294,11 @@ def _early_exit(parts: _Parts, argument: str) -> Drafter:
 
 
 def _feature_head(parts: _Parts, argument: str) -> Drafter:
-    where, _, chains = argument.rpartition("x")
-    if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
-        where, chains = argument, "1"
-    if not where:
+    if not argument:
         raise UserError("drafter feature_head takes the directory of one: for example feature_head:heads/mine")
     if not isinstance(parts.target, HFBackend):
         raise UserError(f"drafter feature_head needs a transformers model, and {parts.target.name} is none")
+    where, chains = _directory(argument)
     model = FeatureModel(parts.target, load_net(where), **parts.changes)
     return feature_drafter(model, parts.ends(), chains=int(chains))
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Feed
-from draftproof.drafters.draft_model import fit_width
+from draftproof.drafters.draft_model import DraftModel, fit_width
 from draftproof.files import whole_file
 from draftproof.rng import TorchRng, fold
 from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
@@ -81,11 +81,17 @@ class Pair:
     Attributes:
         target, draft: the models.
         params: temperature, top_k, top_p and min_p of p and q; options that look at the path are of no use here.
+        drafting: makes the draft model as drafters use it, where that is more than the backend `draft`.
     """
 
     target: Backend
     draft: Backend
     params: SamplingParams
+    drafting: Callable[[], DraftModel] | None = None
+
+    def model(self) -> DraftModel:
+        """The draft model as drafters use it, for one engine."""
+        return self.drafting() if self.drafting else DraftModel(self.draft, vocab_size=self.target.vocab_size)
 
     @cached_property
     def transforms(self) -> Transforms:

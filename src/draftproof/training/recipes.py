@@ -128,7 +128,7 @@ def make_verifier_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
     trial = run.shop.trial(job.trial_prompts, job.trial_tokens, part="test")
     found = sprinter.quality(trial, head, run.shop.tokenizer)
     found["predicted"] = sprinter.predict(head, run.shop.draft_rows_above("test"), job.labels)
-    found["drift"] = sprinter.drift(head, run.shop.pair, run.shop.responses("test")[: job.trial_prompts])
+    found["drift"] = sprinter.drift(head, run.shop.pair, run.shop.placed("test")[: job.trial_prompts])
     found["drift"]["theorem_3_1"] = found["predicted"]["eta_fp"] * found["drift"]["draft_tv"]
     metrics = {
         "test": judge(head, test, train, job.labels),
@@ -151,8 +151,8 @@ class _Job:
 
     def config(self, width: int) -> HeadConfig:
         """The head's, named for its models without the folders they are in."""
-        job, names = self.job, (self.job.material.draft, self.job.material.target)
-        draft, target = (Path(name).name if Path(name).is_absolute() else name for name in names)
+        job = self.job
+        draft, target = (_short_name(name) for name in (job.material.draft, job.material.target))
         return HeadConfig(
             kind=job.kind,
             hidden_size=width,
@@ -297,3 +297,9 @@ class _Job:
         if "sprinter" in metrics:
             found["sprinter"] = metrics["sprinter"]
         return found
+
+
+def _short_name(name: str) -> str:
+    """A model's name without the folders it is in."""
+    kind, colon, where = name.rpartition(":")
+    return f"{kind}{colon}{Path(where).name}" if Path(where).is_absolute() or kind == "feature_head" else name

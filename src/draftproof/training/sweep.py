@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.parts import make_verifier
@@ -62,7 +61,7 @@ class Trial:
         """
         pair, drafter = self.pair, None
         if stopper is not None:
-            drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=pair.target.vocab_size), stopper)
+            drafter = ModelDrafter(pair.model(), stopper)
         engine = Engine(
             pair.target, drafter, make_verifier(rule), eos_token_ids=self.eos_token_ids, max_batch=max_batch
         )
@@ -82,8 +81,7 @@ def rates(outputs: Sequence[Output]) -> dict[str, Any]:
     """Counts of several responses as rates."""
     total = Stats()
     for output in outputs:
-        for name in ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            setattr(total, name, getattr(total, name) + getattr(output.stats, name))
+        total.add(output.stats)
     return {
         "discard_rate": total.discard_rate,
         "verification_rate": total.verification_rate,

@@ -16,6 +16,11 @@ import torch
 
 from draftproof import models
 from draftproof.backends.base import Backend
+from draftproof.backends.feature_net import load_net
+from draftproof.backends.followed import FollowedHead
+from draftproof.backends.hf import HFBackend
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.feature_head import FeatureModel
 from draftproof.engine.compose import load_backend
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
@@ -39,7 +44,7 @@ class Material:
     """What something is trained on.
 
     Attributes:
-        target, draft: names of models.
+        target, draft: names of models; the draft can be `feature_head:DIR`, too.
         data: files.
         form: how texts stand in .txt files.
         opening: sentences of a text that are its prompt.
@@ -89,18 +94,32 @@ class Workshop:
         examples, self.sources = read_examples(material.data, form=material.form, opening=material.opening)
         self.parts = split(examples, material.prompts)
         self.tokenizer = self._tokenizer()
-        self.target, self.draft = (self._load(name) for name in (material.target, material.draft))
-        self.pair = Pair(self.target, self.draft, replace(material.params, seed=None))
-        self.prints = {name: fingerprint(name) for name in (material.target, material.draft)}
+        self.target = self._load(material.target)
+        self.head = _feature_head(material.draft)
+        self.draft: Backend = (
+            FollowedHead(self.target, load_net(self.head)) if self.head else self._load(material.draft)
+        )
+        self.pair = Pair(
+            self.target, self.draft, replace(material.params, seed=None), self._model if self.head else None
+        )
+        self.prints = {material.target: fingerprint(material.target)}
+        self.prints[material.draft] = fingerprint(self.head or material.draft)
 
     def _tokenizer(self) -> Any:
+        if _feature_head(self.material.draft):
+            return load_tokenizer(models.resolve(self.material.target))  # it has none of its own
         names = (self.material.target, self.material.draft)
         ours, theirs = (load_tokenizer(models.resolve(name)) for name in names)
         refuse_different(ours, theirs, target_name=names[0], draft_name=names[1])
         return ours
 
-    def _load(self, name: str) -> Backend:
+    def _load(self, name: str) -> HFBackend:
         return load_backend(name, dtype=self.material.dtype, device=self.material.device)
+
+    def _model(self) -> DraftModel:
+        """The feature head as drafters use it."""
+        assert self.head is not None, "asked for only then"
+        return FeatureModel(self.target, load_net(self.head))
 
     @cached_property
     def eos(self) -> tuple[int, ...]:
@@ -158,10 +177,14 @@ class Workshop:
 
     def drafts(self, part: str) -> list[Response]:
         """What the draft model makes of prefixes that end somewhere in the target's responses."""
-        chooser = random.Random(fold(self.material.seed, 4))
         rows = [row for row in fit(self.responses(part), self.target, self.draft) for _ in range(self.material.starts)]
+        return self._onward(rows, f"drafts ({part})")
+
+    def _onward(self, rows: Sequence[Response], title: str) -> list[Response]:
+        """What the draft model makes of prefixes that end somewhere in the given rows."""
+        chooser = random.Random(fold(self.material.seed, 4))
         prefixes = [[*row.prompt, *row.tokens[: chooser.randrange(len(row.tokens))]] for row in rows]
-        return self._continue(self.draft, self._short(prefixes), self._brief, f"drafts ({part})")
+        return self._continue(self.draft, self._short(prefixes), self._brief, title)
 
     def completed(self, part: str) -> list[Response]:
         """What the target makes of what the draft model made: prefixes with tokens of both."""
@@ -199,14 +222,30 @@ class Workshop:
         return self._rows(part, f"mixed {mix:g}", build, self.responses)
 
     def verifier_rows(self, part: str) -> tuple[Rows, dict[str, int]]:
-        """Rows for verifiers, as many of each category of prefixes, and how many that is."""
+        """Rows for verifiers, as many of each category of prefixes, and how many that is.
+
+        A feature head can judge its own drafts only, so it continues the prefixes of each category.
+        """
         makers = (self.originals, self.drafts, self.responses, self.completed)
-        build = features.before(self.pair, fold(self.material.seed, 6))
-        found = [self._rows(part, name, build, make) for name, make in zip(CATEGORIES, makers, strict=True)]
+        found = [self._prefix_rows(part, name, make) for name, make in zip(CATEGORIES, makers, strict=True)]
         size = min(map(len, found))
         generator = torch.Generator().manual_seed(fold(self.material.seed, 7) >> 1)
         picked = [rows.pick(torch.randperm(len(rows), generator=generator)[:size]) for rows in found]
         return join(picked), dict.fromkeys(CATEGORIES, size)
+
+    def _prefix_rows(self, part: str, name: str, make: Callable[[str], list[Response]]) -> Rows:
+        """Rows of tokens that the draft model draws at places of one category."""
+        if self.head is None:
+            return self._rows(part, name, features.before(self.pair, fold(self.material.seed, 6)), make)
+
+        def onward(part: str) -> list[Response]:
+            return self._onward(fit(make(part), self.target, self.draft), f"drafts ({part}, {name})")
+
+        return self._rows(part, f"above {name}", features.drafted(self.pair, above=True), onward)
+
+    def placed(self, part: str) -> list[Response]:
+        """Texts at whose every place the draft model's state is one of a run: a feature head's own drafts, or any."""
+        return self.responses(part) if self.head is None else self.drafts(part)
 
     def draft_rows_above(self, part: str) -> Rows:
         """Rows of drafts with the state before each token: what a verifier sees in a run."""
@@ -221,6 +260,12 @@ class Workshop:
     def trial(self, prompts: int, tokens: int, part: str = "valid") -> Trial:
         """The first prompts of a held-out part, for runs of the engine."""
         return Trial(self.pair, self.prompts(part)[:prompts], self.eos, tokens, self.material.seed)
+
+
+def _feature_head(name: str) -> str | None:
+    """The directory that `feature_head:DIR` names; None for a model's name."""
+    kind, _, where = name.partition(":")
+    return where if kind == "feature_head" else None
 
 
 __all__ = ["CATEGORIES", "Example", "Material", "Source", "Workshop"]

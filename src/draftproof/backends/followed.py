@@ -1,0 +1,80 @@
+"""A feature head that reads by itself: its target reads what a session begins with, and everything after is its own.
+
+Knows: that the target is read first, and that drafted tokens come one by one. Does not know: training, drafting.
+
+A draft of the head begins at a target's last state. A session that is opened here begins so wherever it is asked to:
+the first feed stands for what is committed, all later tokens for what is drafted. So whatever reads a draft model along
+known tokens, or samples from it, can do so with a feature head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from draftproof.backends.base import Feed, Output
+from draftproof.backends.feature_head import FeatureBackend, FeatureSession
+from draftproof.backends.feature_net import FeatureNet
+from draftproof.backends.hf import HFBackend
+
+
+class _Followed(FeatureSession):
+    """A head's session that owns the target's."""
+
+    def close(self) -> None:
+        """Give both slots back."""
+        super().close()
+        self.owner.close()
+
+
+class FollowedHead(FeatureBackend):
+    """A feature head as a model of its own, which reads chains.
+
+    Args:
+        target: the model it was made for.
+        net: the head.
+
+    Raises:
+        UserError: made for another target.
+    """
+
+    def __init__(self, target: HFBackend, net: FeatureNet) -> None:
+        super().__init__(target, net)
+        self._target = target
+        self.capabilities = replace(self.capabilities, trees=False)
+
+    def open(self) -> FeatureSession:
+        """A session that begins where its first feed ends."""
+        return _Followed(self._cache, self._target.open())
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+        """Read every feed: rows for the last chain token of each, and for the nodes of a chain below it.
+
+        Raises:
+            ValueError: nothing to read, or a tree that branches.
+        """
+        if any(feed.tree is not None and not feed.tree.is_chain for feed in feeds):
+            raise ValueError("a feature head that reads by itself reads chains only")
+        self._begin([feed for feed in feeds if not feed.session.length])
+        found = [[output] for output in super().forward([replace(feed, tree=None) for feed in feeds], hidden=hidden)]
+        drafted = [() if feed.tree is None else feed.tree.ids for feed in feeds]
+        for place in range(max(map(len, drafted), default=0)):
+            live = [row for row, tokens in enumerate(drafted) if place < len(tokens)]
+            read = super().forward([Feed(feeds[row].session, [drafted[row][place]]) for row in live], hidden=hidden)
+            for row, output in zip(live, read, strict=True):
+                found[row].append(output)
+        return [_joined(parts) for parts in found]
+
+    def _begin(self, feeds: Sequence[Feed]) -> None:
+        """Have the target read what sessions begin with, but for the last token: a draft starts above that."""
+        sessions = [feed.session for feed in feeds if len(feed.tokens) > 1 and isinstance(feed.session, _Followed)]
+        parts = [feed.tokens[:-1] for feed in feeds if len(feed.tokens) > 1]
+        if sessions:
+            self._target.forward([Feed(each.owner, part) for each, part in zip(sessions, parts, strict=True)])
+
+
+def _joined(parts: Sequence[Output]) -> Output:
+    states = [part.hidden for part in parts if part.hidden is not None]
+    return Output(torch.cat([part.logits for part in parts]), torch.cat(states) if states else None)
