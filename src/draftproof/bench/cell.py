@@ -113,9 +113,10 @@ class Cell:
 
     @property
     def method(self) -> str:
-        """What a table calls it: drafter, stopper and rule, or the other engine and its setting."""
+        """What a table calls it: drafter, stopper and rule, or the other engine and the values of its setting."""
         if self.engine != OURS:
-            return f"{self.engine} ({self.setting})" if self.setting else self.engine
+            values = "/".join(part.partition("=")[2] for part in self.setting.split(","))
+            return f"{self.engine} ({values})" if self.setting else self.engine
         if self.drafter == "none":
             return "plain"
         return ", ".join(part for part in (self.drafter, self.stopper, self.verifier) if part)

@@ -97,6 +97,7 @@ class Record:
             num_draft_tokens=answer.draft_tokens,
             num_accepted_tokens=answer.accepted,
             num_accepted_tokens_per_pos=list(answer.accepted_per_position),
+            num_drafts_per_pos=list(answer.drafted_per_position),
         )
         for part in ("draft", "target", "verify", "total"):
             setattr(made.seconds, part, answer.seconds.get(part, 0.0))

@@ -22,6 +22,7 @@ from draftproof.errors import UserError
 
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
+    "bench": "Measure compositions and other engines on the same questions.",
     "audit": "Check verification rules: ours, yours, other people's.",
     "models": "List, fetch, find and cut models.",
     "train": "Train the small heads that judge drafts.",

@@ -21,6 +21,7 @@ from draftproof.engine.parts import (
 )
 from draftproof.errors import UserError
 from draftproof.tokenization import load_tokenizer, refuse_different
+from draftproof.verifiers.base import Verifier
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward, else hf",
@@ -88,7 +89,7 @@ def load(
         UserError: a name that is none, a model that cannot be had, parts that do not fit together.
     """
     chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
-    make_stopper(stopper, draft)
+    make_stopper(stopper, draft or drafter)
     options: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -102,14 +103,50 @@ def load(
         refuse_different(tokenizer, theirs, target_name=target, draft_name=draft)
     main = load_backend(target, **options)
     small = None if draft is None or drafter == "none" else load_backend(draft, **options)
-    parts = make_drafter(
-        drafter,
-        target=main,
-        draft=small,
+    return assemble(
+        main,
+        small,
+        tokenizer,
+        drafter=drafter,
         stopper=stopper,
-        temperature=draft_temperature,
-        top_k=draft_top_k,
+        rule=chosen,
+        draft_temperature=draft_temperature,
+        draft_top_k=draft_top_k,
+        max_batch=max_batch,
     )
-    rule = chosen or make_verifier(DEFAULT_TREE_VERIFIER if parts.branching else DEFAULT_VERIFIER)
-    eos = dict.fromkeys((*main.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])))
-    return Engine(main, parts, rule, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)
+
+
+def assemble(
+    target: HFBackend,
+    draft: HFBackend | None,
+    tokenizer: Any,
+    *,
+    drafter: str | None = None,
+    stopper: str = DEFAULT_STOPPER,
+    rule: Verifier | None = None,
+    draft_temperature: float | None = None,
+    draft_top_k: int | None = None,
+    max_batch: int = 8,
+) -> Engine:
+    """An engine around models that are loaded already; several may share them, one at a time.
+
+    Args:
+        target: loaded.
+        draft: loaded, where the drafter reads one.
+        tokenizer: the target's.
+        drafter: as in `load`.
+        stopper: as in `load`.
+        rule: made by `make_verifier`; default as in `load`.
+        draft_temperature: as in `load`.
+        draft_top_k: as in `load`.
+        max_batch: as in `load`.
+
+    Raises:
+        UserError: parts that do not fit together.
+    """
+    part = make_drafter(
+        drafter, target=target, draft=draft, stopper=stopper, temperature=draft_temperature, top_k=draft_top_k
+    )
+    chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
+    eos = dict.fromkeys((*target.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])))
+    return Engine(target, part, chosen, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)

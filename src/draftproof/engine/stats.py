@@ -5,6 +5,7 @@ Knows: numbers. Does not know: where they come from.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +83,15 @@ class Stats:
             reached.extend([0] * (depth - len(reached)))
             for place in range(places):
                 reached[place] += 1
+
+    def add(self, other: Stats) -> None:
+        """Add the counts and times of another request to these."""
+        for name in ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("num_accepted_tokens_per_pos", "num_drafts_per_pos"):
+            pairs = itertools.zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
+            setattr(self, name, [here + there for here, there in pairs])
+        self.seconds.add(other.seconds)
 
     @property
     def block_efficiency(self) -> float:

@@ -86,7 +86,7 @@ def provenance(
     """
     return {
         "command": command(),
-        "versions": {"draftproof": __version__, "python": platform.python_version(), **_versions()},
+        "versions": versions(),
         **origin,
         "data": list(data),
         "seed": seed,
@@ -101,8 +101,9 @@ def command() -> list[str]:
     return [Path(word).name if os.path.isabs(word) else word for word in sys.argv]  # noqa: PTH117 - words, not paths
 
 
-def _versions() -> dict[str, str]:
-    found = {}
+def versions() -> dict[str, str]:
+    """Versions of this package, of Python and of what computes."""
+    found = {"draftproof": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)

@@ -1,0 +1,253 @@
+"""What users have today, on the same weights and prompts: transformers' plain, assisted and lookup generation.
+
+Knows: transformers' generate, and how to count from outside what it does not tell. Does not know: order, files.
+
+Another engine is one more Answerer: a function of the workbench and the cell in COMPETITORS, and its name in
+`cell.ENGINES`. Counts come from a hook on the target's own forward, so that a method which was silently not in effect
+shows: it makes one call a token.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from draftproof.bench.cell import Cell
+from draftproof.bench.questions import Question
+from draftproof.bench.record import Answer
+from draftproof.bench.workbench import Answerer, Stopwatch, Workbench
+from draftproof.errors import UserError
+from draftproof.sampling import SamplingParams
+
+# What the search for a best setting tries; the defaults of transformers are measured beside it.
+GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "transformers-assisted": {
+        "num_assistant_tokens": (2, 4, 8),
+        "num_assistant_tokens_schedule": ("constant",),
+        "assistant_confidence_threshold": (0.0, 0.4),
+    },
+    "transformers-lookup": {"prompt_lookup_num_tokens": (3, 10), "max_matching_ngram_size": (1, 2, 3)},
+}
+_LOOKUP_TOKENS = 10  # transformers' lookup is off until it is given a number; this is the one its documentation uses
+
+
+def parse_setting(text: str) -> dict[str, Any]:
+    """The options of a cell's setting: "name=value,name=value".
+
+    Raises:
+        UserError: something else.
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, equals, value = part.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"setting {part!r} is none: legal is name=value,name=value")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def format_setting(options: Mapping[str, Any]) -> str:
+    """The text that `parse_setting` reads."""
+    return ",".join(f"{name}={value}" for name, value in options.items())
+
+
+class Transformers:
+    """transformers' `generate`, batch 1, with fresh generation options.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        eos_token_ids: tokens that end an answer.
+        method: how reports call it.
+        assistant: the draft model of assisted generation.
+        setting: options of the assistant, or of lookup.
+
+    Raises:
+        UserError: an option that transformers does not have.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        eos_token_ids: Sequence[int],
+        *,
+        method: str = "transformers",
+        assistant: Any = None,
+        setting: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._model, self._tokenizer, self._eos = model, tokenizer, list(eos_token_ids)
+        self._method, self._assistant, self._setting = method, assistant, dict(setting or {})
+        unknown = [name for name in self._setting if not hasattr(_generation_config(), name)]
+        if unknown:
+            raise UserError(f"transformers has no generation option {unknown[0]!r}")
+
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+        """Continue one prompt, under torch's own generator seeded by the request."""
+        ids = torch.tensor([list(prompt_ids)], device=self._model.device)
+        with self._counted() as (target, assistant), torch.random.fork_rng():
+            torch.manual_seed((params.seed or 0) & 0x7FFFFFFF)
+            watch = Stopwatch(ids.device)
+            made = self._generate(ids, params)
+            tokens = made[0, ids.shape[1] :].tolist()
+            text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+            total, peak = watch.stop()
+        drafted, accepted = _rounds(target, len(prompt_ids), len(tokens))
+        stopped = bool(tokens) and tokens[-1] in self._eos
+        return Answer(
+            token_ids=tuple(tokens),
+            text=text,
+            finish_reason="stop" if stopped else "length",
+            method=self._told(),
+            tokens=len(tokens),
+            target_calls=len(target),
+            rounds=sum(count > 0 for count in drafted),
+            draft_tokens=sum(drafted) if self._assistant is None else max(len(assistant), sum(drafted)),
+            accepted=sum(accepted),
+            accepted_per_position=_reached(accepted, drafted),
+            drafted_per_position=_reached(drafted, drafted),
+            seconds={"total": total},
+            peak_memory=peak,
+        )
+
+    def _told(self) -> str:
+        return f"{self._method} ({format_setting(self._setting)})" if self._setting else self._method
+
+    def _generate(self, ids: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        sampled = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        options: dict[str, Any] = {
+            "max_new_tokens": params.max_tokens,
+            "do_sample": params.temperature > 0,
+            "eos_token_id": self._eos or None,
+            "pad_token_id": self._eos[0] if self._eos else 0,
+            **(sampled if params.temperature > 0 else {}),
+        }
+        extra: dict[str, Any] = {}
+        if self._assistant is not None:
+            # The assistant's own options rule, and a schedule writes into them: each answer begins from the same ones.
+            self._assistant.generation_config = _generation_config(**self._setting)
+            extra["assistant_model"] = self._assistant
+        else:
+            options |= self._setting
+        config, mask = _generation_config(**options), torch.ones_like(ids)
+        made: torch.Tensor = self._model.generate(ids, attention_mask=mask, generation_config=config, **extra)
+        return made
+
+    @contextmanager
+    def _counted(self) -> Iterator[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+        """For each forward pass of target and assistant: tokens known before it, tokens read by it."""
+        calls: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        hooks = []
+        for model, found in zip((self._model, self._assistant), calls, strict=True):
+            if model is not None:
+                hooks.append(model.register_forward_pre_hook(_counter(found), with_kwargs=True))
+        try:
+            yield calls
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _generation_config(**options: Any) -> Any:
+    """Generation options of nobody but us: a model's own ask for penalties and warm temperatures."""
+    from transformers import GenerationConfig
+
+    library: Any = GenerationConfig
+    return library(**options)
+
+
+def _counter(found: list[tuple[int, int]]) -> Callable[..., None]:
+    def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
+        ids: Any = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        cache = kwargs.get("past_key_values")
+        found.append((0 if cache is None else int(cache.get_seq_length()), int(ids.shape[1])))
+
+    return count
+
+
+def _rounds(calls: Sequence[tuple[int, int]], prompt: int, tokens: int) -> tuple[list[int], list[int]]:
+    """Drafted and accepted tokens of each call, from what was in the cache before it and how much it read.
+
+    A call reads one committed token (the first: the prompt) and the drafted ones; the cache before the next call holds
+    what was kept of them.
+    """
+    drafted = [known + read - max(known + 1, prompt) for known, read in calls]
+    known = [max(before + 1, prompt) for before, _ in calls] + [prompt + tokens]
+    accepted = [max(after - before - 1, 0) for before, after in itertools.pairwise(known)]
+    return drafted, [min(kept, count) for kept, count in zip(accepted, drafted, strict=True)]
+
+
+def _reached(lengths: Sequence[int], drafted: Sequence[int]) -> tuple[int, ...]:
+    """How many of the lengths reach each place, for as many places as were ever drafted."""
+    return tuple(sum(length > place for length in lengths) for place in range(max(drafted, default=0)))
+
+
+def _plain(bench: Workbench, cell: Cell) -> Answerer:
+    return _make(bench, cell)
+
+
+def _assisted(bench: Workbench, cell: Cell) -> Answerer:
+    if cell.draft is None:
+        raise UserError("transformers' assisted generation needs a draft model: name one with draft (--draft)")
+    bench.refuse_strangers(cell.target, cell.draft)
+    return _make(bench, cell, assistant=bench.model(cell.draft, cell.dtype))
+
+
+def _lookup(bench: Workbench, cell: Cell) -> Answerer:
+    return _make(bench, cell, {"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
+
+
+def _make(
+    bench: Workbench, cell: Cell, setting: Mapping[str, Any] | None = None, *, assistant: Any = None
+) -> Transformers:
+    return Transformers(
+        bench.model(cell.target, cell.dtype),
+        bench.tokenizer(cell.target),
+        bench.plain(cell).eos_token_ids,
+        method=cell.engine,
+        assistant=assistant,
+        setting={**(setting or {}), **parse_setting(cell.setting)},
+    )
+
+
+COMPETITORS: dict[str, Callable[[Workbench, Cell], Answerer]] = {
+    "transformers": _plain,
+    "transformers-assisted": _assisted,
+    "transformers-lookup": _lookup,
+}
+
+
+def search(bench: Workbench, cell: Cell, questions: Sequence[Question]) -> dict[str, float]:
+    """Tokens a second of a competitor under each setting of its grid, the median over a few questions.
+
+    Args:
+        bench: loaded models.
+        cell: the competitor; its setting is replaced by each of the grid's.
+        questions: few; the settings take turns on each.
+
+    Returns:
+        Rates by setting, "" being the defaults.
+    """
+    grid = GRIDS.get(cell.engine, {})
+    settings = ["", *(format_setting(dict(zip(grid, v, strict=True))) for v in itertools.product(*grid.values()))]
+    tried = [replace(cell, setting=setting) for setting in dict.fromkeys(settings)]
+    rates: dict[str, list[float]] = {one.setting: [] for one in tried}
+    for place, question in enumerate(questions):
+        prompt = bench.encode(cell, question)
+        for one in tried:
+            maker = COMPETITORS[one.engine](bench, one)
+            if place == 0:
+                maker.answer(prompt, one.params)  # warms up
+            answer = maker.answer(prompt, one.params)
+            rates[one.setting].append(answer.tokens / answer.seconds["total"])
+    return {setting: median(found) for setting, found in rates.items()}

@@ -1,0 +1,267 @@
+"""Figures from records: pure functions, every one of them over questions and paired wherever two cells are compared.
+
+Knows: counts, seconds, which records belong together. Does not know: models, clocks, words, tables.
+
+Counts are those of the first repeat, since draws are the same in all; seconds are those of all repeats. Intervals
+resample questions (`bootstrap`), so they say what other questions of the same kind would have given, not what another
+machine would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from draftproof.bench.flops import Shape, answer_flops
+from draftproof.bench.record import Record
+from draftproof.engine.stats import PARTS, Stats
+from draftproof.rng import fold
+
+LEVEL = 0.95
+RESAMPLES = 2000
+FEWEST = 6  # with fewer questions not even their whole range holds the median of all with probability 0.95
+Item = TypeVar("Item")
+Asked = tuple[str, int]  # question and seed: what two cells of a pair share
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its interval.
+
+    Attributes:
+        value: of the questions measured.
+        low, high: percentile bootstrap over questions at LEVEL; nan under FEWEST questions.
+        count: questions it rests on.
+    """
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def sure(self) -> int:
+        """Where the whole interval lies against 1: 1 above, -1 below, 0 around it (or unknown)."""
+        return (self.low > 1) - (self.high < 1)
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Plain values for JSON; None for nan."""
+        told = {"value": self.value, "low": self.low, "high": self.high}
+        return {**{name: None if math.isnan(x) else x for name, x in told.items()}, "count": self.count}
+
+
+def bootstrap(
+    items: Sequence[Item],
+    statistic: Callable[[Sequence[Item]], float],
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Estimate:
+    """A statistic of items with its percentile bootstrap interval.
+
+    Args:
+        items: independent units, usually the questions.
+        statistic: of a list of items.
+        level: of the interval.
+        resamples: lists drawn with replacement.
+        seed: of the draws; the same items give the same interval.
+    """
+    value = statistic(items)
+    if len(items) < FEWEST:
+        return Estimate(value, math.nan, math.nan, len(items))
+    source = torch.Generator().manual_seed(fold(seed, len(items)) >> 1)
+    picks = torch.randint(len(items), (resamples, len(items)), generator=source).tolist()
+    found = sorted(statistic([items[place] for place in row]) for row in picks)
+    tail = (1 - level) / 2
+    low, high = found[int(tail * resamples)], found[min(int((1 - tail) * resamples), resamples - 1)]
+    return Estimate(value, low, high, len(items))
+
+
+def first(records: Iterable[Record]) -> list[Record]:
+    """The records of the first repeat."""
+    return [record for record in records if record.repeat == 0]
+
+
+def asked(record: Record) -> Asked:
+    """What a record answers: two cells are compared where this is the same."""
+    return f"{record.cell.dataset}/{record.question}", record.cell.seed
+
+
+def total(records: Iterable[Record]) -> Stats:
+    """Counts and seconds added up."""
+    made = Stats()
+    for record in records:
+        made.add(record.stats)
+    return made
+
+
+def _ratio(over: str, under: str) -> Callable[[Sequence[Stats]], float]:
+    """The ratio of two sums of counts."""
+
+    def of(rows: Sequence[Stats]) -> float:
+        bottom = sum(getattr(row, under) for row in rows)
+        return float(sum(getattr(row, over) for row in rows) / bottom) if bottom else math.nan
+
+    return of
+
+
+def by_question(records: Iterable[Record]) -> list[Stats]:
+    """Counts of each question, all its seeds together: the unit that is resampled."""
+    found: dict[str, Stats] = {}
+    for record in first(records):
+        found.setdefault(asked(record)[0], Stats()).add(record.stats)
+    return list(found.values())
+
+
+def block_efficiency(records: Iterable[Record]) -> Estimate:
+    """Tokens per target call, prompts' calls included."""
+    return bootstrap(by_question(records), _ratio("num_tokens", "num_target_calls"))
+
+
+def verification_rate(records: Iterable[Record]) -> Estimate:
+    """Target calls per token (seed 003, section 2.3)."""
+    return bootstrap(by_question(records), _ratio("num_target_calls", "num_tokens"))
+
+
+def discard_rate(records: Iterable[Record]) -> Estimate:
+    """Discarded drafted tokens per emitted token (seed 003, section 2.3)."""
+    drafted, accepted = _ratio("num_draft_tokens", "num_tokens"), _ratio("num_accepted_tokens", "num_tokens")
+    return bootstrap(by_question(records), lambda rows: drafted(rows) - accepted(rows))
+
+
+def mean_accepted(records: Iterable[Record]) -> Estimate:
+    """Accepted tokens a drafted round; nan where nothing was drafted."""
+    return bootstrap(by_question(records), _ratio("num_accepted_tokens", "num_drafts"))
+
+
+def _paired(own: Iterable[Record], base: Iterable[Record]) -> dict[str, list[tuple[Record, Record]]]:
+    """Records of two cells that answer the same, by question; those of one cell alone are left out."""
+    other = {(*asked(record), record.repeat): record for record in base}
+    found: dict[str, list[tuple[Record, Record]]] = {}
+    for record in own:
+        partner = other.get((*asked(record), record.repeat))
+        if partner is not None:
+            found.setdefault(asked(record)[0], []).append((record, partner))
+    return found
+
+
+def efficiency_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
+    """Block efficiency over another cell's, on the questions of both; resampled together."""
+    pairs = _paired(first(own), first(base))
+    rows = [tuple(total(side) for side in zip(*each, strict=True)) for each in pairs.values()]
+    ratio = _ratio("num_tokens", "num_target_calls")
+
+    def statistic(picked: Sequence[tuple[Stats, ...]]) -> float:
+        return ratio([row[0] for row in picked]) / ratio([row[1] for row in picked])
+
+    return bootstrap(rows, statistic) if rows else _nothing()
+
+
+def speed(record: Record) -> float:
+    """Tokens a second of one answer, from token ids to text."""
+    return record.answer.tokens / record.answer.seconds["total"]
+
+
+def speed_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
+    """Tokens a second over another cell's: the median over questions of each question's median over its repeats.
+
+    Each ratio is of two answers to one question measured one after the other.
+    """
+    pairs = _paired(own, base)
+    ratios = [median(speed(mine) / speed(theirs) for mine, theirs in each) for each in pairs.values()]
+    return bootstrap(ratios, median) if ratios else _nothing()
+
+
+def _nothing() -> Estimate:
+    return Estimate(math.nan, math.nan, math.nan, 0)
+
+
+def tokens_per_second(records: Iterable[Record]) -> Estimate:
+    """The median over questions of each question's median over its repeats."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        found.setdefault(asked(record)[0], []).append(speed(record))
+    return bootstrap([median(each) for each in found.values()], median)
+
+
+def time_split(records: Iterable[Record]) -> dict[str, float] | None:
+    """The share of each part in all seconds; None for engines that tell the total alone."""
+    records = list(records)
+    if any("target" not in record.answer.seconds for record in records):
+        return None
+    spent = {part: sum(record.answer.seconds[part] for record in records) for part in (*PARTS, "other")}
+    return {part: seconds / max(sum(spent.values()), 1e-30) for part, seconds in spent.items()}
+
+
+def histogram(records: Iterable[Record]) -> list[int]:
+    """Drafted rounds by their number of accepted tokens, from 0 on."""
+    added: list[int] = []
+    for record in first(records):
+        pairs = itertools.zip_longest(added, record.accepted_lengths, fillvalue=0)
+        added = [here + there for here, there in pairs]
+    return added
+
+
+def acceptance_by_position(records: Iterable[Record]) -> list[float]:
+    """Of the rounds whose draft reached each place, the share whose token there was emitted."""
+    stats = total(first(records))
+    pairs = zip(stats.num_accepted_tokens_per_pos, stats.num_drafts_per_pos, strict=False)
+    return [accepted / drafted if drafted else math.nan for accepted, drafted in pairs]
+
+
+def same_tokens(own: Iterable[Record], base: Iterable[Record]) -> tuple[int, int]:
+    """How many answers have the tokens of another cell's, and of how many."""
+    pairs = [pair for each in _paired(first(own), first(base)).values() for pair in each]
+    return sum(mine.answer.token_ids == theirs.answer.token_ids for mine, theirs in pairs), len(pairs)
+
+
+def flops_per_token(records: Iterable[Record], shapes: Mapping[str, Shape | None]) -> float | None:
+    """Operations a token by seed 004's counting (A.8); None where a model's sizes are not known."""
+    spent, tokens = 0.0, 0
+    for record in first(records):
+        target = shapes.get(record.cell.target)
+        draft = shapes.get(record.cell.draft) if record.cell.draft else None
+        made = None if target is None else answer_flops(record, target, draft)
+        if made is None:
+            return None
+        spent, tokens = spent + made, tokens + record.answer.tokens
+    return spent / tokens if tokens else None
+
+
+@dataclass(frozen=True)
+class Regression:
+    """T = draft * N_draft + target * N_target, fitted to answers (seed 003, section 4.2).
+
+    Attributes:
+        draft, target: seconds of a drafted token and of a target call.
+        r_squared: 1 - the residuals' sum of squares over that of T around its mean.
+        count: answers fitted.
+    """
+
+    draft: float
+    target: float
+    r_squared: float
+    count: int
+
+
+def regress(records: Iterable[Record]) -> Regression | None:
+    """Fit the cost model to all answers; None where the counts cannot tell the two coefficients apart."""
+    rows = [(float(r.answer.draft_tokens), float(r.answer.target_calls), r.answer.seconds["total"]) for r in records]
+    if len(rows) < 3:
+        return None
+    table = torch.tensor(rows, dtype=torch.float64)
+    counts, seconds = table[:, :2], table[:, 2]
+    if int(torch.linalg.matrix_rank(counts, rtol=1e-6)) < 2:
+        return None
+    fitted = torch.linalg.lstsq(counts, seconds.unsqueeze(-1)).solution.squeeze(-1)
+    left = float(((seconds - counts @ fitted) ** 2).sum())
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    r_squared = 1 - left / spread if spread > 0 else math.nan
+    return Regression(float(fitted[0]), float(fitted[1]), r_squared, len(rows))

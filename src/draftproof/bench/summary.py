@@ -1,0 +1,176 @@
+"""What the records of a run say: one summary a method and setting, with its baselines beside it.
+
+Knows: which cells are one method, which is a baseline of which. Does not know: tables, words, files but the run's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftproof.bench import measures
+from draftproof.bench.cell import OURS, Cell
+from draftproof.bench.flops import Shape
+from draftproof.bench.measures import Estimate
+from draftproof.bench.origin import read_origin
+from draftproof.bench.record import Record, by_cell, read_records
+
+PLAIN = "plain"
+BASES = (PLAIN, "transformers", "transformers-assisted", "transformers-lookup")
+_ASIDE = ("draft", "dtype", "backend")  # what a method's name says only where it differs within a run
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the methods of one table share; seeds are summed over."""
+
+    dataset: str
+    target: str
+    temperature: float
+    top_k: int
+    top_p: float
+    max_tokens: int
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        cut = [f"{name} {value:g}" for name, value, off in self._cuts() if value != off]
+        return ", ".join([f"{self.dataset}, temperature {self.temperature:g}", *cut])
+
+    def _cuts(self) -> list[tuple[str, float, float]]:
+        return [("top-k", self.top_k, 0), ("top-p", self.top_p, 1)]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method in one setting.
+
+    Attributes:
+        setting: what it shares with the methods beside it.
+        method: its name in tables.
+        effective: what the engine said was in effect, and how often.
+        lossless: whether its law is the target's.
+        records: what it rests on.
+        speed: tokens a second over each baseline that was measured, paired by question; it has none over itself.
+        agrees: answers with the tokens of plain decoding, and of how many; None when sampling.
+        flops: operations a token by seed 004's counting; None where not known.
+    """
+
+    setting: Setting
+    method: str
+    effective: dict[str, int]
+    lossless: bool
+    records: Sequence[Record]
+    speed: dict[str, Estimate]
+    agrees: tuple[int, int] | None
+    flops: float | None
+
+    @property
+    def cell(self) -> Cell:
+        """Its first cell; others differ in the seed."""
+        return self.records[0].cell
+
+    def counts(self) -> dict[str, Any]:
+        """Figures that a second run with the same seeds repeats."""
+        return {
+            "block_efficiency": measures.block_efficiency(self.records).to_dict(),
+            "mean_accepted": measures.mean_accepted(self.records).to_dict(),
+            "verification_rate": measures.verification_rate(self.records).to_dict(),
+            "discard_rate": measures.discard_rate(self.records).to_dict(),
+            "accepted_lengths": measures.histogram(self.records),
+            "acceptance_by_position": measures.acceptance_by_position(self.records),
+            "flops_per_token": self.flops,
+            "same_tokens_as_plain": None if self.agrees is None else list(self.agrees),
+            "tokens": sum(record.answer.tokens for record in measures.first(self.records)),
+        }
+
+    def times(self) -> dict[str, Any]:
+        """Figures of clocks and memory."""
+        peaks = [record.answer.peak_memory for record in self.records if record.answer.peak_memory is not None]
+        return {
+            "tokens_per_second": measures.tokens_per_second(self.records).to_dict(),
+            "speed": {name: found.to_dict() for name, found in self.speed.items()},
+            "time_split": measures.time_split(self.records),
+            "peak_memory": max(peaks, default=None),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        told = {**vars(self.setting), "method": self.method, "effective": self.effective, "lossless": self.lossless}
+        return {**told, "cell": self.cell.to_dict(), **self.counts(), **self.times()}
+
+
+def summarize(out: Path) -> tuple[list[Summary], dict[str, Any]]:
+    """The summaries of a run's folder, and its provenance.
+
+    Raises:
+        UserError: no run there.
+    """
+    told = read_origin(out)
+    shapes = {name: model["shape"] for name, model in told["models"].items()}
+    return summaries(read_records(out), shapes), told
+
+
+def summaries(records: Sequence[Record], shapes: Mapping[str, Shape | None]) -> list[Summary]:
+    """One summary for each method of each setting, in the order of the first records."""
+    named = _names(list(by_cell(records)))
+    tables: dict[Setting, dict[str, list[Record]]] = {}
+    for record in records:
+        tables.setdefault(_setting(record.cell), {}).setdefault(named[record.cell], []).append(record)
+    return [_summary(setting, method, table, shapes) for setting, table in tables.items() for method in table]
+
+
+def _setting(cell: Cell) -> Setting:
+    return Setting(**{name: getattr(cell, name) for name in Setting.__dataclass_fields__})
+
+
+def _names(cells: Sequence[Cell]) -> dict[Cell, str]:
+    """What tables call each cell: its method, and what else tells it from others of the run."""
+    vary = [name for name in _ASIDE if len({getattr(cell, name) for cell in cells} - {None}) > 1]
+    made = {}
+    for cell in cells:
+        also = [str(getattr(cell, name)) for name in vary if name != "backend" or cell.engine == OURS]
+        made[cell] = " ".join([cell.method, *(f"[{word}]" for word in also if word != "None")])
+    return made
+
+
+def _summary(
+    setting: Setting, method: str, table: Mapping[str, Sequence[Record]], shapes: Mapping[str, Shape | None]
+) -> Summary:
+    own = table[method]
+    cell = own[0].cell
+    bases = _bases(cell, table)
+    plain = bases.get(PLAIN)
+    effective: dict[str, int] = {}
+    for record in own:
+        effective[record.answer.method] = effective.get(record.answer.method, 0) + 1
+    agrees = measures.same_tokens(own, plain) if setting.temperature == 0 and plain is not None else None
+    return Summary(
+        setting=setting,
+        method=method,
+        effective=effective,
+        lossless=cell.lossless,
+        records=own,
+        speed={name: measures.speed_ratio(own, base) for name, base in bases.items() if base is not own},
+        agrees=agrees if plain is not own else None,
+        flops=measures.flops_per_token(own, shapes),
+    )
+
+
+def _bases(cell: Cell, table: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Record]]:
+    """The baselines of a cell: plain decoding and other engines on the same dtype, each at its fastest setting."""
+    found: dict[str, Sequence[Record]] = {}
+    for name in BASES:
+        there = [records for records in table.values() if _is_base(name, cell, records[0].cell)]
+        if there:
+            found[name] = max(there, key=lambda records: measures.tokens_per_second(records).value)
+    return found
+
+
+def _is_base(name: str, cell: Cell, other: Cell) -> bool:
+    ours = name == PLAIN
+    if other.dtype != cell.dtype or other.engine != (OURS if ours else name):
+        return False
+    return not ours or (other.plain and (cell.engine != OURS or other.backend == cell.backend))

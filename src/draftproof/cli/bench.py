@@ -1,0 +1,166 @@
+"""`draftproof bench`: measure compositions and other engines on the same questions, and report.
+
+Knows: which options there are and what is printed where. Does not know: how anything is measured or summed up.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from draftproof.cli._report import tell
+
+if TYPE_CHECKING:
+    from draftproof.bench.measures import Estimate
+    from draftproof.bench.summary import Summary
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Measure compositions and other engines on the same questions. A run that was killed goes on where it was.",
+)
+_models = partial(typer.Option, rich_help_panel="Models")
+_matrix = partial(typer.Option, rich_help_panel="What is compared (every option can be repeated: all combinations run)")
+_questions = partial(typer.Option, rich_help_panel="Questions")
+_timing = partial(typer.Option, rich_help_panel="Timing")
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
+TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
+
+
+@app.command("run")
+def run_(
+    *,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of the records and the report; the same command goes on there.")
+    ],
+    profile: Annotated[
+        str | None, typer.Option(help="quick or full: what is compared, and on what, where no option says so.")
+    ] = None,
+    target: Annotated[str | None, _models(help="Registered name, hub id, directory or .gguf file.")] = None,
+    draft: Annotated[str | None, _models(help="The draft model, named likewise.")] = None,
+    dtype: Annotated[list[str] | None, _models(help="Of all models: auto, float32, bfloat16 or float16.")] = None,
+    backend: Annotated[list[str] | None, _models(help="Who computes them in our engine: auto, hf, lean.")] = None,
+    device: Annotated[str | None, _models(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
+    trust_remote_code: Annotated[
+        bool, _models("--trust-remote-code", help="Run code that comes with a model.")
+    ] = False,
+    drafter: Annotated[
+        list[str] | None, _matrix(help="Where drafts come from, as in generate; plain decoding runs always.")
+    ] = None,
+    stopper: Annotated[list[str] | None, _matrix(help="When a draft ends, as in generate.")] = None,
+    n: Annotated[list[int] | None, _matrix("--n", help="Draft lengths: short for --stopper fixed:N.")] = None,
+    verifier: Annotated[
+        list[str] | None, _matrix(help="The rules, as in generate; without one each drafter's best.")
+    ] = None,
+    temperature: Annotated[list[float] | None, _matrix(help="0 is greedy.")] = None,
+    top_k: Annotated[list[int] | None, _matrix(help="Keep the k most likely tokens; 0 is off.")] = None,
+    top_p: Annotated[list[float] | None, _matrix(help="Keep the fewest tokens whose mass reaches this.")] = None,
+    seed: Annotated[list[int] | None, _matrix(help="Of all draws; tables sum over seeds.")] = None,
+    competitor: Annotated[
+        list[str] | None,
+        _matrix(help="transformers, transformers-assisted, transformers-lookup; the latter at defaults and at best."),
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, _questions(help="A shipped set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]].")
+    ] = None,
+    questions: Annotated[int | None, _questions(help="The first so many of each data set; without it all.")] = None,
+    max_tokens: Annotated[int | None, _questions(help="Most tokens an answer.")] = None,
+    repeats: Annotated[int | None, _timing(help="Times each answer is measured, the methods in turns.")] = None,
+    warmup: Annotated[int, _timing(help="Answers of each method that are thrown away first.")] = 1,
+    as_json: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Measure a matrix of compositions in turns; write records.jsonl, provenance.json, report.md and plots.
+
+    Without options the embedded pair is measured on openings of children's stories.
+    """
+    from draftproof.bench.plan import Wanted, plan
+    from draftproof.bench.report import write_report
+    from draftproof.bench.run import run
+    from draftproof.bench.workbench import Workbench
+    from draftproof.cli.generate import quiet_libraries
+    from draftproof.training.progress import bar, silent
+
+    wanted = Wanted(
+        target=target,
+        draft=draft,
+        dtype=dtype,
+        backend=backend,
+        drafter=drafter,
+        stopper=[*(stopper or []), *(f"fixed:{length}" for length in n or [])] or None,
+        verifier=verifier,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        competitor=competitor,
+        dataset=dataset,
+        questions=questions,
+        max_tokens=max_tokens,
+        repeats=repeats,
+    )
+    with quiet_libraries():
+        bench = Workbench(device=device, trust_remote_code=trust_remote_code)
+        made = plan(wanted, out, bench, profile=profile)
+        if not quiet:
+            for line in made.notes:
+                tell(line, dim=True)
+        watch = silent if quiet else bar
+        run(made.cells, made.questions, out, repeats=made.repeats, warmup=warmup, watch=watch, bench=bench)
+    write_report(out)
+    _show(out, as_json=as_json)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run, finished or not.")],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Write report.md, figures.json and the plots of a run again, from its records."""
+    from draftproof.bench.report import write_report
+
+    write_report(folder)
+    _show(folder, as_json=as_json)
+
+
+def _show(out: Path, *, as_json: bool) -> None:
+    """Print the figures, and where the report is."""
+    from draftproof.bench.report import REPORT, by_setting
+    from draftproof.bench.summary import summarize
+
+    found, _ = summarize(out)
+    if as_json:
+        for one in found:
+            typer.echo(json.dumps(one.to_dict()))
+        return
+    for setting, own in by_setting(found).items():
+        _print_table(setting.title, own)
+    typer.echo(f"written: {out / REPORT}")
+
+
+def _print_table(title: str, own: list[Summary]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from draftproof.bench import measures
+
+    shown = Table(title=title, title_justify="left")
+    for place, head in enumerate(TERMINAL_HEADS):
+        options: dict[str, Any] = {"overflow": "fold"} if place == 0 else {"justify": "right", "no_wrap": True}
+        shown.add_column(head, **options)
+    for one in own:
+        calls = measures.block_efficiency(one.records).value
+        rate = measures.tokens_per_second(one.records).value
+        ratios = (_short(one.speed.get(base)) for base in ("plain", "transformers"))
+        shown.add_row(one.method, f"{calls:.2f}", f"{rate:.1f}", *ratios)
+    Console().print(shown)
+
+
+def _short(found: Estimate | None) -> str:
+    """A speed-up for the terminal; the report has its interval."""
+    return "-" if found is None else f"{found.value:.2f}{'' if found.sure else ' ?'}"
