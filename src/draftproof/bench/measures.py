@@ -141,7 +141,7 @@ def mean_accepted(records: Iterable[Record]) -> Estimate:
     return bootstrap(by_question(records), _ratio("num_accepted_tokens", "num_drafts"))
 
 
-def _paired(own: Iterable[Record], base: Iterable[Record]) -> dict[str, list[tuple[Record, Record]]]:
+def paired(own: Iterable[Record], base: Iterable[Record]) -> dict[str, list[tuple[Record, Record]]]:
     """Records of two cells that answer the same, by question; those of one cell alone are left out."""
     other = {(*asked(record), record.repeat): record for record in base}
     found: dict[str, list[tuple[Record, Record]]] = {}
@@ -154,7 +154,7 @@ def _paired(own: Iterable[Record], base: Iterable[Record]) -> dict[str, list[tup
 
 def efficiency_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
     """Block efficiency over another cell's, on the questions of both; resampled together."""
-    pairs = _paired(first(own), first(base))
+    pairs = paired(first(own), first(base))
     rows = [tuple(total(side) for side in zip(*each, strict=True)) for each in pairs.values()]
     ratio = _ratio("num_tokens", "num_target_calls")
 
@@ -174,7 +174,7 @@ def speed_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
 
     Each ratio is of two answers to one question measured one after the other.
     """
-    pairs = _paired(own, base)
+    pairs = paired(own, base)
     ratios = [median(speed(mine) / speed(theirs) for mine, theirs in each) for each in pairs.values()]
     return bootstrap(ratios, median) if ratios else _nothing()
 
@@ -218,7 +218,7 @@ def acceptance_by_position(records: Iterable[Record]) -> list[float]:
 
 def same_tokens(own: Iterable[Record], base: Iterable[Record]) -> tuple[int, int]:
     """How many answers have the tokens of another cell's, and of how many."""
-    pairs = [pair for each in _paired(first(own), first(base)).values() for pair in each]
+    pairs = [pair for each in paired(first(own), first(base)).values() for pair in each]
     return sum(mine.answer.token_ids == theirs.answer.token_ids for mine, theirs in pairs), len(pairs)
 
 

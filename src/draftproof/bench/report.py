@@ -15,13 +15,16 @@ from typing import Any
 
 from draftproof.bench import measures
 from draftproof.bench.measures import FEWEST, LEVEL, RESAMPLES, Estimate
+from draftproof.bench.plots import write_plots
 from draftproof.bench.summary import BASES, Setting, Summary, summarize
+from draftproof.errors import UserError
 from draftproof.files import whole_file
 
 REPORT, FIGURES = "report.md", "figures.json"
 COUNT_HEADS = (
     "method",
     "tokens per target call",
+    "over token",
     "accepted a round",
     "discarded per token",
     "target calls per token",
@@ -31,28 +34,36 @@ COUNT_HEADS = (
 POSITIONS = 8
 
 
-def write_report(out: Path) -> str:
-    """Write report.md and figures.json of a run's folder, and return the report.
+def write_report(out: Path, *, plots: bool = True) -> list[Summary]:
+    """Write report.md, figures.json and, where matplotlib is installed, the plots of a run's folder.
+
+    Args:
+        out: the folder.
+        plots: whether pictures are wanted.
 
     Raises:
         UserError: no run there.
     """
     found, told = summarize(out)
-    text = markdown(found, told)
+    if not found:
+        raise UserError(f"{out} holds no record yet: repeat the command of its run")
+    drawn = write_plots(by_setting(found), out) if plots else []
+    text = markdown(found, told, drawn)
     figures = json.dumps([one.to_dict() for one in found], indent=1) + "\n"
     for name, content in ((REPORT, text), (FIGURES, figures)):
         with whole_file(out / name) as work:
             work.write_text(content, encoding="utf-8")
-    return text
+    return found
 
 
-def markdown(found: Sequence[Summary], told: dict[str, Any]) -> str:
-    """The report of summaries."""
+def markdown(found: Sequence[Summary], told: dict[str, Any], plots: Sequence[str] = ()) -> str:
+    """The report of summaries; `plots` are names of pictures beside it."""
     lines = ["# Benchmark", "", *_origin(told), ""]
     for setting, own in by_setting(found).items():
         lines += [f"## {setting.title}", "", *count_table(own), "", *speed_table(own), "", *split_table(own), ""]
-        lines += [*accepted_table(own), ""]
+        lines += [*accepted_table(own), "", *quality_table(own)]
     lines += [*_regression(found), "", *_notes(found, told)]
+    lines += [line for name in plots for line in ("", f"![{name.partition('.')[0]}]({name})")]
     return "\n".join(lines) + "\n"
 
 
@@ -83,7 +94,8 @@ def _origin(told: dict[str, Any]) -> list[str]:
         f"Order: {told['order']}.",
         f"Intervals: {LEVEL:.0%}, percentile bootstrap over questions ({RESAMPLES} resamples), none under {FEWEST}.",
         "A speed is the median over questions of the ratio to the baseline's answer to the same question in the same",
-        "turn; `?` marks an interval that holds 1.",
+        "turn. `over token`: the ratio of tokens per target call to rule token on one chain with the same stopper.",
+        "`?` marks an interval that holds 1.",
     ]
 
 
@@ -109,8 +121,9 @@ def count_table(own: Sequence[Summary]) -> list[str]:
 def count_row(one: Summary) -> list[str]:
     """A method's counts."""
     return [
-        one.method if one.lossless else f"{one.method} (lossy)",
+        _marked(one),
         figure(measures.block_efficiency(one.records)),
+        "-" if one.gain is None else f"{figure(one.gain, 3)}{'' if one.gain.sure else ' ?'}",
         figure(measures.mean_accepted(one.records)),
         figure(measures.discard_rate(one.records)),
         figure(measures.verification_rate(one.records)),
@@ -156,6 +169,21 @@ def accepted_table(own: Sequence[Summary]) -> list[str]:
         return ["No round drafted anything."]
     heads = ("method", "rounds with 0, 1, 2, ... accepted tokens", f"emitted of drafted at place 1, 2, ... {POSITIONS}")
     return table(heads, rows)
+
+
+def quality_table(own: Sequence[Summary]) -> list[str]:
+    """What lossy rules cost, beside lossless ones; nothing where no answer was scored."""
+    rows = [
+        (_marked(one), figure(one.likelihood, 3), "-" if one.rouge is None else figure(one.rouge, 3))
+        for one in own
+        if one.likelihood is not None
+    ]
+    heads = ("method", "log-probability a token under the target", "ROUGE-L against plain decoding")
+    return [*table(heads, rows), ""] if rows else []
+
+
+def _marked(one: Summary) -> str:
+    return one.method if one.lossless else f"{one.method} (lossy)"
 
 
 def _regression(found: Sequence[Summary]) -> list[str]:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.bench import measures
+from draftproof.bench import measures, quality
 from draftproof.bench.cell import OURS, Cell
 from draftproof.bench.flops import Shape
 from draftproof.bench.measures import Estimate
 from draftproof.bench.origin import read_origin
+from draftproof.bench.quality import Scores, read_scores
 from draftproof.bench.record import Record, by_cell, read_records
 
 PLAIN = "plain"
@@ -54,8 +55,12 @@ class Summary:
         lossless: whether its law is the target's.
         records: what it rests on.
         speed: tokens a second over each baseline that was measured, paired by question; it has none over itself.
+        gain: tokens per target call over those of rule token on one chain with the same stopper; None where that was
+            not measured, or is this.
         agrees: answers with the tokens of plain decoding, and of how many; None when sampling.
         flops: operations a token by seed 004's counting; None where not known.
+        likelihood: log-probability a token under the target; None where it was not scored.
+        rouge: ROUGE-L against plain answers, where likelihood is; None without the package.
     """
 
     setting: Setting
@@ -64,8 +69,11 @@ class Summary:
     lossless: bool
     records: Sequence[Record]
     speed: dict[str, Estimate]
+    gain: Estimate | None
     agrees: tuple[int, int] | None
     flops: float | None
+    likelihood: Estimate | None = None
+    rouge: Estimate | None = None
 
     @property
     def cell(self) -> Cell:
@@ -78,10 +86,13 @@ class Summary:
             "block_efficiency": measures.block_efficiency(self.records).to_dict(),
             "mean_accepted": measures.mean_accepted(self.records).to_dict(),
             "verification_rate": measures.verification_rate(self.records).to_dict(),
+            "gain_over_token": _told(self.gain),
             "discard_rate": measures.discard_rate(self.records).to_dict(),
             "accepted_lengths": measures.histogram(self.records),
             "acceptance_by_position": measures.acceptance_by_position(self.records),
             "flops_per_token": self.flops,
+            "log_likelihood": _told(self.likelihood),
+            "rouge_l": _told(self.rouge),
             "same_tokens_as_plain": None if self.agrees is None else list(self.agrees),
             "tokens": sum(record.answer.tokens for record in measures.first(self.records)),
         }
@@ -102,6 +113,10 @@ class Summary:
         return {**told, "cell": self.cell.to_dict(), **self.counts(), **self.times()}
 
 
+def _told(found: Estimate | None) -> dict[str, float | None] | None:
+    return None if found is None else found.to_dict()
+
+
 def summarize(out: Path) -> tuple[list[Summary], dict[str, Any]]:
     """The summaries of a run's folder, and its provenance.
 
@@ -110,16 +125,20 @@ def summarize(out: Path) -> tuple[list[Summary], dict[str, Any]]:
     """
     told = read_origin(out)
     shapes = {name: model["shape"] for name, model in told["models"].items()}
-    return summaries(read_records(out), shapes), told
+    return summaries(read_records(out), shapes, read_scores(out)), told
 
 
-def summaries(records: Sequence[Record], shapes: Mapping[str, Shape | None]) -> list[Summary]:
+def summaries(
+    records: Sequence[Record], shapes: Mapping[str, Shape | None], scores: Scores | None = None
+) -> list[Summary]:
     """One summary for each method of each setting, in the order of the first records."""
     named = _names(list(by_cell(records)))
     tables: dict[Setting, dict[str, list[Record]]] = {}
     for record in records:
         tables.setdefault(_setting(record.cell), {}).setdefault(named[record.cell], []).append(record)
-    return [_summary(setting, method, table, shapes) for setting, table in tables.items() for method in table]
+    return [
+        _summary(setting, method, table, shapes, scores or {}) for setting, table in tables.items() for method in table
+    ]
 
 
 def _setting(cell: Cell) -> Setting:
@@ -137,7 +156,11 @@ def _names(cells: Sequence[Cell]) -> dict[Cell, str]:
 
 
 def _summary(
-    setting: Setting, method: str, table: Mapping[str, Sequence[Record]], shapes: Mapping[str, Shape | None]
+    setting: Setting,
+    method: str,
+    table: Mapping[str, Sequence[Record]],
+    shapes: Mapping[str, Shape | None],
+    scores: Scores,
 ) -> Summary:
     own = table[method]
     cell = own[0].cell
@@ -147,6 +170,8 @@ def _summary(
     for record in own:
         effective[record.answer.method] = effective.get(record.answer.method, 0) + 1
     agrees = measures.same_tokens(own, plain) if setting.temperature == 0 and plain is not None else None
+    likelihood = quality.likelihood(own, scores)
+    scored = likelihood is not None and plain is not None and plain is not own
     return Summary(
         setting=setting,
         method=method,
@@ -154,9 +179,26 @@ def _summary(
         lossless=cell.lossless,
         records=own,
         speed={name: measures.speed_ratio(own, base) for name, base in bases.items() if base is not own},
+        gain=_gain(cell, own, table),
         agrees=agrees if plain is not own else None,
         flops=measures.flops_per_token(own, shapes),
+        likelihood=likelihood,
+        rouge=quality.rouge(own, plain) if scored and plain is not None else None,
     )
+
+
+def _gain(cell: Cell, own: Sequence[Record], table: Mapping[str, Sequence[Record]]) -> Estimate | None:
+    """Tokens per target call over token verification of one chain that is drafted and stopped alike."""
+    if cell.engine != OURS or cell.plain:
+        return None
+    wanted = ("target", "draft", "stopper", "dtype", "backend")
+    single = cell.drafter if cell.drafts == 1 and not cell.drafter.startswith("tree") else "model"
+    for records in table.values():
+        other = records[0].cell
+        same = all(getattr(other, name) == getattr(cell, name) for name in wanted)
+        if same and (other.drafter, other.verifier) == (single, "token") and records is not own:
+            return measures.efficiency_ratio(own, records)
+    return None
 
 
 def _bases(cell: Cell, table: Mapping[str, Sequence[Record]]) -> dict[str, Sequence[Record]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ _matrix = partial(typer.Option, rich_help_panel="What is compared (every option 
 _questions = partial(typer.Option, rich_help_panel="Questions")
 _timing = partial(typer.Option, rich_help_panel="Timing")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
+Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures too, where matplotlib is installed.")]
 TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
 
 
@@ -71,6 +73,7 @@ def run_(
     max_tokens: Annotated[int | None, _questions(help="Most tokens an answer.")] = None,
     repeats: Annotated[int | None, _timing(help="Times each answer is measured, the methods in turns.")] = None,
     warmup: Annotated[int, _timing(help="Answers of each method that are thrown away first.")] = 1,
+    plots: Plots = True,
     as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
@@ -79,7 +82,7 @@ def run_(
     Without options the embedded pair is measured on openings of children's stories.
     """
     from draftproof.bench.plan import Wanted, plan
-    from draftproof.bench.report import write_report
+    from draftproof.bench.quality import score
     from draftproof.bench.run import run
     from draftproof.bench.workbench import Workbench
     from draftproof.cli.generate import quiet_libraries
@@ -110,30 +113,30 @@ def run_(
             for line in made.notes:
                 tell(line, dim=True)
         watch = silent if quiet else bar
-        run(made.cells, made.questions, out, repeats=made.repeats, warmup=warmup, watch=watch, bench=bench)
-    write_report(out)
-    _show(out, as_json=as_json)
+        records = run(made.cells, made.questions, out, repeats=made.repeats, warmup=warmup, watch=watch, bench=bench)
+        score(records, made.questions, out, bench, watch=watch)
+    _finish(out, as_json=as_json, plots=plots)
 
 
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run, finished or not.")],
     *,
+    plots: Plots = True,
     as_json: Json = False,
 ) -> None:
     """Write report.md, figures.json and the plots of a run again, from its records."""
-    from draftproof.bench.report import write_report
-
-    write_report(folder)
-    _show(folder, as_json=as_json)
+    _finish(folder, as_json=as_json, plots=plots)
 
 
-def _show(out: Path, *, as_json: bool) -> None:
-    """Print the figures, and where the report is."""
-    from draftproof.bench.report import REPORT, by_setting
-    from draftproof.bench.summary import summarize
+def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
+    """Write the report, print its figures and where it is."""
+    from draftproof.bench.report import REPORT, by_setting, write_report
 
-    found, _ = summarize(out)
+    drawing = plots and find_spec("matplotlib") is not None
+    found = write_report(out, plots=drawing)
+    if plots and not drawing:
+        tell("no pictures: they need matplotlib (pip install 'draftproof[bench]'); --no-plots says no to them")
     if as_json:
         for one in found:
             typer.echo(json.dumps(one.to_dict()))

@@ -5,6 +5,7 @@ Knows: predicted and true probabilities. Does not know: heads, models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,3 +108,15 @@ def probability_report(
         "ece": error,
         "calibration": curve,
     }
+
+
+def rouge_scores(references: Sequence[str], texts: Sequence[str]) -> list[dict[str, float]] | None:
+    """ROUGE-1, -2 and -L F-measures of each text; None without the package rouge-score (extra `bench`)."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        return None
+    names = ("rouge1", "rouge2", "rougeL")
+    scorer = RougeScorer(list(names))
+    found = [scorer.score(reference, text) for reference, text in zip(references, texts, strict=True)]
+    return [{name: float(each[name].fmeasure) for name in names} for each in found]

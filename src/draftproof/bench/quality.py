@@ -1,0 +1,139 @@
+"""What lossy rules cost: likelihood under the target, ROUGE against plain answers, a judge of the user's own.
+
+Knows: answers as tokens and texts. Does not know: rules, speed. Lossless methods stand beside the lossy ones: what they
+reach is what another sample of the target's own law reaches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from draftproof.bench.cell import Cell
+from draftproof.bench.measures import Estimate, asked, bootstrap, first, paired
+from draftproof.bench.questions import Question
+from draftproof.bench.record import Record
+from draftproof.bench.workbench import Workbench
+from draftproof.files import whole_file
+from draftproof.sampling import SamplingParams
+from draftproof.training.features import Pair
+from draftproof.training.metrics import rouge_scores
+from draftproof.training.progress import Watch, silent
+from draftproof.training.provenance import write_json
+from draftproof.training.responses import Response
+
+FILE = "likelihoods.json"
+Scores = Mapping[str, float]  # log-probability a token by `name_of`
+Judge = Callable[[str, str, str], float]  # prompt and two answers; 1 the first is better, 0 the second, 0.5 a tie
+
+
+def name_of(record: Record) -> str:
+    """A record's name in the file of scores."""
+    return f"{record.cell.key}/{record.question}"
+
+
+def score(
+    records: Iterable[Record],
+    questions: Mapping[str, Sequence[Question]],
+    out: Path,
+    bench: Workbench,
+    *,
+    watch: Watch = silent,
+) -> None:
+    """Find the likelihood of the answers of every setting that has a lossy method, and keep it in the run's folder.
+
+    Args:
+        records: of the run.
+        questions: by data set.
+        out: the run's folder; what was scored before is not scored again.
+        bench: loaded models.
+        watch: shows progress.
+    """
+    own = first(records)
+    lossy = {record.cell.group for record in own if not record.cell.lossless}
+    known = dict(read_scores(out))
+    left = [record for record in own if record.cell.group in lossy and name_of(record) not in known]
+    if not left:
+        return
+    by_id = {(name, question.id): question for name, many in questions.items() for question in many}
+    with watch("scoring answers", len(left), 0) as tick:
+        for number, record in enumerate(left, 1):
+            question = by_id[record.cell.dataset, record.question]
+            known[name_of(record)] = log_likelihood(bench, record.cell, question, record.answer.token_ids)
+            tick(number, tokens=record.answer.tokens)
+    with whole_file(out / FILE) as work:
+        write_json(work, known)
+
+
+def read_scores(out: Path) -> Scores:
+    """What `score` has kept; empty before."""
+    file = out / FILE
+    found: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def log_likelihood(bench: Workbench, cell: Cell, question: Question, tokens: Sequence[int]) -> float:
+    """Mean log-probability of an answer's tokens under the target's own law, at temperature 1, nothing cut off."""
+    target = bench.plain(cell).target
+    response = Response(tuple(bench.encode(cell, question)), tuple(tokens))
+    (rows,) = Pair(target, target, SamplingParams()).p([response])
+    chosen = rows[:-1].gather(-1, torch.tensor(response.tokens).unsqueeze(-1))
+    return float(chosen.double().clamp(min=1e-30).log().mean())
+
+
+def likelihood(records: Iterable[Record], scores: Scores) -> Estimate | None:
+    """Log-probability a token, the mean over answers; None where they were not scored."""
+    found: dict[str, list[float]] = {}
+    for record in first(records):
+        if name_of(record) not in scores:
+            return None
+        found.setdefault(asked(record)[0], []).append(scores[name_of(record)])
+    return bootstrap([sum(each) / len(each) for each in found.values()], _mean)
+
+
+def rouge(own: Iterable[Record], base: Iterable[Record]) -> Estimate | None:
+    """ROUGE-L (F-measure) against another cell's answers, the mean over questions.
+
+    None without the package rouge-score (extra `bench`), or without a common question.
+    """
+    found = []
+    for pairs in paired(first(own), first(base)).values():
+        texts = [side.answer.text for pair in pairs for side in pair]
+        scores = rouge_scores(texts[1::2], texts[0::2])
+        if scores is None:
+            return None
+        found.append(_mean([each["rougeL"] for each in scores]))
+    return bootstrap(found, _mean) if found else None
+
+
+def win_rate(
+    own: Iterable[Record], base: Iterable[Record], judge: Judge, prompts: Mapping[tuple[str, str], str]
+) -> Estimate:
+    """How often a judge prefers these answers to another cell's, ties counting half; asked twice, sides swapped.
+
+    Args:
+        own: records of the cell judged.
+        base: records of the cell it is judged against.
+        judge: a callable, of the user's own: a model, a service, a rule.
+        prompts: texts by data set and question.
+
+    Raises:
+        ValueError: a verdict outside 0 to 1.
+    """
+    found = []
+    for pairs in paired(first(own), first(base)).values():
+        for mine, theirs in pairs:
+            prompt = prompts[mine.cell.dataset, mine.question]
+            here, there = mine.answer.text, theirs.answer.text
+            verdicts = (judge(prompt, here, there), 1 - judge(prompt, there, here))
+            if not all(0 <= verdict <= 1 for verdict in verdicts):
+                raise ValueError(f"the judge said {verdicts}: legal is 0 to 1, 1 for the first answer")
+            found.append(sum(verdicts) / 2)
+    return bootstrap(found, _mean)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
