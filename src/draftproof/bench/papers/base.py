@@ -5,6 +5,7 @@ Knows: the shape of a table. Does not know: any paper, any measurement of ours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Value = float | str | None
@@ -31,8 +32,8 @@ class PaperTable:
     title: str
     setting: str
     columns: tuple[str, ...] = ()
-    rows: dict[str, tuple[Value, ...]] = field(default_factory=dict)
-    spreads: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    rows: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
+    spreads: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
     picture: bool = False
     claims: tuple[str, ...] = ()
 

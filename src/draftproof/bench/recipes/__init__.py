@@ -1,0 +1,1 @@
+"""One recipe for each table or figure of the papers, scaled to the pairs that are at hand."""

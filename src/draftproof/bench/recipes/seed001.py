@@ -1,0 +1,376 @@
+"""Seed 001: token, block, greedy block, SpecTr and SpecInfer by n and temperature, and the toy pair.
+
+Knows: which runs answer which cell. Does not know: how runs are made, how intervals are taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from draftproof.bench.accepted import CHAIN_RULES, chain_reach, key
+from draftproof.bench.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
+from draftproof.bench.laboratory import Laboratory, Names, run_sums
+from draftproof.bench.papers import seed001 as papers
+from draftproof.bench.recipes.base import (
+    ANY,
+    CLOSE,
+    POINTS,
+    Answer,
+    Draft,
+    Figure,
+    Missing,
+    Outcome,
+    Recipe,
+    Series,
+)
+from draftproof.bench.recipes.sums import (
+    TIMED,
+    AtPlaces,
+    apart,
+    efficiency,
+    faster,
+    gain,
+    less,
+    run_efficiency,
+    several,
+    speed,
+    why_other,
+)
+from draftproof.bench.recipes.toys import constant
+from draftproof.theory.lengths import block_length, full_information_length, token_length
+
+Answers = dict[tuple[str, str], Answer | Missing]
+LENGTHS = (1, 4, 6, 8)
+PAPER_N = 8
+
+
+def at_places(lab: Laboratory, names: Names, temperature: float) -> AtPlaces:
+    """The rules for single drafts on the same drafts."""
+    asked = lab.scaled_places(names, lengths=LENGTHS, temperature=temperature)
+    return AtPlaces(lab, asked, [key(rule, n) for rule in CHAIN_RULES for n in LENGTHS])
+
+
+def _gain_answers(
+    found: dict[str, Interval], claims: Sequence[Claim], timed: Sequence[Claim], why: str, row: str = ANY
+) -> Answers:
+    """Answers for the six columns of a table of gains."""
+    be, ws = tuple(claims), tuple(timed)
+    made: Answers = {
+        (row, "BE token"): Answer(found["BE token"], CLOSE, be, why, relative=True),
+        (row, "BE block"): Answer(found["BE block"], CLOSE, be, why, relative=True),
+        (row, "BE gain %"): Answer(found["BE gain %"], POINTS, be, why),
+    }
+    for column in ("WS token", "WS block", "WS gain %"):
+        if column in found:
+            tolerance = POINTS if "gain" in column else CLOSE
+            told = "seconds of this machine and these models"
+            made[row, column] = Answer(found[column], tolerance, ws, told, relative="gain" not in column, timed=True)
+        else:
+            made[row, column] = Missing("time is measured for 001-table1, 001-table2 and 001-table5 only")
+    return made
+
+
+def _times(lab: Laboratory, names: Names, temperature: float, n: int) -> tuple[dict[str, Interval], Claim, Claim]:
+    """Whole runs of plain, token and block: speeds over plain, and what the runs say of block against token."""
+    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=temperature)
+    drafting = (
+        lab.scaled_run(names, verifier=rule, stopper=f"fixed:{n}", temperature=temperature)
+        for rule in ("token", "block")
+    )
+    runs = [lab.runs(asked) for asked in (plain, *drafting)]
+    sums = run_sums(runs, TIMED)
+    found = {
+        "WS token": bootstrap(sums, speed(1, 0)),
+        "WS block": bootstrap(sums, speed(2, 0)),
+        "WS gain %": bootstrap(sums, faster(2, 1, 100)),
+        "BE token in runs": bootstrap(sums, run_efficiency(1, 3)),
+        "BE block in runs": bootstrap(sums, run_efficiency(2, 3)),
+    }
+    counts = bootstrap(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
+    label = f"{names.label}, T = {temperature:g}, n = {n}"
+    return (
+        found,
+        claim(f"whole runs: BE block - BE token > 0 ({label})", Kind.MODELS, counts),
+        claim(
+            f"time: speed of block over token - 1 > 0 ({label})",
+            Kind.MODELS,
+            bootstrap(sums, faster(2, 1)),
+        ),
+    )
+
+
+def table1(lab: Laboratory) -> Outcome:
+    """Token and block at n = 8."""
+    draft, answers = Draft(papers.TABLE1), Answers()
+    for place, names in enumerate(lab.profile.pairs):
+        at = at_places(lab, names, 1.0)
+        found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
+        found["BE gain %"] = at.gain(PAPER_N)
+        held = at.at_least(
+            f"BE block - BE token > 0 ({names.label}, n = {PAPER_N})", key("block", PAPER_N), key("token", PAPER_N)
+        )
+        times, counted, timed = _times(lab, names, 1.0, PAPER_N)
+        draft.claims += [held, counted]
+        draft.timed_claims.append(timed)
+        draft.row(names.label, found)
+        draft.row(
+            f"{names.label}, whole runs",
+            {name.removesuffix(" in runs"): value for name, value in times.items() if "BE" in name},
+        )
+        draft.row(f"{names.label}, times", {name: value for name, value in times.items() if "WS" in name}, timed=True)
+        if place == 0:
+            why = why_other(
+                float(papers.TABLE1.value("Average", "BE token") or 0), found["BE token"], PAPER_N, names.label
+            )
+            speeds = {name: value for name, value in times.items() if "WS" in name}
+            answers = _gain_answers(found | speeds, [held], [timed], why)
+    draft.notes.append("Every data set of the paper stands beside the same prompts of ours, beginnings of stories.")
+    return draft.finish(answers)
+
+
+def table2(lab: Laboratory) -> Outcome:
+    """Token and block by temperature."""
+    draft, answers = Draft(papers.TABLE2), Answers()
+    for place, names in enumerate(lab.profile.pairs):
+        sums: dict[float, AtPlaces] = {}
+        for heat in (0.2, 0.6, 1.0):
+            at = sums[heat] = at_places(lab, names, heat)
+            found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
+            found["BE gain %"] = at.gain(PAPER_N)
+            text = f"BE block - BE token > 0 ({names.label}, T = {heat:g}, n = {PAPER_N})"
+            held = at.at_least(text, key("block", PAPER_N), key("token", PAPER_N))
+            draft.claims.append(held)
+            draft.row(f"{names.label}, T = {heat:g}", found)
+            if place == 0:
+                times, counted, timed = _times(lab, names, heat, PAPER_N)
+                draft.claims.append(counted)
+                draft.timed_claims.append(timed)
+                speeds = {name: value for name, value in times.items() if "WS" in name}
+                draft.row(f"{names.label}, T = {heat:g}, times", speeds, timed=True)
+                row = f"T = {heat:.1f}"
+                why = why_other(
+                    float(papers.TABLE2.value(row, "BE token") or 0), found["BE token"], PAPER_N, names.label
+                )
+                answers |= _gain_answers(found | speeds, [held], [timed], why, row)
+        draft.claims += [_hotter(names, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
+        cold = at_places(lab, names, 0.0)
+        equal = bootstrap(cold.sums, apart(cold, PAPER_N))
+        draft.claims.append(
+            claim(f"-|BE block - BE token| >= 0 at T = 0 ({names.label})", Kind.MUST, equal, at_least=True)
+        )
+    return draft.finish(answers)
+
+
+def _hotter(names: Names, sums: dict[float, AtPlaces], low: float, high: float) -> Claim:
+    """That the gain grows with temperature: both are of the same prompts, so prompts are resampled together."""
+    one, other = sums[high], sums[low]
+    both = torch.cat([one.sums, other.sums], -1)
+    width = one.sums.shape[1]
+
+    def difference(totals: torch.Tensor) -> torch.Tensor:
+        parts = (totals[:, :width], totals[:, width:])
+        hot, cold = (
+            gain(each[key("block", PAPER_N)], each[key("token", PAPER_N)])(part)
+            for each, part in zip((one, other), parts, strict=True)
+        )
+        return hot - cold
+
+    text = f"gain at T = {high:g} - gain at T = {low:g} > 0 ({names.label})"
+    return claim(text, Kind.MODELS, bootstrap(both, difference))
+
+
+def figure4(lab: Laboratory) -> Outcome:
+    """Token and block by n."""
+    draft, answers = Draft(papers.FIGURE4), Answers()
+    lines = []
+    for place, names in enumerate(lab.profile.pairs):
+        at = at_places(lab, names, 1.0)
+        equal = bootstrap(at.sums, apart(at, 1))
+        grown = [
+            claim(
+                f"gain at n = {b} - gain at n = {a} > 0 ({names.label})",
+                Kind.MUST,
+                bootstrap(at.sums, less(_gain(at, b), _gain(at, a))),
+            )
+            for a, b in itertools.pairwise(LENGTHS)
+        ]
+        longer = [
+            at.at_least(f"BE {rule} at n = {b} - at n = {a} > 0 ({names.label})", key(rule, b), key(rule, a))
+            for rule in ("token", "block")
+            for a, b in itertools.pairwise(LENGTHS)
+        ]
+        same = claim(f"-|BE block - BE token| >= 0 at n = 1 ({names.label})", Kind.MUST, equal, at_least=True)
+        draft.claims += [*grown, *longer, same]
+        lines.append(_line(names.label, [at.gain(n) for n in LENGTHS]))
+        for n in LENGTHS[1:]:
+            found = {
+                "BE token": at.efficiency("token", n),
+                "BE block": at.efficiency("block", n),
+                "BE gain %": at.gain(n),
+            }
+            draft.row(f"{names.label}, n = {n}", found)
+            if place < 2:
+                row = f"{('XXS', 'XXXS')[place]}, n = {n}"
+                why = why_other(float(papers.FIGURE4.value(row, "BE token") or 0), found["BE token"], n, names.label)
+                answers |= _gain_answers(found, [*grown, *longer], [], why, row)
+    lines.append(Series("paper, XXS", (4, 6, 8), (3.36, 6.10, 8.30)))
+    lines.append(Series("paper, XXXS", (4, 6, 8), (3.16, 5.07, 6.27)))
+    draft.figure = Figure("n", "gain of block over token verification, %", tuple(lines))
+    draft.notes.append("Beside XXS stands our first pair, beside XXXS the second; they differ in target as well.")
+    return draft.finish(answers)
+
+
+def _gain(at: AtPlaces, n: int) -> Statistic:
+    return gain(at[key("block", n)], at[key("token", n)])
+
+
+def _line(label: str, found: Sequence[Interval]) -> Series:
+    error = tuple((each.high - each.low) / 2 for each in found)
+    return Series(label, tuple(map(float, LENGTHS)), tuple(each.value for each in found), error)
+
+
+def table4(lab: Laboratory) -> Outcome:
+    """Greedy block verification beside the others: in one round and over whole runs."""
+    draft, answers = Draft(papers.TABLE4), Answers()
+    rules = ("token", "block", "greedy_block")
+    for place, names in enumerate(lab.profile.pairs):
+        at = at_places(lab, names, 1.0)
+        one = [
+            at.at_least(
+                f"one round: BE {a} - BE {b} >= 0 ({names.label}, n = {PAPER_N})",
+                key(a, PAPER_N),
+                key(b, PAPER_N),
+                strict=False,
+            )
+            for a, b in (("greedy_block", "block"), ("block", "token"))
+        ]
+        runs = [lab.runs(lab.scaled_run(names, verifier=rule, stopper=f"fixed:{PAPER_N}")) for rule in rules]
+        sums = run_sums(runs)
+        found = {f"BE {rule.replace('_', ' ')}": bootstrap(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
+        whole = [
+            claim(
+                f"whole runs: BE {rules[a]} - BE {rules[b]} > 0 ({names.label})",
+                Kind.MODELS,
+                bootstrap(sums, less(run_efficiency(a), run_efficiency(b))),
+            )
+            for a, b in ((1, 0), (2, 0), (1, 2))
+        ]
+        draft.claims += [*one, *whole]
+        draft.row(f"{names.label}, whole runs", found)
+        draft.row(
+            f"{names.label}, one round",
+            {f"BE {rule.replace('_', ' ')}": at.efficiency(rule, PAPER_N) for rule in rules},
+        )
+        if place == 0:
+            why = why_other(3.21, found["BE token"], PAPER_N, names.label)
+            order = {
+                "BE token": (whole[0], whole[1]),
+                "BE block": (whole[0], whole[2]),
+                "BE greedy block": (whole[1], whole[2]),
+            }
+            for column, value in found.items():
+                answers[ANY, column] = Answer(value, CLOSE, order[column], why, relative=True)
+    return draft.finish(answers)
+
+
+def table5(lab: Laboratory) -> Outcome:
+    """One draft against two."""
+    draft, answers = Draft(papers.TABLE5), Answers()
+    columns = {"token": key("token", PAPER_N), "block": key("block", PAPER_N)}
+    columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
+    for place, names in enumerate(lab.profile.pairs):
+        at = AtPlaces(lab, several(lab, names), list(columns.values()))
+        found = {f"BE {name}": bootstrap(at.sums, efficiency(at[column])) for name, column in columns.items()}
+        order = [
+            ("SpecTr", "SpecInfer", Kind.MODELS),
+            ("SpecInfer", "block", Kind.MODELS),
+            ("block", "token", Kind.MUST),
+            ("SpecTr", "token", Kind.MUST),
+        ]
+        held = [
+            at.at_least(f"BE {a} - BE {b} > 0 ({names.label})", columns[a], columns[b], kind) for a, b, kind in order
+        ]
+        draft.claims += held
+        draft.row(names.label, found)
+        if place == 0:
+            why = why_other(3.394, found["BE token"], PAPER_N, names.label)
+            for name in columns:
+                mine = tuple(each for each, pair in zip(held, order, strict=True) if name in pair[:2])
+                answers[ANY, f"BE {name}"] = Answer(found[f"BE {name}"], CLOSE, mine, why, relative=True)
+            speeds, timed = _batch_speeds(lab, names)
+            draft.timed_claims += timed
+            draft.row(f"{names.label}, times in batches of 8", speeds, timed=True)
+            for column, value in speeds.items():
+                told = "seconds of this machine and these models"
+                answers[ANY, column] = Answer(value, CLOSE, tuple(timed), told, relative=True, timed=True)
+    return draft.finish(answers)
+
+
+def _batch_speeds(lab: Laboratory, names: Names) -> tuple[dict[str, Interval], list[Claim]]:
+    """Speed over plain decoding in batches of 8."""
+    parts = {"token": ("model", "token"), "block": ("model", "block")}
+    parts |= {"SpecTr": ("chains:2", "spectr"), "SpecInfer": ("chains:2", "multi_round")}
+    runs = [lab.runs(lab.scaled_run(names, drafter="none", stopper="", temperature=1.0))]
+    runs += [
+        lab.runs(lab.scaled_run(names, drafter=d, verifier=v, stopper=f"fixed:{PAPER_N}", temperature=1.0))
+        for d, v in parts.values()
+    ]
+    sums = run_sums(runs, TIMED)
+    found = {f"WS {name}": bootstrap(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
+    timed = [
+        claim(f"time: speed of block over {name} - 1 > 0 ({names.label})", Kind.MODELS, bootstrap(sums, faster(2, at)))
+        for at, name in enumerate(parts, 1)
+        if name in {"SpecTr", "SpecInfer"}
+    ]
+    return found, timed
+
+
+TOY_P, TOY_Q = (1 / 3, 2 / 3), (2 / 3, 1 / 3)
+
+
+def toy_ccdf(rule: str, n: int) -> list[float]:
+    """Pr(accepted >= x) for x = 0..n on the toy pair: all drafts, with the acceptance probabilities of the rule."""
+    tokens = torch.tensor(list(itertools.product((0, 1), repeat=n)))
+    q, p = (torch.tensor(row, dtype=torch.float64) for row in (TOY_Q, TOY_P))
+    reach = chain_reach(rule, tokens, q.expand(len(tokens), n, 2), p.expand(len(tokens), n + 1, 2))
+    return [1.0, *(q[tokens].prod(-1) @ reach).tolist()]
+
+
+def figure3(lab: Laboratory) -> Outcome:  # noqa: ARG001 - nothing is sampled
+    """The toy pair."""
+    draft = Draft(papers.FIGURE3)
+    laws = {rule: toy_ccdf(rule, 10) for rule in ("token", "block")}
+    gaps = [b - t for b, t in zip(laws["block"], laws["token"], strict=True)]
+    draft.claims += [
+        claim("Pr(block >= x) - Pr(token >= x) >= 0 at x = 1", Kind.MUST, Interval.exact(gaps[1]), at_least=True),
+        claim("least Pr(block >= x) - Pr(token >= x) over x = 2..10 > 0", Kind.MUST, Interval.exact(min(gaps[2:]))),
+    ]
+    p, q = (constant(row) for row in (TOY_P, TOY_Q))
+    means = {
+        "token": token_length(p, q, 2),
+        "block": block_length(p, q, 2),
+        "full information": full_information_length(p, q, 2),
+    }
+    for rule, law in laws.items():
+        told = {f"x = {x}": Interval.exact(law[x]) for x in range(1, 11)}
+        draft.row(f"Pr({rule} accepts >= x)", told)
+    draft.figure = Figure(
+        "x",
+        "Pr(accepted >= x), n = 10",
+        tuple(Series(rule, tuple(range(11)), tuple(law)) for rule, law in laws.items()),
+    )
+    answers = {(row, "E[accepted] at n = 2"): Answer(Interval.exact(value), 1e-12) for row, value in means.items()}
+    return draft.finish(answers)
+
+
+RECIPES = (
+    Recipe(papers.TABLE1, table1),
+    Recipe(papers.TABLE2, table2),
+    Recipe(papers.TABLE4, table4),
+    Recipe(papers.TABLE5, table5),
+    Recipe(papers.FIGURE3, figure3, "exact"),
+    Recipe(papers.FIGURE4, figure4),
+)
