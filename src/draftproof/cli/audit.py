@@ -41,6 +41,14 @@ CLAIM_HEADS = ("identity", "total variation", "worst on", "")
 CHECK_HEADS = ("model", "drafts", "total variation", "p-value", "detectable", "")
 OTHER_HEADS = ("model", "drafts", "total variation", "worst outcome", "")
 ORDER_HEADS = ("ordering", "smallest margin", "worst on", "")
+SPRINTER_HEADS = ("pair", "verifier", "passes", "law", "eta TV", "drift", "eta_FP", "eta_FP TV", "")
+SPRINTER_NOTE = (
+    "After every context of two tokens. law: total variation between the enumerated first token and the law of the\n"
+    "verifier's own decisions. eta TV: |drift - eta TV(p, q)|, eta the passed share of the excess (q - p)+, as\n"
+    "Theorem 3.1 has it in each context; of both the largest is shown. drift: total variation from the target, mean over\n"
+    "contexts. eta_FP TV: the theorem with one rate for all contexts; it is off by as much as a verifier is surer in\n"
+    "some contexts than in others."
+)
 NOTE = (
     "Exact, by enumeration of every draft and every choice on toy models of three tokens. total variation:\n"
     "from the target's law, the largest over the suite. accepted: expected tokens a round, mean over the suite.\n"
@@ -115,6 +123,37 @@ def compositions(
     if not as_json:
         _table(("drafter", "stopper", "rule", "total variation", ""), rows)
     if worst >= EXACT:
+        raise typer.Exit(1)
+
+
+@app.command()
+def sprinter(
+    *,
+    pairs: Annotated[int, typer.Option(min=1, max=50, help="Toy pairs to train verifiers on.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Train small verifiers on toy pairs and enumerate SPRINTER's law; exit code 1 if it is not Theorem 3.1's."""
+    import torch
+
+    from draftproof.audit.sprinter import audit_sprinter
+
+    torch.set_num_threads(1)  # tensors of three tokens
+    lines = []
+    for line in _counted(audit_sprinter(pairs), 2 * pairs, "training and enumerating"):
+        lines.append(line)
+        if as_json:
+            typer.echo(json.dumps(line.to_dict()))
+    if not as_json:
+        rows = [
+            (
+                *(line.pair, line.verifier, f"{line.passed:.0%}", f"{line.distance:.1e}", f"{line.excess:.1e}"),
+                *(f"{line.drift:.4f}", f"{line.eta_fp:.3f}", f"{line.predicted:.4f}", "ok" if line.exact else "FAIL"),
+            )
+            for line in lines
+        ]
+        _table(SPRINTER_HEADS, rows)
+        typer.echo(SPRINTER_NOTE)
+    if not all(line.exact for line in lines):
         raise typer.Exit(1)
 
 

@@ -103,13 +103,13 @@ def drift(head: Head, pair: Pair, responses: Sequence[Response]) -> dict[str, fl
     for start in range(0, len(responses), 8):
         batch = list(responses[start : start + 8])
         for p, (q, hidden) in zip(pair.p(batch), pair.q(batch), strict=True):
-            law = position_law(p, q, _accepted(head, q, hidden))
+            law = position_law(p, q, accepted_at(head, q, hidden))
             found.append(torch.stack([(law - p).abs().sum(-1), (q - p).abs().sum(-1)]) / 2)
     both = torch.cat(found, -1).double().mean(-1)
     return {"position_tv": float(both[0]), "draft_tv": float(both[1])}
 
 
-def _accepted(head: Head, q: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows dim"]) -> Tensor:
+def accepted_at(head: Head, q: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows dim"]) -> Tensor:
     """What the verifier says of every token at every position; of all the same where it does not read the draw."""
     if not head.config.reads_draw:
         every: Tensor = head(hidden).sigmoid() > head.config.threshold

@@ -1,0 +1,167 @@
+"""SPRINTER with a verifier that was really trained, on pairs small enough to enumerate: its law against Theorem 3.1.
+
+Knows: toy pairs, training a verifier on them, the law of an engine's first token. Does not know: texts, artefacts.
+
+Seed 004's theorem says that a position has the law (1 - eta) p + eta q, where eta is the rate at which the verifier
+passes unacceptable tokens. A trained verifier's decisions depend on where it is asked. So three things are compared:
+- the enumerated law after every context with the law of its own decisions there, which must agree to rounding;
+- its total variation from the target with eta TV(p, q), eta being the passed share of the excess (q - p)+: exact, too;
+- the mean of these with eta_FP times the mean TV, one rate for all contexts: the theorem as it is used for predictions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.model import ModelDrafter
+from draftproof.engine.engine import Engine, RoundRngFactory
+from draftproof.heads import Head, HeadConfig
+from draftproof.sampling import SamplingParams
+from draftproof.stoppers.trained import Approximate
+from draftproof.testing import TableModel, engine_law
+from draftproof.theory.sprinter import drift
+from draftproof.training.features import Pair, Rows, drafted, join
+from draftproof.training.heads import Labels, train_head
+from draftproof.training.loop import Plan
+from draftproof.training.responses import Response
+from draftproof.training.sprinter import accepted_at, position_law
+from draftproof.verifiers.lossy import last_token_verifier
+
+VOCAB, WIDTH, ORDER = 3, 6, 2
+TAU = 0.35  # lower than trained for: so it passes bad tokens in some contexts and refuses good ones in others
+EXACT = 1e-12
+FRESH = SamplingParams(max_tokens=3)  # room for a drafted token, one after it, and a bonus token
+
+
+@dataclass(frozen=True)
+class SprinterLine:
+    """What one verifier does on one pair.
+
+    Attributes:
+        pair, verifier: which.
+        contexts: how many were enumerated.
+        passed: share of the draft's mass that the verifier passes, mean over contexts.
+        distance: largest total variation between the enumerated law and that of the verifier's decisions.
+        excess: largest difference between the enumerated drift and eta TV(p, q), eta the passed share of the excess.
+        drift: enumerated total variation from the target, mean over contexts.
+        eta_fp: share of unacceptable mass that passes, over all contexts.
+        predicted: eta_fp times the mean of TV(p, q).
+    """
+
+    pair: str
+    verifier: str
+    contexts: int
+    passed: float
+    distance: float
+    excess: float
+    drift: float
+    eta_fp: float
+    predicted: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether both exact statements hold."""
+        return max(self.distance, self.excess) < EXACT
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON lines."""
+        return {**asdict(self), "exact": self.exact}
+
+
+def audit_sprinter(seeds: int = 4) -> Iterator[SprinterLine]:
+    """Train two verifiers on each of several pairs, and enumerate what they do.
+
+    Args:
+        seeds: how many pairs.
+    """
+    for seed in range(seeds):
+        draft = TableModel(VOCAB, 1000 + seed, order=ORDER, hidden=WIDTH)
+        pair = Pair(TableModel(VOCAB, seed, order=ORDER), draft, SamplingParams())
+        for depth, reads_draw in ((0, False), (2, True)):
+            head = trained(pair, depth=depth, reads_draw=reads_draw, seed=seed)
+            name = f"{depth} blocks, {'state and log q' if reads_draw else 'state only'}"
+            yield examine(f"tables {seed}", name, pair, head)
+
+
+def trained(pair: Pair, *, depth: int, reads_draw: bool, seed: int) -> Head:
+    """A verifier trained on what the pair's draft model writes, with lambda = 1 as Theorem 3.1 has it."""
+    shape: dict[str, Any] = {"depth": depth, "reads_draw": reads_draw, "threshold": TAU}
+    config = HeadConfig("verifier", WIDTH, pair.draft.name, pair.target.name, **shape)
+    known, held = _rows(pair, seed, range(96)), _rows(pair, seed, range(96, 128))
+    plan = Plan(steps=400, learning_rate=2e-2, warmup=10, seed=seed, log_every=100)
+    head, _ = train_head(config, known, held, plan, Labels(lam=1.0), batch=256)
+    return head.eval()
+
+
+def _rows(pair: Pair, seed: int, numbers: range) -> Rows:
+    params = [SamplingParams(max_tokens=12, seed=1000 * seed + number) for number in numbers]
+    prompts = [[number % VOCAB] for number in numbers]
+    outputs = Engine(pair.draft).generate(prompts, params)
+    responses = [Response(tuple(prompt), out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)]
+    return join(drafted(pair, above=True)(responses, 0))
+
+
+def examine(name: str, verifier: str, pair: Pair, head: Head) -> SprinterLine:
+    """Enumerate the first token's law after every context, and compare.
+
+    Args:
+        name: of the pair.
+        verifier: how the head is called.
+        pair: table models, whose rows depend on the last ORDER tokens.
+        head: a verifier.
+    """
+    contexts = list(itertools.product(range(VOCAB), repeat=ORDER))
+    p, q, passed = (torch.stack(parts) for parts in zip(*(_at(pair, head, c) for c in contexts), strict=True))
+    found = torch.stack([first_token_law(pair, head, context) for context in contexts])
+    own = position_law(p, q, passed)
+    over = (q - p).clamp(min=0)
+    far = (found - p).abs().sum(-1) / 2
+    eta = (over * passed).sum(-1) / over.sum(-1)
+    bad = q * (q > p)
+    eta_fp = float((bad * passed).sum() / bad.sum())
+    return SprinterLine(
+        pair=name,
+        verifier=verifier,
+        contexts=len(contexts),
+        passed=float((q * passed).sum(-1).mean()),
+        distance=float(((found - own).abs().sum(-1) / 2).amax()),
+        excess=float((far - eta * over.sum(-1)).abs().amax()),
+        drift=float(far.mean()),
+        eta_fp=eta_fp,
+        predicted=drift(eta_fp, float(over.sum(-1).mean())),
+    )
+
+
+def _at(pair: Pair, head: Head, context: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """p, q and which tokens pass after a context."""
+    p, q = (model.logits(context).softmax(-1) for model in (pair.target, pair.draft) if isinstance(model, TableModel))
+    ((_, states),) = pair.q([Response(context, (0,))])
+    passed = accepted_at(head, q.unsqueeze(0).float(), states[:1])
+    return p, q, passed.expand(1, VOCAB)[0]
+
+
+def first_token_law(pair: Pair, head: Head, context: tuple[int, ...]) -> Float[Tensor, " vocab"]:
+    """The law of the first token after a context, by walking every outcome of the engine.
+
+    Args:
+        pair: table models.
+        head: a verifier.
+        context: token ids.
+    """
+
+    def make(round_rng: RoundRngFactory) -> Engine:
+        drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=VOCAB), Approximate(head))
+        return Engine(pair.target, drafter, last_token_verifier(), round_rng=round_rng)
+
+    law = torch.zeros(VOCAB, dtype=torch.float64)
+    for tokens, weight in engine_law(make, context, FRESH).items():
+        law[tokens[0]] += weight
+    return law
