@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftproof.cli._bench_reproduce import reproduce
 from draftproof.cli._report import tell
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ _timing = partial(typer.Option, rich_help_panel="Timing")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
 Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures too, where matplotlib is installed.")]
 TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
+
+
+app.command("reproduce")(reproduce)
 
 
 @app.command("run")
