@@ -45,9 +45,9 @@ SPRINTER_HEADS = ("pair", "verifier", "passes", "law", "eta TV", "drift", "eta_F
 SPRINTER_NOTE = (
     "After every context of two tokens. law: total variation between the enumerated first token and the law of the\n"
     "verifier's own decisions. eta TV: |drift - eta TV(p, q)|, eta the passed share of the excess (q - p)+, as\n"
-    "Theorem 3.1 has it in each context; of both the largest is shown. drift: total variation from the target, mean over\n"
-    "contexts. eta_FP TV: the theorem with one rate for all contexts; it is off by as much as a verifier is surer in\n"
-    "some contexts than in others."
+    "Theorem 3.1 has it in each context; of both the largest is shown. drift: total variation from the target, mean\n"
+    "over contexts. eta_FP TV: the theorem with one rate for all contexts; it is off by as much as a verifier is\n"
+    "surer in some contexts than in others."
 )
 NOTE = (
     "Exact, by enumeration of every draft and every choice on toy models of three tokens. total variation:\n"
