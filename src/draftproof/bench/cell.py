@@ -36,6 +36,7 @@ ENGINES = {
     "transformers-assisted": "transformers' assisted generation with the draft model",
     "transformers-lookup": "transformers' prompt lookup",
 }
+_REAL = ("temperature", "top_p")
 _READS_DRAFT = ("model", "chains", "tree")
 _UNSTOPPED = ("none", "ngram", "suffix")
 _INSIDE = {"early_exit": "model", "feature_head": "model"}  # drafters inside the target compose as these with a draft
@@ -82,7 +83,7 @@ class Cell:
             raise UserError(f"engine is {self.engine!r}: legal are {', '.join(ENGINES)}")
         if self.backend not in BACKENDS:
             raise UserError(f"backend is {self.backend!r}: legal are {', '.join(BACKENDS)}")
-        for name in ("temperature", "top_p"):  # 1 and 1.0 are one cell
+        for name in _REAL:  # 1 and 1.0 are one cell
             object.__setattr__(self, name, float(getattr(self.params, name)))
 
     @property
@@ -201,7 +202,8 @@ def _as_list(name: str, values: Any) -> list[Any]:
     made = [values] if single else list(values)
     if not made:
         raise UserError(f"no value for {name}: give at least one")
-    return made
+    real = name in _REAL and all(isinstance(value, int | float) for value in made)
+    return [float(value) for value in made] if real else made
 
 
 def canonical(cell: Cell) -> Cell:

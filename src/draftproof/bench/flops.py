@@ -57,8 +57,8 @@ def answer_flops(record: Record, target: Shape, draft: Shape | None) -> float | 
     if inside or (record.cell.draft is not None and draft is None):
         return None
     after = prompt + answer.tokens / 2  # positions that a token of the answer attends to on average
-    total = pass_flops(target, prompt, prompt / 2)
-    total += pass_flops(target, answer.target_calls - 1 + answer.draft_tokens, after)
+    total = pass_flops(target, float(prompt), prompt / 2)
+    total += pass_flops(target, float(answer.target_calls - 1 + answer.draft_tokens), after)
     if draft is not None and record.cell.draft is not None:
-        total += pass_flops(draft, prompt, prompt / 2) + pass_flops(draft, answer.draft_tokens, after)
+        total += pass_flops(draft, float(prompt), prompt / 2) + pass_flops(draft, float(answer.draft_tokens), after)
     return total

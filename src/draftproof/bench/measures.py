@@ -253,7 +253,13 @@ class Regression:
 
 def regress(records: Iterable[Record]) -> Regression | None:
     """Fit the cost model to all answers; None where the counts cannot tell the two coefficients apart."""
-    rows = [(float(r.answer.draft_tokens), float(r.answer.target_calls), r.answer.seconds["total"]) for r in records]
+    return fit_times(
+        [(float(r.answer.draft_tokens), float(r.answer.target_calls), r.answer.seconds["total"]) for r in records]
+    )
+
+
+def fit_times(rows: Sequence[tuple[float, float, float]]) -> Regression | None:
+    """`regress` on rows of (tokens drafted, target calls, seconds)."""
     if len(rows) < 3:
         return None
     table = torch.tensor(rows, dtype=torch.float64)

@@ -37,11 +37,9 @@ class Setting:
     @property
     def title(self) -> str:
         """In words."""
-        cut = [f"{name} {value:g}" for name, value, off in self._cuts() if value != off]
-        return ", ".join([f"{self.dataset}, temperature {self.temperature:g}", *cut])
-
-    def _cuts(self) -> list[tuple[str, float, float]]:
-        return [("top-k", self.top_k, 0), ("top-p", self.top_p, 1)]
+        cuts = [f"top-k {self.top_k}"] if self.top_k > 0 else []
+        cuts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
+        return ", ".join([f"{self.dataset}, temperature {self.temperature:g}", *cuts])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,7 @@ from draftproof.sampling import SamplingParams
 from draftproof.tokenization import load_tokenizer, refuse_different
 
 
+@runtime_checkable
 class Answerer(Protocol):
     """Anything that continues a prompt and says what that took: our engine, or a competitor."""
 
