@@ -244,10 +244,9 @@ def search(bench: Workbench, cell: Cell, questions: Sequence[Question]) -> dict[
     rates: dict[str, list[float]] = {one.setting: [] for one in tried}
     for place, question in enumerate(questions):
         prompt = bench.encode(cell, question)
+        if place == 0:
+            COMPETITORS[cell.engine](bench, cell).answer(prompt, cell.params)  # warms up
         for one in tried:
-            maker = COMPETITORS[one.engine](bench, one)
-            if place == 0:
-                maker.answer(prompt, one.params)  # warms up
-            answer = maker.answer(prompt, one.params)
+            answer = COMPETITORS[one.engine](bench, one).answer(prompt, one.params)
             rates[one.setting].append(answer.tokens / answer.seconds["total"])
     return {setting: median(found) for setting, found in rates.items()}

@@ -27,7 +27,13 @@ SAME = ("cells", "data", "repeats", "warmup", "models", "versions", "machine")
 
 
 def origin(
-    cells: Sequence[Cell], questions: Mapping[str, Sequence[Question]], *, repeats: int, warmup: int, device: str
+    cells: Sequence[Cell],
+    questions: Mapping[str, Sequence[Question]],
+    *,
+    repeats: int,
+    warmup: int,
+    device: str,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What stands in a run's provenance.json before the first measurement."""
     names = dict.fromkeys(name for cell in cells for name in (cell.target, cell.draft) if name)
@@ -41,6 +47,7 @@ def origin(
         "repeats": repeats,
         "warmup": warmup,
         "order": "by question and repeat; the cells of one data set, temperature and seed take turns",
+        "notes": list(notes),
         "cells": [cell.to_dict() for cell in cells],
     }
 

@@ -212,6 +212,7 @@ def _notes(found: Sequence[Summary], told: dict[str, Any]) -> list[str]:
     lines = ["## In effect", ""]
     rows = {(one.method, *(f"{name} ({count})" for name, count in one.effective.items())): None for one in found}
     lines += table(("method", "by the engine's own word (answers)"), [(row[0], "; ".join(row[1:])) for row in rows])
+    lines += [line for note in told.get("notes", ()) for line in ("", f"{note[:1].upper()}{note[1:]}.")]
     peak = told.get("peak_memory_of_process")
     if peak:
         lines += ["", f"Most memory held by the process, all models loaded: {peak / 1e9:.2f} GB."]

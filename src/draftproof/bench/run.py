@@ -47,6 +47,7 @@ def run(
     *,
     repeats: int = 1,
     warmup: int = 1,
+    notes: Sequence[str] = (),
     watch: Watch = silent,
     bench: Workbench | None = None,
 ) -> list[Record]:
@@ -58,6 +59,7 @@ def run(
         out: a folder; a run that was killed goes on where it was.
         repeats: times that each answer is measured; draws are the same every time, only clocks differ.
         warmup: answers of each composition that are thrown away before its first one counts, in every process.
+        notes: lines for the report.
         watch: shows progress.
         bench: loaded models, to be shared with other runs.
 
@@ -72,7 +74,7 @@ def run(
     asked = {name: _questions_of(name, questions) for name in datasets(cells)}
     bench = bench or Workbench()
     out.mkdir(parents=True, exist_ok=True)
-    begun = begin(out, origin(cells, asked, repeats=repeats, warmup=warmup, device=bench.device))
+    begun = begin(out, origin(cells, asked, repeats=repeats, warmup=warmup, device=bench.device, notes=notes))
     log = Log(out)
     done = {record.key for record in log.records}
     left = [turn for turn in turns(cells, asked, repeats) if turn.key not in done]

@@ -85,9 +85,10 @@ def run_(
 
     Without options the embedded pair is measured on openings of children's stories.
     """
-    from draftproof.bench.plan import Wanted, plan
+    from draftproof.bench.plan import plan
     from draftproof.bench.quality import score
     from draftproof.bench.run import run
+    from draftproof.bench.wanted import Wanted
     from draftproof.bench.workbench import Workbench
     from draftproof.cli.generate import quiet_libraries
     from draftproof.training.progress import bar, silent
@@ -117,7 +118,8 @@ def run_(
             for line in made.notes:
                 tell(line, dim=True)
         watch = silent if quiet else bar
-        records = run(made.cells, made.questions, out, repeats=made.repeats, warmup=warmup, watch=watch, bench=bench)
+        options: dict[str, Any] = {"repeats": made.repeats, "warmup": warmup, "notes": made.notes}
+        records = run(made.cells, made.questions, out, **options, watch=watch, bench=bench)
         score(records, made.questions, out, bench, watch=watch)
     _finish(out, as_json=as_json, plots=plots)
 
