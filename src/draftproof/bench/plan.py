@@ -56,8 +56,8 @@ def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = N
     limits: dict[str, int] = {}
     for part in asked:
         for name in part.dataset or ():
-            limits[name] = max(limits.get(name, 0), part.questions or 0)
-    questions = {name: read_questions(name, limit or None) for name, limit in limits.items()}
+            limits[name] = max(limits.get(name, 0), _said(part.questions))
+    questions = {name: read_questions(name, limit) for name, limit in limits.items()}
     ours: dict[Cell, None] = {}
     theirs: dict[Cell, None] = {}
     for part in asked:
@@ -70,8 +70,13 @@ def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = N
                 raise UserError(f"competitor is {engine!r}: legal are {legal}")
             theirs |= dict.fromkeys(matrix(**_lists(part), draft=part.draft, engine=engine, strict=True).cells)
     best, found = _tuned(list(theirs), questions, out, bench)
-    repeats = max(part.repeats or 1 for part in asked)
+    repeats = max(_said(part.repeats) for part in asked)
     return Plan([*ours, *theirs, *best], questions, repeats, list(dict.fromkeys([*notes, *found])))
+
+
+def _said(number: int | None) -> int:
+    assert number is not None, "parts are complete"
+    return number
 
 
 def _lists(part: Wanted) -> dict[str, Any]:

@@ -86,7 +86,8 @@ def run(
             record = stage.measure(turn)
             log.add(record)
             tick(number, tokens=record.answer.tokens)
-    finish(out, begun)
+    if left or "finished" not in begun:
+        finish(out, begun)
     return log.records
 
 

@@ -98,8 +98,8 @@ def _parts(lengths: Sequence[int], drafts: Sequence[int]) -> tuple[Wanted, ...]:
     )
 
 
-_SMOL = {"target": "smollm2-135m", "draft": "smollm2-135m-draft", "dtype": ("bfloat16",)}
-_EMBEDDED = {"target": "embedded:target", "draft": "embedded:draft", "dataset": ("tinystories",)}
+_SMOL = Wanted(target="smollm2-135m", draft="smollm2-135m-draft", dtype=("bfloat16",))
+_EMBEDDED = Wanted(target="embedded:target", draft="embedded:draft", dataset=("tinystories",))
 _OTHERS = ("transformers", "transformers-assisted")
 _SMOL_PARTS = (
     Wanted(drafter=("model",), stopper=("fixed:4",), verifier=("token", "block")),
@@ -111,26 +111,24 @@ PROFILES = {
         Wanted(dataset=("mt-bench", "gsm8k"), questions=6, max_tokens=32, repeats=1, competitor=_OTHERS),
         (
             Wanted(
-                **_EMBEDDED,
                 temperature=(1.0,),
                 seed=(1, 2),
                 competitor=_OTHERS,
                 questions=12,
                 max_tokens=64,
                 repeats=1,
-            ),
+            ).over(_EMBEDDED),
             _parts((4, 8), (2, 4)),
         ),
         (
             Wanted(
-                **_SMOL,
                 dataset=("mt-bench", "gsm8k"),
                 temperature=(0.0, 1.0),
                 competitor=_OTHERS,
                 questions=6,
                 max_tokens=32,
                 repeats=1,
-            ),
+            ).over(_SMOL),
             _SMOL_PARTS,
         ),
     ),
@@ -146,26 +144,24 @@ PROFILES = {
         ),
         (
             Wanted(
-                **_EMBEDDED,
                 temperature=(0.0, 0.2, 0.6, 1.0),
                 seed=(1, 2, 3, 4),
                 competitor=(*_OTHERS, "transformers-lookup"),
                 questions=16,
                 max_tokens=128,
                 repeats=3,
-            ),
+            ).over(_EMBEDDED),
             _parts((4, 6, 8), (2, 4, 8)),
         ),
         (
             Wanted(
-                **_SMOL,
                 dataset=("mt-bench", "gsm8k", "humaneval", "self-instruct", "vicuna-bench", "fiction"),
                 temperature=(0.0, 0.6, 1.0),
                 competitor=(*_OTHERS, "transformers-lookup"),
                 questions=16,
                 max_tokens=128,
                 repeats=3,
-            ),
+            ).over(_SMOL),
             (*_SMOL_PARTS, Wanted(drafter=("chains:2", "chains:4"), verifier=("spectr", "trie_block"))),
         ),
     ),
@@ -188,9 +184,9 @@ def parts(wanted: Wanted, profile: str | None) -> tuple[list[Wanted], list[str]]
         sizes = Wanted() if profile is None else PROFILES[profile].sizes
         return [_complete(wanted.over(sizes))], []
     chosen, notes = [PROFILES[profile].embedded], []
-    missing = [name for name in (_SMOL["target"], _SMOL["draft"]) if not models.pulled(str(name))]
+    missing = [name for name in (_SMOL.target, _SMOL.draft) if not models.pulled(str(name))]
     if missing:
-        notes.append(f"left out {_SMOL['target']}: draftproof models pull {missing[0]} has not been run")
+        notes.append(f"left out {_SMOL.target}: draftproof models pull {missing[0]} has not been run")
     else:
         chosen.append(PROFILES[profile].pulled)
     return [_complete(wanted.over(part).over(common)) for common, own in chosen for part in own], notes

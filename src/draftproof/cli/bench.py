@@ -73,7 +73,7 @@ def run_(
     dataset: Annotated[
         list[str] | None, _questions(help="A shipped set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]].")
     ] = None,
-    questions: Annotated[int | None, _questions(help="The first so many of each data set; without it all.")] = None,
+    questions: Annotated[int | None, _questions(help="The first so many of each data set; without it 8.")] = None,
     max_tokens: Annotated[int | None, _questions(help="Most tokens an answer.")] = None,
     repeats: Annotated[int | None, _timing(help="Times each answer is measured, the methods in turns.")] = None,
     warmup: Annotated[int, _timing(help="Answers of each method that are thrown away first.")] = 1,

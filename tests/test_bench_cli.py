@@ -1,0 +1,141 @@
+"""`draftproof bench` on the command line: a run, its report again, and mistakes in one line."""
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from draftproof import models
+from draftproof.bench import plan as planning
+from draftproof.bench.plan import plan
+from draftproof.bench.report import write_report
+from draftproof.bench.wanted import PROFILES, Wanted, parts
+from draftproof.bench.workbench import Workbench
+from draftproof.cli import app
+from draftproof.errors import UserError
+
+SMALL = ("--dataset", "tinystories", "--questions", "2", "--max-tokens", "4", "--repeats", "1", "--warmup", "0")
+
+
+def bench(*args, code=0):
+    """A call; an error is one line on stderr and no traceback."""
+    result = CliRunner().invoke(app, ["bench", *map(str, args)], prog_name="draftproof")
+    assert result.exit_code == code, result.output
+    if code:
+        assert result.stdout == ""
+        assert result.stderr.count("\n") == 1
+        assert result.stderr.startswith("draftproof: error: ")
+    return result
+
+
+def test_a_run_its_report_and_the_same_command_again(tmp_path):
+    out = tmp_path / "run"
+    options = (*SMALL, "--out", out, "--temperature", 0, "--n", 2, "--n", 3, "--verifier", "token")
+    result = bench("run", *options)
+    for word in ("tinystories, temperature 0", "model, fixed:2, token", "model, fixed:3, token", "plain", "report.md"):
+        assert word in result.stdout
+    records = (out / "records.jsonl").read_bytes()
+    report = (out / "report.md").read_bytes()
+    assert len(records.splitlines()) == 3 * 2
+    bench("run", *options, "-q")
+    assert (out / "records.jsonl").read_bytes() == records
+    (out / "report.md").unlink()
+    bench("report", out)
+    assert (out / "report.md").read_bytes() == report
+    lines = [json.loads(line) for line in bench("report", out, "--json", "--no-plots").stdout.splitlines()]
+    assert [line["method"] for line in lines] == ["plain", "model, fixed:2, token", "model, fixed:3, token"]
+    assert lines[0]["block_efficiency"]["value"] == 1
+    assert "other repeats" in bench("run", *options, "--repeats", 2, code=1).stderr
+
+
+def test_what_the_engine_refuses_is_told_and_left_out(tmp_path):
+    asked = ("--drafter", "model", "--drafter", "chains:2", "--verifier", "token", "--verifier", "spectr")
+    result = bench("run", *SMALL, "--out", tmp_path / "x", *asked, "--temperature", 1, "--no-plots")
+    assert "left out chains:2, fixed:4, token: drafter chains:2 drafts trees" in result.stderr
+    assert "Left out chains:2, fixed:4, token" in (tmp_path / "x" / "report.md").read_text()
+    assert not list((tmp_path / "x").glob("*.png"))
+
+
+def test_without_matplotlib_there_is_a_report_and_a_word(tmp_path, monkeypatch):
+    bench("run", *SMALL, "--out", tmp_path / "x", "--temperature", 0, "--no-plots", "-q")
+    monkeypatch.setattr("draftproof.cli.bench.find_spec", lambda name: None)  # noqa: ARG005
+    result = bench("report", tmp_path / "x")
+    assert "need matplotlib (pip install 'draftproof[bench]')" in result.stderr
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UserError, match="need matplotlib"):
+        write_report(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--dataset", "nothing"), "no data set 'nothing'"),
+        (("--target", "embedded:nobody"), "no embedded model 'embedded:nobody'"),
+        (("--drafter", "telepathy"), "drafter is 'telepathy'"),
+        (("--stopper", "never"), "stopper is 'never'"),
+        (("--n", "0"), "legal"),
+        (("--verifier", "perhaps"), "verifier is 'perhaps'"),
+        (("--temperature", "-1"), "temperature is -1"),
+        (("--top-p", "2"), "top_p is 2"),
+        (("--dtype", "float7"), "float7"),
+        (("--device", "abacus"), "abacus"),
+        (("--competitor", "llamas"), "competitor is 'llamas': legal are transformers"),
+        (("--competitor", "transformers-assisted", "--target", "embedded:fast-draft"), "needs a draft model"),
+        (("--profile", "instant"), "profile is 'instant': legal are quick, full"),
+        (("--questions", "0"), "0"),
+        (("--repeats", "0"), "repeats is 0"),
+        (("--max-tokens", "0"), "max_tokens is 0"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path, args, words):
+    small = ("--out", tmp_path / "x", "--temperature", "0", "--questions", "1", "--max-tokens", "2", "-q")
+    assert words in bench("run", *small, *args, code=1).stderr
+    assert not (tmp_path / "x" / "records.jsonl").exists()
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    assert "holds no provenance.json" in bench("report", tmp_path, code=1).stderr
+    (tmp_path / "provenance.json").write_text("{")
+    assert "holds no provenance.json to read" in bench("report", tmp_path, code=1).stderr
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_profiles_name_what_exists(profile, monkeypatch, tmp_path):
+    monkeypatch.setattr(models, "pulled", lambda name: True)  # noqa: ARG005
+    monkeypatch.setattr(planning, "search", lambda bench, cell, questions: {"": 1.0})  # noqa: ARG005
+    made = plan(Wanted(), tmp_path, Workbench(device="cpu"), profile=profile)
+    assert {cell.target for cell in made.cells} == {"embedded:target", "smollm2-135m"}
+    assert not [note for note in made.notes if note.startswith("left out")]
+    methods = {cell.method for cell in made.cells if cell.target == "embedded:target"}
+    assert {"plain", "model, fixed:8, block", "chains:4, fixed:4, trie_block", "model, acceptance, block"} <= methods
+    assert len(set(made.cells)) == len(made.cells)
+
+
+def test_a_profile_yields_to_options_and_says_what_it_leaves_out(monkeypatch):
+    monkeypatch.setattr(models, "pulled", lambda name: False)  # noqa: ARG005
+    asked, notes = parts(Wanted(temperature=(0.5,)), "quick")
+    assert {part.target for part in asked} == {"embedded:target"}
+    assert {part.temperature for part in asked} == {(0.5,)}
+    assert notes == ["left out smollm2-135m: draftproof models pull smollm2-135m has not been run"]
+    ((named,), none) = parts(Wanted(target="embedded:stories"), "quick")
+    assert (named.draft, named.questions, none) == ("embedded:stories-draft", 6, [])
+
+
+def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):
+    calls = []
+
+    def search(bench, cell, questions):  # noqa: ARG001
+        calls.append((cell.engine, [question.dataset for question in questions]))
+        return {"": 1.0, "num_assistant_tokens=2": 3.0}
+
+    monkeypatch.setattr(planning, "search", search)
+    wanted = Wanted(competitor=("transformers-assisted",), dataset=("tinystories", "fiction"), temperature=(0.0,))
+    made = plan(wanted, tmp_path, Workbench(device="cpu"))
+    assert calls == [("transformers-assisted", ["tinystories", "fiction", "tinystories"])]
+    settings = [cell.setting for cell in made.cells if cell.engine == "transformers-assisted"]
+    assert settings == ["", "", "num_assistant_tokens=2", "num_assistant_tokens=2"]
+    assert plan(wanted, tmp_path, Workbench(device="cpu")) == made
+    assert len(calls) == 1
+    with pytest.raises(UserError, match="competitor is 'draftproof'"):
+        plan(Wanted(competitor=("draftproof",)), tmp_path, Workbench(device="cpu"))
