@@ -26,6 +26,7 @@ COUNT_HEADS = (
     "tokens per target call",
     "over token",
     "accepted a round",
+    "accepted of drafted",
     "discarded per token",
     "target calls per token",
     "GFLOP per token",
@@ -125,11 +126,17 @@ def count_row(one: Summary) -> list[str]:
         figure(measures.block_efficiency(one.records)),
         "-" if one.gain is None else f"{figure(one.gain, 3)}{'' if one.gain.sure else ' ?'}",
         figure(measures.mean_accepted(one.records)),
+        _share(one),
         figure(measures.discard_rate(one.records)),
         figure(measures.verification_rate(one.records)),
         "-" if one.flops is None else f"{one.flops / 1e9:.3g}",
         "-" if one.agrees is None else f"{one.agrees[0]} of {one.agrees[1]}",
     ]
+
+
+def _share(one: Summary) -> str:
+    stats = measures.total(measures.first(one.records))
+    return f"{stats.num_accepted_tokens / stats.num_draft_tokens:.0%}" if stats.num_draft_tokens else "-"
 
 
 def speed_table(own: Sequence[Summary]) -> list[str]:
