@@ -103,7 +103,7 @@ def test_a_report_of_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize("profile", PROFILES)
 def test_profiles_name_what_exists(profile, monkeypatch, tmp_path):
     monkeypatch.setattr(models, "pulled", lambda name: True)  # noqa: ARG005
-    monkeypatch.setattr(planning, "search", lambda bench, cell, questions: {"": 1.0})  # noqa: ARG005
+    monkeypatch.setattr(planning, "search", lambda bench, cell, questions, watch: {"": 1.0})  # noqa: ARG005
     made = plan(Wanted(), tmp_path, Workbench(device="cpu"), profile=profile)
     assert {cell.target for cell in made.cells} == {"embedded:target", "smollm2-135m"}
     assert not [note for note in made.notes if note.startswith("left out")]
@@ -125,7 +125,7 @@ def test_a_profile_yields_to_options_and_says_what_it_leaves_out(monkeypatch):
 def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):
     calls = []
 
-    def search(bench, cell, questions):  # noqa: ARG001
+    def search(bench, cell, questions, watch):  # noqa: ARG001
         calls.append((cell.engine, [question.dataset for question in questions]))
         return {"": 1.0, "num_assistant_tokens=2": 3.0}
 

@@ -25,6 +25,7 @@ from draftproof.bench.record import Answer
 from draftproof.bench.workbench import Answerer, Stopwatch, Workbench
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
+from draftproof.training.progress import Watch, silent
 
 # What the search for a best setting tries; the defaults of transformers are measured beside it.
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -227,13 +228,14 @@ COMPETITORS: dict[str, Callable[[Workbench, Cell], Answerer]] = {
 }
 
 
-def search(bench: Workbench, cell: Cell, questions: Sequence[Question]) -> dict[str, float]:
+def search(bench: Workbench, cell: Cell, questions: Sequence[Question], *, watch: Watch = silent) -> dict[str, float]:
     """Tokens a second of a competitor under each setting of its grid, the median over a few questions.
 
     Args:
         bench: loaded models.
         cell: the competitor; its setting is replaced by each of the grid's.
         questions: few; the settings take turns on each.
+        watch: shows progress.
 
     Returns:
         Rates by setting, "" being the defaults.
@@ -242,11 +244,13 @@ def search(bench: Workbench, cell: Cell, questions: Sequence[Question]) -> dict[
     settings = ["", *(format_setting(dict(zip(grid, v, strict=True))) for v in itertools.product(*grid.values()))]
     tried = [replace(cell, setting=setting) for setting in dict.fromkeys(settings)]
     rates: dict[str, list[float]] = {one.setting: [] for one in tried}
-    for place, question in enumerate(questions):
-        prompt = bench.encode(cell, question)
-        if place == 0:
-            COMPETITORS[cell.engine](bench, cell).answer(prompt, cell.params)  # warms up
-        for one in tried:
-            answer = COMPETITORS[one.engine](bench, one).answer(prompt, one.params)
-            rates[one.setting].append(answer.tokens / answer.seconds["total"])
+    with watch(f"trying settings of {cell.engine}", len(tried) * len(questions), 0) as tick:
+        for place, question in enumerate(questions):
+            prompt = bench.encode(cell, question)
+            if place == 0:
+                COMPETITORS[cell.engine](bench, cell).answer(prompt, cell.params)  # warms up
+            for number, one in enumerate(tried, 1):
+                answer = COMPETITORS[one.engine](bench, one).answer(prompt, one.params)
+                rates[one.setting].append(answer.tokens / answer.seconds["total"])
+                tick(place * len(tried) + number, tokens=answer.tokens)
     return {setting: median(found) for setting, found in rates.items()}

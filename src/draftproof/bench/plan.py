@@ -6,7 +6,7 @@ reports.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,13 @@ from draftproof.bench.questions import Question, read_questions
 from draftproof.bench.wanted import Wanted, parts
 from draftproof.bench.workbench import Workbench
 from draftproof.errors import UserError
+from draftproof.training.progress import Watch, silent
 from draftproof.training.provenance import digest
 from draftproof.training.sweep import remembered
 
 SEARCHED = "settings"  # folder of what searches found, within a run's
 SEARCH_QUESTIONS = 3  # of all data sets together
+Search = Callable[[Cell, Sequence[Question]], dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Plan:
     notes: list[str]
 
 
-def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = None) -> Plan:
+def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = None, watch: Watch = silent) -> Plan:
     """Cells and questions for what is wanted.
 
     Args:
@@ -48,6 +50,7 @@ def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = N
         out: the run's folder; the best settings of competitors are kept there, so that a repeated command finds them.
         bench: for the search of those.
         profile: what to do where nothing was said.
+        watch: shows progress.
 
     Raises:
         UserError: something that does not exist or does not fit.
@@ -69,7 +72,7 @@ def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = N
                 legal = ", ".join(name for name in ENGINES if name != OURS)
                 raise UserError(f"competitor is {engine!r}: legal are {legal}")
             theirs |= dict.fromkeys(matrix(**_lists(part), draft=part.draft, engine=engine, strict=True).cells)
-    best, found = _tuned(list(theirs), questions, out, bench)
+    best, found = _tuned(list(theirs), questions, out, partial(search, bench, watch=watch))
     repeats = max(_said(part.repeats) for part in asked)
     return Plan([*ours, *theirs, *best], questions, repeats, list(dict.fromkeys([*notes, *found])))
 
@@ -92,7 +95,7 @@ def _own(part: Wanted) -> dict[str, Any]:
 
 
 def _tuned(
-    cells: Sequence[Cell], questions: Mapping[str, Sequence[Question]], out: Path, bench: Workbench
+    cells: Sequence[Cell], questions: Mapping[str, Sequence[Question]], out: Path, search_one: Search
 ) -> tuple[list[Cell], list[str]]:
     """Competitors' cells at the setting that was fastest in a small search, and what the searches found.
 
@@ -108,7 +111,7 @@ def _tuned(
         rows = zip(*(questions[name][:SEARCH_QUESTIONS] for name in names), strict=False)
         few = [question for row in rows for question in row][:SEARCH_QUESTIONS]
         key = digest(one.to_dict(), [[question.dataset, question.id] for question in few])[:16]
-        rates = remembered(out / SEARCHED / f"{key}.json", partial(search, bench, one, few))
+        rates = remembered(out / SEARCHED / f"{key}.json", partial(search_one, one, few))
         best = max(rates, key=lambda setting: float(rates[setting]))
         told = ", ".join(f"{setting or 'defaults'} {rate:.1f}" for setting, rate in rates.items())
         notes.append(f"search of {one.engine} at temperature {one.temperature:g}, tokens a second: {told}")

@@ -113,11 +113,11 @@ def run_(
     )
     with quiet_libraries():
         bench = Workbench(device=device, trust_remote_code=trust_remote_code)
-        made = plan(wanted, out, bench, profile=profile)
+        watch = silent if quiet else bar
+        made = plan(wanted, out, bench, profile=profile, watch=watch)
         if not quiet:
             for line in made.notes:
                 tell(line, dim=True)
-        watch = silent if quiet else bar
         options: dict[str, Any] = {"repeats": made.repeats, "warmup": warmup, "notes": made.notes}
         records = run(made.cells, made.questions, out, **options, watch=watch, bench=bench)
         score(records, made.questions, out, bench, watch=watch)
