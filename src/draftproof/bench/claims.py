@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -19,6 +20,7 @@ from draftproof.errors import UserError
 LEVEL = 0.95
 RESAMPLES = 2000
 EDGE = 1e-9  # what rounding may move an exact value by
+Item = TypeVar("Item")
 Statistic = Callable[[Float[Tensor, "draws columns"]], Float[Tensor, " draws"]]
 
 
@@ -147,6 +149,43 @@ def bootstrap(
     tail = (1 - level) / 2
     low, high = (float(found.quantile(share)) for share in (tail, 1 - tail))
     return Interval(float(statistic(values.sum(0, keepdim=True))[0]), low, high, level, clusters)
+
+
+def resampled(
+    clusters: Sequence[Item],
+    statistic: Callable[[Sequence[Item]], float],
+    *,
+    level: float = LEVEL,
+    resamples: int = 400,
+    seed: int = 0,
+) -> Interval:
+    """As `bootstrap`, for statistics that are no function of totals; slower.
+
+    Args:
+        clusters: what is drawn again.
+        statistic: of a list of them.
+        level: as there.
+        resamples: as there.
+        seed: as there.
+
+    Raises:
+        UserError: fewer than two clusters.
+    """
+    count = len(clusters)
+    if count < 2:
+        raise UserError(f"an interval over {count} clusters: legal are 2 or more prompts")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(count, (resamples, count), generator=generator).tolist()
+    found = torch.tensor([statistic([clusters[at] for at in row]) for row in drawn], dtype=torch.float64)
+    tail = (1 - level) / 2
+    low, high = (float(found.quantile(share)) for share in (tail, 1 - tail))
+    return Interval(statistic(clusters), low, high, level, count)
+
+
+def shifted(interval: Interval, by: float) -> Interval:
+    """The interval of a number plus a constant."""
+    ends = (interval.value + by, interval.low + by, interval.high + by)
+    return Interval(*ends, interval.level, interval.clusters)
 
 
 def column(place: int) -> Statistic:

@@ -134,15 +134,21 @@ def number(value: Told | str) -> str:
     """A number with its interval, where it has one."""
     if isinstance(value, str):
         return value
-    if value["clusters"] == 0:
-        return f"{value['value']:.4g}"
-    return f"{value['value']:.4g} [{value['low']:.4g}, {value['high']:.4g}]"
+    middle, low, high = (_short(value[name]) for name in ("value", "low", "high"))
+    return middle if value["clusters"] == 0 else f"{middle} [{low}, {high}]"
+
+
+def _short(value: float) -> str:
+    """Four digits; what rounding leaves of 0 is 0."""
+    return f"{value if abs(value) > 1e-12 else 0:.4g}"
 
 
 def _reasons(outcome: Told) -> list[str]:
     """The distinct reasons, each with the columns it stands for."""
     found: dict[tuple[str, str], list[str]] = {}
     for cell in outcome["cells"]:
+        if cell["row"] == "picture":
+            continue  # the table of claims says it
         if cell["column"] not in found.setdefault((cell["mark"], cell["reason"]), []):
             found[cell["mark"], cell["reason"]].append(cell["column"])
     return [f"- {SIGNS[mark]} {', '.join(columns)}: {reason}." for (mark, reason), columns in found.items() if reason]

@@ -34,11 +34,11 @@ def reproduce(
     A recipe is one table or figure; --list names them. Claims of direction are judged by intervals: holds, not
     distinguishable, violated. A finished recipe is not measured again in the same folder.
     """
-    from draftproof.bench import reproduce as recipes
-
     if list_:
         _list(as_json=as_json)
         return
+    from draftproof.bench import reproduce as recipes
+
     if out is None:
         raise UserError("no folder: say where the report goes with --out")
     chosen = recipes.profile_named(profile)
@@ -52,6 +52,8 @@ def reproduce(
 
 
 def _list(*, as_json: bool) -> None:
+    from draftproof.bench.recipes.index import RECIPES
+
     if as_json:
         told = [
             {"name": r.name, "how": r.how, "title": r.paper.title, "place": r.paper.place} for r in RECIPES.values()

@@ -16,10 +16,16 @@ from torch.special import xlogy
 _EDGE = 1e-6
 
 
-def binary_kl(label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"]) -> float:
-    """Mean KL(Bernoulli(label) || Bernoulli(predicted)) in nats (seed 003, appendix C.3)."""
+def kl_rows(label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+    """KL(Bernoulli(label) || Bernoulli(predicted)) of each row, in nats (seed 003, appendix C.3)."""
     p, q = label.double(), predicted.double().clamp(_EDGE, 1 - _EDGE)
-    return float((xlogy(p, p) + xlogy(1 - p, 1 - p) - p * q.log() - (1 - p) * (1 - q).log()).mean())
+    rows: Tensor = xlogy(p, p) + xlogy(1 - p, 1 - p) - p * q.log() - (1 - p) * (1 - q).log()
+    return rows
+
+
+def binary_kl(label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"]) -> float:
+    """The mean of `kl_rows`."""
+    return float(kl_rows(label, predicted).mean())
 
 
 def fitted(score: Float[Tensor, " rows"], label: Float[Tensor, " rows"], steps: int = 50) -> tuple[float, float]:

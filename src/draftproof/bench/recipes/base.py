@@ -215,7 +215,8 @@ def _cell(row: str, column: str, value: float | str, found: Answer | Missing) ->
         return Cell(row, column, value, None, 0.0, Mark.NOT, reason)
     tolerance = abs(value) * found.tolerance if found.relative else found.tolerance
     if abs(found.ours.value - value) <= tolerance:
-        mark, reason = Mark.REPRODUCED, f"within {tolerance:.3g}"
+        share = f"{found.tolerance:.0%} of the paper's" if found.relative else f"{tolerance:.3g}"
+        mark, reason = Mark.REPRODUCED, f"within {share}"
     elif broken := [each for each in found.claims if each.verdict is not Verdict.HOLDS]:
         mark = Mark.NOT
         reason = "; ".join(f"{each.text}: {each.verdict} ({each.interval})" for each in broken)

@@ -216,8 +216,8 @@ def figure4(lab: Laboratory) -> Outcome:
                 row = f"{('XXS', 'XXXS')[place]}, n = {n}"
                 why = why_other(float(papers.FIGURE4.value(row, "BE token") or 0), found["BE token"], n, names.label)
                 answers |= _gain_answers(found, [*grown, *longer], [], why, row)
-    lines.append(Series("paper, XXS", (4, 6, 8), (3.36, 6.10, 8.30)))
-    lines.append(Series("paper, XXXS", (4, 6, 8), (3.16, 5.07, 6.27)))
+    lines.append(Series("paper, XXS", (4.0, 6.0, 8.0), (3.36, 6.10, 8.30)))
+    lines.append(Series("paper, XXXS", (4.0, 6.0, 8.0), (3.16, 5.07, 6.27)))
     draft.figure = Figure("n", "gain of block over token verification, %", tuple(lines))
     draft.notes.append("Beside XXS stands our first pair, beside XXXS the second; they differ in target as well.")
     return draft.finish(answers)
@@ -360,7 +360,7 @@ def figure3(lab: Laboratory) -> Outcome:  # noqa: ARG001 - nothing is sampled
     draft.figure = Figure(
         "x",
         "Pr(accepted >= x), n = 10",
-        tuple(Series(rule, tuple(range(11)), tuple(law)) for rule, law in laws.items()),
+        tuple(Series(rule, tuple(map(float, range(11))), tuple(law)) for rule, law in laws.items()),
     )
     answers = {(row, "E[accepted] at n = 2"): Answer(Interval.exact(value), 1e-12) for row, value in means.items()}
     return draft.finish(answers)

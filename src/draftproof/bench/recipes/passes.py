@@ -1,0 +1,153 @@
+"""Seed 003, table 2 and figure 3: seconds of a pass, by regression of time on what was drafted and verified.
+
+Knows: which runs are timed. Does not know: stoppers, how a run is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from draftproof.bench.claims import Claim, Interval, Kind, claim, resampled, shifted
+from draftproof.bench.laboratory import SMALL, Laboratory, Names
+from draftproof.bench.measures import fit_times
+from draftproof.bench.papers import seed003 as papers
+from draftproof.bench.recipes.base import Answer, Draft, Figure, Missing, Outcome, Recipe, Series
+from draftproof.bench.recipes.seed003 import TOP_K
+
+Answers = dict[tuple[str, str], Answer | Missing]
+
+STOPPERS = {
+    "SpecDec": tuple(f"fixed:{length}" for length in (2, 6, 10)),
+    "SpecDec++": tuple(f"acceptance:{h}" for h in (0.3, 0.7, 0.9)),
+}
+TIMED = ("stand-alone", *STOPPERS)
+SECONDS = 0.0005  # tolerance
+
+
+def _timed(lab: Laboratory, **asked: Any) -> list[list[tuple[float, float, float]]]:
+    """(drafted, target calls, seconds) of the answers of each prompt, one sequence at a time."""
+    size = {"batch": 1, "prompts": min(lab.profile.prompts, 12), "seeds": 1, "top_k": TOP_K, "verifier": "token"}
+    run = lab.scaled_run(asked.pop("names", SMALL), **{**size, **asked})
+    found: list[list[tuple[float, float, float]]] = [[] for _ in range(run.prompts)]
+    for row in lab.runs(run):
+        counts = (float(row["num_draft_tokens"]), float(row["num_target_calls"]), float(row["seconds"]["total"]))
+        found[row["prompt"]].append(counts)
+    return found
+
+
+def _alone(lab: Laboratory, names: Names) -> list[list[tuple[float, float, float]]]:
+    """A model by itself, at two lengths: of one there is no line to fit."""
+    lengths = (lab.profile.tokens // 3, lab.profile.tokens)
+    parts = [_timed(lab, names=names, drafter="none", stopper="", tokens=n) for n in lengths]
+    return [list(itertools.chain(*rows)) for rows in zip(*parts, strict=True)]
+
+
+def _speculating(lab: Laboratory, setting: str) -> list[list[tuple[float, float, float]]]:
+    parts = [_timed(lab, stopper=stopper) for stopper in STOPPERS[setting]]
+    return [list(itertools.chain(*rows)) for rows in zip(*parts, strict=True)]
+
+
+def _slope(parts: Sequence[list[tuple[float, float, float]]], side: int) -> float:
+    """Seconds of a pass of either model, by regression on both counts."""
+    fitted = fit_times(list(itertools.chain(*parts)))
+    return math.nan if fitted is None else (fitted.draft, fitted.target, fitted.r_squared)[side]
+
+
+def _line(parts: Sequence[list[tuple[float, float, float]]], side: int) -> float:
+    """Seconds of a pass and R squared of a model by itself, whose calls are the only count."""
+    rows = torch.tensor(list(itertools.chain(*parts)), dtype=torch.float64)
+    calls, seconds = rows[:, 1], rows[:, 2]
+    slope = float((calls * seconds).sum() / (calls**2).sum())
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return (slope, 1 - float(((seconds - slope * calls) ** 2).sum()) / spread)[side]
+
+
+def passes(lab: Laboratory) -> dict[str, dict[str, Interval]]:
+    """Seconds of a pass by setting."""
+    by_itself = [_alone(lab, names) for names in (Names(SMALL.draft, SMALL.draft), SMALL)]
+    found = {
+        "stand-alone": {
+            "t_draft": resampled(by_itself[0], lambda parts: _line(parts, 0)),
+            "t_target": resampled(by_itself[1], lambda parts: _line(parts, 0)),
+            "R squared": resampled(by_itself[1], lambda parts: _line(parts, 1)),
+        }
+    }
+    for setting in STOPPERS:
+        parts = _speculating(lab, setting)
+        found[setting] = {
+            name: resampled(parts, partial(_slope, side=side))
+            for side, name in enumerate(("t_draft", "t_target", "R squared"))
+        }
+    return found
+
+
+def fits(found: dict[str, dict[str, Interval]]) -> dict[str, Claim]:
+    """By setting, whether the model of time fits."""
+    return {
+        setting: claim(
+            f"R squared - 0.98 >= 0 ({setting})",
+            Kind.MODELS,
+            shifted(found[setting]["R squared"], -0.98),
+            at_least=True,
+        )
+        for setting in TIMED
+    }
+
+
+def head_costs(found: dict[str, dict[str, Interval]]) -> Claim:
+    """That the acceptance head costs less than a tenth of a draft pass."""
+    plain, headed = found["SpecDec"]["t_draft"], found["SpecDec++"]["t_draft"]
+    value, low, high = headed.value / plain.value, headed.low / plain.high, headed.high / plain.low
+    gap = Interval(1.1 - value, 1.1 - high, 1.1 - low, headed.level, headed.clusters)
+    return claim("1.1 - t_draft with the head over t_draft without > 0", Kind.MODELS, gap)
+
+
+OTHER_SECONDS = (
+    "models of 260 thousand parameters on a CPU take milliseconds where the paper's take a tenth of a second"
+)
+
+
+def table2(lab: Laboratory) -> Outcome:
+    """Seconds of a pass."""
+    draft, answers, found = Draft(papers.TABLE2), Answers(), passes(lab)
+    fitted = fits(found)
+    for setting, values in found.items():
+        draft.row(f"{SMALL.label}, {setting}", values, timed=True)
+        for row in papers.TABLE2.rows:
+            if row.split(",")[0] == setting:
+                answers |= {
+                    (row, name): _answer(value, 0.02 if name == "R squared" else SECONDS, fitted[setting])
+                    for name, value in values.items()
+                }
+    draft.timed_claims += [*fitted.values(), head_costs(found)]
+    return draft.finish(answers)
+
+
+def _answer(value: Interval, tolerance: float, fitted: Claim) -> Answer:
+    return Answer(value, tolerance, (fitted,), OTHER_SECONDS, timed=True)
+
+
+def figure3(lab: Laboratory) -> Outcome:
+    """The same as bars."""
+    draft, answers, found = Draft(papers.FIGURE3), Answers(), passes(lab)
+    fitted = fits(found)
+    for setting, values in found.items():
+        own = {name: values[name] for name in ("t_draft", "t_target")}
+        draft.row(f"{SMALL.label}, {setting}", own, timed=True)
+        answers |= {(setting, name): _answer(value, SECONDS, fitted[setting]) for name, value in own.items()}
+    draft.timed_claims += [*fitted.values(), head_costs(found)]
+    lines = [
+        Series(name, tuple(map(float, range(3))), tuple(1000 * found[setting][name].value for setting in TIMED))
+        for name in ("t_draft", "t_target")
+    ]
+    draft.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)
+    return draft.finish(answers)
+
+
+RECIPES = (Recipe(papers.TABLE2, table2, "times"), Recipe(papers.FIGURE3, figure3, "times"))

@@ -1,0 +1,124 @@
+"""Expected accepted tokens given the drafts equal what the rules themselves do, by enumeration of their randomness."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from draftproof.bench.accepted import Recorder, chain_reach, chains_of, key, pieces, trie_reach
+from draftproof.draft import Draft
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.sampled_tree import SampledTreeDrafter
+from draftproof.engine.engine import Engine
+from draftproof.functional import block_verify, spectr_verify, token_verify
+from draftproof.functional.coupling import multi_round_on_tries
+from draftproof.functional.greedy import greedy_block_verify
+from draftproof.functional.nodes import Tries
+from draftproof.sampling import SamplingParams
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.testing import TableModel, exact_law
+from draftproof.theory.lengths import block_length, token_length
+from draftproof.tree import TokenTree
+
+VOCAB, LENGTH, DRAFTS = 4, 3, 3
+
+
+def drafts(seed):
+    """K chains of tokens with the rows of two table models along them."""
+    models = [TableModel(VOCAB, 10 * seed + i, order=4, sharpness=1.0) for i in range(2)]
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (1, DRAFTS, LENGTH), generator=generator)
+    rows = [
+        [[model.logits(chain[:i]).softmax(-1) for i in range(LENGTH + extra)] for chain in tokens[0].tolist()]
+        for extra, model in enumerate(models)
+    ]
+    q, p = (torch.stack([torch.stack(chain) for chain in own]).unsqueeze(0) for own in rows)
+    return tokens, q, p
+
+
+def at_least(law):
+    return [sum(chance for accepted, chance in law.items() if accepted >= i) for i in range(1, LENGTH + 1)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("rule", "verify"), [("token", token_verify), ("block", block_verify), ("greedy_block", greedy_block_verify)]
+)
+def test_single_drafts(seed, rule, verify):
+    tokens, q, p = (part[:, 0] for part in drafts(seed))
+    law = exact_law(lambda rng: int(verify(tokens, q, p, rng=rng).accepted[0]))
+    assert chain_reach(rule, tokens, q, p)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_spectr(seed):
+    tokens, q, p = drafts(seed)
+    law = exact_law(lambda rng: int(spectr_verify(tokens, q, p, rng=rng).accepted[0]))
+    assert trie_reach("spectr", tokens, q, p)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_multi_round(seed):
+    tokens, q, p = drafts(seed)
+    tries = Tries.from_chains(tokens)
+
+    def program(rng):
+        node = multi_round_on_tries(tries, q.flatten(0, 2), p.flatten(0, 2), rng=rng).node
+        return int(tries.depth[0, node + 1])
+
+    law = exact_law(program)
+    assert trie_reach("multi_round", tokens, q, p)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
+
+
+def test_the_cases_are_not_trivial():
+    """A draft that is accepted for certain says nothing; most of those above are not."""
+    kept = [float(trie_reach("spectr", *drafts(seed))[0, -1]) for seed in range(6)]
+    assert sum(0.01 < chance < 0.99 for chance in kept) >= 4
+
+
+def test_equal_drafts_are_one_token_with_two_chances():
+    tokens, q, p = drafts(1)
+    twice = [torch.cat([part[:, :1], part[:, :1]], 1) for part in (tokens, q, p)]
+    law = exact_law(lambda rng: int(spectr_verify(*twice, rng=rng).accepted[0]))
+    assert trie_reach("spectr", *twice)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
+
+
+def test_a_batch_is_its_rows():
+    parts = [drafts(seed) for seed in range(4)]
+    together = trie_reach("spectr", *(torch.cat(part) for part in zip(*parts, strict=True)))
+    alone = torch.cat([trie_reach("spectr", *part) for part in parts])
+    assert torch.allclose(together, alone, atol=1e-12)
+
+
+def test_chains_come_out_of_a_tree_as_they_were_drawn():
+    tree = TokenTree(torch.tensor([5, 7, 1, 2, 3]), (-1, -1, 0, 0, 1))
+    draft = Draft(tree, torch.ones(5, 8) / 8, draws=(0, 1, 0, 2, 3, 4))
+    assert chains_of(draft) == [[0, 2], [1, 4], [0, 3]]
+    tokens, q, p = pieces([draft], [torch.arange(48.0).reshape(6, 8)])
+    assert tokens.tolist() == [[[5, 1], [7, 3], [5, 2]]]
+    assert q.shape == (1, 3, 2, 8)
+    assert p[0, :, :, 0].tolist() == [[0.0, 8.0, 24.0], [0.0, 16.0, 40.0], [0.0, 8.0, 32.0]]
+
+
+def test_the_recorder_plainly_decodes_and_sees_what_theory_says():
+    target, small = TableModel(3, 1, order=1), TableModel(3, 2, order=1)
+    drafter = SampledTreeDrafter(DraftModel(small, vocab_size=3), FixedLength(3), chains=4)
+    recorder = Recorder((1, 3), (2,))
+    engine = Engine(target, drafter, recorder, max_batch=8)
+    prompts = [[0], [1], [2]] * 2
+    each = [SamplingParams(max_tokens=123, seed=seed, ignore_eos=True) for seed in range(6)]
+    outs = engine.generate(prompts, each)
+    assert all(out.stats.num_target_calls == out.stats.num_tokens for out in outs)
+    plain = Engine(target, max_batch=8).generate(prompts, each)
+    counts = [Counter(token for out in some for token in out.token_ids) for some in (outs, plain)]
+    assert counts[0][0] / 738 == pytest.approx(counts[1][0] / 738, abs=0.08)  # one law, other draws
+    p, q = ((lambda context, model=model: model.logits(context).softmax(-1)) for model in (target, small))
+    for rule, length in (("token", token_length), ("block", block_length)):
+        expected = noted = 0.0
+        for place, noted_round in enumerate(recorder.rounds):
+            for row, value in enumerate(noted_round[key(rule, 3)]):
+                context = ([*prompts[row], *outs[row].token_ids])[: place + 1]
+                expected += length(p, q, 3, (context[-1],))
+                noted += value
+        assert noted == pytest.approx(expected, rel=0.05)
+    assert len(recorder.rounds) == 120
