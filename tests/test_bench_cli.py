@@ -130,11 +130,11 @@ def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):
         return {"": 1.0, "num_assistant_tokens=2": 3.0}
 
     monkeypatch.setattr(planning, "search", search)
-    wanted = Wanted(competitor=("transformers-assisted",), dataset=("tinystories", "fiction"), temperature=(0.0,))
+    wanted = Wanted(competitor=("transformers-assisted",), dataset=("tinystories", "fiction"))
     made = plan(wanted, tmp_path, Workbench(device="cpu"))
     assert calls == [("transformers-assisted", ["tinystories", "fiction", "tinystories"])]
     settings = [cell.setting for cell in made.cells if cell.engine == "transformers-assisted"]
-    assert settings == ["", "", "num_assistant_tokens=2", "num_assistant_tokens=2"]
+    assert settings == [*[""] * 4, *["num_assistant_tokens=2"] * 4]  # two data sets at two temperatures
     assert plan(wanted, tmp_path, Workbench(device="cpu")) == made
     assert len(calls) == 1
     with pytest.raises(UserError, match="competitor is 'draftproof'"):

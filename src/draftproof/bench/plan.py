@@ -99,17 +99,19 @@ def _tuned(
 ) -> tuple[list[Cell], list[str]]:
     """Competitors' cells at the setting that was fastest in a small search, and what the searches found.
 
-    One search serves all data sets and seeds: it is over the first questions of them in turns.
+    One search serves all data sets, temperatures and seeds: at the first temperature, over the first questions of the
+    data sets in turns.
     """
     made, notes = [], []
-    searches: dict[Cell, list[Cell]] = {}
+    searches: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in cells:
         if cell.engine in GRIDS:
-            searches.setdefault(replace(cell, dataset="", seed=0), []).append(cell)
-    for one, own in searches.items():
+            searches.setdefault((cell.engine, cell.target, cell.draft, cell.dtype, cell.max_tokens), []).append(cell)
+    for own in searches.values():
         names = dict.fromkeys(cell.dataset for cell in own)
         rows = zip(*(questions[name][:SEARCH_QUESTIONS] for name in names), strict=False)
         few = [question for row in rows for question in row][:SEARCH_QUESTIONS]
+        one = replace(own[0], dataset="", seed=0)
         key = digest(one.to_dict(), [[question.dataset, question.id] for question in few])[:16]
         rates = remembered(out / SEARCHED / f"{key}.json", partial(search_one, one, few))
         best = max(rates, key=lambda setting: float(rates[setting]))
