@@ -20,7 +20,7 @@ from draftproof.bench.record import Record, by_cell, read_records
 
 PLAIN = "plain"
 BASES = (PLAIN, "transformers", "transformers-assisted", "transformers-lookup")
-_ASIDE = ("draft", "dtype", "backend")  # what a method's name says only where it differs within a run
+_ASIDE = ("draft", "dtype", "backend")  # what a method's name says only where it differs within a table
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Setting:
         """In words."""
         cuts = [f"top-k {self.top_k}"] if self.top_k > 0 else []
         cuts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
-        return ", ".join([f"{self.dataset}, temperature {self.temperature:g}", *cuts])
+        return ", ".join([self.target, self.dataset, f"temperature {self.temperature:g}", *cuts])
 
 
 @dataclass(frozen=True)
@@ -130,10 +130,13 @@ def summaries(
     records: Sequence[Record], shapes: Mapping[str, Shape | None], scores: Scores | None = None
 ) -> list[Summary]:
     """One summary for each method of each setting, in the order of the first records."""
-    named = _names(list(by_cell(records)))
-    tables: dict[Setting, dict[str, list[Record]]] = {}
+    cells: dict[Setting, list[Cell]] = {}
+    for cell in by_cell(records):
+        cells.setdefault(_setting(cell), []).append(cell)
+    named = {cell: name for own in cells.values() for cell, name in _names(own).items()}
+    tables: dict[Setting, dict[str, list[Record]]] = {setting: {} for setting in cells}
     for record in records:
-        tables.setdefault(_setting(record.cell), {}).setdefault(named[record.cell], []).append(record)
+        tables[_setting(record.cell)].setdefault(named[record.cell], []).append(record)
     return [
         _summary(setting, method, table, shapes, scores or {}) for setting, table in tables.items() for method in table
     ]
@@ -144,7 +147,7 @@ def _setting(cell: Cell) -> Setting:
 
 
 def _names(cells: Sequence[Cell]) -> dict[Cell, str]:
-    """What tables call each cell: its method, and what else tells it from others of the run."""
+    """What a table calls each of its cells: the method, and what else tells it from others there."""
     vary = [name for name in _ASIDE if len({getattr(cell, name) for cell in cells} - {None}) > 1]
     made = {}
     for cell in cells:
