@@ -191,13 +191,3 @@ def shifted(interval: Interval, by: float) -> Interval:
 def column(place: int) -> Statistic:
     """The total of one column."""
     return lambda totals: totals[:, place]
-
-
-def ratio(above: int, below: int) -> Statistic:
-    """One column's total over another's."""
-    return lambda totals: totals[:, above] / totals[:, below]
-
-
-def summary(claims: Sequence[Claim]) -> dict[str, int]:
-    """How many claims there are of each verdict."""
-    return {str(verdict): sum(each.verdict is verdict for each in claims) for verdict in Verdict}

@@ -16,10 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.bench.laboratory import Laboratory, Names
-from draftproof.bench.questions import read_questions, shipped
+from draftproof.bench.laboratory import OPENINGS, Laboratory, Names
 from draftproof.engine.engine import Engine
-from draftproof.errors import UserError
 from draftproof.heads import Head
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
@@ -30,8 +28,6 @@ from draftproof.training.heads import run_head
 from draftproof.training.provenance import digest
 from draftproof.training.responses import Response
 
-STORIES = "stories"  # the laboratory's own openings; other sets are those that ship
-PROMPT = 96  # tokens of a prompt at most: small models have short contexts
 STRIDE = 4  # tokens from one place to the next
 
 
@@ -41,14 +37,14 @@ class Field:
 
     Attributes:
         names: the models.
-        dataset: "stories" or a data set that ships.
+        dataset: OPENINGS or a data set that ships.
         prompts, places: how many, places for each prompt.
         seed: of the target's texts and the drafts.
         top_k: of the sampling, at temperature 1.
     """
 
     names: Names
-    dataset: str = STORIES
+    dataset: str = OPENINGS
     prompts: int = 16
     places: int = 12
     seed: int = 0
@@ -103,26 +99,10 @@ def pair_of(lab: Laboratory, names: Names, top_k: int = 0) -> Pair:
     return Pair(lab.backend(names.target, names.dtype), lab.backend(names.draft, names.dtype), params)
 
 
-def prompts_of(lab: Laboratory, names: Names, dataset: str, count: int) -> list[list[int]]:
-    """Prompts of a data set as token ids, cut where they are long.
-
-    Raises:
-        UserError: no such data set, or too few questions.
-    """
-    if dataset == STORIES:
-        return lab.prompts(names.target, count)
-    if dataset not in shipped():
-        raise UserError(f"data set is {dataset!r}: legal are {STORIES}, {', '.join(shipped())}")
-    texts = [question.prompt for question in read_questions(dataset, count)]
-    if len(texts) < count:
-        raise UserError(f"{dataset} has {len(texts)} questions: {count} were asked for")
-    return [[int(token) for token in lab.tokenizer(names.target)(text)["input_ids"]][:PROMPT] for text in texts]
-
-
 def _drafts(lab: Laboratory, field: Field) -> list[tuple[list[int], list[int]]]:
     """Prefixes at places of the target's texts, and what the draft model makes of them."""
     names = field.names
-    prompts = prompts_of(lab, names, field.dataset, field.prompts)
+    prompts = lab.prompts(names.target, field.prompts, field.dataset)
     texts = _sample(lab, names.target, field, prompts, field.places * STRIDE, 0)
     prefixes = [
         [*prompt, *text[: place * STRIDE]]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftproof.backends.hf import HFBackend
 from draftproof.bench.accepted import Recorder
+from draftproof.bench.questions import read_questions, shipped
 from draftproof.bench.workbench import Workbench
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
@@ -32,6 +33,8 @@ from draftproof.sampling import SamplingParams
 from draftproof.training.provenance import digest
 
 FORMAT = 1  # of the records; raise it where what is measured changes
+OPENINGS = "stories"  # the laboratory's own prompts
+PROMPT = 96  # tokens of a prompt at most: small models have short contexts
 Row = dict[str, Any]
 Tell = Callable[[str], None]
 COUNTS = ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
@@ -113,6 +116,7 @@ class Run:
         temperature, top_k: of the sampling.
         prompts, seeds, tokens: how many.
         batch: requests decoded together.
+        dataset: OPENINGS, or a data set that ships.
     """
 
     names: Names
@@ -125,6 +129,7 @@ class Run:
     seeds: int = 1
     tokens: int = 64
     batch: int = 8
+    dataset: str = OPENINGS
 
 
 @dataclass(frozen=True)
@@ -233,9 +238,21 @@ class Laboratory:
         """A model's tokenizer."""
         return self._bench.tokenizer(name)
 
-    def prompts(self, name: str, count: int) -> list[list[int]]:
-        """Beginnings of stories as token ids."""
-        return [[int(token) for token in self.tokenizer(name)(text)["input_ids"]] for text in openings(count)]
+    def prompts(self, name: str, count: int, dataset: str = OPENINGS) -> list[list[int]]:
+        """Prompts as token ids: beginnings of stories, or questions of a shipped data set, cut where they are long.
+
+        Raises:
+            UserError: no such data set, or fewer questions than that.
+        """
+        if dataset == OPENINGS:
+            texts = openings(count)
+        elif dataset in shipped():
+            texts = [question.prompt for question in read_questions(dataset, count)]
+        else:
+            raise UserError(f"data set is {dataset!r}: legal are {OPENINGS}, {', '.join(shipped())}")
+        if len(texts) < count:
+            raise UserError(f"{dataset} has {len(texts)} questions: {count} were asked for")
+        return [[int(token) for token in self.tokenizer(name)(text)["input_ids"]][:PROMPT] for text in texts]
 
     def drafter(self, asked: Run | Places, name: str, stopper: str) -> Drafter:
         """A drafter by name, with the draft model where it reads one."""
@@ -245,7 +262,7 @@ class Laboratory:
         return make_drafter(name, target=self.backend(names.target, names.dtype), draft=draft, stopper=stopper)
 
     def _run(self, asked: Run) -> list[Row]:
-        prompts = self.prompts(asked.names.target, asked.prompts)
+        prompts = self.prompts(asked.names.target, asked.prompts, asked.dataset)
         part = self.drafter(asked, asked.drafter, asked.stopper)
         target = self.backend(asked.names.target, asked.names.dtype)
         engine = Engine(target, part, make_verifier(asked.verifier), max_batch=asked.batch)

@@ -125,19 +125,19 @@ def _report(out: Path, profile: Profile, tell: Tell) -> None:
         data=[], seed=0, metrics={}, seconds=sum(each["seconds"] for each in found), profile=asdict(profile)
     )
     with whole_file(out / f"{REPORT}.json") as work:
-        work.write_text(json.dumps({"provenance": origin, "recipes": found}, indent=1) + "\n", encoding="utf-8")
+        told = {"provenance": origin, "tables": without_times(found), "recipes": found}
+        work.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     with whole_file(out / f"{REPORT}.md") as work:
         work.write_text(markdown(found, profile.name, origin, pictures), encoding="utf-8")
 
 
-def without_times(finished: Sequence[Finished]) -> str:
+def without_times(outcomes: Sequence[Told]) -> str:
     """A hash of everything in outcomes but seconds and what follows from them: equal for equal seeds."""
     kept = []
-    for each in finished:
-        content = {key: value for key, value in each.content.items() if key not in {"seconds", "timed_claims"}}
+    for each in outcomes:
+        dropped = {"seconds", "timed_claims", *(("figure", "claims") if each["how"] == "times" else ())}
+        content = {key: value for key, value in each.items() if key not in dropped}
         for part in ("cells", "rows"):
             content[part] = [row for row in content[part] if not row["timed"]]
-        if each.content["how"] == "times":
-            content.pop("figure"), content.pop("claims")
         kept.append(content)
     return digest(kept)

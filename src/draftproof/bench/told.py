@@ -138,8 +138,10 @@ def number(value: Told | str) -> str:
     return middle if value["clusters"] == 0 else f"{middle} [{low}, {high}]"
 
 
-def _short(value: float) -> str:
+def _short(value: float | None) -> str:
     """Four digits; what rounding leaves of 0 is 0."""
+    if value is None:
+        return "beyond"
     return f"{value if abs(value) > 1e-12 else 0:.4g}"
 
 

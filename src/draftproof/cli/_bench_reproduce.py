@@ -28,6 +28,7 @@ def reproduce(
     profile: Annotated[str, typer.Option(help="How much is measured: quick (minutes) or full.")] = "quick",
     as_json: Annotated[bool, typer.Option("--json", help="Print outcomes as JSON.")] = False,
     list_: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Run the papers' tables and figures on the pairs at hand, their numbers beside ours.
 
@@ -38,17 +39,28 @@ def reproduce(
         _list(as_json=as_json)
         return
     from draftproof.bench import reproduce as recipes
+    from draftproof.cli.generate import quiet_libraries
 
     if out is None:
         raise UserError("no folder: say where the report goes with --out")
     chosen = recipes.profile_named(profile)
-    made = recipes.reproduce(names or [], out, chosen, tell=lambda line: tell(line, dim=not line.startswith("[")))
+    with quiet_libraries():
+        made = recipes.reproduce(names or [], out, chosen, tell=_nothing if quiet else _progress)
     if as_json:
         typer.echo(json.dumps([each.content for each in made]))
         return
     for each in made:
         typer.echo(_line(each))
     typer.echo(f"written: {out / recipes.REPORT}.md")
+
+
+def _progress(line: str) -> None:
+    """A recipe that is begun stands out from what is measured for it."""
+    tell(line, dim=not line.startswith("["))
+
+
+def _nothing(line: str) -> None:
+    """Nobody wants to know."""
 
 
 def _list(*, as_json: bool) -> None:

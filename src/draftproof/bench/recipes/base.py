@@ -8,12 +8,13 @@ it does not and every claim that the cell is part of holds here, and `not reprod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from draftproof.bench.claims import Claim, Interval, Kind, Verdict
+from draftproof.bench.claims import Claim, Interval, Verdict
 from draftproof.bench.laboratory import Laboratory
 from draftproof.bench.papers.base import PaperTable, Value
 from draftproof.theory.lengths import iid_block_efficiency
@@ -138,8 +139,17 @@ class Outcome:
     timed_claims: tuple[Claim, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
+        """Plain values for JSON; None for what is no number."""
+        made: dict[str, Any] = _finite(asdict(self))
+        return made
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -248,8 +258,3 @@ def implied_acceptance(efficiency: float, n: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if iid_block_efficiency(middle, n) < efficiency else (low, middle)
     return low
-
-
-def must(claims: Sequence[Claim]) -> tuple[Claim, ...]:
-    """Those that must hold."""
-    return tuple(each for each in claims if each.kind is Kind.MUST)

@@ -75,7 +75,8 @@ def likelihoods(lab: Laboratory, run: Run) -> list[float]:
     """Log-probability of each answer under the target at temperature 1, row by row of the run."""
 
     def score() -> list[float]:
-        pair, rows, prompts = pair_of(lab, SMALL), lab.runs(run), lab.prompts(SMALL.target, run.prompts)
+        pair, rows = pair_of(lab, SMALL), lab.runs(run)
+        prompts = lab.prompts(SMALL.target, run.prompts, run.dataset)
         with torch.inference_mode():
             return [_likelihood(pair, prompts[row["prompt"]], row["token_ids"]) for row in rows]
 
@@ -216,7 +217,7 @@ def table3(lab: Laboratory) -> Outcome:
     ours = asked(lab, METHODS["SPRINTER"])
     for name in ("SD", "mentored"):
         other = asked(lab, METHODS[name])
-        wins = _wins(lab, ours, other)
+        wins = wins_over(lab, ours, other)
         sums = run_sums([lab.runs(run) for run in (ours, other)], FIELDS)
         speed = bootstrap(sums, over(0, 1))
         work = _work(lab, sums)
@@ -248,7 +249,7 @@ def table3(lab: Laboratory) -> Outcome:
     return draft.finish(answers)
 
 
-def _wins(lab: Laboratory, ours: Run, other: Run) -> Interval:
+def wins_over(lab: Laboratory, ours: Run, other: Run) -> Interval:
     """Per cent of answers that the target finds likelier than another method's to the same prompt and seed."""
     mine, theirs = likelihoods(lab, ours), likelihoods(lab, other)
     rows = lab.runs(ours)
