@@ -16,7 +16,7 @@ from draftproof.bench.competitors import COMPETITORS, format_setting, parse_sett
 from draftproof.bench.flops import answer_flops, pass_flops, shape_of
 from draftproof.bench.questions import Question, read_questions
 from draftproof.bench.record import FILE, Answer, Log, Record, by_cell, read_records
-from draftproof.bench.report import COUNT_HEADS, FIGURES, REPORT, by_setting, count_table, write_report
+from draftproof.bench.report import COUNT_HEADS, FIGURES, REPORT, by_setting, count_table, markdown, write_report
 from draftproof.bench.run import question_seed, run, turns
 from draftproof.bench.summary import summaries, summarize
 from draftproof.bench.workbench import Workbench
@@ -558,6 +558,14 @@ def test_lossy_rules_are_marked_and_gains_are_over_token(folder):
     token = next(one for one in found if one.method == "model, fixed:4, token" and one.setting.temperature == 1)
     ratio = measures.block_efficiency(block.records).value / measures.block_efficiency(token.records).value
     assert block.gain.value == pytest.approx(ratio)
+
+
+def test_a_method_that_drafts_nothing_is_told_of(folder):
+    found, told = summarize(folder)
+    assert "drafted nothing" not in markdown(found, told)
+    idle = [replace(r, answer=replace(r.answer, draft_tokens=0)) for r in found[1].records]
+    said = markdown([replace(found[1], records=idle)], told)
+    assert f"{found[1].method} drafted nothing on {found[1].setting.title}" in said
 
 
 def test_pictures_are_drawn(folder):

@@ -104,6 +104,8 @@ class Transformers:
             text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
             total, peak = watch.stop()
         drafted, accepted = _rounds(target, len(prompt_ids), len(tokens))
+        # An assistant may draft tokens that it then does not submit: its own calls count them, the target's do not.
+        draft_tokens = max(len(assistant), sum(drafted))
         stopped = bool(tokens) and tokens[-1] in self._eos
         return Answer(
             token_ids=tuple(tokens),
@@ -113,7 +115,7 @@ class Transformers:
             tokens=len(tokens),
             target_calls=len(target),
             rounds=sum(count > 0 for count in drafted),
-            draft_tokens=sum(drafted) if self._assistant is None else max(len(assistant), sum(drafted)),
+            draft_tokens=draft_tokens,
             accepted=sum(accepted),
             accepted_per_position=_reached(accepted, drafted),
             drafted_per_position=_reached(drafted, drafted),

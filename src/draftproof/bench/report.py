@@ -219,6 +219,9 @@ def _notes(found: Sequence[Summary], told: dict[str, Any]) -> list[str]:
     lines = ["## In effect", ""]
     rows = {(one.method, *(f"{name} ({count})" for name, count in one.effective.items())): None for one in found}
     lines += table(("method", "by the engine's own word (answers)"), [(row[0], "; ".join(row[1:])) for row in rows])
+    for one in found:
+        if not one.cell.plain and not measures.total(one.records).num_draft_tokens:
+            lines += ["", f"{one.method} drafted nothing on {one.setting.title}: there it is plain decoding."]
     lines += [line for note in told.get("notes", ()) for line in ("", f"{note[:1].upper()}{note[1:]}.")]
     peak = told.get("peak_memory_of_process")
     if peak:
