@@ -10,8 +10,8 @@ from draftproof.bench import laboratory, reproduce
 from draftproof.bench.harvest import Field, fixed_lengths, gather, round_sums, stopped_lengths
 from draftproof.bench.laboratory import SMALL, Laboratory, Profile, openings
 from draftproof.bench.recipes.base import Mark
+from draftproof.bench.recipes.couplings import TOY_P, TOY_Q, toy_ccdf
 from draftproof.bench.recipes.seed000 import block_level, token_level
-from draftproof.bench.recipes.seed001 import TOY_P, TOY_Q, toy_ccdf
 from draftproof.bench.recipes.seed003 import exact_gain, shipped_head
 from draftproof.bench.recipes.toys import constant
 from draftproof.bench.reproduce import profile_named, without_times

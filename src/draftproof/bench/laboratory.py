@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from draftproof.backends.hf import HFBackend
 from draftproof.bench.accepted import Recorder
@@ -326,27 +322,3 @@ def _add(sums: list[Row], noted: dict[str, list[float]]) -> None:
         row["places"] += 1
         for name, values in noted.items():
             row["accepted"][name] = row["accepted"].get(name, 0.0) + values[at]
-
-
-# --- rows to sums -----------------------------------------------------------------------------------------------------
-
-
-def place_sums(rows: Sequence[Row], columns: Sequence[str]) -> Float[Tensor, "prompts columns"]:
-    """For each prompt the number of places, then the accepted tokens of each column."""
-    return torch.tensor(
-        [[row["places"], *(row["accepted"][name] for name in columns)] for row in rows], dtype=torch.float64
-    )
-
-
-def run_sums(
-    parts: Sequence[Sequence[Row]], fields: Sequence[str] = ("num_tokens", "num_target_calls")
-) -> Float[Tensor, "prompts columns"]:
-    """For each prompt the named counts of every run, seeds added up: columns run after run."""
-    count = 1 + max(row["prompt"] for row in parts[0])
-    sums = torch.zeros(count, len(parts) * len(fields), dtype=torch.float64)
-    for number, rows in enumerate(parts):
-        for row in rows:
-            for place, field in enumerate(fields):
-                value = row["seconds"]["total"] if field == "seconds" else row[field]
-                sums[row["prompt"], number * len(fields) + place] += value
-    return sums

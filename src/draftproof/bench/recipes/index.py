@@ -7,11 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftproof.bench.recipes import heads, passes, seed000, seed001, seed002, seed003, seed004, small_verifiers
+from draftproof.bench.recipes import (
+    couplings,
+    heads,
+    passes,
+    seed000,
+    seed001,
+    seed002,
+    seed003,
+    seed004,
+    small_verifiers,
+)
 from draftproof.bench.recipes.base import Recipe
 from draftproof.errors import UserError
 
-_MODULES = (seed000, seed001, seed002, seed003, passes, heads, seed004, small_verifiers)
+_MODULES = (couplings, seed000, seed001, seed002, seed003, passes, heads, seed004, small_verifiers)
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in sorted((recipe for module in _MODULES for recipe in module.RECIPES), key=lambda each: each.name)

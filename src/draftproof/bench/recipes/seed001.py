@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from draftproof.bench.accepted import CHAIN_RULES, chain_reach, key
+from draftproof.bench.accepted import CHAIN_RULES, key
 from draftproof.bench.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
-from draftproof.bench.laboratory import Laboratory, Names, run_sums
+from draftproof.bench.laboratory import Laboratory, Names
 from draftproof.bench.papers import seed001 as papers
 from draftproof.bench.recipes.base import (
     ANY,
@@ -35,12 +35,11 @@ from draftproof.bench.recipes.sums import (
     gain,
     less,
     run_efficiency,
+    run_sums,
     several,
     speed,
     why_other,
 )
-from draftproof.bench.recipes.toys import constant
-from draftproof.theory.lengths import block_length, full_information_length, token_length
 
 Answers = dict[tuple[str, str], Answer | Missing]
 LENGTHS = (1, 4, 6, 8)
@@ -328,49 +327,10 @@ def _batch_speeds(lab: Laboratory, names: Names) -> tuple[dict[str, Interval], l
     return found, timed
 
 
-TOY_P, TOY_Q = (1 / 3, 2 / 3), (2 / 3, 1 / 3)
-
-
-def toy_ccdf(rule: str, n: int) -> list[float]:
-    """Pr(accepted >= x) for x = 0..n on the toy pair: all drafts, with the acceptance probabilities of the rule."""
-    tokens = torch.tensor(list(itertools.product((0, 1), repeat=n)))
-    q, p = (torch.tensor(row, dtype=torch.float64) for row in (TOY_Q, TOY_P))
-    reach = chain_reach(rule, tokens, q.expand(len(tokens), n, 2), p.expand(len(tokens), n + 1, 2))
-    return [1.0, *(q[tokens].prod(-1) @ reach).tolist()]
-
-
-def figure3(lab: Laboratory) -> Outcome:  # noqa: ARG001 - nothing is sampled
-    """The toy pair."""
-    draft = Draft(papers.FIGURE3)
-    laws = {rule: toy_ccdf(rule, 10) for rule in ("token", "block")}
-    gaps = [b - t for b, t in zip(laws["block"], laws["token"], strict=True)]
-    draft.claims += [
-        claim("Pr(block >= x) - Pr(token >= x) >= 0 at x = 1", Kind.MUST, Interval.exact(gaps[1]), at_least=True),
-        claim("least Pr(block >= x) - Pr(token >= x) over x = 2..10 > 0", Kind.MUST, Interval.exact(min(gaps[2:]))),
-    ]
-    p, q = (constant(row) for row in (TOY_P, TOY_Q))
-    means = {
-        "token": token_length(p, q, 2),
-        "block": block_length(p, q, 2),
-        "full information": full_information_length(p, q, 2),
-    }
-    for rule, law in laws.items():
-        told = {f"x = {x}": Interval.exact(law[x]) for x in range(1, 11)}
-        draft.row(f"Pr({rule} accepts >= x)", told)
-    draft.figure = Figure(
-        "x",
-        "Pr(accepted >= x), n = 10",
-        tuple(Series(rule, tuple(map(float, range(11))), tuple(law)) for rule, law in laws.items()),
-    )
-    answers = {(row, "E[accepted] at n = 2"): Answer(Interval.exact(value), 1e-12) for row, value in means.items()}
-    return draft.finish(answers)
-
-
 RECIPES = (
     Recipe(papers.TABLE1, table1),
     Recipe(papers.TABLE2, table2),
     Recipe(papers.TABLE4, table4),
     Recipe(papers.TABLE5, table5),
-    Recipe(papers.FIGURE3, figure3, "exact"),
     Recipe(papers.FIGURE4, figure4),
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -16,18 +15,11 @@ from torch import Tensor
 
 from draftproof.backends.base import Feed
 from draftproof.bench.accepted import key
-from draftproof.bench.claims import Claim, Interval, Kind, bootstrap, claim, column
+from draftproof.bench.claims import Claim, Interval, Kind, bootstrap, claim
 from draftproof.bench.laboratory import Laboratory, Names
 from draftproof.bench.papers import seed002 as papers
 from draftproof.bench.recipes.base import CLOSE, Answer, Draft, Figure, Missing, Outcome, Recipe, Series
 from draftproof.bench.recipes.sums import AtPlaces, efficiency, several, why_other
-from draftproof.bench.recipes.toys import bernoulli, rows, uniform
-from draftproof.errors import UserError
-from draftproof.functional.otm import otm_plan
-from draftproof.sampling import SamplingParams
-from draftproof.theory.acceptance import kseq_acceptance, kseq_guarantee, optimal_acceptance, uniform_acceptance
-from draftproof.training.features import Pair
-from draftproof.training.responses import Response
 from draftproof.tree import TokenTree
 
 Answers = dict[tuple[str, str], Answer | Missing]
@@ -174,196 +166,4 @@ def _time_passes(lab: Laboratory, names: Names) -> dict[str, list[float]]:
     return {f"{length}x{batch}": times for (length, batch), times in seconds.items()}
 
 
-def figure1(lab: Laboratory) -> Outcome:  # noqa: ARG001 - nothing is sampled
-    """Uniform pairs."""
-    draft, lines, size = Draft(papers.FIGURE1), [], 120
-    many = (1, 2, 4, 8, 16, 32)
-    formula, reached, grown, last = [], [], [], []
-    for ratio in (2, 3, 4, 10):
-        p, q = rows(uniform(size // ratio, size)), rows(uniform(size, size))
-        best = [float(optimal_acceptance(p, q, k)) for k in many]
-        formula += [abs(a - uniform_acceptance(ratio, k)) for a, k in zip(best, many, strict=True)]
-        reached += [abs(a - float(kseq_acceptance(p, q, k))) for a, k in zip(best, many, strict=True)]
-        grown += [b - a for a, b in itertools.pairwise(best)]
-        last.append(best[-1])
-        draft.row(f"r = {ratio}", {f"k = {k}": Interval.exact(a) for k, a in zip(many, best, strict=True)})
-        lines.append(Series(f"r = {ratio}", tuple(map(float, many)), tuple(best)))
-    draft.claims += [
-        claim("-|best - (1 - (1 - 1/r)^k)| >= 0, largest", Kind.MUST, Interval.exact(-max(formula)), at_least=True),
-        claim("-|best - K-SEQ| >= 0, largest", Kind.MUST, Interval.exact(-max(reached)), at_least=True),
-        claim("least growth from k to the next k > 0", Kind.MUST, Interval.exact(min(grown))),
-        claim("least acceptance at k = 32 - 0.95 > 0", Kind.MUST, Interval.exact(min(last) - 0.95)),
-    ]
-    draft.figure = Figure("k", "best acceptance", tuple(lines))
-    draft.notes.append("The text does not name the values of r.")
-    return draft.finish({})
-
-
-def binary(target: float, drafted: float, k: int) -> float:
-    """alpha_k of Bernoulli sources: min(b, 1 - (1 - a)^k) + min(1 - b, 1 - a^k) (seed 002, appendix B.2)."""
-    return min(target, 1 - (1 - drafted) ** k) + min(1 - target, 1 - drafted**k)
-
-
-def _binary_best(target: float, drafted: float, k: int) -> float:
-    return float(optimal_acceptance(rows(bernoulli(target)), rows(bernoulli(drafted)), k))
-
-
-def _binary_apart(targets: Sequence[float], many: Sequence[int]) -> Claim:
-    """That what is computed equals the paper's formula."""
-    worst = max(abs(_binary_best(b, 0.25, k) - binary(b, 0.25, k)) for b in targets for k in many)
-    return claim("-|best - closed form| >= 0, largest", Kind.MUST, Interval.exact(-worst), at_least=True)
-
-
-def figure2(lab: Laboratory) -> Outcome:  # noqa: ARG001 - nothing is sampled
-    """Bernoulli pairs by k."""
-    draft, lines = Draft(papers.FIGURE2), []
-    many, targets = tuple(range(1, 11)), (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)
-    found = {b: [_binary_best(b, 0.25, k) for k in many] for b in targets}
-    for b, values in found.items():
-        draft.row(f"target Ber({b})", {f"k = {k}": Interval.exact(a) for k, a in zip(many, values, strict=True)})
-        lines.append(Series(f"target Ber({b})", tuple(map(float, many)), tuple(values)))
-    falls = [
-        a - b
-        for place in range(len(many))
-        for a, b in itertools.pairwise(found[b][place] for b in (0.25, 0.5, 0.75, 0.95))
-    ]
-    falls += [found[0.25][place] - found[0.05][place] for place in range(len(many))]
-    draft.claims += [
-        claim(
-            "least acceptance of equal sources - 1 >= 0", Kind.MUST, Interval.exact(min(found[0.25]) - 1), at_least=True
-        ),
-        claim("least fall as the target moves away >= 0", Kind.MUST, Interval.exact(min(falls)), at_least=True),
-        _binary_apart(targets, many),
-    ]
-    draft.figure = Figure("k", "best acceptance, draft Ber(0.25)", tuple(lines))
-    return draft.finish({})
-
-
-def figure3(lab: Laboratory) -> Outcome:  # noqa: ARG001 - nothing is sampled
-    """Bernoulli pairs by the target's parameter."""
-    draft, lines = Draft(papers.FIGURE3), []
-    targets, many = [b / 20 for b in range(21)], (1, 2, 4, 8)
-    found = {k: [_binary_best(b, 0.25, k) for b in targets] for k in many}
-    for k, values in found.items():
-        draft.row(
-            f"k = {k}",
-            {f"target {b:g}": Interval.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
-        )
-        lines.append(Series(f"k = {k}", tuple(targets), tuple(values)))
-    ones = {k: sum(a > 1 - 1e-9 for a in values) / len(values) for k, values in found.items()}
-    widest = {k: max(values) - min(values) for k, values in found.items()}
-    draft.claims += [
-        claim("share of targets with acceptance 1 at k = 8, - 1/2 > 0", Kind.MUST, Interval.exact(ones[8] - 0.5)),
-        claim("spread over targets at k = 1 - at k = 8 > 0", Kind.MUST, Interval.exact(widest[1] - widest[8])),
-        _binary_apart(targets, many),
-    ]
-    draft.figure = Figure("target's parameter", "best acceptance, draft Ber(0.25)", tuple(lines))
-    return draft.finish({})
-
-
-def compressed(p: Float[Tensor, " V"], q: Float[Tensor, " V"], top: int = 10) -> tuple[Tensor, Tensor]:
-    """Both distributions on the union of their likeliest tokens, renormalised (seed 002, appendix D.2)."""
-    kept = torch.tensor(sorted({*p.topk(top).indices.tolist(), *q.topk(top).indices.tolist()}))
-    return p[kept].double() / p[kept].double().sum(), q[kept].double() / q[kept].double().sum()
-
-
-def figure5(lab: Laboratory) -> Outcome:
-    """OTM-k and K-SEQ on the distributions of a pair after its prompts."""
-    draft, lines = Draft(papers.FIGURE5), []
-    many = (1, 2, 3, 4, 8, 16, 40)
-    for place, names in enumerate(lab.profile.pairs):
-        pairs = _distributions(lab, names)
-        p, q = (_padded([each[side] for each in pairs]) for side in (0, 1))
-        best = torch.stack([optimal_acceptance(p, q, k) for k in many], -1)
-        ours = torch.stack([kseq_acceptance(p, q, k) for k in many], -1)
-        means = {
-            name: [bootstrap(values, column(i)) for i in range(len(many))]
-            for name, values in (("OTM-k", best / len(best)), ("K-SEQ", ours / len(ours)))
-        }
-        for name, values in means.items():
-            draft.row(f"{names.label}, {name}", {f"k = {k}": value for k, value in zip(many, values, strict=True)})
-            if place == 0:
-                lines.append(Series(f"{name}, {names.label}", tuple(map(float, many)), tuple(v.value for v in values)))
-        floor = torch.tensor([kseq_guarantee(k) for k in many], dtype=torch.float64)
-        shares = ours / best
-        told = {f"k = {k}": Interval.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
-        draft.row(f"{names.label}, least K-SEQ / OTM-k", told)
-        draft.claims += [
-            claim(
-                f"-|K-SEQ - OTM-k| >= 0 at k = 1, largest ({names.label})",
-                Kind.MUST,
-                Interval.exact(-float((best - ours)[:, 0].abs().max())),
-                at_least=True,
-            ),
-            claim(
-                f"least growth of either with k >= 0 ({names.label})",
-                Kind.MUST,
-                Interval.exact(min(float(each.diff(dim=-1).min()) for each in (best, ours))),
-                at_least=True,
-            ),
-            claim(
-                f"least OTM-k - K-SEQ >= 0 ({names.label})",
-                Kind.MUST,
-                Interval.exact(float((best - ours).min())),
-                at_least=True,
-            ),
-            claim(
-                f"least K-SEQ / OTM-k - (1 - (1 - 1/k)^k) >= 0 ({names.label})",
-                Kind.MUST,
-                Interval.exact(float((shares - floor).min())),
-                at_least=True,
-            ),
-            claim(
-                f"mean OTM-k - K-SEQ > 0 at k = 4 ({names.label})",
-                Kind.MODELS,
-                bootstrap((best - ours) / len(best), column(3)),
-            ),
-        ]
-        if place == 0:
-            draft.claims.append(_solved(pairs))
-    draft.figure = Figure("k", "acceptance", tuple(lines))
-    draft.notes.append(
-        f"After {len(pairs)} prompts of ours instead of the paper's one. OTM-k by the exact formula; the linear "
-        "program agrees where it is small enough to be solved."
-    )
-    return draft.finish({})
-
-
-def _distributions(lab: Laboratory, names: Names) -> list[tuple[Tensor, Tensor]]:
-    """Compressed p and q after each prompt."""
-    pair = Pair(lab.backend(names.target, names.dtype), lab.backend(names.draft, names.dtype), SamplingParams())
-    found = []
-    with torch.inference_mode():
-        for prompt in lab.prompts(names.target, lab.profile.prompts):
-            asked = [Response(tuple(prompt[:-1]), (prompt[-1],))]
-            found.append(compressed(pair.p(asked)[0][-1], pair.q(asked)[0][0][-1]))
-    return found
-
-
-def _padded(parts: Sequence[Float[Tensor, " _"]]) -> Float[Tensor, "R V"]:
-    return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-
-
-def _solved(pairs: Sequence[tuple[Tensor, Tensor]], most: int = 8) -> Claim:
-    """That the linear program (equation (4)) gives the same optimum; without scipy the claim cannot be judged."""
-    text = "-|linear program - formula| >= 0 at k = 1, 2, largest of 8 prompts"
-    try:
-        worst = max(
-            abs(otm_plan(p, q, k).value - float(optimal_acceptance(p[None], q[None], k)))
-            for p, q in pairs[:most]
-            for k in (1, 2)
-        )
-    except ImportError as missing:
-        raise UserError(str(missing)) from missing
-    return claim(text, Kind.MUST, Interval.exact(-worst if worst > 1e-7 else 0.0), at_least=True)
-
-
-RECIPES = (
-    Recipe(papers.TABLE1, table1, "times"),
-    Recipe(papers.TABLE2, table2),
-    Recipe(papers.TABLE4, table4),
-    Recipe(papers.FIGURE1, figure1, "exact"),
-    Recipe(papers.FIGURE2, figure2, "exact"),
-    Recipe(papers.FIGURE3, figure3, "exact"),
-    Recipe(papers.FIGURE5, figure5, "exact"),
-)
+RECIPES = (Recipe(papers.TABLE1, table1, "times"), Recipe(papers.TABLE2, table2), Recipe(papers.TABLE4, table4))

@@ -15,9 +15,10 @@ from torch import Tensor
 from draftproof.bench.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, column
 from draftproof.bench.flops import pass_flops, shape_of
 from draftproof.bench.harvest import pair_of
-from draftproof.bench.laboratory import SMALL, Laboratory, Names, Row, Run, run_sums
+from draftproof.bench.laboratory import SMALL, Laboratory, Names, Row, Run
 from draftproof.bench.papers import seed004 as papers
 from draftproof.bench.recipes.base import ANY, Answer, Draft, Missing, Outcome, Recipe
+from draftproof.bench.recipes.sums import run_sums
 from draftproof.embedded import heads_dir
 from draftproof.heads import load_head
 from draftproof.training.features import Pair

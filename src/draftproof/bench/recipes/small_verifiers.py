@@ -16,10 +16,11 @@ import torch
 
 from draftproof.bench.claims import Claim, Interval, Kind, bootstrap, claim, resampled, shifted
 from draftproof.bench.harvest import Field, Harvest, gather
-from draftproof.bench.laboratory import SMALL, Laboratory, run_sums
+from draftproof.bench.laboratory import SMALL, Laboratory
 from draftproof.bench.papers import seed004 as papers
 from draftproof.bench.recipes.base import ANY, Answer, Draft, Figure, Missing, Outcome, Recipe, Series
 from draftproof.bench.recipes.seed004 import FIELDS, METHODS, milliseconds, wins_over
+from draftproof.bench.recipes.sums import run_sums
 from draftproof.embedded import heads_dir
 from draftproof.files import whole_directory
 from draftproof.heads import Head, HeadConfig, load_head, save_head

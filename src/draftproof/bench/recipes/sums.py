@@ -7,15 +7,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.bench.accepted import key
 from draftproof.bench.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
-from draftproof.bench.laboratory import Laboratory, Names, Places, place_sums
+from draftproof.bench.laboratory import Laboratory, Names, Places, Row
 from draftproof.bench.recipes.base import implied_acceptance
 
 TIMED = ("num_tokens", "num_target_calls", "seconds")
+
+
+def place_sums(rows: Sequence[Row], columns: Sequence[str]) -> Float[Tensor, "prompts columns"]:
+    """For each prompt the number of places, then the accepted tokens of each column."""
+    return torch.tensor(
+        [[row["places"], *(row["accepted"][name] for name in columns)] for row in rows], dtype=torch.float64
+    )
+
+
+def run_sums(
+    parts: Sequence[Sequence[Row]], fields: Sequence[str] = ("num_tokens", "num_target_calls")
+) -> Float[Tensor, "prompts columns"]:
+    """For each prompt the named counts of every run, seeds added up: columns run after run."""
+    count = 1 + max(row["prompt"] for row in parts[0])
+    sums = torch.zeros(count, len(parts) * len(fields), dtype=torch.float64)
+    for number, rows in enumerate(parts):
+        for row in rows:
+            for place, field in enumerate(fields):
+                value = row["seconds"]["total"] if field == "seconds" else row[field]
+                sums[row["prompt"], number * len(fields) + place] += value
+    return sums
 
 
 def efficiency(column: int) -> Statistic:
