@@ -11,6 +11,7 @@ from draftproof.bench.harvest import Field, fixed_lengths, gather, round_sums, s
 from draftproof.bench.laboratory import SMALL, Laboratory, Profile, openings
 from draftproof.bench.recipes.base import Mark
 from draftproof.bench.recipes.couplings import TOY_P, TOY_Q, toy_ccdf
+from draftproof.bench.recipes.index import RECIPES
 from draftproof.bench.recipes.seed000 import block_level, token_level
 from draftproof.bench.recipes.seed003 import exact_gain, shipped_head
 from draftproof.bench.recipes.toys import constant
@@ -54,6 +55,15 @@ def test_recipes_of_models_end_to_end(tmp_path):
     assert [each["name"] for each in whole["recipes"]] == names
     assert whole["provenance"]["profile"]["name"] == "tiny"
     assert any(line.startswith("run: embedded:target") for line in said)
+
+
+@pytest.mark.slow
+def test_every_recipe_runs(tmp_path):
+    made = reproduce.reproduce([], tmp_path, TINY)
+    assert [each.name for each in made] == list(RECIPES)
+    for each in made:
+        assert each.content["cells"], each.name
+        assert each.content["rows"], each.name
 
 
 def test_a_second_run_measures_nothing_and_a_fresh_one_gives_the_same_tables(tmp_path, monkeypatch):

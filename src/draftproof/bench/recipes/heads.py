@@ -30,8 +30,7 @@ WEIGHTS, DEPTHS = (1.0, 3.0, 6.0, 12.0), (0, 1, 2, 3, 4)
 
 def heads_of(lab: Laboratory) -> dict[str, Head]:
     """A head for each weight and depth, trained on drafts of other texts after the same beginnings."""
-    size = lab.profile
-    known, valid = (gather(lab, replace(field_of(lab, "stories", seed), places=size.places)) for seed in (1, 2))
+    known, valid = (gather(lab, field_of(lab, "stories", seed)) for seed in (1, 2))
     made = {}
     for weight, depth in itertools.product(WEIGHTS, DEPTHS):
         config = HeadConfig("acceptance", known.at.hidden.shape[-1], SMALL.draft, SMALL.target, depth=depth)

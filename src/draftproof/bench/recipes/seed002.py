@@ -1,6 +1,6 @@
-"""Seed 002: SpecTr by number of drafts, length and draft model; what several draws can and do reach at one place.
+"""Seed 002: SpecTr by number of drafts, length and draft model, and the time of a pass over more tokens.
 
-Knows: which runs and which closed forms answer which cell. Does not know: how runs are made.
+Knows: which runs answer which cell. Does not know: how runs are made.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -16,7 +17,7 @@ from torch import Tensor
 from draftproof.backends.base import Feed
 from draftproof.bench.accepted import key
 from draftproof.bench.claims import Claim, Interval, Kind, bootstrap, claim
-from draftproof.bench.laboratory import Laboratory, Names
+from draftproof.bench.laboratory import SMALL, Laboratory, Names
 from draftproof.bench.papers import seed002 as papers
 from draftproof.bench.recipes.base import CLOSE, Answer, Draft, Figure, Missing, Outcome, Recipe, Series
 from draftproof.bench.recipes.sums import AtPlaces, efficiency, several, why_other
@@ -31,10 +32,9 @@ def _column(k: int, n: int) -> str:
     return key("spectr", n, k)
 
 
-def _grid(lab: Laboratory, names: Names, drafter: str = "model") -> AtPlaces:
+def _grid(lab: Laboratory, names: Names, **asked: Any) -> AtPlaces:
     """SpecTr by K and n on the same drafts; at K = 1 it is token verification."""
-    asked = several(lab, names, drafter)
-    return AtPlaces(lab, asked, [_column(k, n) for n in LENGTHS for k in DRAFTS])
+    return AtPlaces(lab, several(lab, names, **asked), [_column(k, n) for n in LENGTHS for k in DRAFTS])
 
 
 def _growth(at: AtPlaces, label: str) -> list[Claim]:
@@ -78,9 +78,9 @@ def table2(lab: Laboratory) -> Outcome:
 def table4(lab: Laboratory) -> Outcome:
     """Three draft models of different strength: early exits of the same target."""
     draft, answers = Draft(papers.TABLE4), Answers()
-    names = lab.profile.pairs[-1] if lab.profile.pairs[-1].target == "embedded:target" else lab.profile.pairs[1]
+    names = SMALL
     layers = dict(zip(("2M", "6M", "20M"), (2, 3, 4), strict=True))
-    grids = {size: _grid(lab, names, f"early_exit:{count}") for size, count in layers.items()}
+    grids = {size: _grid(lab, names, drafter=f"early_exit:{count}", seeds=1) for size, count in layers.items()}
     held = [each for size, at in grids.items() for each in _growth(at, f"first {layers[size]} layers")]
     better = [_better(grids[a], grids[b], layers[a], layers[b]) for a, b in itertools.pairwise(grids)]
     draft.claims += [*held, *better]

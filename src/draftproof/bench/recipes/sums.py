@@ -6,6 +6,7 @@ Knows: which columns make which number. Does not know: papers, how records were 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -109,9 +110,9 @@ def why_other(paper: float, ours: Interval, n: int, label: str) -> str:
     )
 
 
-def several(lab: Laboratory, names: Names, drafter: str = "model") -> Places:
-    """Rules for several drafts: what seed 001's table 5 and seed 002's tables share."""
-    return lab.scaled_places(names, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, drafter=drafter)
+def several(lab: Laboratory, names: Names, **asked: Any) -> Places:
+    """Rules for several drafts: what seed 001's table 5 and seed 002's tables share; other wishes by name."""
+    return lab.scaled_places(names, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, **asked)
 
 
 def apart(at: AtPlaces, n: int) -> Statistic:
