@@ -19,11 +19,12 @@ LAYERS = (
     {"tree", "rng"},
     {"draft", "sampling", "heads"},
     {"functional", "reference"},
+    {"theory"},
     {"verifiers", "stoppers", "finish"},
     {"backends", "models", "tokenization"},
     {"drafters"},
     {"engine"},
-    {"testing", "theory", "training", "audit", "bench", "serving", "integrations"},
+    {"testing", "training", "audit", "bench", "serving", "integrations"},
     {"cli"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -25,12 +25,14 @@ from draftproof.errors import UserError
 from draftproof.heads import Head, HeadConfig
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
+from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.history import Oracle, Schedule
 from draftproof.stoppers.probability import Confidence, Entropy
 from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
 from draftproof.testing import TableModel, engine_law, target_law, total_variation
+from draftproof.theory.cost import RoundCosts
 
 Rows = Mapping[tuple[int, ...], Sequence[float]]
 VOCAB = 3
@@ -82,6 +84,7 @@ DRAFTERS: dict[str, Toy] = {
 STOPPERS: dict[str, Toy] = {
     "fixed": Toy(lambda: FixedLength(2)),
     "schedule": Toy(lambda: Schedule(1, 2), tokens=5),
+    "auto": Toy(lambda: Auto(RoundCosts(1.0, 0.3), 2), tokens=4),
     "oracle": Toy(lambda: Oracle({0: (True, False, True, True, True)}, 2), tokens=5),
     "confidence": Toy(lambda: Confidence(0.65, 3), tokens=4, slow=True),
     "entropy": Toy(lambda: Entropy(0.66, 3), tokens=4, slow=True),

@@ -11,6 +11,7 @@ from draftproof import models
 from draftproof.backends.hf import HFBackend, load_model
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.engine.engine import Engine
+from draftproof.engine.pace import known_costs
 from draftproof.engine.parts import (
     DEFAULT_STOPPER,
     DEFAULT_TREE_VERIFIER,
@@ -20,6 +21,7 @@ from draftproof.engine.parts import (
     make_verifier,
 )
 from draftproof.errors import UserError
+from draftproof.stoppers.auto import Auto
 from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.verifiers.base import Verifier
 
@@ -149,4 +151,8 @@ def assemble(
     )
     chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
     eos = dict.fromkeys((*target.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])))
-    return Engine(target, part, chosen, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)
+    engine = Engine(target, part, chosen, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)
+    ends = getattr(part, "stopper", None)
+    if isinstance(ends, Auto) and ends.costs is None:
+        ends.costs = known_costs(engine, models.home().parent / "round-costs.json")
+    return engine

@@ -5,6 +5,7 @@ Knows: names, arguments, which part needs what. Does not know: how models are lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +26,13 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.embedded import heads_dir
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
+from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.history import Schedule
 from draftproof.stoppers.probability import Confidence, Entropy
 from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
+from draftproof.theory.cost import RoundCosts
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
 from draftproof.verifiers.greedy import GreedyBlockVerifier
@@ -131,11 +134,24 @@ def _refuse_oracle(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
     )
 
 
+def _auto(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
+    """The length by the cost model: at a draft pass's share of a target pass, or at what is measured here."""
+    if not argument:
+        return Auto()
+    share = _number(argument, "auto:0.1")
+    if not 0 <= share < math.inf:
+        raise UserError(
+            f"stopper auto takes a draft pass's cost in target passes, not {argument}: for example auto:0.1"
+        )
+    return Auto(RoundCosts(target=1.0, draft=share), name=f"auto:{share:g}")
+
+
 STOPPERS: dict[str, StopperMaker] = {
     "fixed": _length(lambda length=4: FixedLength(length), "fixed:4"),
     "confidence": _threshold(Confidence),
     "entropy": _threshold(Entropy),
     "schedule": _length(Schedule, "schedule:5"),
+    "auto": _auto,
     "acceptance": _headed(Acceptance, "acceptance:heads/mine:0.7"),
     "ratio": _headed(Ratio, "ratio:heads/mine:0.7"),
     "approximate": _headed(Approximate, "approximate:heads/mine:0.5"),

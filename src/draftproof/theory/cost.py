@@ -25,6 +25,25 @@ class PassCosts:
     target: float
 
 
+@dataclass(frozen=True)
+class RoundCosts:
+    """Seconds of a round, or any multiple of them: `target` + n (`draft` + `token`) for n drafted tokens.
+
+    Attributes:
+        target: of a round without a draft.
+        draft: of drafting a token.
+        token: what a drafted token adds to the target's pass and to the rule.
+    """
+
+    target: float
+    draft: float
+    token: float = 0.0
+
+    def of(self, drafted: int) -> float:
+        """Of a round with that many drafted tokens."""
+        return self.target + drafted * (self.draft + self.token)
+
+
 def total_time(costs: PassCosts, drafted: int, target_calls: int) -> float:
     """T = t_draft N_draft + t_target N_target (seed 003, equation (2.1))."""
     return costs.draft * drafted + costs.target * target_calls
@@ -63,3 +82,17 @@ def best_length(costs: PassCosts, block_efficiency: Callable[[int], float], long
 def best_iid_length(costs: PassCosts, alpha: float, longest: int = 64) -> int:
     """`best_length` when every token is accepted with probability alpha by itself (Leviathan et al. 2023, 3.5)."""
     return best_length(costs, lambda n: iid_block_efficiency(alpha, n), longest)
+
+
+def best_round_length(costs: RoundCosts, alpha: float, longest: int = 64, gain: float = 1.0) -> int:
+    """The draft length with the most tokens a second under i.i.d. acceptance; 0 unless that is `gain` times plain.
+
+    Args:
+        costs: of a round.
+        alpha: probability that a drafted token is accepted, the earlier ones being accepted.
+        longest: the largest length to consider.
+        gain: speed over plain decoding that is asked of a draft.
+    """
+    speed = [iid_block_efficiency(alpha, n) / costs.of(n) for n in range(longest + 1)]
+    best = max(range(longest + 1), key=speed.__getitem__)
+    return best if speed[best] >= gain * speed[0] else 0

@@ -1,0 +1,132 @@
+"""What a round costs on this machine: measured once for a pair of models, and kept.
+
+Knows: runs of an engine, their clocks, a file of results. Does not know: what the figures are used for.
+
+The same file gives the same figures, so a request with a seed is answered alike by every later run on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof.drafters.base import Drafter
+from draftproof.engine.engine import Engine
+from draftproof.engine.stats import Stats
+from draftproof.files import whole_file
+from draftproof.sampling import SamplingParams
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.theory.cost import RoundCosts
+
+PROMPT, ROUNDS, REPEATS = 32, 10, 3
+LENGTHS = (2, 8)  # a line through two lengths
+_VERSION = 1
+
+
+def known_costs(engine: Engine, file: Path) -> RoundCosts:
+    """The costs of an engine's rounds, from the file where they are in it.
+
+    Args:
+        engine: with a drafter that has a stopper.
+        file: JSON; written whole, other pairs' figures kept.
+    """
+    key, found = _key(engine), _read(file)
+    if key not in found:
+        costs = measured_costs(engine)
+        found = {**_read(file), key: asdict(costs)}
+        with whole_file(file) as work:
+            work.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return RoundCosts(**found[key])
+
+
+def measured_costs(engine: Engine) -> RoundCosts:
+    """Seconds of rounds without a draft, of a drafted token, and of what it adds to the rest of a round.
+
+    Some short runs with constant lengths, in turns; the medians of their rounds count. The engine is left as it was.
+
+    Args:
+        engine: idle, with a drafter that has a stopper.
+    """
+    drafter: Any = engine.drafter
+    kept = drafter.stopper
+    plain: list[float] = []
+    drafting: list[float] = []
+    rest: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    try:
+        for repeat in range(REPEATS + 1):
+            rounds = {length: _rounds(engine, drafter, length) for length in (0, *LENGTHS)}
+            if not repeat:
+                continue  # the first run warms up
+            plain += [one.seconds.total for one in rounds[0]]
+            for length in LENGTHS:
+                full = [one for one in rounds[length] if one.num_draft_tokens >= length]
+                drafting += [one.seconds.draft / length for one in full]
+                rest[length] += [one.seconds.total - one.seconds.draft for one in full]
+    finally:
+        drafter.stopper = kept
+    target = statistics.median(plain)
+    if not all(rest.values()):  # nothing was drafted, say after a prompt that the draft cannot read
+        return RoundCosts(target, target)
+    short, long = (statistics.median(rest[length]) for length in LENGTHS)
+    token = max(long - short, 0.0) / (LENGTHS[1] - LENGTHS[0])
+    return RoundCosts(target=target, draft=statistics.median(drafting), token=max(token, (short - target) / LENGTHS[0]))
+
+
+def _rounds(engine: Engine, drafter: Any, length: int) -> list[Stats]:
+    """Statistics of each round of a short run, without the first, which reads the prompt."""
+    drafter.stopper = _Bounded(length)
+    width = engine.target.vocab_size
+    prompt = [(7919 * place + 1) % width for place in range(PROMPT)]
+    room = ROUNDS * (length + 1) + 1
+    (sequence,) = engine.add(prompt, SamplingParams(max_tokens=room, seed=1, ignore_eos=True))
+    found: list[Stats] = []
+    try:
+        for _ in range(ROUNDS):
+            if sequence.finished:
+                break
+            sequence.stats = Stats()
+            engine.step()
+            found.append(sequence.stats)
+    finally:
+        engine.abort(sequence)
+    return found[2:]
+
+
+class _Bounded(FixedLength):
+    """A constant length that may be 0."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(max(length, 1))
+        self._wanted = length
+
+    def wanted(self, row: int) -> int:  # noqa: ARG002
+        """That length."""
+        return self._wanted
+
+
+def _key(engine: Engine) -> str:
+    """Names the models, how they are run, and the machine's threads."""
+    drafter: Drafter = engine.drafter
+    target = engine.target
+    backend = getattr(getattr(drafter, "model", None), "backend", target)
+    dtype = getattr(target, "dtype", "")
+    names = (target.name, type(target).__name__, backend.name, drafter.name, dtype, target.device)
+    return " | ".join(map(str, (_VERSION, *names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What the file holds; nothing if it is not there or is none of ours."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    fields = set(RoundCosts.__dataclass_fields__)
+    rows: Sequence[tuple[str, Any]] = list(found.items()) if isinstance(found, dict) else []
+    return {name: row for name, row in rows if isinstance(row, dict) and set(row) == fields}

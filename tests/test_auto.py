@@ -1,0 +1,152 @@
+"""The stopper that decides by the cost model: what it drafts, when it gives up and looks again, what it is told."""
+
+import itertools
+import json
+
+import pytest
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.model import ModelDrafter
+from draftproof.engine import pace
+from draftproof.engine.pace import known_costs, measured_costs
+from draftproof.engine.parts import make_stopper
+from draftproof.stoppers.auto import PAUSES, PROBE, Auto
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.theory.cost import RoundCosts, best_round_length
+from helpers import backend, engine
+
+STORIES = ["Once upon a time", "The little dog", "Tom and Lily went to", "One day, a big cat"]
+
+
+def tokens(outputs):
+    return [output.token_ids for output in outputs]
+
+
+def test_the_best_length_by_hand():
+    costs = RoundCosts(target=1.0, draft=0.2)
+    # At rate 1/2 n tokens give 2 - 2^-n: 1.5/1.2 = 1.25, 1.75/1.4 = 1.25 and less, 1.875/1.6 and less.
+    assert best_round_length(costs, 0.5, 8) == 1
+    assert best_round_length(costs, 1.0, 8) == 8
+    assert best_round_length(costs, 0.19, 8) == 0
+    assert best_round_length(costs, 0.5, 8, gain=1.26) == 0, "too small a gain"
+    assert best_round_length(RoundCosts(1.0, 0.1, token=0.1), 0.5, 8) == 1, "what a token adds counts wherever it is"
+    assert costs.of(3) == pytest.approx(1.6)
+
+
+def play(stopper, answers, rounds=400, row=0):
+    """Rounds of a request, `answers` saying how much of a draft is accepted; returns the drafted lengths."""
+    lengths = []
+    for number in range(rounds):
+        n = stopper.wanted(row)
+        lengths.append(n)
+        stopper.observe(row, n, min(n, answers(number)))
+    return lengths
+
+
+def test_lengths_follow_what_is_accepted():
+    costs = RoundCosts(1.0, 0.1)
+    good = play(Auto(costs), lambda _: 16)
+    bad = play(Auto(costs), lambda number: number % 2)
+    assert good[-1] == 16
+    assert good == sorted(good), "it only grows"
+    assert 1 <= bad[-1] <= 2
+
+
+def test_what_never_pays_is_hardly_tried():
+    lengths = play(Auto(RoundCosts(1.0, 0.1)), lambda _: 0, rounds=2000)
+    drafting = [n for n in lengths if n]
+    assert sum(drafting) * 0.1 / 2000 < 0.01, "under one percent of the time"
+    late = [place for place, n in enumerate(lengths) if n and place > 1000]
+    assert len(late) >= 3, "and it still looks"
+    assert {b - a for a, b in itertools.pairwise(late)} == {PAUSES[1] + 1}
+    assert {lengths[place] for place in late} == {PROBE}
+
+
+def test_it_drafts_again_when_drafts_are_accepted_again():
+    lengths = play(Auto(RoundCosts(1.0, 0.1)), lambda number: 0 if number < 300 else 16, rounds=600)
+    assert lengths[250:290].count(0) > 35
+    assert lengths[-1] >= 8
+
+
+def test_rows_have_memories_of_their_own():
+    stopper = Auto(RoundCosts(1.0, 0.1))
+    play(stopper, lambda _: 0, row=1)
+    assert stopper.wanted(2) == Auto(RoundCosts(1.0, 0.1)).wanted(0)
+    stopper.release(1)
+    assert stopper.wanted(1) == stopper.wanted(2)
+    stopper.release(77)
+
+
+def test_drafting_that_costs_too_much_is_plain_decoding():
+    under_test = Engine.load("embedded:target", "embedded:draft", stopper="auto:0.9", check=False)
+    (out,) = under_test.generate(STORIES[0], SamplingParams(max_tokens=30, temperature=0, seed=3))
+    plain = engine(draft=None).generate(STORIES[0], SamplingParams(max_tokens=30, temperature=0, seed=3))
+    assert out.token_ids == plain[0].token_ids
+    assert out.stats.num_draft_tokens <= 2 * PROBE
+
+
+def auto_engine(costs, **options):
+    drafter = ModelDrafter(DraftModel(backend("draft"), vocab_size=512), Auto(costs))
+    return Engine(backend("target"), drafter, **options)
+
+
+def test_a_seed_decides_alone_and_in_a_batch():
+    params = [SamplingParams(max_tokens=40, seed=seed) for seed in range(4)]
+    prompts = [[1, 403, 407 + place] for place in range(4)]
+    costs = RoundCosts(1.0, 0.05)
+    batch = auto_engine(costs, max_batch=3).generate(prompts, params)
+    alone = [auto_engine(costs).generate([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    assert tokens(batch) == tokens(alone)
+    assert len({one.stats.num_draft_tokens for one in batch}) > 1, "requests draft as they fare"
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_measured_and_the_engine_is_left_as_it_was():
+    under_test = engine()
+    kept = under_test.drafter.stopper
+    costs = measured_costs(under_test)
+    assert min(costs.target, costs.draft) > 0
+    assert 0.05 < costs.draft / costs.target < 5, "a pass of four layers beside one of five"
+    assert under_test.drafter.stopper is kept
+    assert not under_test.busy
+    same = engine().generate(STORIES[0], SamplingParams(max_tokens=20, seed=1))
+    assert tokens(under_test.generate(STORIES[0], SamplingParams(max_tokens=20, seed=1))) == tokens(same)
+
+
+def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):
+    file, calls = tmp_path / "deep" / "costs.json", []
+    monkeypatch.setattr(pace, "measured_costs", lambda made: calls.append(made) or RoundCosts(3.0, 1.0, 0.5))
+    file.parent.mkdir()
+    first = known_costs(engine(), file)
+    assert (known_costs(engine(), file), len(calls)) == (first, 1)
+    assert known_costs(engine(draft="target"), file) == first
+    assert len(calls) == 2, "another pair"
+    assert len(json.loads(file.read_text())) == 2
+    for broken in ("{", "[]", '{"a": {"target": 1}}'):
+        file.write_text(broken)
+        assert known_costs(engine(), file) == first
+    assert len(calls) == 5
+
+
+def test_the_stopper_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    monkeypatch.setattr(pace, "measured_costs", lambda _: RoundCosts(1.0, 0.01))
+    made = Engine.load("embedded:target", "embedded:draft", stopper="auto", check=False)
+    (out,) = made.generate(STORIES[1], SamplingParams(max_tokens=24, seed=2))
+    assert made.drafter.stopper.costs == RoundCosts(1.0, 0.01)
+    assert out.stats.num_draft_tokens > 20
+    assert make_stopper("auto:0.25").name == "auto:0.25"
+
+
+@pytest.mark.parametrize("argument", ["auto:fast", "auto:-1", "auto:nan", "auto:inf"])
+def test_costs_that_are_none_are_refused(argument):
+    with pytest.raises(UserError, match=r"auto:0\.1"):
+        make_stopper(argument)
+    with pytest.raises(UserError, match="legal are 1 to"):
+        Auto(RoundCosts(1.0, 1.0), limit=0)
+    with pytest.raises(RuntimeError, match="was not told what a round costs"):
+        Auto().wanted(0)
+    assert FixedLength(1).wanted(0) == 1
