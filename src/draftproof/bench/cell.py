@@ -116,11 +116,15 @@ class Cell:
     def method(self) -> str:
         """What a table calls it: drafter, stopper and rule, or the other engine and the values of its setting."""
         if self.engine != OURS:
-            values = "/".join(part.partition("=")[2] for part in self.setting.split(","))
-            return f"{self.engine} ({values})" if self.setting else self.engine
+            return f"{self.engine} ({self.values})" if self.setting else self.engine
         if self.drafter == "none":
             return "plain"
         return ", ".join(part for part in (self.drafter, self.stopper, self.verifier) if part)
+
+    @property
+    def values(self) -> str:
+        """The values of the setting."""
+        return "/".join(part.partition("=")[2] for part in self.setting.split(",") if part)
 
     @property
     def length(self) -> int | None:

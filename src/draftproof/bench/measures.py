@@ -14,74 +14,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
 
 import torch
 
+from draftproof.bench.estimate import Estimate, bootstrap
 from draftproof.bench.flops import Shape, answer_flops
 from draftproof.bench.record import Record
 from draftproof.engine.stats import PARTS, Stats
-from draftproof.rng import fold
 
-LEVEL = 0.95
-RESAMPLES = 2000
-FEWEST = 6  # with fewer questions not even their whole range holds the median of all with probability 0.95
-Item = TypeVar("Item")
 Asked = tuple[str, int]  # question and seed: what two cells of a pair share
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A figure with its interval.
-
-    Attributes:
-        value: of the questions measured.
-        low, high: percentile bootstrap over questions at LEVEL; nan under FEWEST questions.
-        count: questions it rests on.
-    """
-
-    value: float
-    low: float
-    high: float
-    count: int
-
-    @property
-    def sure(self) -> int:
-        """Where the whole interval lies against 1: 1 above, -1 below, 0 around it (or unknown)."""
-        return (self.low > 1) - (self.high < 1)
-
-    def to_dict(self) -> dict[str, float | None]:
-        """Plain values for JSON; None for nan."""
-        told = {"value": self.value, "low": self.low, "high": self.high}
-        return {**{name: None if math.isnan(x) else x for name, x in told.items()}, "count": self.count}
-
-
-def bootstrap(
-    items: Sequence[Item],
-    statistic: Callable[[Sequence[Item]], float],
-    *,
-    level: float = LEVEL,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Estimate:
-    """A statistic of items with its percentile bootstrap interval.
-
-    Args:
-        items: independent units, usually the questions.
-        statistic: of a list of items.
-        level: of the interval.
-        resamples: lists drawn with replacement.
-        seed: of the draws; the same items give the same interval.
-    """
-    value = statistic(items)
-    if len(items) < FEWEST:
-        return Estimate(value, math.nan, math.nan, len(items))
-    source = torch.Generator().manual_seed(fold(seed, len(items)) >> 1)
-    picks = torch.randint(len(items), (resamples, len(items)), generator=source).tolist()
-    found = sorted(statistic([items[place] for place in row]) for row in picks)
-    tail = (1 - level) / 2
-    low, high = found[int(tail * resamples)], found[min(int((1 - tail) * resamples), resamples - 1)]
-    return Estimate(value, low, high, len(items))
 
 
 def first(records: Iterable[Record]) -> list[Record]:

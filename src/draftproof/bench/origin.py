@@ -40,6 +40,7 @@ def origin(
     return {
         "command": command(),
         "begun": _now(),
+        "load": os.getloadavg()[0],
         "versions": versions(),
         "machine": {**machine(device), "processor": _processor(), "cores": os.cpu_count()},
         "models": {name: {"fingerprint": fingerprint(name), "shape": _shape(name)} for name in names},
@@ -74,7 +75,10 @@ def begin(out: Path, told: dict[str, Any]) -> dict[str, Any]:
 
 def finish(out: Path, told: dict[str, Any]) -> None:
     """Add what is known at the end only."""
-    _write(out / FILE, told | {"finished": _now(), "peak_memory_of_process": _peak_memory()})
+    _write(
+        out / FILE,
+        told | {"finished": _now(), "load_at_end": os.getloadavg()[0], "peak_memory_of_process": _peak_memory()},
+    )
 
 
 def read_origin(out: Path) -> dict[str, Any]:

@@ -115,7 +115,11 @@ def _tuned(
         key = digest(one.to_dict(), [[question.dataset, question.id] for question in few])[:16]
         rates = remembered(out / SEARCHED / f"{key}.json", partial(search_one, one, few))
         best = max(rates, key=lambda setting: float(rates[setting]))
-        told = ", ".join(f"{setting or 'defaults'} {rate:.1f}" for setting, rate in rates.items())
-        notes.append(f"search of {one.engine} at temperature {one.temperature:g}, tokens a second: {told}")
+        names_of = ", ".join(GRIDS[one.engine])
+        told = "; ".join(
+            f"{replace(one, setting=setting).values or 'defaults'} {rate:.1f}" for setting, rate in rates.items()
+        )
+        where = f"{one.target} at temperature {one.temperature:g}"
+        notes.append(f"{one.engine} on {where}, tokens a second by {names_of}: {told}")
         made += [replace(cell, setting=best) for cell in own if best]
     return made, notes

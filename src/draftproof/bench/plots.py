@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.bench import measures
-from draftproof.bench.measures import Estimate
+from draftproof.bench.estimate import Estimate
 from draftproof.bench.summary import PLAIN, Setting, Summary
 from draftproof.errors import UserError
 from draftproof.files import whole_file
@@ -37,7 +37,7 @@ def write_plots(found: dict[Setting, list[Summary]], out: Path) -> list[str]:
             axes.grid(alpha=0.3)
         with whole_file(out / name) as work:
             # Without the version in it, the same figures are the same bytes.
-            figure.savefig(work, dpi=100, format="png", metadata={"Software": None})
+            figure.savefig(work, dpi=80, format="png", metadata={"Software": None})
     return list(PLOTS)
 
 

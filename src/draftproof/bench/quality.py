@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from draftproof.bench.cell import Cell
-from draftproof.bench.measures import Estimate, asked, bootstrap, first, paired
+from draftproof.bench.estimate import Estimate, bootstrap
+from draftproof.bench.measures import asked, first, paired
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Record
 from draftproof.bench.workbench import Workbench

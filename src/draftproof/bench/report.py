@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.bench import measures
-from draftproof.bench.measures import FEWEST, LEVEL, RESAMPLES, Estimate
+from draftproof.bench.cell import OURS
+from draftproof.bench.estimate import FEWEST, LEVEL, RESAMPLES, Estimate
 from draftproof.bench.plots import write_plots
+from draftproof.bench.record import Record
 from draftproof.bench.summary import BASES, Setting, Summary, summarize
 from draftproof.errors import UserError
 from draftproof.files import whole_file
@@ -87,13 +89,16 @@ def _origin(told: dict[str, Any]) -> list[str]:
     asked = ", ".join(f"{name} ({data['questions']})" for name, data in told["data"].items())
     ran = ", ".join(f"{name} {version}" for name, version in versions.items())
     threads = f"{machine['threads']} threads on {machine['cores']} cores ({machine['architecture']})"
+    loads = [told[name] for name in ("load", "load_at_end") if name in told]
+    load = f" Load average: {' and at the end '.join(f'{each:.1f}' for each in loads)}." if loads else ""
     return [
         f"Models: {', '.join(told['models'])}; dtype {dtypes}; batch 1, up to {lengths} tokens; seeds {seeds}.",
         f"Questions: {asked}. Repeats of each answer: {told['repeats']}; thrown away first: {told['warmup']} a method.",
-        f"Machine: {where}, {threads}. Versions: {ran}. Begun {told['begun']}.",
+        f"Machine: {where}, {threads}. Versions: {ran}. Begun {told['begun']}.{load}",
         "",
         f"Order: {told['order']}.",
-        f"Intervals: {LEVEL:.0%}, percentile bootstrap over questions ({RESAMPLES} resamples), none under {FEWEST}.",
+        f"Intervals: {LEVEL:.0%}, expanded percentile bootstrap over questions ({RESAMPLES} resamples); none under",
+        f"{FEWEST} questions; of many intervals some miss.",
         "A speed is the median over questions of the ratio to the baseline's answer to the same question in the same",
         "turn. `over token`: the ratio of tokens per target call to rule token on one chain with the same stopper.",
         "`?` marks an interval that holds 1.",
@@ -194,31 +199,37 @@ def _marked(one: Summary) -> str:
 
 
 def _regression(found: Sequence[Summary]) -> list[str]:
-    """Seed 003's cost model fitted to our engine's answers, a line a draft model or drafter that has enough of them."""
-    groups: dict[str, list[measures.Record]] = {}
+    """Seed 003's cost model fitted to our engine's answers, a line a pair and kind of drafter."""
+    groups: dict[tuple[str, ...], list[Record]] = {}
     for one in found:
-        if "target" in one.records[0].answer.seconds:
-            kind = one.cell.drafter.partition(":")[0]
-            groups.setdefault(kind, []).extend(one.records)
-    plain = groups.pop("none", [])
+        if one.cell.engine == OURS:
+            cell = one.cell
+            key = (cell.target, cell.dtype, cell.backend, cell.draft or "", cell.drafter.partition(":")[0])
+            groups.setdefault(key, []).extend(one.records)
     rows = []
-    for kind, records in groups.items():
-        fit = measures.regress([*records, *plain])
+    for (target, dtype, backend, draft, kind), records in groups.items():
+        plain = groups.get((target, dtype, backend, "", "none"), [])
+        fit = None if kind == "none" else measures.regress([*records, *plain])
         if fit is not None:
             milliseconds = (f"{1000 * fit.draft:.2f}", f"{1000 * fit.target:.2f}")
-            rows.append((kind, *milliseconds, f"{fit.r_squared:.3f}", str(fit.count)))
+            rows.append((target, draft or "-", kind, *milliseconds, f"{fit.r_squared:.3f}", str(fit.count)))
     if not rows:
         return ["## Cost model", "", "Too few answers with drafts to fit one."]
-    heads = ("drafter", "ms a drafted token", "ms a target call", "R squared", "answers")
+    heads = ("target", "draft", "drafter", "ms a drafted token", "ms a target call", "R squared", "answers")
     title = "## Cost model: T = t_draft N_draft + t_target N_target, least squares over answers, plain ones included"
     return [title, "", *table(heads, rows)]
 
 
 def _notes(found: Sequence[Summary], told: dict[str, Any]) -> list[str]:
     """What was in effect, by each engine's own word, and memory."""
-    lines = ["## In effect", ""]
-    rows = {(one.method, *(f"{name} ({count})" for name, count in one.effective.items())): None for one in found}
-    lines += table(("method", "by the engine's own word (answers)"), [(row[0], "; ".join(row[1:])) for row in rows])
+    effective: dict[tuple[str, str], int] = {}
+    for one in found:
+        for name, count in one.effective.items():
+            effective[one.method, name] = effective.get((one.method, name), 0) + count
+    heads = ("method", "by the engine's own word", "answers")
+    lines = ["## In effect", "", *table(heads, [(*names, str(count)) for names, count in effective.items()])]
+    if any(one.agrees is not None and one.agrees[0] < one.agrees[1] for one in found):
+        lines += ["", "Greedy tokens that differ from plain ones: in bfloat16 and float16 near-ties round differently."]
     for one in found:
         if not one.cell.plain and not measures.total(one.records).num_draft_tokens:
             lines += ["", f"{one.method} drafted nothing on {one.setting.title}: there it is plain decoding."]

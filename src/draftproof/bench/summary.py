@@ -12,8 +12,8 @@ from typing import Any
 
 from draftproof.bench import measures, quality
 from draftproof.bench.cell import OURS, Cell
+from draftproof.bench.estimate import Estimate
 from draftproof.bench.flops import Shape
-from draftproof.bench.measures import Estimate
 from draftproof.bench.origin import read_origin
 from draftproof.bench.quality import Scores, read_scores
 from draftproof.bench.record import Record, by_cell, read_records

@@ -17,7 +17,7 @@ from draftproof.cli._bench_reproduce import reproduce
 from draftproof.cli._report import tell
 
 if TYPE_CHECKING:
-    from draftproof.bench.measures import Estimate
+    from draftproof.bench.estimate import Estimate
     from draftproof.bench.summary import Summary
 
 app = typer.Typer(

@@ -1,0 +1,106 @@
+"""A figure with its interval: the bootstrap over questions.
+
+Knows: resampling, Student's t. Does not know: what a figure is of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+from typing import TypeVar
+
+import torch
+
+from draftproof.rng import fold
+
+LEVEL = 0.95
+RESAMPLES = 4000
+FEWEST = 6  # with fewer questions not even their whole range holds the median of all with probability 0.95
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its interval.
+
+    Attributes:
+        value: of the questions measured.
+        low, high: percentile bootstrap over questions at LEVEL; nan under FEWEST questions.
+        count: questions it rests on.
+    """
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def sure(self) -> int:
+        """Where the whole interval lies against 1: 1 above, -1 below, 0 around it (or unknown)."""
+        return (self.low > 1) - (self.high < 1)
+
+    def to_dict(self) -> dict[str, float | None]:
+        """Plain values for JSON; None for nan."""
+        told = {"value": self.value, "low": self.low, "high": self.high}
+        return {**{name: None if math.isnan(x) else x for name, x in told.items()}, "count": self.count}
+
+
+def bootstrap(
+    items: Sequence[Item],
+    statistic: Callable[[Sequence[Item]], float],
+    *,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> Estimate:
+    """A statistic of items with its expanded percentile bootstrap interval.
+
+    The percentiles lie further out than the level says, as far as Student's t and the factor n/(n-1) would move them
+    for a mean (Hesterberg 2015, "What teachers should know about the bootstrap"): plain percentiles of few items cover
+    too little, of six about 0.86 where they say 0.95.
+
+    Args:
+        items: independent units, usually the questions.
+        statistic: of a list of items.
+        level: of the interval.
+        resamples: lists drawn with replacement.
+        seed: of the draws; the same items give the same interval.
+    """
+    value = statistic(items)
+    if len(items) < FEWEST:
+        return Estimate(value, math.nan, math.nan, len(items))
+    source = torch.Generator().manual_seed(fold(seed, len(items)) >> 1)
+    picks = torch.randint(len(items), (resamples, len(items)), generator=source).tolist()
+    found = sorted(statistic([items[place] for place in row]) for row in picks)
+    tail = _tail(level, len(items))
+    low, high = found[int(tail * resamples)], found[min(int((1 - tail) * resamples), resamples - 1)]
+    return Estimate(value, low, high, len(items))
+
+
+@cache
+def _tail(level: float, count: int) -> float:
+    """The share of resamples beyond either end."""
+    return NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile((1 + level) / 2, count - 1))
+
+
+def t_quantile(share: float, freedom: int) -> float:
+    """Where Student's t with `freedom` degrees of freedom has a share of at least one half below it.
+
+    The tail is integrated on the angle arctan(t / sqrt(freedom)), where the density is a power of the cosine.
+    """
+    constant = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 0.5 + constant * _power_of_cosine(middle, freedom - 1) < share else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _power_of_cosine(angle: float, power: int, steps: int = 400) -> float:
+    """The integral of cos^power from 0 to an angle, by Simpson's rule."""
+    width = angle / steps
+    inner = math.fsum((4 if k % 2 else 2) * math.cos(k * width) ** power for k in range(1, steps))
+    return (1 + inner + math.cos(angle) ** power) * width / 3
