@@ -15,6 +15,7 @@ from draftproof.bench.summary import PLAIN, Setting, Summary
 from draftproof.errors import UserError
 from draftproof.files import whole_file
 
+_LINES = ("o-", "s--")  # ten colours, then the same with another line
 Draw = Callable[[Any, Sequence[Summary]], None]
 
 
@@ -29,9 +30,10 @@ def write_plots(found: dict[Setting, list[Summary]], out: Path) -> list[str]:
     except ImportError:
         raise UserError("pictures need matplotlib: pip install 'draftproof[bench]'") from None
     for name, draw in PLOTS.items():
-        rows = max(len(own) for own in found.values())
-        figure = Figure(figsize=(8, len(found) * (1.2 + 0.3 * rows)), layout="constrained")
-        for axes, (setting, own) in zip(figure.subplots(len(found), squeeze=False)[:, 0], found.items(), strict=True):
+        heights = [1.2 + 0.25 * len(own) for own in found.values()]
+        figure = Figure(figsize=(8, sum(heights)), layout="constrained")
+        panels = figure.subplots(len(found), squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (setting, own) in zip(panels, found.items(), strict=True):
             draw(axes, own)
             axes.set_title(setting.title, fontsize="medium")
             axes.grid(alpha=0.3)
@@ -72,10 +74,13 @@ def _speed(axes: Any, own: Sequence[Summary]) -> None:
 
 def _lengths(axes: Any, own: Sequence[Summary]) -> None:
     """A line a method: the share of rounds by accepted tokens."""
-    for one in own:
+    for place, one in enumerate(own):
         counts = measures.histogram(one.records)
-        if sum(counts) and len(counts) > 1:
-            axes.plot([count / sum(counts) for count in counts], "o-", markersize=3, linewidth=1, label=one.method)
+        while counts and not counts[-1]:  # places that were drafted, and never reached
+            counts.pop()
+        if len(counts) > 1:
+            shares = [count / sum(counts) for count in counts]
+            axes.plot(shares, _LINES[place // 10 % 2], markersize=3, linewidth=1, label=one.method)
     axes.set_xlabel("accepted tokens of a round")
     axes.set_ylabel("share of drafted rounds")
     if axes.has_data():
