@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -54,7 +55,7 @@ def test_recipes_of_models_end_to_end(tmp_path):
     whole = json.loads((tmp_path / "reproduce.json").read_text(encoding="utf-8"))
     assert [each["name"] for each in whole["recipes"]] == names
     assert whole["provenance"]["profile"]["name"] == "tiny"
-    assert any(line.startswith("run: embedded:target") for line in said)
+    assert "turns: 4 compositions on embedded:target" in said
 
 
 @pytest.mark.slow
@@ -72,30 +73,46 @@ def test_a_second_run_measures_nothing_and_a_fresh_one_gives_the_same_tables(tmp
     fresh = reproduce.reproduce(names, tmp_path / "b", TINY)
     contents = [[each.content for each in made] for made in (first, fresh)]
     assert without_times(contents[0]) == without_times(contents[1])
-    monkeypatch.setattr(Laboratory, "_run", None)  # measuring would raise
+    monkeypatch.setattr(Laboratory, "_turns", None)  # measuring would raise
     monkeypatch.setattr(Laboratory, "_places", None)
     assert reproduce.reproduce(names, tmp_path / "a", TINY) == first
 
 
 def test_a_killed_recipe_goes_on_from_its_records(tmp_path, monkeypatch):
-    calls = []
-    original = Laboratory._run
+    original, begun = Laboratory._places, []
 
     def dying(self, asked):
-        if len(calls) == 2:
+        if begun:
             raise KeyboardInterrupt
-        calls.append(asked.verifier)
+        begun.append(asked)
         return original(self, asked)
 
-    monkeypatch.setattr(Laboratory, "_run", dying)
+    monkeypatch.setattr(Laboratory, "_places", dying)
     with pytest.raises(KeyboardInterrupt):
-        reproduce.reproduce(["001-table4"], tmp_path, TINY)
+        reproduce.reproduce(["002-table4"], tmp_path, TINY)
     assert not (tmp_path / "outcomes").exists()
     again = []
-    monkeypatch.setattr(Laboratory, "_run", lambda self, asked: again.append(asked.verifier) or original(self, asked))
-    reproduce.reproduce(["001-table4"], tmp_path, TINY)
-    assert calls == ["token", "block"]
-    assert again == ["greedy_block"]
+    monkeypatch.setattr(Laboratory, "_places", lambda self, asked: again.append(asked) or original(self, asked))
+    reproduce.reproduce(["002-table4"], tmp_path, TINY)
+    assert [asked.drafter for asked in (*begun, *again)] == [f"early_exit:{layers}" for layers in (2, 3, 4)]
+
+
+def test_compared_runs_take_turns(lab, monkeypatch):
+    order = []
+    original = laboratory._answers
+
+    def noting(run, engine, prompts, seed, first):
+        order.append((run.verifier, seed, first))
+        return original(run, engine, prompts, seed, first)
+
+    monkeypatch.setattr(laboratory, "_answers", noting)
+    base = lab.scaled_run(SMALL, prompts=4, seeds=2, batch=2, tokens=6, stopper="fixed:3")
+    runs = [replace(base, verifier=rule) for rule in ("token", "block")]
+    found = lab.in_turns(runs)
+    assert order == [(rule, seed, first) for seed in (0, 1) for first in (0, 2) for rule in ("token", "block")]
+    assert [[row["token_ids"] for row in rows] for rows in found] == [
+        [row["token_ids"] for row in lab.runs(run)] for run in runs
+    ]
 
 
 def test_the_comparison_of_two_runs_can_fail(tmp_path):

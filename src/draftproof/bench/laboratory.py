@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from draftproof.sampling import SamplingParams
 from draftproof.training.provenance import digest
 
 FORMAT = 1  # of the records; raise it where what is measured changes
+WARM_UP = 4  # tokens thrown away before a run counts
 OPENINGS = "stories"  # the laboratory's own prompts
 PROMPT = 96  # tokens of a prompt at most: small models have short contexts
 Row = dict[str, Any]
@@ -218,7 +219,12 @@ class Laboratory:
 
     def runs(self, asked: Run) -> list[Row]:
         """A row for each prompt and seed: counts, seconds, token ids."""
-        found: list[Row] = self.remembered("run", asked, lambda: self._run(asked))
+        found: list[Row] = self.remembered("run", asked, lambda: self._turns([asked])[0])
+        return found
+
+    def in_turns(self, asked: Sequence[Run]) -> list[list[Row]]:
+        """The rows of runs whose seconds are compared: measured batch by batch in turns, A B A B."""
+        found: list[list[Row]] = self.remembered("turns", [asdict(run) for run in asked], lambda: self._turns(asked))
         return found
 
     def places(self, asked: Places) -> list[Row]:
@@ -257,19 +263,25 @@ class Laboratory:
         draft = self.backend(names.draft, names.dtype) if reads else None
         return make_drafter(name, target=self.backend(names.target, names.dtype), draft=draft, stopper=stopper)
 
-    def _run(self, asked: Run) -> list[Row]:
-        prompts = self.prompts(asked.names.target, asked.prompts, asked.dataset)
-        part = self.drafter(asked, asked.drafter, asked.stopper)
-        target = self.backend(asked.names.target, asked.names.dtype)
-        engine = Engine(target, part, make_verifier(asked.verifier), max_batch=asked.batch)
-        rows = []
-        for seed in range(asked.seeds):
-            each = [_params(asked, seed, number, asked.tokens) for number in range(len(prompts))]
-            for number, out in enumerate(engine.generate(list(prompts), each)):
-                told = out.stats.to_dict()
-                facts = {"prompt": number, "seed": seed, "token_ids": list(out.token_ids)}
-                rows.append(facts | {name: told[name] for name in COUNTS} | {"seconds": told["seconds"]})
-        return rows
+    def _turns(self, asked: Sequence[Run]) -> list[list[Row]]:
+        """Batch by batch, every run in its turn: a machine that slows down meets all of them."""
+        benches = [self._bench_of(run) for run in asked]
+        made: list[list[Row]] = [[] for _ in asked]
+        for seed in range(max(run.seeds for run in asked)):
+            for number in range(max(-(-run.prompts // run.batch) for run in asked)):
+                for run, (engine, prompts), rows in zip(asked, benches, made, strict=True):
+                    if seed < run.seeds:
+                        rows.extend(_answers(run, engine, prompts, seed, number * run.batch))
+        return made
+
+    def _bench_of(self, run: Run) -> tuple[Engine, list[list[int]]]:
+        """An engine that has warmed up, and its prompts."""
+        prompts = self.prompts(run.names.target, run.prompts, run.dataset)
+        part = self.drafter(run, run.drafter, run.stopper)
+        target = self.backend(run.names.target, run.names.dtype)
+        engine = Engine(target, part, make_verifier(run.verifier), max_batch=run.batch)
+        engine.generate(list(prompts[: run.batch]), _params(run, 0, 0, WARM_UP))
+        return engine, prompts
 
     def _places(self, asked: Places) -> list[Row]:
         prompts = self.prompts(asked.names.target, asked.prompts)
@@ -298,11 +310,23 @@ class Laboratory:
 
 def _words(kind: str, told: Any) -> str:
     """What is being measured, in a line."""
-    if not isinstance(told, dict):
-        return f"{kind}: {told}"
+    if isinstance(told, list):
+        return f"{kind}: {len(told)} compositions on {told[0]['names']['target']}"
     names = told.get("names", "")
     facts = [f"{name}={value}" for name, value in told.items() if name != "names" and value not in ((), "", 0)]
     return " ".join([f"{kind}:", names["target"] if isinstance(names, dict) else str(names), *facts])
+
+
+def _answers(run: Run, engine: Engine, prompts: list[list[int]], seed: int, first: int) -> list[Row]:
+    """The rows of one batch of prompts."""
+    some = prompts[first : first + run.batch]
+    each = [_params(run, seed, first + at, run.tokens) for at in range(len(some))]
+    rows = []
+    for at, out in enumerate(engine.generate(list(some), each) if some else ()):
+        told = out.stats.to_dict()
+        facts = {"prompt": first + at, "seed": seed, "token_ids": list(out.token_ids)}
+        rows.append(facts | {name: told[name] for name in COUNTS} | {"seconds": told["seconds"]})
+    return rows
 
 
 def _params(asked: Run | Places, seed: int, number: int, tokens: int) -> SamplingParams:

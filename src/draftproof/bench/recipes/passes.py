@@ -8,13 +8,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from draftproof.bench.claims import Claim, Interval, Kind, claim, resampled, shifted
-from draftproof.bench.laboratory import SMALL, Laboratory, Names
+from draftproof.bench.laboratory import SMALL, Laboratory, Names, Row, Run
 from draftproof.bench.measures import fit_times
 from draftproof.bench.papers import seed003 as papers
 from draftproof.bench.recipes.base import Answer, Draft, Figure, Missing, Outcome, Recipe, Series
@@ -30,36 +30,37 @@ TIMED = ("stand-alone", *STOPPERS)
 SECONDS = 0.0005  # tolerance
 
 
-def _timed(lab: Laboratory, **asked: Any) -> list[list[tuple[float, float, float]]]:
-    """(drafted, target calls, seconds) of the answers of each prompt, one sequence at a time."""
+Parts = Sequence[list[tuple[float, float, float]]]  # (drafted, target calls, seconds) of each prompt's answers
+
+
+def _timed(lab: Laboratory) -> dict[str, Parts]:
+    """Answers by setting, one sequence at a time, all settings in turns; models by themselves at two lengths."""
     size = {"batch": 1, "prompts": min(lab.profile.prompts, 12), "seeds": 1, "top_k": TOP_K, "verifier": "token"}
-    run = lab.scaled_run(asked.pop("names", SMALL), **{**size, **asked})
-    found: list[list[tuple[float, float, float]]] = [[] for _ in range(run.prompts)]
-    for row in lab.runs(run):
+    asked: dict[str, list[Run]] = {}
+    for name, names in (("draft", Names(SMALL.draft, SMALL.draft)), ("target", SMALL)):
+        plain = lab.scaled_run(names, **size, drafter="none", stopper="")
+        asked[name] = [replace(plain, tokens=tokens) for tokens in (plain.tokens // 3, plain.tokens)]
+    for setting, stoppers in STOPPERS.items():
+        asked[setting] = [lab.scaled_run(SMALL, **size, stopper=stopper) for stopper in stoppers]
+    rows = iter(lab.in_turns([run for runs in asked.values() for run in runs]))
+    return {name: _by_prompt([next(rows) for _ in runs]) for name, runs in asked.items()}
+
+
+def _by_prompt(runs: Sequence[Sequence[Row]]) -> Parts:
+    found: list[list[tuple[float, float, float]]] = [[] for _ in runs[0]]
+    for row in itertools.chain(*runs):
         counts = (float(row["num_draft_tokens"]), float(row["num_target_calls"]), float(row["seconds"]["total"]))
         found[row["prompt"]].append(counts)
     return found
 
 
-def _alone(lab: Laboratory, names: Names) -> list[list[tuple[float, float, float]]]:
-    """A model by itself, at two lengths: of one there is no line to fit."""
-    lengths = (lab.profile.tokens // 3, lab.profile.tokens)
-    parts = [_timed(lab, names=names, drafter="none", stopper="", tokens=n) for n in lengths]
-    return [list(itertools.chain(*rows)) for rows in zip(*parts, strict=True)]
-
-
-def _speculating(lab: Laboratory, setting: str) -> list[list[tuple[float, float, float]]]:
-    parts = [_timed(lab, stopper=stopper) for stopper in STOPPERS[setting]]
-    return [list(itertools.chain(*rows)) for rows in zip(*parts, strict=True)]
-
-
-def _slope(parts: Sequence[list[tuple[float, float, float]]], side: int) -> float:
+def _slope(parts: Parts, side: int) -> float:
     """Seconds of a pass of either model, by regression on both counts."""
     fitted = fit_times(list(itertools.chain(*parts)))
     return math.nan if fitted is None else (fitted.draft, fitted.target, fitted.r_squared)[side]
 
 
-def _line(parts: Sequence[list[tuple[float, float, float]]], side: int) -> float:
+def _line(parts: Parts, side: int) -> float:
     """Seconds of a pass and R squared of a model by itself, whose calls are the only count."""
     rows = torch.tensor(list(itertools.chain(*parts)), dtype=torch.float64)
     calls, seconds = rows[:, 1], rows[:, 2]
@@ -70,16 +71,16 @@ def _line(parts: Sequence[list[tuple[float, float, float]]], side: int) -> float
 
 def passes(lab: Laboratory) -> dict[str, dict[str, Interval]]:
     """Seconds of a pass by setting."""
-    by_itself = [_alone(lab, names) for names in (Names(SMALL.draft, SMALL.draft), SMALL)]
+    timed = _timed(lab)
     found = {
         "stand-alone": {
-            "t_draft": resampled(by_itself[0], lambda parts: _line(parts, 0)),
-            "t_target": resampled(by_itself[1], lambda parts: _line(parts, 0)),
-            "R squared": resampled(by_itself[1], lambda parts: _line(parts, 1)),
+            "t_draft": resampled(timed["draft"], lambda parts: _line(parts, 0)),
+            "t_target": resampled(timed["target"], lambda parts: _line(parts, 0)),
+            "R squared": resampled(timed["target"], lambda parts: _line(parts, 1)),
         }
     }
     for setting in STOPPERS:
-        parts = _speculating(lab, setting)
+        parts = timed[setting]
         found[setting] = {
             name: resampled(parts, partial(_slope, side=side))
             for side, name in enumerate(("t_draft", "t_target", "R squared"))

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from draftproof.bench.accepted import CHAIN_RULES, key
 from draftproof.bench.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
-from draftproof.bench.laboratory import Laboratory, Names
+from draftproof.bench.laboratory import Laboratory, Names, Row
 from draftproof.bench.papers import seed001 as papers
 from draftproof.bench.recipes.base import (
     ANY,
@@ -72,14 +73,16 @@ def _gain_answers(
     return made
 
 
+def whole_runs(lab: Laboratory, names: Names, temperature: float, n: int) -> list[list[Row]]:
+    """Plain decoding, token, block and greedy block verification in turns."""
+    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=temperature)
+    drafting = [replace(plain, drafter="model", stopper=f"fixed:{n}", verifier=rule) for rule in CHAIN_RULES]
+    return lab.in_turns([plain, *drafting])
+
+
 def _times(lab: Laboratory, names: Names, temperature: float, n: int) -> tuple[dict[str, Interval], Claim, Claim]:
     """Whole runs of plain, token and block: speeds over plain, and what the runs say of block against token."""
-    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=temperature)
-    drafting = (
-        lab.scaled_run(names, verifier=rule, stopper=f"fixed:{n}", temperature=temperature)
-        for rule in ("token", "block")
-    )
-    runs = [lab.runs(asked) for asked in (plain, *drafting)]
+    runs = whole_runs(lab, names, temperature, n)[:3]
     sums = run_sums(runs, TIMED)
     found = {
         "WS token": bootstrap(sums, speed(1, 0)),
@@ -234,7 +237,7 @@ def _line(label: str, found: Sequence[Interval]) -> Series:
 def table4(lab: Laboratory) -> Outcome:
     """Greedy block verification beside the others: in one round and over whole runs."""
     draft, answers = Draft(papers.TABLE4), Answers()
-    rules = ("token", "block", "greedy_block")
+    rules = CHAIN_RULES
     for place, names in enumerate(lab.profile.pairs):
         at = at_places(lab, names, 1.0)
         one = [
@@ -246,7 +249,7 @@ def table4(lab: Laboratory) -> Outcome:
             )
             for a, b in (("greedy_block", "block"), ("block", "token"))
         ]
-        runs = [lab.runs(lab.scaled_run(names, verifier=rule, stopper=f"fixed:{PAPER_N}")) for rule in rules]
+        runs = whole_runs(lab, names, 1.0, PAPER_N)[1:]
         sums = run_sums(runs)
         found = {f"BE {rule.replace('_', ' ')}": bootstrap(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
         whole = [
@@ -312,11 +315,9 @@ def _batch_speeds(lab: Laboratory, names: Names) -> tuple[dict[str, Interval], l
     """Speed over plain decoding in batches of 8."""
     parts = {"token": ("model", "token"), "block": ("model", "block")}
     parts |= {"SpecTr": ("chains:2", "spectr"), "SpecInfer": ("chains:2", "multi_round")}
-    runs = [lab.runs(lab.scaled_run(names, drafter="none", stopper="", temperature=1.0))]
-    runs += [
-        lab.runs(lab.scaled_run(names, drafter=d, verifier=v, stopper=f"fixed:{PAPER_N}", temperature=1.0))
-        for d, v in parts.values()
-    ]
+    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=1.0)
+    drafting = [replace(plain, drafter=d, stopper=f"fixed:{PAPER_N}", verifier=v) for d, v in parts.values()]
+    runs = lab.in_turns([plain, *drafting])
     sums = run_sums(runs, TIMED)
     found = {f"WS {name}": bootstrap(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
     timed = [

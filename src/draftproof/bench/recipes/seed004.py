@@ -109,7 +109,7 @@ def table2(lab: Laboratory) -> Outcome:
     draft, answers = Draft(papers.TABLE2), Answers()
     names = list(METHODS)
     runs = [asked(lab, parts) for parts in METHODS.values()]
-    sums = run_sums([lab.runs(run) for run in runs], FIELDS)
+    sums = run_sums(lab.in_turns(runs), FIELDS)
     at = {name: place for place, name in enumerate(names)}
     held = _counting_claims(sums, at)
     faster = [
@@ -219,7 +219,7 @@ def table3(lab: Laboratory) -> Outcome:
     for name in ("SD", "mentored"):
         other = asked(lab, METHODS[name])
         wins = wins_over(lab, ours, other)
-        sums = run_sums([lab.runs(run) for run in (ours, other)], FIELDS)
+        sums = run_sums(lab.in_turns([ours, other]), FIELDS)
         speed = bootstrap(sums, over(0, 1))
         work = _work(lab, sums)
         timed = claim(f"time: speed of SPRINTER over {name} - 1 > 0", Kind.MODELS, bootstrap(sums, _faster(0, 1)))

@@ -119,13 +119,15 @@ def table4(lab: Laboratory) -> Outcome:
         kept = _transfers(areas, own)
         draft.claims.append(kept)
         base = replace(lab.scaled_run(SMALL, **METHODS["SD"]), dataset=own, prompts=harvest.prompts)
+        lossy = [
+            replace(base, stopper=f"approximate:{_saved(lab, name, made[name])}", verifier="last_token")
+            for name in SETS.values()
+        ]
+        sums = run_sums(lab.in_turns([base, *lossy]), FIELDS)
         told: dict[str, Interval | str] = {}
         times: dict[str, Interval | str] = {}
-        for trained, name in SETS.items():
-            stopper = f"approximate:{_saved(lab, name, made[name])}"
-            run = replace(base, stopper=stopper, verifier="last_token")
-            wins = wins_over(lab, run, base)
-            spent = bootstrap(run_sums([lab.runs(run)], FIELDS), milliseconds(0))
+        for place, (trained, name) in enumerate(SETS.items()):
+            wins, spent = wins_over(lab, lossy[place], base), bootstrap(sums, milliseconds(place + 1))
             told[f"AUC, trained on {trained}"] = resampled(areas[name], area_of)
             told[f"win-tie, trained on {trained}"], times[f"ms, trained on {trained}"] = wins, spent
             cell = f"on {paper}"
