@@ -72,14 +72,15 @@ def test_intervals_cover_at_their_level():
     generator = torch.Generator().manual_seed(0)
     inside = 0
     for trial in range(200):
-        values = torch.randn(60, 1, generator=generator) + 1.0
-        found = bootstrap(values / 60, column(0), resamples=300, seed=trial)
+        values = torch.randn(10, 1, generator=generator) + 1.0
+        found = bootstrap(values / 10, column(0), resamples=300, seed=trial)
         inside += found.low <= 1.0 <= found.high
-    assert 0.88 <= inside / 200 <= 0.99
+    assert 0.9 <= inside / 200 <= 0.99
 
 
 def test_ratios_are_of_totals():
-    values = torch.tensor([[1.0, 1.0], [9.0, 3.0]])
+    values = torch.tensor([[1.0, 1.0], [9.0, 3.0]])  # two clusters have a value and no interval
+    assert judge(bootstrap(values, column(0))) is Verdict.UNDECIDED
     assert bootstrap(values, lambda t: t[:, 0] / t[:, 1]).value == pytest.approx(2.5)  # 10 / 4, not the mean of 1 and 3
 
 

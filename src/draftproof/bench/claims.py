@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.bench import estimate
+from draftproof.bench.estimate import FEWEST, LEVEL, RESAMPLES, tail_share
 from draftproof.errors import UserError
 
-LEVEL = 0.95
-RESAMPLES = 2000
 EDGE = 1e-9  # what rounding may move an exact value by
 Item = TypeVar("Item")
 Statistic = Callable[[Float[Tensor, "draws columns"]], Float[Tensor, " draws"]]
@@ -118,10 +118,11 @@ def bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """The percentile interval of a statistic of column totals, clusters drawn again with replacement.
+    """The expanded percentile interval of a statistic of column totals, clusters drawn again with replacement.
 
     Columns of one cluster are drawn together, so differences between columns are paired. Ratios of totals (tokens per
-    call) are taken after the drawing, which weighs clusters as the sample does.
+    call) are taken after the drawing, which weighs clusters as the sample does. As `estimate.bootstrap`, all resamples
+    at once.
 
     Args:
         sums: what each cluster adds to each column.
@@ -132,23 +133,19 @@ def bootstrap(
 
     Raises:
         UserError: fewer than two clusters, or a level out of range.
-
-    Source: Efron 1979; the paired form is the cluster bootstrap.
     """
-    clusters = sums.shape[0]
-    if clusters < 2:
-        raise UserError(f"an interval over {clusters} clusters: legal are 2 or more prompts")
-    if not 0 < level < 1:
-        raise UserError(f"level of confidence is {level:g}: legal is between 0 and 1")
+    clusters = _clusters(sums.shape[0], level)
     values = sums.double()
+    middle = float(statistic(values.sum(0, keepdim=True))[0])
+    if clusters < FEWEST:
+        return Interval(middle, math.nan, math.nan, level, clusters)
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(clusters, (resamples, clusters), generator=generator)
     counts = torch.zeros(resamples, clusters, dtype=torch.float64)
     counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
-    found = statistic(counts @ values).sort().values
-    tail = (1 - level) / 2
+    found, tail = statistic(counts @ values), tail_share(level, clusters)
     low, high = (float(found.quantile(share)) for share in (tail, 1 - tail))
-    return Interval(float(statistic(values.sum(0, keepdim=True))[0]), low, high, level, clusters)
+    return Interval(middle, low, high, level, clusters)
 
 
 def resampled(
@@ -169,17 +166,19 @@ def resampled(
         seed: as there.
 
     Raises:
-        UserError: fewer than two clusters.
+        UserError: fewer than two clusters, or a level out of range.
     """
-    count = len(clusters)
+    _clusters(len(clusters), level)
+    found = estimate.bootstrap(clusters, statistic, level=level, resamples=resamples, seed=seed)
+    return Interval(found.value, found.low, found.high, level, found.count)
+
+
+def _clusters(count: int, level: float) -> int:
     if count < 2:
         raise UserError(f"an interval over {count} clusters: legal are 2 or more prompts")
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(count, (resamples, count), generator=generator).tolist()
-    found = torch.tensor([statistic([clusters[at] for at in row]) for row in drawn], dtype=torch.float64)
-    tail = (1 - level) / 2
-    low, high = (float(found.quantile(share)) for share in (tail, 1 - tail))
-    return Interval(statistic(clusters), low, high, level, count)
+    if not 0 < level < 1:
+        raise UserError(f"level of confidence is {level:g}: legal is between 0 and 1")
+    return count
 
 
 def shifted(interval: Interval, by: float) -> Interval:

@@ -75,14 +75,14 @@ def bootstrap(
     source = torch.Generator().manual_seed(fold(seed, len(items)) >> 1)
     picks = torch.randint(len(items), (resamples, len(items)), generator=source).tolist()
     found = sorted(statistic([items[place] for place in row]) for row in picks)
-    tail = _tail(level, len(items))
+    tail = tail_share(level, len(items))
     low, high = found[int(tail * resamples)], found[min(int((1 - tail) * resamples), resamples - 1)]
     return Estimate(value, low, high, len(items))
 
 
 @cache
-def _tail(level: float, count: int) -> float:
-    """The share of resamples beyond either end."""
+def tail_share(level: float, count: int) -> float:
+    """The share of resamples beyond either end of an interval over that many units."""
     return NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile((1 + level) / 2, count - 1))
 
 
