@@ -63,6 +63,19 @@ def test_each_drafter_gets_its_own_rule_where_none_is_named():
     assert [cell.stopper for cell in cells] == ["fixed:4"] * 3
 
 
+def test_a_directory_is_told_by_its_last_part_unless_two_have_it():
+    cells = [
+        Cell(**COMMON, drafter=f"feature_head:{folder}/mine", stopper="fixed:2", verifier="block") for folder in "ab"
+    ]
+    assert cells[0].method == cells[1].method == "feature_head:mine, fixed:2, block"
+    told = summaries([record("q", tokens=4, calls=2, cell=cell) for cell in cells[:1]], {})
+    assert [one.method for one in told] == ["feature_head:mine, fixed:2, block"]
+    told = summaries([record("q", tokens=4, calls=2, cell=cell) for cell in cells], {})
+    assert [one.method for one in told] == [
+        f"feature_head:mine, fixed:2, block [feature_head:{folder}/mine, fixed:2]" for folder in "ab"
+    ]
+
+
 def test_n_and_k_are_told():
     cell = Cell(**PAIR, drafter="chains:3", stopper="fixed:6", verifier="spectr")
     assert (cell.length, cell.drafts, cell.method) == (6, 3, "chains:3, fixed:6, spectr")

@@ -7,6 +7,7 @@ models, questions, clocks.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -36,6 +37,7 @@ ENGINES = {
     "transformers-assisted": "transformers' assisted generation with the draft model",
     "transformers-lookup": "transformers' prompt lookup",
 }
+_PATH = re.compile("[^:]*/")
 _REAL = ("temperature", "top_p")
 _READS_DRAFT = ("model", "chains", "tree")
 _UNSTOPPED = ("none", "ngram", "suffix")
@@ -114,12 +116,15 @@ class Cell:
 
     @property
     def method(self) -> str:
-        """What a table calls it: drafter, stopper and rule, or the other engine and the values of its setting."""
+        """What a table calls it: drafter, stopper and rule, or the other engine and the values of its setting.
+
+        Of a directory the last part is told.
+        """
         if self.engine != OURS:
             return f"{self.engine} ({self.values})" if self.setting else self.engine
         if self.drafter == "none":
             return "plain"
-        return ", ".join(part for part in (self.drafter, self.stopper, self.verifier) if part)
+        return ", ".join(_PATH.sub("", part) for part in (self.drafter, self.stopper, self.verifier) if part)
 
     @property
     def values(self) -> str:

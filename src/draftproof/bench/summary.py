@@ -6,7 +6,7 @@ Knows: which cells are one method, which is a baseline of which. Does not know: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,14 @@ def _names(cells: Sequence[Cell]) -> dict[Cell, str]:
     for cell in cells:
         also = [str(getattr(cell, name)) for name in vary if name != "backend" or cell.engine == OURS]
         made[cell] = " ".join([cell.method, *(f"[{word}]" for word in also if word != "None")])
-    return made
+    meant: dict[str, set[Cell]] = {}
+    for cell, name in made.items():
+        meant.setdefault(name, set()).add(replace(cell, seed=0))
+    # Heads of one name in two directories: the whole of what was said tells them apart.
+    return {
+        cell: name if len(meant[name]) == 1 else f"{name} [{cell.drafter}, {cell.stopper}]"
+        for cell, name in made.items()
+    }
 
 
 def _summary(
