@@ -53,15 +53,13 @@ def origin(
     }
 
 
-def begin(out: Path, told: dict[str, Any]) -> dict[str, Any]:
-    """Write the provenance of a new run, or return that of the run which goes on here.
+def known(out: Path, told: dict[str, Any]) -> dict[str, Any]:
+    """The provenance of the run that goes on in a folder; what is told, where none has begun there.
 
     Raises:
         UserError: the folder holds a run of another kind, with what differs.
     """
-    file = out / FILE
-    if not file.exists():
-        _write(file, told)
+    if not (out / FILE).exists():
         return told
     before = read_origin(out)
     for name in SAME:
@@ -71,6 +69,11 @@ def begin(out: Path, told: dict[str, Any]) -> dict[str, Any]:
                 "repeat its command to go on with it, or name another folder"
             )
     return before
+
+
+def begin(out: Path, told: dict[str, Any]) -> None:
+    """Write the provenance of a run."""
+    _write(out / FILE, told)
 
 
 def finish(out: Path, told: dict[str, Any]) -> None:

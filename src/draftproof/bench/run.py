@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from draftproof.bench.cell import OURS, Cell, datasets
 from draftproof.bench.competitors import COMPETITORS
-from draftproof.bench.origin import begin, finish, origin
+from draftproof.bench.origin import begin, finish, known, origin
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Log, Record
 from draftproof.bench.workbench import Answerer, Ours, Workbench
@@ -73,14 +73,14 @@ def run(
         raise UserError(f"repeats is {repeats} and warmup {warmup}: legal are 1 or more, and 0 or more")
     asked = {name: _questions_of(name, questions) for name in datasets(cells)}
     bench = bench or Workbench()
-    out.mkdir(parents=True, exist_ok=True)
-    begun = begin(out, origin(cells, asked, repeats=repeats, warmup=warmup, device=bench.device, notes=notes))
+    begun = known(out, origin(cells, asked, repeats=repeats, warmup=warmup, device=bench.device, notes=notes))
     log = Log(out)
     done = {record.key for record in log.records}
     left = [turn for turn in turns(cells, asked, repeats) if turn.key not in done]
     stage = _Stage(bench, warmup)
     for cell, question in {(turn.cell, turn.question): None for turn in left}:
-        stage.prepare(cell, question)  # all prompts are read before the first clock starts
+        stage.prepare(cell, question)  # all prompts are read before the first clock starts, and mistakes found
+    begin(out, begun)
     with watch("measuring", len(done) + len(left), len(done)) as tick:
         for number, turn in enumerate(left, len(done) + 1):
             record = stage.measure(turn)

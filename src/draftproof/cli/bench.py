@@ -68,7 +68,9 @@ def run_(
     seed: Annotated[list[int] | None, _matrix(help="Of all draws; tables sum over seeds.")] = None,
     competitor: Annotated[
         list[str] | None,
-        _matrix(help="transformers, transformers-assisted, transformers-lookup; the latter at defaults and at best."),
+        _matrix(
+            help="transformers, transformers-assisted, transformers-lookup; the last two also at their best setting."
+        ),
     ] = None,
     dataset: Annotated[
         list[str] | None, _questions(help="A shipped set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]].")

@@ -9,7 +9,7 @@ it does not and every claim that the cell is part of holds here, and `not reprod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -100,15 +100,23 @@ class Series:
     Attributes:
         label: in the legend.
         x, y: its points.
-        error: half widths of intervals, where there are any.
+        error: how far intervals reach below and above the points, where all points have one.
         line: whether the points are joined.
     """
 
     label: str
     x: tuple[float, ...]
     y: tuple[float, ...]
-    error: tuple[float, ...] = ()
+    error: tuple[tuple[float, ...], ...] = ()
     line: bool = True
+
+    @classmethod
+    def through(cls, label: str, x: Iterable[int], found: Sequence[Interval]) -> Series:
+        """A line through estimates, with their intervals where every one has an interval."""
+        below = tuple(max(each.value - each.low, 0.0) for each in found)
+        above = tuple(max(each.high - each.value, 0.0) for each in found)
+        known = all(math.isfinite(reach) for each in found for reach in (each.value - each.low, each.high - each.value))
+        return cls(label, tuple(map(float, x)), tuple(each.value for each in found), (below, above) if known else ())
 
 
 @dataclass(frozen=True)

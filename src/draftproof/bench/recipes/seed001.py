@@ -206,7 +206,7 @@ def figure4(lab: Laboratory) -> Outcome:
         ]
         same = claim(f"-|BE block - BE token| >= 0 at n = 1 ({names.label})", Kind.MUST, equal, at_least=True)
         draft.claims += [*grown, *longer, same]
-        lines.append(_line(names.label, [at.gain(n) for n in LENGTHS]))
+        lines.append(Series.through(names.label, LENGTHS, [at.gain(n) for n in LENGTHS]))
         for n in LENGTHS[1:]:
             found = {
                 "BE token": at.efficiency("token", n),
@@ -227,11 +227,6 @@ def figure4(lab: Laboratory) -> Outcome:
 
 def _gain(at: AtPlaces, n: int) -> Statistic:
     return gain(at[key("block", n)], at[key("token", n)])
-
-
-def _line(label: str, found: Sequence[Interval]) -> Series:
-    error = tuple((each.high - each.low) / 2 for each in found)
-    return Series(label, tuple(map(float, LENGTHS)), tuple(each.value for each in found), error)
 
 
 def table4(lab: Laboratory) -> Outcome:

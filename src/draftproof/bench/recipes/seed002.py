@@ -61,10 +61,7 @@ def table2(lab: Laboratory) -> Outcome:
         for n in LENGTHS:
             found = [at.efficiency("spectr", n, k) for k in DRAFTS]
             draft.row(f"{names.label}, L = {n}", {f"K = {k}": value for k, value in zip(DRAFTS, found, strict=True)})
-            error = tuple((each.high - each.low) / 2 for each in found)
-            lines.append(
-                Series(f"{names.label}, L = {n}", tuple(map(float, DRAFTS)), tuple(e.value for e in found), error)
-            )
+            lines.append(Series.through(f"{names.label}, L = {n}", DRAFTS, found))
             if place > 0:
                 continue
             for k, value in zip(DRAFTS, found, strict=True):
