@@ -37,6 +37,7 @@ from draftproof.training.progress import Watch, silent
 from draftproof.training.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
 from draftproof.training.responses import sample_responses
 
+_TOGETHER = 32  # answers sampled at once: one reading of the weights serves all
 _COUNTED = 4000  # windows of text, at least, whose tokens are counted
 
 
@@ -53,6 +54,7 @@ class FeatureJob:
         prompts: files of instructions that the target answers: eight tenths are taught, one is measured on.
         answers: instructions to use; None is all.
         answer_tokens: most tokens of an answer.
+        answers_each: answers to every instruction that is taught, each drawn with a seed of its own.
         form: how texts stand in .txt files.
         windows: windows of text to use.
         length: tokens of a row.
@@ -76,6 +78,7 @@ class FeatureJob:
     prompts: tuple[Path, ...] = ()
     answers: int | None = None
     answer_tokens: int = 192
+    answers_each: int = 1
     form: str = "paragraphs"
     windows: int = 4000
     length: int = 256
@@ -97,6 +100,8 @@ class FeatureJob:
             raise UserError(f"{self.out} exists already: name a directory that does not, or remove it first")
         if self.batch < 1 or 32 % self.batch:
             raise UserError(f"batch is {self.batch} rows: legal are 1, 2, 4, 8, 16 and 32")
+        if self.answers_each < 1:
+            raise UserError(f"answers_each is {self.answers_each}: legal is 1 or more")
         if self.length < 8 or self.windows < 1 or not 1 <= self.unroll <= 8:
             raise UserError(
                 f"rows of {self.length} tokens, {self.windows} windows, {self.unroll} steps: "
@@ -163,7 +168,18 @@ class _Shop:
     @property
     def options(self) -> dict[str, Any]:
         """What decides the head beside data and plan."""
-        names = ("answers", "answer_tokens", "form", "windows", "length", "batch", "ids", "inner_size", "own_output")
+        names = (
+            "answers",
+            "answer_tokens",
+            "answers_each",
+            "form",
+            "windows",
+            "length",
+            "batch",
+            "ids",
+            "inner_size",
+            "own_output",
+        )
         found = {name: getattr(self.job, name) for name in (*names, "unroll", "tv", "states", "dtype")}
         return found if self.job.start is None else {**found, "start": file_digest(self.job.start / WEIGHTS)}
 
@@ -217,12 +233,14 @@ class _Shop:
         return tuple(dict.fromkeys((*self.target.eos_token_ids, *([] if own is None else [own]))))
 
     def _engine(self) -> Engine:
-        return Engine(self.target, tokenizer=self.tokenizer, eos_token_ids=self.eos)
+        return Engine(self.target, tokenizer=self.tokenizer, eos_token_ids=self.eos, max_batch=_TOGETHER)
 
     @cached_property
     def answer_rows(self) -> dict[str, list[Row]]:
         """Instructions with the target's answers, the answers to be learnt from."""
-        return {name: self._answers(name, rows) for name, rows in self._instructions.items()}
+        asked = self._instructions
+        kinds = {"train": asked["train"] * self.job.answers_each, "test": asked["test"]}
+        return {name: self._answers(name, rows) for name, rows in kinds.items()}
 
     def _answers(self, name: str, prompts: list[list[int]]) -> list[Row]:
         if not prompts:

@@ -20,8 +20,6 @@ from draftproof.sampling import SamplingParams
 from draftproof.training.progress import Watch, silent
 from draftproof.training.provenance import digest
 
-BATCH = 8
-
 
 @dataclass(frozen=True)
 class Response:
@@ -50,7 +48,8 @@ def sample_responses(
     """One continuation of each prompt, from the cache as far as it is there.
 
     Args:
-        engine: over the model whose responses are wanted; speculative or not, the law is the same.
+        engine: over the model whose responses are wanted; speculative or not, the law is the same. What it decodes
+            together is written together.
         prompts: token ids.
         params: how they are continued; its seed is replaced by one for each prompt.
         cache: folder of the cache.
@@ -60,13 +59,14 @@ def sample_responses(
         title: what the progress bar says.
     """
     asked = [list(prompt) for prompt in prompts]
-    folder = cache / "responses" / digest(key, _told(params), seed, asked)[:24]
+    size = engine.max_batch
+    folder = cache / "responses" / digest(key, _told(params), seed, asked, size)[:24]
     found: list[Response] = []
-    starts = range(0, len(asked), BATCH)
+    starts = range(0, len(asked), size)
     with watch(title, len(starts), 0) as tick:
         for number, start in enumerate(starts):
             file = folder / f"{number:06d}.json"
-            batch = asked[start : start + BATCH]
+            batch = asked[start : start + size]
             fresh = not file.exists()
             if fresh:
                 with whole_file(file) as work:
