@@ -6,6 +6,7 @@ Knows: which options there are and what is printed where. Does not know: how any
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 import warnings
@@ -24,13 +25,13 @@ from draftproof.cli._prompts import Source, gather
 from draftproof.cli._sampling import sampling_options
 from draftproof.engine.compose import BACKENDS
 from draftproof.engine.engine import Engine, Prompt
-from draftproof.engine.parts import DEFAULT_STOPPER, DRAFTERS, STOPPERS, VERIFIERS
+from draftproof.engine.parts import DRAFTERS, STOPPERS, VERIFIERS
 from draftproof.engine.sequence import Output
 from draftproof.engine.sequence import Sequence as Request
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 
-TARGET, DRAFT = "embedded:target", "embedded:draft"
+TARGET, DRAFT = "embedded:stories", "embedded:stories-draft"
 
 app = typer.Typer(add_completion=False)
 _model = partial(typer.Option, rich_help_panel="Models")
@@ -59,8 +60,9 @@ def generate(
     trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with a model.")] = False,
     drafter: Annotated[str | None, _speculation(help=f"Where drafts come from: {', '.join(DRAFTERS)}.")] = None,
     stopper: Annotated[
-        str, _speculation(help=f"When a draft ends: {', '.join(STOPPERS)} (as NAME:ARGUMENT).")
-    ] = DEFAULT_STOPPER,
+        str | None,
+        _speculation(help=f"When a draft ends: {', '.join(STOPPERS)} (as NAME:ARGUMENT); without it as it pays: auto."),
+    ] = None,
     verifier: Annotated[
         str | None, _speculation(help=f"The verification rule: {', '.join(VERIFIERS)}; without it the drafter's best.")
     ] = None,
@@ -92,7 +94,7 @@ def generate(
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     sources = gather(prompt[0] if prompt else None, prompts)
-    with quiet_libraries():
+    with quiet_libraries(), _notes(quiet=quiet):
         engine = Engine.load(
             target or TARGET,
             draft or default_draft(target, drafter),
@@ -104,7 +106,7 @@ def generate(
             backend=backend,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
-            max_batch=max_batch,
+            max_batch=min(max_batch, max(len(sources) * sampling.n, 1)) if max_batch > 0 else max_batch,
             trust_remote_code=trust_remote_code,
         )
         if with_plain and engine.drafter.name == "none":
@@ -122,9 +124,9 @@ def default_draft(target: str | None, drafter: str | None) -> str | None:
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Keep the loading bars and warnings of libraries off the screen; ours are one line each. -W brings all back."""
-    from transformers.utils import logging
+    from transformers.utils import logging as library_logging
 
-    library: Any = logging  # transformers is typed, but not these two
+    library: Any = library_logging  # transformers is typed, but not these two
     library.set_verbosity_error()
     library.disable_progress_bar()
     with warnings.catch_warnings():
@@ -133,6 +135,28 @@ def quiet_libraries() -> Iterator[None]:
             warnings.filterwarnings("default", module="draftproof")
         warnings.showwarning = _show_warning
         yield
+
+
+@contextmanager
+def _notes(*, quiet: bool) -> Iterator[None]:
+    """Show what the library notes on long work, a line each."""
+    logger, handler = logging.getLogger("draftproof"), _Notes()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _Notes(logging.Handler):
+    """Tells of each record on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line."""
+        _report.tell(f"draftproof: {record.getMessage()}")
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -11,8 +11,9 @@ with token 1 (`<s>`, which also begins the next one), so both count it as an end
 
 `fast_draft/` imitates the same target in one layer of width 192 and was trained here: 73% of its tokens are accepted,
 and it costs less than `draft/`. `stories/target` and `stories/draft` are a larger pair, trained here on TinyStories and
-children's books in the public domain. docs/results/trained_pair.md says how all three were made with
-`draftproof train drafter`, and what they are worth.
+on stories that stories260K wrote; `draftproof generate` uses it where no other is named. docs/results/trained_pair.md
+says how all three were made with `draftproof train drafter`, and what they are worth. The heads of `draft/` are in
+`heads/`, those of `stories/draft` in `stories/heads/`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-__all__ = ["draft_dir", "fast_draft_dir", "heads_dir", "stories_draft_dir", "stories_target_dir", "target_dir"]
+__all__ = [
+    "draft_dir",
+    "fast_draft_dir",
+    "heads_dir",
+    "stories_draft_dir",
+    "stories_heads_dir",
+    "stories_target_dir",
+    "target_dir",
+]
 
 
 def target_dir() -> Path:
@@ -51,6 +60,11 @@ def stories_target_dir() -> Path:
 def stories_draft_dir() -> Path:
     """The directory of the draft that imitates it."""
     return _directory("stories") / "draft"
+
+
+def stories_heads_dir() -> Path:
+    """The directory of that draft's heads, named as in `heads_dir`."""
+    return _directory("stories") / "heads"
 
 
 def _directory(name: str) -> Path:
