@@ -8,12 +8,12 @@ import pytest
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine import pace
+from draftproof.engine import compose, pace
 from draftproof.engine.pace import known_costs, measured_costs
 from draftproof.engine.parts import make_stopper
 from draftproof.stoppers.auto import PAUSES, PROBE, Auto
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.theory.cost import RoundCosts, best_round_length
+from draftproof.theory.cost import BatchCosts, RoundCosts, best_round_length
 from helpers import backend, engine
 
 STORIES = ["Once upon a time", "The little dog", "Tom and Lily went to", "One day, a big cat"]
@@ -78,6 +78,36 @@ def test_rows_have_memories_of_their_own():
     stopper.release(77)
 
 
+GROWING = BatchCosts((1, 4), (RoundCosts(1.0, 0.1), RoundCosts(1.2, 0.3, token=0.9)))
+
+
+def test_costs_between_two_sizes_lie_on_a_line():
+    assert GROWING.at(1) == GROWING.costs[0]
+    assert GROWING.at(4) == GROWING.at(40) == GROWING.costs[1]
+    assert GROWING.at(2).target == pytest.approx(1 + 0.2 / 3)
+    assert GROWING.at(3).draft == pytest.approx(0.1 + 0.2 * 2 / 3)
+    assert GROWING.at(3).token == pytest.approx(0.6)
+    assert BatchCosts((1,), GROWING.costs[:1]).at(3) == GROWING.costs[0]
+
+
+def test_drafts_get_shorter_as_the_batch_grows():
+    stopper = Auto(GROWING)
+    lengths = []
+    for together in (1, 2, 3, 4, 1):
+        stopper.begin(range(together))
+        lengths.append(stopper.wanted(0))
+    assert lengths[:4] == sorted(lengths[:4], reverse=True)
+    assert lengths[0] == lengths[-1] > lengths[3] == 0
+
+
+def test_the_engine_tells_how_many_requests_share_a_round():
+    made = auto_engine(GROWING, max_batch=4)
+    (alone,) = made.generate([[1, 403]], [SamplingParams(max_tokens=30, seed=0)])
+    crowd = made.generate([[1, 403 + n] for n in range(4)], [SamplingParams(max_tokens=30, seed=n) for n in range(4)])
+    assert alone.stats.num_draft_tokens > 20
+    assert crowd[0].stats.num_draft_tokens < alone.stats.num_draft_tokens / 2
+
+
 def test_drafting_that_costs_too_much_is_plain_decoding():
     under_test = Engine.load("embedded:target", "embedded:draft", stopper="auto:0.9", check=False)
     (out,) = under_test.generate(STORIES[0], SamplingParams(max_tokens=30, temperature=0, seed=3))
@@ -107,7 +137,7 @@ def test_a_seed_decides_alone_and_in_a_batch():
 def test_costs_are_measured_and_the_engine_is_left_as_it_was():
     under_test = engine()
     kept = under_test.drafter.stopper
-    costs = measured_costs(under_test)
+    costs = measured_costs(under_test, rows=2)
     assert min(costs.target, costs.draft) > 0
     assert 0.05 < costs.draft / costs.target < 5, "a pass of four layers beside one of five"
     assert under_test.drafter.stopper is kept
@@ -118,25 +148,27 @@ def test_costs_are_measured_and_the_engine_is_left_as_it_was():
 
 def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):
     file, calls = tmp_path / "deep" / "costs.json", []
-    monkeypatch.setattr(pace, "measured_costs", lambda made: calls.append(made) or RoundCosts(3.0, 1.0, 0.5))
+    monkeypatch.setattr(pace, "measured_costs", lambda *of: calls.append(of) or RoundCosts(3.0, 1.0, 0.5))
     file.parent.mkdir()
     first = known_costs(engine(), file)
-    assert (known_costs(engine(), file), len(calls)) == (first, 1)
+    assert first.sizes == (1, 8)
+    assert (known_costs(engine(), file), len(calls)) == (first, 2)
     assert known_costs(engine(draft="target"), file) == first
-    assert len(calls) == 2, "another pair"
-    assert len(json.loads(file.read_text())) == 2
+    assert [rows for _, rows in calls] == [1, 8, 1, 8], "another pair"
+    assert len(json.loads(file.read_text())) == 4
     for broken in ("{", "[]", '{"a": {"target": 1}}'):
         file.write_text(broken)
         assert known_costs(engine(), file) == first
-    assert len(calls) == 5
+    assert len(calls) == 10
 
 
 def test_the_stopper_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
-    monkeypatch.setattr(pace, "measured_costs", lambda _: RoundCosts(1.0, 0.01))
+    monkeypatch.setattr(compose, "known_costs", known_costs)
+    monkeypatch.setattr(pace, "measured_costs", lambda *_: RoundCosts(1.0, 0.01))
     made = Engine.load("embedded:target", "embedded:draft", stopper="auto", check=False)
     (out,) = made.generate(STORIES[1], SamplingParams(max_tokens=24, seed=2))
-    assert made.drafter.stopper.costs == RoundCosts(1.0, 0.01)
+    assert made.drafter.stopper.costs.at(5) == RoundCosts(1.0, 0.01)
     assert out.stats.num_draft_tokens > 20
     assert make_stopper("auto:0.25").name == "auto:0.25"
 

@@ -192,7 +192,7 @@ def test_the_streamed_text_is_the_one_json_reports():
         "40 tokens in",
         "tokens per target call",
         "drafted",
-        "stopper fixed:4",
+        "stopper auto",
         "verifier block",
         "lossless",
         "time: draft",
@@ -429,7 +429,7 @@ def test_different_greedy_tokens_are_not_glossed_over(dtype, said):
 
 
 def test_a_process_writes_text_and_one_line_and_nothing_of_the_libraries():
-    done = call("generate", STORY, "--max-tokens", "4", "--seed", "1")
+    done = call("generate", STORY, "--stopper", "fixed:4", "--max-tokens", "4", "--seed", "1")
     assert done.returncode == 0
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "Loading" not in done.stderr

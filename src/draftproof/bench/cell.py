@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 from draftproof.engine.compose import BACKENDS
 from draftproof.engine.engine import Engine
 from draftproof.engine.parts import (
-    DEFAULT_STOPPER,
+    DEFAULT_CONSTANT_STOPPER,
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
     LOSSY,
+    default_stopper,
     make_drafter,
     make_stopper,
     make_verifier,
@@ -225,8 +226,8 @@ def canonical(cell: Cell) -> Cell:
         )
     if name == "none":
         return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="")
-    stopper = "" if name in _UNSTOPPED else cell.stopper or DEFAULT_STOPPER
     rule = cell.verifier or (DEFAULT_TREE_VERIFIER if _branches(cell.drafter) else DEFAULT_VERIFIER)
+    stopper = "" if name in _UNSTOPPED else cell.stopper or default_stopper(make_verifier(rule))
     draft = cell.draft if name in _READS_DRAFT else None
     return replace(cell, draft=draft, stopper=stopper, verifier=rule, setting="")
 
@@ -276,7 +277,7 @@ def _toy_refusal(drafter: str, stopper: str, verifier: str) -> str | None:
         drafter,
         target=toy,
         draft=toy if drafter.partition(":")[0] in _READS_DRAFT else None,
-        stopper=(stopper or DEFAULT_STOPPER) if constant else "schedule",
+        stopper=(stopper or DEFAULT_CONSTANT_STOPPER) if constant else "schedule",
     )
     rule = make_verifier(verifier)
     try:

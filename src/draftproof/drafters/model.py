@@ -73,6 +73,7 @@ class ModelDrafter(ModelBacked):
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter: one forward pass of the draft model a step, for the rows that are still drafting."""
+        self.stopper.begin([request.id for request in requests])
         chains = [self._open(row, request) for row, request in enumerate(requests)]
         live = [chain for chain in chains if chain.open]
         feeds = [Feed(chain.session, unread(chain.session, chain.request.tokens)) for chain in live]

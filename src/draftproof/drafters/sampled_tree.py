@@ -111,6 +111,7 @@ class SampledTreeDrafter(ModelBacked):
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter: one forward pass of the draft model a level, for the rows that are still drafting."""
+        self.stopper.begin([request.id for request in requests])
         trees = [self._open(row, request) for row, request in enumerate(requests)]
         live = [tree for tree in trees if tree.limit > 0]
         feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in live]

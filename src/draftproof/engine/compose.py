@@ -13,9 +13,9 @@ from draftproof.backends.lean import LeanBackend, supports
 from draftproof.engine.engine import Engine
 from draftproof.engine.pace import known_costs
 from draftproof.engine.parts import (
-    DEFAULT_STOPPER,
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
+    default_stopper,
     make_drafter,
     make_stopper,
     make_verifier,
@@ -60,7 +60,7 @@ def load(
     *,
     drafter: str | None = None,
     verifier: str | None = None,
-    stopper: str = DEFAULT_STOPPER,
+    stopper: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
     draft_temperature: float | None = None,
@@ -77,7 +77,8 @@ def load(
         draft: the draft model, named likewise; its tokenizer must be the target's.
         drafter: a name of DRAFTERS, with its argument; default "model" when a draft is named, else "none".
         verifier: a name of VERIFIERS; default "block", and "trie_block" for drafters of several drafts.
-        stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens.
+        stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens. Default "auto": as many as pay by costs
+            that are measured at the first use of a pair, and "fixed:4" for rules that want constant lengths.
         dtype: "auto", "float32", "bfloat16" or "float16", for both models.
         device: for both models; default an accelerator when there is one.
         draft_temperature: of the draft, when it shall differ from each request's; the output law stays the target's.
@@ -91,7 +92,8 @@ def load(
         UserError: a name that is none, a model that cannot be had, parts that do not fit together.
     """
     chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
-    make_stopper(stopper, draft or drafter)
+    if stopper is not None:
+        make_stopper(stopper, draft or drafter)
     options: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -124,7 +126,7 @@ def assemble(
     tokenizer: Any,
     *,
     drafter: str | None = None,
-    stopper: str = DEFAULT_STOPPER,
+    stopper: str | None = None,
     rule: Verifier | None = None,
     draft_temperature: float | None = None,
     draft_top_k: int | None = None,
@@ -147,7 +149,12 @@ def assemble(
         UserError: parts that do not fit together.
     """
     part = make_drafter(
-        drafter, target=target, draft=draft, stopper=stopper, temperature=draft_temperature, top_k=draft_top_k
+        drafter,
+        target=target,
+        draft=draft,
+        stopper=stopper or default_stopper(rule),
+        temperature=draft_temperature,
+        top_k=draft_top_k,
     )
     chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
     eos = dict.fromkeys((*target.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])))

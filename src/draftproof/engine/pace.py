@@ -8,6 +8,7 @@ The same file gives the same figures, so a request with a seed is answered alike
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 from collections.abc import Sequence
@@ -23,36 +24,44 @@ from draftproof.engine.stats import Stats
 from draftproof.files import whole_file
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.theory.cost import RoundCosts
+from draftproof.theory.cost import BatchCosts, RoundCosts
 
 PROMPT, ROUNDS, REPEATS = 32, 10, 3
 LENGTHS = (2, 8)  # a line through two lengths
-_VERSION = 1
+_VERSION = 2
+_log = logging.getLogger(__name__)
 
 
-def known_costs(engine: Engine, file: Path) -> RoundCosts:
-    """The costs of an engine's rounds, from the file where they are in it.
+def known_costs(engine: Engine, file: Path) -> BatchCosts:
+    """The costs of an engine's rounds for one request and for as many as it takes, from the file where they are in it.
 
     Args:
         engine: with a drafter that has a stopper.
         file: JSON; written whole, other pairs' figures kept.
     """
-    key, found = _key(engine), _read(file)
+    sizes = tuple(dict.fromkeys((1, engine.max_batch)))
+    return BatchCosts(sizes, tuple(_known(engine, file, size) for size in sizes))
+
+
+def _known(engine: Engine, file: Path, rows: int) -> RoundCosts:
+    key, found = f"{_key(engine)} | batch {rows}", _read(file)
     if key not in found:
-        costs = measured_costs(engine)
+        _log.info("measuring once what a round of %d costs with %s, kept in %s", rows, engine.target.name, file)
+        costs = measured_costs(engine, rows)
         found = {**_read(file), key: asdict(costs)}
         with whole_file(file) as work:
             work.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return RoundCosts(**found[key])
 
 
-def measured_costs(engine: Engine) -> RoundCosts:
+def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
     """Seconds of rounds without a draft, of a drafted token, and of what it adds to the rest of a round.
 
     Some short runs with constant lengths, in turns; the medians of their rounds count. The engine is left as it was.
 
     Args:
         engine: idle, with a drafter that has a stopper.
+        rows: requests that share a round.
     """
     drafter: Any = engine.drafter
     kept = drafter.stopper
@@ -61,7 +70,7 @@ def measured_costs(engine: Engine) -> RoundCosts:
     rest: dict[int, list[float]] = {length: [] for length in LENGTHS}
     try:
         for repeat in range(REPEATS + 1):
-            rounds = {length: _rounds(engine, drafter, length) for length in (0, *LENGTHS)}
+            rounds = {length: _rounds(engine, drafter, length, rows) for length in (0, *LENGTHS)}
             if not repeat:
                 continue  # the first run warms up
             plain += [one.seconds.total for one in rounds[0]]
@@ -79,23 +88,26 @@ def measured_costs(engine: Engine) -> RoundCosts:
     return RoundCosts(target=target, draft=statistics.median(drafting), token=max(token, (short - target) / LENGTHS[0]))
 
 
-def _rounds(engine: Engine, drafter: Any, length: int) -> list[Stats]:
-    """Statistics of each round of a short run, without the first, which reads the prompt."""
+def _rounds(engine: Engine, drafter: Any, length: int, rows: int) -> list[Stats]:
+    """Statistics of each round of a short run as its first request has them, without those that read the prompts."""
     drafter.stopper = _Bounded(length)
     width = engine.target.vocab_size
-    prompt = [(7919 * place + 1) % width for place in range(PROMPT)]
     room = ROUNDS * (length + 1) + 1
-    (sequence,) = engine.add(prompt, SamplingParams(max_tokens=room, seed=1, ignore_eos=True))
-    found: list[Stats] = []
+    requests = []
+    for row in range(rows):
+        prompt = [(7919 * place + row + 1) % width for place in range(PROMPT)]
+        requests += engine.add(prompt, SamplingParams(max_tokens=room, seed=1 + row, ignore_eos=True))
+    first, found = requests[0], []
     try:
         for _ in range(ROUNDS):
-            if sequence.finished:
+            if any(request.finished for request in requests):
                 break
-            sequence.stats = Stats()
+            first.stats = Stats()
             engine.step()
-            found.append(sequence.stats)
+            found.append(first.stats)
     finally:
-        engine.abort(sequence)
+        for request in requests:
+            engine.abort(request)
     return found[2:]
 
 

@@ -23,7 +23,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.embedded import heads_dir
+from draftproof.embedded import heads_dir, stories_heads_dir
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
 from draftproof.stoppers.auto import Auto
@@ -44,13 +44,16 @@ from draftproof.verifiers.trie import (
     trie_block_verifier,
 )
 
-DEFAULT_STOPPER = "fixed:4"
+DEFAULT_STOPPER, DEFAULT_CONSTANT_STOPPER = "auto", "fixed:4"
 DEFAULT_VERIFIER = "block"
 DEFAULT_TREE_VERIFIER = "trie_block"
 
 
 StopperMaker = Callable[[str, str | None], Stopper]  # from the argument and the name of the draft model
-SHIPPED_HEADS = {"embedded:draft": heads_dir()}  # by draft model; in each a directory named as the stopper
+SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
+    "embedded:draft": heads_dir(),
+    "embedded:stories-draft": stories_heads_dir(),
+}
 OWN_HEADS = "heads"  # a feature head's directory may hold such a directory of its own
 
 
@@ -220,6 +223,11 @@ def make_stopper(spec: str, draft: str | None = None) -> Stopper:
     if name not in STOPPERS:
         raise UserError(f"stopper is {name!r}: legal are {', '.join(STOPPERS)} (as name:argument, for example fixed:4)")
     return STOPPERS[name](argument, draft)
+
+
+def default_stopper(rule: Verifier | None) -> str:
+    """The stopper of an engine for which none is named: what pays, or a constant length where the rule wants one."""
+    return DEFAULT_CONSTANT_STOPPER if rule is not None and rule.constant_length else DEFAULT_STOPPER
 
 
 def make_verifier(spec: str) -> Verifier:

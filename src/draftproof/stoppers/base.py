@@ -50,6 +50,10 @@ class Stopper(Protocol):
         """Whether it reads DraftStep.logits."""
         ...
 
+    def begin(self, rows: Sequence[int]) -> None:
+        """Told before each round which rows draft in it."""
+        ...
+
     def wanted(self, row: int) -> int:
         """Longest chain that a row shall draft this round, 0 to `limit`."""
         ...
@@ -86,6 +90,9 @@ class StopperBase:
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Nothing that depends on company."""
 
     def wanted(self, row: int) -> int:  # noqa: ARG002
         """The limit."""

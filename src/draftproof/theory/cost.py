@@ -43,6 +43,37 @@ class RoundCosts:
         """Of a round with that many drafted tokens."""
         return self.target + drafted * (self.draft + self.token)
 
+    def at(self, rows: int) -> RoundCosts:  # noqa: ARG002
+        """The same for any number of requests that share a round."""
+        return self
+
+
+@dataclass(frozen=True)
+class BatchCosts:
+    """Costs of rounds by how many requests share them.
+
+    Attributes:
+        sizes: numbers of requests that were measured, ascending.
+        costs: of a round, for each of them.
+    """
+
+    sizes: tuple[int, ...]
+    costs: tuple[RoundCosts, ...]
+
+    def at(self, rows: int) -> RoundCosts:
+        """Costs of a round of that many requests: on the line between two sizes, beyond the ends those of the end."""
+        above = next((place for place, size in enumerate(self.sizes) if size >= rows), len(self.sizes) - 1)
+        below = above if self.sizes[above] <= rows else max(above - 1, 0)
+        few, many = self.costs[below], self.costs[above]
+        if below == above:
+            return many
+        share = (rows - self.sizes[below]) / (self.sizes[above] - self.sizes[below])
+        return RoundCosts(
+            target=few.target + share * (many.target - few.target),
+            draft=few.draft + share * (many.draft - few.draft),
+            token=few.token + share * (many.token - few.token),
+        )
+
 
 def total_time(costs: PassCosts, drafted: int, target_calls: int) -> float:
     """T = t_draft N_draft + t_target N_target (seed 003, equation (2.1))."""
