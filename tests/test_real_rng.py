@@ -243,8 +243,8 @@ def test_decoded_tokens_have_the_target_law(rule, seed):
 
 
 def test_a_token_residual_in_the_block_rule_is_seen(monkeypatch):
-    right = chain._bonus
-    monkeypatch.setattr(chain, "_bonus", lambda accepted, scale, *rest: right(accepted, torch.ones_like(scale), *rest))
+    right = chain.bonus_weights
+    monkeypatch.setattr(chain, "bonus_weights", lambda *rest: right(*rest[:-1], torch.ones_like(rest[-1])))
     assert chi_square(decode(block_verify, **MODEL, **RUN, seed=1), chain_law(MODEL["p"], 3)) < ALPHA
 
 

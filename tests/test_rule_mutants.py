@@ -59,17 +59,17 @@ MUTANTS = {
     ),
     "bonus from the wrong row of p": (
         token,
-        chain._bonus,
+        chain.bonus_weights,
         "weights = p[rows, accepted]",
         "weights = p[rows, (accepted + 1).clamp(max=tokens.shape[1])]",
     ),
     "bonus always from p": (
         token,
-        chain._bonus,
+        chain.bonus_weights,
         "torch.where((accepted < lengths).unsqueeze(-1), residual, weights)",
         "weights",
     ),
-    "wrong row of q": (token, chain._bonus, "q[rows, at]", "q[rows, 0 * at]"),
+    "wrong row of q": (token, chain.bonus_weights, "q[rows, at]", "q[rows, 0 * at]"),
     "residual without clamp": (token, chain.residual_weights, "weights.clamp_(min=0)", "weights.abs_()"),
     "token residual in the block rule": (
         block,

@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof.kernels.choose import fused
+
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_A = 0xBF58476D1CE4E5B9
@@ -107,6 +109,7 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
     return (x.to(torch.float64) + 0.5) * 2.0**-52
 
 
+@fused("draw")
 def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """The first index whose cumulative weight exceeds u times the total; never an index of zero weight.
 

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.functional.checks import check_chain
+from draftproof.kernels.choose import fused
 from draftproof.rng import Rng
 
 
@@ -68,23 +69,23 @@ def residual_weights(
     return torch.where(weights.sum(-1, keepdim=True) > 0, weights, p)
 
 
-def _bonus(
-    accepted: Int[Tensor, " B"],
-    scale: Float[Tensor, " B"],
-    tokens: Int[Tensor, "B n"],
-    q: Float[Tensor, "B n V"] | None,
+@fused("chain")
+def bonus_weights(
     p: Float[Tensor, "B m V"],
+    q: Float[Tensor, "B n V"] | None,
+    tokens: Int[Tensor, "B n"],
+    accepted: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
-    rng: Rng,
-) -> Int[Tensor, " B"]:
-    """The round's last token: from the residual at the first position not accepted, from p after a full chain."""
+    scale: Float[Tensor, " B"],
+) -> Float[Tensor, "B V"]:
+    """Weights of the round's last token: the residual at the first position not accepted, p after a full chain."""
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     weights = p[rows, accepted]
     if tokens.shape[1] > 0:
         at = accepted.clamp(max=tokens.shape[1] - 1)
         residual = residual_weights(weights, None if q is None else q[rows, at], tokens[rows, at], scale)
         weights = torch.where((accepted < lengths).unsqueeze(-1), residual, weights)
-    return rng.categorical(weights)
+    return weights
 
 
 def _row_lengths(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
@@ -120,9 +121,11 @@ def token_verify(
     accept = log_ratios(tokens, q, p).exp().clamp_(max=1)
     accept = accept.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= size.unsqueeze(-1), 0)
     accepted = rng.bernoulli(accept).long().cumprod(-1).sum(-1)
-    return ChainVerdict(accepted, _bonus(accepted, torch.ones_like(accept[:, :1].sum(-1)), tokens, q, p, size, rng))
+    weights = bonus_weights(p, q, tokens, accepted, size, torch.ones_like(accept[:, :1].sum(-1)))
+    return ChainVerdict(accepted, rng.categorical(weights))
 
 
+@fused("chain")
 def surplus_mass(
     p: Float[Tensor, "B m V"], q: Float[Tensor, "B m V"], scale: Float[Tensor, "B m"]
 ) -> Float[Tensor, "B m"]:
@@ -194,4 +197,4 @@ def block_verify(
     accepted = (rng.bernoulli(h) * place).amax(-1) if tokens.shape[1] else torch.zeros_like(size)
     one = torch.ones_like(running[:, :1].sum(-1, keepdim=True))
     scale = torch.cat([one, running], -1).gather(-1, accepted.unsqueeze(-1)).squeeze(-1)
-    return ChainVerdict(accepted, _bonus(accepted, scale, tokens, q, p, size, rng))
+    return ChainVerdict(accepted, rng.categorical(bonus_weights(p, q, tokens, accepted, size, scale)))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftproof.functional.checks import check_chain
 from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries
+from draftproof.kernels.choose import fused
 from draftproof.rng import Rng
 from draftproof.tree import ROOT
 
@@ -60,6 +61,7 @@ class RoundsPlan(NamedTuple):
     left: Float[Tensor, "R V"]
 
 
+@fused("coupling")
 def capped_mass(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], ratio: Float[Tensor, " R"]) -> Float[Tensor, " R"]:
     """sum_x min(ratio q(x), p(x)), summed in float64, with one temporary of the size of q."""
     capped = q * ratio.clamp(max=torch.finfo(q.dtype).max / 4).to(q.dtype).unsqueeze(-1)
@@ -87,6 +89,7 @@ def _acceptance(
     return accept, torch.where(beta > 0, accept / beta, draws)
 
 
+@fused("coupling")
 def kseq_gamma(
     p: Float[Tensor, "R V"],
     q: Float[Tensor, "R V"],

@@ -1,0 +1,143 @@
+"""When a kernel stands in for a function on tensors, and the check at its first use.
+
+Knows: the variable DRAFTPROOF_TRITON, whether Triton is installed, where a tensor lies. Does not know: any kernel.
+
+DRAFTPROOF_TRITON may be
+    auto        (when unset) kernels for CUDA tensors where Triton is installed, each compared with its torch function
+                at its first use; one that fails or differs is left alone from then on, with a warning;
+    0           never;
+    1           kernels for CUDA tensors, unchecked, and an error where Triton is missing;
+    interpret   kernels for all tensors through Triton's interpreter: slow, for tests on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, cast
+
+import torch
+from torch import Tensor
+
+from draftproof.errors import UserError, reason
+
+VARIABLE = "DRAFTPROOF_TRITON"
+LEGAL = ("auto", "0", "1", "interpret")
+# Above rounding in float32 and the root search's last bracket, below any mistake worth the name.
+RELATIVE, ABSOLUTE = 1e-3, 1e-6
+
+Rest = ParamSpec("Rest")
+Rows = Callable[Concatenate[Tensor, Rest], Tensor]
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether Triton can be imported; looked up once, without importing it."""
+    return importlib.util.find_spec("triton") is not None
+
+
+class Way(enum.Enum):
+    """How a marked function does its work."""
+
+    TORCH = enum.auto()
+    KERNEL = enum.auto()
+    COMPARED = enum.auto()  # by the kernel, if it agreed with torch at its first use
+
+
+def way(device: torch.device) -> Way:
+    """How functions of tensors on `device` do their work.
+
+    Raises:
+        UserError: an unknown value of DRAFTPROOF_TRITON, or one that asks for kernels which cannot be had.
+    """
+    asked = os.environ.get(VARIABLE) or "auto"
+    if asked not in LEGAL:
+        raise UserError(f"{VARIABLE} is {asked!r}: legal are {', '.join(LEGAL)}")
+    if asked == "interpret":
+        _require(asked)
+        _interpret()
+        return Way.KERNEL
+    if asked == "0" or device.type != "cuda":
+        return Way.TORCH
+    if asked == "1":
+        _require(asked)
+        return Way.KERNEL
+    return Way.COMPARED if installed() else Way.TORCH
+
+
+def _require(asked: str) -> None:
+    if not installed():
+        raise UserError(f"{VARIABLE} is {asked!r}, but Triton is not installed: pip install 'draftproof[triton]'")
+
+
+def _interpret() -> None:
+    """Ask Triton for its interpreter; it looks at TRITON_INTERPRET once, while it is imported."""
+    if "triton" not in sys.modules:
+        os.environ["TRITON_INTERPRET"] = "1"
+    elif os.environ.get("TRITON_INTERPRET") != "1":
+        raise UserError(
+            f"{VARIABLE} is 'interpret', but Triton was imported to compile: set TRITON_INTERPRET=1 before the start"
+        )
+
+
+def fused(module: str) -> Callable[[Rows[Rest]], Rows[Rest]]:
+    """Mark a function on tensors whose work the kernel of the same name in draftproof.kernels.`module` can do.
+
+    Args:
+        module: name of the module; it is imported at the first use. The device of the function's first argument
+            decides, together with DRAFTPROOF_TRITON.
+    """
+
+    def mark(plain: Rows[Rest]) -> Rows[Rest]:
+        agreed: list[bool] = []  # empty until the first comparison
+
+        @functools.wraps(plain)
+        def chosen(rows: Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Tensor:
+            by = way(rows.device) if rows.numel() else Way.TORCH  # a kernel cannot be launched for nothing
+            if by is Way.COMPARED:
+                if not agreed:
+                    agreed.append(_agrees(module, plain, rows, *args, **kwargs))
+                by = Way.KERNEL if agreed[0] else Way.TORCH
+            return (_kernel(module, plain) if by is Way.KERNEL else plain)(rows, *args, **kwargs)
+
+        return chosen
+
+    return mark
+
+
+def _kernel(module: str, plain: Rows[Rest]) -> Rows[Rest]:
+    found = getattr(importlib.import_module(f"draftproof.kernels.{module}"), plain.__name__)
+    return cast("Rows[Rest]", found)
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    """Indices equal; numbers equal up to a share of the largest, since entries of a row are as small as 1/V."""
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    most = float(expected.abs().max())
+    return found.shape == expected.shape and float((found - expected).abs().max()) <= RELATIVE * most + ABSOLUTE
+
+
+def _agrees(module: str, plain: Rows[Rest], rows: Tensor, *args: Rest.args, **kwargs: Rest.kwargs) -> bool:
+    """Whether the kernel runs here and says what the torch function says; a warning where not."""
+    expected = plain(rows, *args, **kwargs)
+    try:
+        found = _kernel(module, plain)(rows, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver may raise
+        trouble = f"failed ({reason(error)})"
+    else:
+        if _same(found, expected):
+            return True
+        trouble = "differs from the torch function"
+    warnings.warn(
+        f"the Triton kernel {plain.__name__} {trouble}: torch is used instead; set {VARIABLE}=0 to be rid of this",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+    return False
