@@ -6,6 +6,8 @@ seeds were chosen. The negative controls show that the tests see known mistakes 
 """
 
 import itertools
+from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftproof import SamplingParams
+from draftproof import rng as rng_module
 from draftproof.functional import block_verify, chain, token_verify
 from draftproof.rng import CounterRng, CounterRoundRng, Purpose, TorchRng, _Kind, _uniforms, fold, inverse_cdf
 from helpers import embedded_model, engine, plain_rows, tokenizer
@@ -131,11 +134,30 @@ WEIGHT = st.one_of(
     weights=st.lists(WEIGHT, min_size=1, max_size=12).filter(any),
     u=st.one_of(st.sampled_from(EDGES), st.floats(2.0**-53, 1 - 2.0**-53)),
     wide=st.booleans(),
+    blocks=st.booleans(),
 )
-def test_an_index_without_weight_is_never_drawn(weights, u, wide):
+def test_an_index_without_weight_is_never_drawn(weights, u, wide, blocks):
     row = torch.tensor(weights, dtype=torch.float64 if wide else torch.float32)
-    found = int(inverse_cdf(row, torch.tensor(u, dtype=torch.float64)))
+    with searched_by_blocks_of(4) if blocks else nullcontext():
+        found = int(inverse_cdf(row, torch.tensor(u, dtype=torch.float64)))
     assert row[found] > 0
+
+
+def searched_by_blocks_of(size):
+    return patch.multiple(rng_module, _WIDE=0, _BLOCK=size)
+
+
+@pytest.mark.parametrize("width", [4, 7, 8, 9, 5000, 49_155])
+def test_a_search_by_blocks_finds_what_one_running_sum_finds(width):
+    weights = torch.rand(64, width, generator=torch.Generator().manual_seed(width)).pow(6)
+    weights[:, ::3] = 0
+    u = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
+    with patch.object(rng_module, "_WIDE", width + 1):
+        plain = inverse_cdf(weights, u)
+    for size in (4, 512):
+        with searched_by_blocks_of(size):
+            assert torch.equal(inverse_cdf(weights, u), plain)
+            assert torch.equal(inverse_cdf(weights.view(8, 8, width), u.view(8, 8)), plain.view(8, 8))
 
 
 @pytest.mark.parametrize("u", EDGES)

@@ -109,17 +109,43 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
     return (x.to(torch.float64) + 0.5) * 2.0**-52
 
 
+_WIDE, _BLOCK = 4096, 512  # rows from this width on are searched by blocks
+
+
 @fused("draw")
 def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """The first index whose cumulative weight exceeds u times the total; never an index of zero weight.
 
-    Float64 throughout, and the goal is held strictly below the total (their product rounds up to it where the total is
-    subnormal), so the search ends inside the row and where the sum rises.
+    Float64 throughout. Wide rows are searched in two steps, by sums of blocks and inside one block: a running sum of
+    all entries would write eight bytes for each of them.
     """
-    cdf = weights.cumsum(-1, dtype=torch.float64)
+    width = weights.shape[-1]
+    if width < _WIDE:
+        cdf = weights.cumsum(-1, dtype=torch.float64)
+        return _first_above(cdf, u.unsqueeze(-1) * cdf[..., -1:]).squeeze(-1)
+    whole = width - width % _BLOCK
+    sums = weights[..., :whole].reshape(*weights.shape[:-1], -1, _BLOCK).sum(-1, dtype=torch.float64)
+    if whole < width:
+        sums = torch.cat([sums, weights[..., whole:].sum(-1, keepdim=True, dtype=torch.float64)], -1)
+    cdf = sums.cumsum(-1)
+    goal = u.unsqueeze(-1) * cdf[..., -1:]
+    block = _first_above(cdf, goal)
+    before = torch.cat([torch.zeros_like(goal), cdf], -1).gather(-1, block)
+    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(-1, ids.clamp(max=width - 1)).double() * (ids < width)
+    found = block * _BLOCK + _first_above(inside.cumsum(-1), goal - before)
+    return found.squeeze(-1).clamp_(max=width - 1)
+
+
+def _first_above(cdf: Float[Tensor, "*rows width"], goal: Float[Tensor, "*rows 1"]) -> Int[Tensor, "*rows 1"]:
+    """The first index whose running sum exceeds the goal, which is held strictly below the total.
+
+    Rounding can lift a goal to the total (their product does where the total is subnormal); held below, the search ends
+    inside the row and where the sum rises.
+    """
     total = cdf[..., -1:]
-    goal = torch.minimum(u.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, goal, right=True).squeeze(-1).clamp_(max=weights.shape[-1] - 1)
+    below = torch.minimum(goal, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, below, right=True).clamp_(max=cdf.shape[-1] - 1)
 
 
 class CounterRng:
