@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from draftproof.backends.base import Capabilities
 from draftproof.backends.hf import HFBackend, Layout, attention_windows, probe
-from draftproof.backends.packed import Product, fuse
+from draftproof.backends.packed import Product, fuse, give_back
 from draftproof.backends.slot_cache import Plan, SlotCache
 from draftproof.errors import UserError
 
@@ -124,6 +124,7 @@ class Lean:
             for number, layer in enumerate(inner.layers)
         ]
         self.norm = Norm(inner.norm)
+        give_back()
 
     def first(self, layers: int) -> Lean:
         """The same with its first layers only."""

@@ -8,7 +8,7 @@ a path of a tree moves data (`gather`). Capacity and slots grow by doubling when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -74,15 +74,33 @@ class SlotCache:
 
         A masked value has weight 0, and 0 * NaN is NaN.
         """
-        for store in (self._keys, self._values):
-            for buffer in store.values():
-                buffer[slot : slot + 1].zero_()
+        for buffer in self._buffers():
+            buffer[slot : slot + 1].zero_()
         self._free.append(slot)
+
+    @property
+    def in_use(self) -> int:
+        """Slots that were acquired and not released."""
+        return self._slots - len(self._free)
 
     @property
     def nbytes(self) -> int:
         """Memory held by the buffers, in bytes."""
-        return sum(t.nbytes for store in (self._keys, self._values) for t in store.values())
+        return sum(t.nbytes for t in self._buffers())
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Slots and positions that the buffers have room for; (0, 0) before anything was read."""
+        made = next(self._buffers(), None)
+        return (0, 0) if made is None else (made.shape[0], made.shape[2])
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes that one position of one slot takes in all layers, keys and values."""
+        return sum(t.nbytes // (t.shape[0] * t.shape[2]) for t in self._buffers())
+
+    def _buffers(self) -> Iterator[Tensor]:
+        return (buffer for store in (self._keys, self._values) for buffer in store.values())
 
     def reserve(self, positions: int) -> None:
         """Make room for `positions` in every slot that exists."""
@@ -126,10 +144,9 @@ class SlotCache:
     @torch.inference_mode()
     def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
         """Move the entries at `positions` of a slot to base, base + 1, ... in every layer."""
-        for store in (self._keys, self._values):
-            for buffer in store.values():
-                index = torch.tensor(positions, device=buffer.device)
-                buffer[slot, :, base : base + len(positions)] = buffer[slot].index_select(1, index)
+        for buffer in self._buffers():
+            index = torch.tensor(positions, device=buffer.device)
+            buffer[slot, :, base : base + len(positions)] = buffer[slot].index_select(1, index)
 
 
 class CacheView:

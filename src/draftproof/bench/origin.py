@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import resource
-import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 from draftproof import models
 from draftproof.bench.cell import Cell
 from draftproof.bench.flops import shape_of
+from draftproof.bench.peak import process_peak
 from draftproof.bench.questions import Question, data_digest
 from draftproof.errors import UserError
 from draftproof.files import whole_file
@@ -80,7 +79,7 @@ def finish(out: Path, told: dict[str, Any]) -> None:
     """Add what is known at the end only."""
     _write(
         out / FILE,
-        told | {"finished": _now(), "load_at_end": os.getloadavg()[0], "peak_memory_of_process": _peak_memory()},
+        told | {"finished": _now(), "load_at_end": os.getloadavg()[0], "peak_memory_of_process": process_peak()},
     )
 
 
@@ -135,9 +134,3 @@ def _processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-
-
-def _peak_memory() -> int:
-    """The most bytes this process has held in memory."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -16,6 +16,7 @@ import torch
 from draftproof import models
 from draftproof.backends.hf import HFBackend, load_model, parse_device
 from draftproof.bench.cell import OURS, Cell, canonical
+from draftproof.bench.peak import Peak
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
 from draftproof.engine.compose import assemble, load_backend
@@ -183,15 +184,11 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
+        # A CPU has its peak for the process only, which other cells' models share; it would say nothing of this one.
+        self._peak = Peak(device) if device.type == "cuda" else None
         self._start = time.perf_counter()
 
     def stop(self) -> tuple[float, int | None]:
         """Seconds, and bytes on the accelerator; None on a CPU."""
-        if self._device.type != "cuda":
-            return time.perf_counter() - self._start, None
-        torch.cuda.synchronize(self._device)
-        return time.perf_counter() - self._start, torch.cuda.max_memory_allocated(self._device)
+        peak = None if self._peak is None else self._peak.stop()
+        return time.perf_counter() - self._start, peak

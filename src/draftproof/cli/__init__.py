@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
     "bench": "Measure compositions and other engines on the same questions.",
     "audit": "Check verification rules: ours, yours, other people's.",
+    "memory": "Measure what a composition holds and needs.",
     "models": "List, fetch, find and cut models.",
     "train": "Train the small heads that judge drafts.",
 }

@@ -214,6 +214,7 @@ class Engine:
     def _retire(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         self.drafter.release(sequence.id)
+        sequence.verifier_state = None  # callers may hold sequences for long
         if sequence.session is not None:
             sequence.session.close()
             sequence.session = None

@@ -1,0 +1,113 @@
+"""What an object holds: every object that can be reached from it, and the bytes of the tensors among them, each once.
+
+Knows: attributes, containers, storages, packed weights. Does not know: what any of it is for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+_Key = tuple[str, int]
+
+
+def walk(root: object) -> Iterator[tuple[str, object]]:
+    """Every object that is reached from `root` by attributes and containers, with the way to it; each once.
+
+    Attributes are followed into objects of this package and into modules of torch; functions and foreign objects are
+    named and not looked into.
+    """
+    seen: set[int] = set()
+    ahead: deque[tuple[str, object]] = deque([("", root)])
+    while ahead:
+        path, item = ahead.popleft()
+        if id(item) in seen or isinstance(item, str | bytes | int | float | type(None)):
+            continue
+        seen.add(id(item))
+        yield path, item
+        ahead.extend((path + step, inner) for step, inner in _inside(item))
+
+
+def _inside(item: object) -> Iterator[tuple[str, object]]:
+    if isinstance(item, Tensor | type):
+        return
+    if isinstance(item, Mapping):
+        for key, value in list(item.items()):
+            yield "{}", key
+            yield f"[{key!r}]" if isinstance(key, str | int) else "[...]", value
+    elif isinstance(item, list | tuple | deque | set | frozenset):
+        for place, value in enumerate(list(item)):
+            yield f"[{place}]", value
+    if isinstance(item, nn.Module) or type(item).__module__.startswith("draftproof"):
+        yield from ((f".{name}", value) for name, value in attributes(item).items())
+
+
+def attributes(item: object) -> dict[str, Any]:
+    """An object's own attributes, slots included; properties are not asked."""
+    slots = {name for kind in type(item).__mro__ for name in _slots(kind)}
+    return {name: getattr(item, name) for name in slots if hasattr(item, name)} | dict(getattr(item, "__dict__", {}))
+
+
+def _slots(kind: type) -> Iterable[str]:
+    named = vars(kind).get("__slots__", ())
+    return (named,) if isinstance(named, str) else [name for name in named if not name.startswith("__")]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory behind tensors.
+
+    Attributes:
+        nbytes: by storage, so that views and shared tensors count once.
+        packed: the keys that are weights in a layout of oneDNN's.
+    """
+
+    nbytes: Mapping[_Key, int]
+    packed: frozenset[_Key] = frozenset()
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return sum(self.nbytes.values())
+
+    @property
+    def total_packed(self) -> int:
+        """Bytes of packed weights."""
+        return sum(self.nbytes[key] for key in self.packed)
+
+    def __sub__(self, other: Held) -> Held:
+        left = {key: size for key, size in self.nbytes.items() if key not in other.nbytes}
+        return Held(left, frozenset(key for key in self.packed if key in left))
+
+    def __and__(self, other: Held) -> Held:
+        return self - (self - other)
+
+    def __or__(self, other: Held) -> Held:
+        return Held({**self.nbytes, **other.nbytes}, self.packed | other.packed)
+
+
+def held(*roots: object) -> Held:
+    """The tensors that are reached from some objects; keys hold for as long as those objects live."""
+    nbytes: dict[_Key, int] = {}
+    packed: set[_Key] = set()
+    for root in roots:
+        for _, item in walk(root):
+            if not isinstance(item, Tensor):
+                continue
+            key, size = _storage(item)
+            nbytes[key] = size
+            if item.is_mkldnn:
+                packed.add(key)
+    return Held(nbytes, frozenset(packed))
+
+
+def _storage(tensor: Tensor) -> tuple[_Key, int]:
+    """A name for the memory behind a tensor, and its size; oneDNN does not show the memory behind its tensors."""
+    if tensor.is_mkldnn:
+        return ("packed", id(tensor)), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return (str(tensor.device), storage.data_ptr()), storage.nbytes()

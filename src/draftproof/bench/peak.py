@@ -1,0 +1,108 @@
+"""The most memory held between two moments: on an accelerator what its tensors take, on a CPU what the process does.
+
+Knows: /proc, the counters of CUDA and of the C library. Does not know: what the memory is for.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+_PROC = Path("/proc/self")
+_PAUSE = 0.002  # seconds between two looks, where nobody else keeps the peak
+HOW = {
+    "cuda": "bytes of tensors on the accelerator, by its allocator",
+    "mark": "resident bytes of the process, by the kernel's high-water mark",
+    "sampled": f"resident bytes of the process, looked at every {1000 * _PAUSE:g} ms: short peaks may be missed",
+    "whole": "resident bytes of the process since it began: this system keeps no other peak",
+}
+
+
+def process_peak() -> int:
+    """The most bytes this process has held in memory since it began."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def resident() -> int | None:
+    """Bytes this process holds in memory now; None where the system does not say."""
+    return _status("VmRSS")
+
+
+class Peak:
+    """The most memory held from its making to `stop`.
+
+    Args:
+        device: whose memory; a CPU's is that of the whole process.
+
+    Attributes:
+        how: what is counted, and by whom: a key of HOW.
+        before: bytes held at the beginning; None where the system does not say.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sampler: _Sampler | None = None
+        if device.type == "cuda":
+            self.how = "cuda"
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before: int | None = torch.cuda.memory_allocated(device)
+            return
+        self.before = resident()
+        self.how = "mark" if _reset_mark() else "whole" if self.before is None else "sampled"
+        if self.how == "sampled":
+            self._sampler = _Sampler()
+
+    def stop(self) -> int:
+        """Bytes held at most."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if self._sampler is not None:
+            return self._sampler.stop()
+        mark = _status("VmHWM") if self.how == "mark" else None
+        return process_peak() if mark is None else mark
+
+
+def _status(name: str) -> int | None:
+    """A figure of /proc/self/status in bytes."""
+    try:
+        lines = (_PROC / "status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _reset_mark() -> bool:
+    """Set the kernel's high-water mark back to what is held now; whether that is allowed here."""
+    try:
+        (_PROC / "clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return _status("VmHWM") is not None
+
+
+class _Sampler:
+    """Looks at the resident size again and again, in a thread."""
+
+    def __init__(self) -> None:
+        self._most = resident() or 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_PAUSE):
+            self._most = max(self._most, resident() or 0)
+
+    def stop(self) -> int:
+        """The largest size seen."""
+        self._done.set()
+        self._thread.join()
+        return max(self._most, resident() or 0)
