@@ -33,9 +33,8 @@ from draftproof import Engine, SamplingParams, models
 from draftproof.backends.early_exit import first_layers
 from draftproof.backends.feature_head import output_rows
 from draftproof.backends.feature_net import FeatureNet, load_net, save_net
-from draftproof.embedded import heads_dir
 from draftproof.engine.compose import load_backend, load_model
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.engine.parts import SHIPPED_HEADS, make_drafter, make_verifier
 from draftproof.heads import load_head
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.trained import Approximate
@@ -261,7 +260,7 @@ def drafter_lines(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
 
 def heads(args: argparse.Namespace) -> dict[str, Any]:
     """Heads and a verifier for a pair, on held-out prompts."""
-    where = Path(args.heads) if args.heads else heads_dir()
+    where = args.heads or SHIPPED_HEADS[args.draft]
     every = {name: load_head(where / name).eval() for name in args.kinds if (where / name).is_dir()}
     found: dict[str, Any] = {"judged": [], "stopping": [], "sprinter": [], "predicted": []}
     for seed in args.seeds:
@@ -425,7 +424,7 @@ def parse() -> argparse.Namespace:
             own.add_argument("--head", type=Path, required=True)
             own.add_argument("--layers", type=int, default=20)
         if name == "heads":
-            own.add_argument("--heads", type=Path, help="directory of heads; default those of embedded:draft")
+            own.add_argument("--heads", type=Path, help="directory of heads; default those that ship for the draft")
             own.add_argument("--kinds", nargs="+", default=["acceptance", "ratio", "approximate"])
             own.add_argument("--texts-used", type=int, help="as --prompts of `draftproof train head`; default all")
             own.add_argument("--length", type=int, default=128, help="most tokens of a response")
