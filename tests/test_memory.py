@@ -70,6 +70,17 @@ def test_a_peak_that_is_over_is_seen(how, monkeypatch, tmp_path):
     assert most <= peak.process_peak() + MEGABYTE
 
 
+def test_an_accelerators_peak_is_its_allocators(monkeypatch):
+    """The calls and their order, for want of an accelerator in every run."""
+    calls = []
+    figures = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 7, "max_memory_allocated": 9}
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, name=name, figure=figure: (calls.append(name), figure)[1])
+    watch = peak.Peak(torch.device("cuda"))
+    assert (watch.how, watch.before, watch.stop()) == ("cuda", 7, 9)
+    assert calls == [*list(figures)[:3], "synchronize", "max_memory_allocated"]
+
+
 def test_live_tensors_are_counted_once_and_until_they_go():
     known = torch.ones(1000)
     with torch.inference_mode(), Live() as live:
