@@ -30,7 +30,7 @@ from draftproof.errors import UserError, reason
 VARIABLE = "DRAFTPROOF_TRITON"
 LEGAL = ("auto", "0", "1", "interpret")
 # Above rounding in float32 and the root search's last bracket, below any mistake worth the name.
-RELATIVE, ABSOLUTE = 1e-3, 1e-6
+RELATIVE, ABSOLUTE = 1e-3, 1e-8
 
 Rest = ParamSpec("Rest")
 Rows = Callable[Concatenate[Tensor, Rest], Tensor]
