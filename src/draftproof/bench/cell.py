@@ -20,7 +20,6 @@ from draftproof.engine.parts import (
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
     LOSSY,
-    default_stopper,
     make_drafter,
     make_stopper,
     make_verifier,
@@ -227,7 +226,7 @@ def canonical(cell: Cell) -> Cell:
     if name == "none":
         return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="")
     rule = cell.verifier or (DEFAULT_TREE_VERIFIER if _branches(cell.drafter) else DEFAULT_VERIFIER)
-    stopper = "" if name in _UNSTOPPED else cell.stopper or default_stopper(make_verifier(rule))
+    stopper = "" if name in _UNSTOPPED else cell.stopper or DEFAULT_CONSTANT_STOPPER
     draft = cell.draft if name in _READS_DRAFT else None
     return replace(cell, draft=draft, stopper=stopper, verifier=rule, setting="")
 

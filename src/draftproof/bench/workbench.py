@@ -21,7 +21,7 @@ from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
 from draftproof.engine.compose import assemble, load_backend
 from draftproof.engine.engine import Engine
-from draftproof.engine.parts import make_verifier
+from draftproof.engine.parts import DEFAULT_CONSTANT_STOPPER, make_verifier
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 from draftproof.tokenization import load_tokenizer, refuse_different
@@ -105,7 +105,7 @@ class Workbench:
             draft,
             tokenizer,
             drafter=cell.drafter,
-            stopper=cell.stopper or None,
+            stopper=cell.stopper or DEFAULT_CONSTANT_STOPPER,
             rule=make_verifier(cell.verifier) if cell.verifier else None,
             max_batch=1,
         )

@@ -57,7 +57,7 @@ def run_(
     drafter: Annotated[
         list[str] | None, _matrix(help="Where drafts come from, as in generate; plain decoding runs always.")
     ] = None,
-    stopper: Annotated[list[str] | None, _matrix(help="When a draft ends, as in generate.")] = None,
+    stopper: Annotated[list[str] | None, _matrix(help="When a draft ends, as in generate; without it fixed:4.")] = None,
     n: Annotated[list[int] | None, _matrix("--n", help="Draft lengths: short for --stopper fixed:N.")] = None,
     verifier: Annotated[
         list[str] | None, _matrix(help="The rules, as in generate; without one each drafter's best.")
