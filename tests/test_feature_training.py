@@ -19,6 +19,7 @@ from draftproof.training.feature_head import FeatureJob, make_feature_head
 from draftproof.training.feature_loss import Frame, acceptance, against, steps, wanted_rows
 from draftproof.training.feature_rows import Row, Store, frequent, spread, windows
 from draftproof.training.loop import Plan
+from draftproof.training.provenance import command
 from helpers import CONFIGS, random_model, tokenizer
 
 WORDS = ["The little dog saw a big red ball.", "It ran and ran to get it.", "Then it was sad, and mom said: go home!"]
@@ -206,6 +207,7 @@ def test_a_killed_run_leaves_the_same_head(tmp_path, texts, monkeypatch):
         ({"batch": 3}, "legal are 1, 2, 4"),
         ({"length": 4}, "8 or more"),
         ({"windows": 5, "length": 100_000}, "no window"),
+        ({"answers_each": 0}, "legal is 1 or more"),
     ],
 )
 def test_impossible_jobs_say_what_is_legal(tmp_path, texts, options, words):
@@ -220,3 +222,9 @@ def test_the_command(tmp_path, texts):
     assert done.exit_code == 0, done.output
     assert "accept 1" in done.output
     assert (tmp_path / "made" / "config.json").exists()
+
+
+def test_an_artefact_tells_of_no_path(monkeypatch):
+    words = ["/a/draftproof", "--draft", "feature_head:/b/mine", "--out=/c/d", "data/x.txt", "a:b"]
+    monkeypatch.setattr("sys.argv", words)
+    assert command() == ["draftproof", "--draft", "feature_head:mine", "--out=d", "data/x.txt", "a:b"]

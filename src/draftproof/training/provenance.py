@@ -97,8 +97,16 @@ def provenance(
 
 
 def command() -> list[str]:
-    """The command line, absolute paths cut to their last part."""
-    return [Path(word).name if os.path.isabs(word) else word for word in sys.argv]  # noqa: PTH117 - words, not paths
+    """The command line, absolute paths cut to their last part, behind a word and a colon or an equals sign too."""
+    return [_told(word) for word in sys.argv]
+
+
+def _told(word: str) -> str:
+    before, mark, path = next(
+        (parts for parts in (word.partition(mark) for mark in ("=", ":")) if parts[1] and os.path.isabs(parts[2])),  # noqa: PTH117
+        ("", "", word),
+    )
+    return before + mark + (Path(path).name if os.path.isabs(path) else path)  # noqa: PTH117 - words, not paths
 
 
 def versions() -> dict[str, str]:
