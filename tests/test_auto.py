@@ -32,6 +32,9 @@ def test_the_best_length_by_hand():
     assert best_round_length(costs, 0.5, 8, gain=1.26) == 0, "too small a gain"
     assert best_round_length(RoundCosts(1.0, 0.1, token=0.1), 0.5, 8) == 1, "what a token adds counts wherever it is"
     assert costs.of(3) == pytest.approx(1.6)
+    # Two rates, 1/2 and 4/5: 1.5/1.2 = 1.25, 1.9/1.4 = 1.357, 2.22/1.6 = 1.3875, 2.476/1.8 = 1.376 and less.
+    assert best_round_length(costs, 0.5, 8, later=0.8) == 3
+    assert best_round_length(costs, 0.8, 8, later=0.0) == 1
 
 
 def play(stopper, answers, rounds=400, row=0):
@@ -51,6 +54,14 @@ def test_lengths_follow_what_is_accepted():
     assert good[-1] == 16
     assert good == sorted(good), "it only grows"
     assert 1 <= bad[-1] <= 2
+
+
+def test_tokens_after_an_accepted_one_have_a_rate_of_their_own():
+    costs = RoundCosts(1.0, 0.25)
+    streaks = play(Auto(costs), lambda number: 0 if number % 2 else 8)
+    short = play(Auto(costs), lambda number: 1 if number % 2 else 0)
+    assert min(streaks[100:]) >= 5, "half of the first tokens are accepted, and all after an accepted one"
+    assert 0 < max(short[100:]) <= 1 or max(short[100:]) == PROBE, "as many first ones, and none after"
 
 
 def test_what_never_pays_is_hardly_tried():

@@ -10,7 +10,7 @@ gives the same text, alone and in any batch; measured costs grow with the batch,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftproof.errors import UserError
 from draftproof.stoppers.base import StopperBase
@@ -26,16 +26,19 @@ PAUSES = (8, 128)  # rounds between such looks: at first, and after many in vain
 
 @dataclass
 class _Memory:
-    """How a request's drafts fared; later rounds count for more."""
+    """How a request's drafts fared at their first token and after an accepted one; newer rounds count for more."""
 
-    accepted: float = FIRST * WEIGHT
-    refused: float = (1 - FIRST) * WEIGHT
+    first: list[float] = field(default_factory=lambda: [FIRST * WEIGHT, (1 - FIRST) * WEIGHT])  # accepted, refused
+    later: list[float] = field(default_factory=lambda: [FIRST * WEIGHT, (1 - FIRST) * WEIGHT])
     idle: int = 0
     pause: int = PAUSES[0]
 
 
 class Auto(StopperBase):
-    """Drafts the length with the least expected time a token under i.i.d. acceptance, 0 where drafting does not pay.
+    """Drafts the length with the least expected time a token, 0 where drafting does not pay.
+
+    Two rates are followed for each request: how often the first drafted token is accepted, and how often a further one
+    is after it. Where text is easy in some places and hard in others the second is the higher one.
 
     Args:
         costs: of a round, by the number of requests that share it or whatever that is; None until they are measured,
@@ -46,7 +49,8 @@ class Auto(StopperBase):
     Raises:
         UserError: a limit out of range.
 
-    Source: Leviathan et al. 2023, section 3.5, for the best length under i.i.d. acceptance; rates are estimated online.
+    Source: Leviathan et al. 2023, section 3.5, for the best length under i.i.d. acceptance; here there are two rates,
+    estimated online.
     """
 
     def __init__(self, costs: RoundCosts | BatchCosts | None = None, limit: int = 16, name: str = "auto") -> None:
@@ -55,7 +59,7 @@ class Auto(StopperBase):
         super().__init__(name, limit)
         self.costs = costs
         self._rows: dict[int, _Memory] = {}
-        self._best: dict[tuple[int, int], int] = {}  # by number of requests and rate in per cent
+        self._best: dict[tuple[int, int, int], int] = {}  # by number of requests and both rates in per cent
         self._together = 1
 
     def begin(self, rows: Sequence[int]) -> None:
@@ -76,8 +80,9 @@ class Auto(StopperBase):
         if not drafted:
             known.idle += 1
             return
-        known.accepted = MEMORY * known.accepted + accepted
-        known.refused = MEMORY * known.refused + (accepted < drafted)
+        _count(known.first, min(accepted, 1), refused=not accepted)
+        if accepted and drafted > 1:
+            _count(known.later, accepted - 1, refused=accepted < drafted)
         known.idle = 0
         known.pause = PAUSES[0] if self._length(known) else min(2 * known.pause, PAUSES[1])
 
@@ -88,8 +93,17 @@ class Auto(StopperBase):
     def _length(self, known: _Memory) -> int:
         if self.costs is None:
             raise RuntimeError("stopper auto was not told what a round costs: Engine.load measures that, or give costs")
-        case = self._together, round(100 * known.accepted / (known.accepted + known.refused))
+        first, later = (
+            round(100 * accepted / (accepted + refused)) for accepted, refused in (known.first, known.later)
+        )
+        case = self._together, first, later
         if case not in self._best:
             costs = self.costs.at(self._together)
-            self._best[case] = best_round_length(costs, case[1] / 100, self.limit, gain=GAIN)
+            self._best[case] = best_round_length(costs, first / 100, self.limit, GAIN, later=later / 100)
         return self._best[case]
+
+
+def _count(rate: list[float], accepted: int, *, refused: bool) -> None:
+    """Add what was seen to the two counts of a rate, the old ones fading."""
+    rate[0] = MEMORY * rate[0] + accepted
+    rate[1] = MEMORY * rate[1] + refused

@@ -115,15 +115,24 @@ def best_iid_length(costs: PassCosts, alpha: float, longest: int = 64) -> int:
     return best_length(costs, lambda n: iid_block_efficiency(alpha, n), longest)
 
 
-def best_round_length(costs: RoundCosts, alpha: float, longest: int = 64, gain: float = 1.0) -> int:
-    """The draft length with the most tokens a second under i.i.d. acceptance; 0 unless that is `gain` times plain.
+def best_round_length(
+    costs: RoundCosts, alpha: float, longest: int = 64, gain: float = 1.0, *, later: float | None = None
+) -> int:
+    """The draft length with the most tokens a second; 0 unless that is `gain` times plain decoding.
+
+    The first token is accepted with probability alpha and each further one with probability `later`, the earlier ones
+    being accepted: 1 + alpha (1 + later + later^2 + ...) tokens a round; i.i.d. acceptance where both are equal.
 
     Args:
         costs: of a round.
-        alpha: probability that a drafted token is accepted, the earlier ones being accepted.
+        alpha: probability that the first drafted token is accepted.
         longest: the largest length to consider.
         gain: speed over plain decoding that is asked of a draft.
+        later: probability that a further one is; without it alpha.
     """
-    speed = [iid_block_efficiency(alpha, n) / costs.of(n) for n in range(longest + 1)]
+    beyond = alpha if later is None else later
+    speed = [
+        (1 + alpha * (iid_block_efficiency(beyond, n - 1) if n else 0.0)) / costs.of(n) for n in range(longest + 1)
+    ]
     best = max(range(longest + 1), key=speed.__getitem__)
     return best if speed[best] >= gain * speed[0] else 0
