@@ -1,6 +1,7 @@
 """Every row a backend returns equals a forward pass from scratch, whatever was read, kept, closed or grown before."""
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -164,6 +165,7 @@ def test_programs_whose_prompts_outgrow_chunks_and_capacity(name, seed):
     draw = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hf, "PREFILL_CHUNK", 24)
+        patch.setattr(hf, "PASS", 1)
         fresh = HFBackend(backend(name).model, check=False)
         program = Program(fresh)
         vocab = fresh.vocab_size
@@ -183,6 +185,26 @@ def test_programs_whose_prompts_outgrow_chunks_and_capacity(name, seed):
             program.keep(0, len(program.records[0][0]))
         program.forward([(3, [draw.randrange(vocab) for _ in range(400)], [], [])], hidden=True)
         program.close_all()
+
+
+def padded(groups, lengths):
+    return sum(hf.PASS + len(group) * max(lengths[row] for row in group) for group in groups)
+
+
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6))
+def test_rows_of_like_length_are_read_together(lengths):
+    groups = hf.alike(lengths)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    assert all(group == sorted(group) for group in groups)
+    every = product(range(3), repeat=len(lengths))
+    splits = ([[row for row in range(len(lengths)) if of[row] == number] for number in set(of)] for of in every)
+    assert padded(groups, lengths) <= min(padded(split, lengths) for split in splits)
+
+
+def test_rows_of_a_round_are_read_at_once():
+    assert hf.alike([1, 5, 1, 1, 3, 1, 1, 1]) == [list(range(8))]
+    assert hf.alike([60, 64, 400, 58]) == [[0, 1, 3], [2]]
+    assert hf.alike([]) == [[]]
 
 
 def test_capacity_growth_keeps_what_other_sessions_have_read():
