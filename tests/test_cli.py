@@ -444,6 +444,8 @@ def started():
         code,
         "generate",
         STORY,
+        "--stopper",
+        "fixed:4",
         "--json",
         "--n",
         "999",
