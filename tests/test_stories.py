@@ -40,7 +40,7 @@ def test_each_directory_loads_in_float32_and_stays_small(name):
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_provenance_names_data_and_no_machine(name):
     found = told(name)
-    assert [source["name"] for source in found["data"]] == ["tinystories.txt", "children.txt"]
+    assert [source["name"] for source in found["data"]] == ["tinystories.txt", "sampled.jsonl"]
     text = (DIRECTORIES[name] / "provenance.json").read_text(encoding="utf-8")
     assert not re.search(r'"/|/tmp|/home|/work', text)
     assert set(found["machine"]) <= {"architecture", "system", "threads", "accelerator"}
@@ -71,13 +71,25 @@ def test_greedy_text_is_english():
 
 def test_acceptance_is_as_told():
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["target"])
-    start = tokenizer("Once upon a time", return_tensors="pt").input_ids.expand(8, -1)
     torch.manual_seed(0)
-    with torch.no_grad():
-        ids = model("target").generate(start, do_sample=True, top_k=0, max_new_tokens=96, eos_token_id=None)
-        p, q = (model(name)(ids).logits[:, 4:].softmax(-1) for name in ("target", "draft"))
-    met = torch.minimum(p, q).sum(-1).mean().item()
-    assert met == pytest.approx(told("draft")["metrics"]["on_own_samples"]["acceptance"], abs=0.08)
+    met = []
+    for beginning in (
+        "Lily",
+        "One day",
+        "The",
+        "Tom",
+        "There",
+        "A",
+        "Sara",
+        "In",
+    ):  # "Once upon a time" is easy to follow
+        start = tokenizer(beginning, return_tensors="pt").input_ids.expand(4, -1)
+        with torch.no_grad():
+            ids = model("target").generate(start, do_sample=True, top_k=0, max_new_tokens=96, eos_token_id=None)
+            p, q = (model(name)(ids).logits[:, start.shape[1] :].softmax(-1) for name in ("target", "draft"))
+        met.append(torch.minimum(p, q).sum(-1).mean().item())
+    found = sum(met) / len(met)
+    assert found == pytest.approx(told("draft")["metrics"]["on_own_samples"]["acceptance"], abs=0.05)
 
 
 def test_the_fast_draft_is_accepted_more_often_than_the_cut_one():
