@@ -4,8 +4,10 @@ import itertools
 import json
 
 import pytest
+import torch
 
 from draftproof import Engine, SamplingParams, UserError
+from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import compose, pace
@@ -13,9 +15,13 @@ from draftproof.engine.pace import known_costs, measured_costs
 from draftproof.engine.parts import make_stopper
 from draftproof.stoppers.auto import PAUSES, PROBE, Auto
 from draftproof.stoppers.fixed import FixedLength
+from draftproof.testing import TableModel, exact_law, target_law, total_variation
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round_length
+from draftproof.tree import TokenTree
 from helpers import backend, engine
+from laws import checks_off
 
+HOST = torch.device("cpu")
 STORIES = ["Once upon a time", "The little dog", "Tom and Lily went to", "One day, a big cat"]
 
 
@@ -119,6 +125,50 @@ def test_the_engine_tells_how_many_requests_share_a_round():
     assert crowd[0].stats.num_draft_tokens < alone.stats.num_draft_tokens / 2
 
 
+class Peeking(ModelDrafter):
+    """Takes a last token back in company, by what it is: what no stopper may do."""
+
+    def propose(self, requests, rng):
+        drafts = super().propose(requests, rng)
+        return drafts if len(requests) == 1 else [self._cut(draft) for draft in drafts]
+
+    def _cut(self, draft):
+        if not len(draft) or int(draft.tree.tokens[-1]):
+            return draft
+        kept = len(draft) - 1
+        return Draft(TokenTree.chain(draft.tree.tokens[:kept]), draft.probs[:kept]) if kept else Draft.empty(HOST)
+
+
+@pytest.mark.parametrize(("drafter", "exact"), [(ModelDrafter, True), (Peeking, False)])
+def test_the_law_of_a_batch_whose_lengths_depend_on_its_size(drafter, exact):
+    """The second request ends first; from then on the other drafts further. The joint law is the product of the two."""
+    costs = BatchCosts((1, 2), (RoundCosts(1.0, 0.1), RoundCosts(1.0, 0.45)))
+    target = TableModel(3, 1)
+    params = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=2)]
+    prompts, lengths = [[0], [0, 2, 1]], {1: set(), 2: set()}
+
+    def run(rng):
+        made = drafter(DraftModel(TableModel(3, 2, order=2), vocab_size=3), Auto(costs, 2))
+        propose = made.propose
+
+        def watched(requests, rng):
+            drafts = propose(requests, rng)
+            lengths[len(requests)].add(len(drafts[0]))
+            return drafts
+
+        made.propose = watched
+        outputs = Engine(target, made, round_rng=lambda *_: rng).generate(prompts, params)
+        return tuple(output.token_ids for output in outputs)
+
+    with checks_off():
+        found = exact_law(run)
+    laws = [target_law(target, tuple(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
+    wanted = {(a, b): x * y for a, x in laws[0].items() for b, y in laws[1].items()}
+    assert (total_variation(found, wanted) < 1e-12) is exact
+    if exact:
+        assert lengths[1] - lengths[2], "alone it drafts further than in company"
+
+
 def test_drafting_that_costs_too_much_is_plain_decoding():
     under_test = Engine.load("embedded:target", "embedded:draft", stopper="auto:0.9", check=False)
     (out,) = under_test.generate(STORIES[0], SamplingParams(max_tokens=30, temperature=0, seed=3))
@@ -171,6 +221,13 @@ def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):
         file.write_text(broken)
         assert known_costs(engine(), file) == first
     assert len(calls) == 10
+
+
+def test_costs_that_cannot_be_kept_are_used_and_told_of(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(pace, "measured_costs", lambda *_: RoundCosts(3.0, 1.0, 0.5))
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    assert known_costs(engine(), tmp_path / "taken" / "costs.json").at(1) == RoundCosts(3.0, 1.0, 0.5)
+    assert "set DRAFTPROOF_HOME" in caplog.text
 
 
 def test_the_stopper_by_name(tmp_path, monkeypatch):

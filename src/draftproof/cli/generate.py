@@ -94,6 +94,7 @@ def generate(
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     sources = gather(prompt[0] if prompt else None, prompts)
+    asked_for = max(len(sources) * sampling.n, 1)  # stopper auto measures a full batch: no larger than there is use for
     with quiet_libraries(), _notes(quiet=quiet):
         engine = Engine.load(
             target or TARGET,
@@ -106,7 +107,7 @@ def generate(
             backend=backend,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
-            max_batch=min(max_batch, max(len(sources) * sampling.n, 1)) if max_batch > 0 else max_batch,
+            max_batch=min(max_batch, asked_for),
             trust_remote_code=trust_remote_code,
         )
         if with_plain and engine.drafter.name == "none":

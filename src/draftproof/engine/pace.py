@@ -21,6 +21,7 @@ import torch
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Stats
+from draftproof.errors import reason
 from draftproof.files import whole_file
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
@@ -37,7 +38,8 @@ def known_costs(engine: Engine, file: Path) -> BatchCosts:
 
     Args:
         engine: with a drafter that has a stopper.
-        file: JSON; written whole, other pairs' figures kept.
+        file: JSON; written whole, other pairs' figures kept. Where it cannot be written, a warning says so, and the
+            costs serve this engine alone.
     """
     sizes = tuple(dict.fromkeys((1, engine.max_batch)))
     return BatchCosts(sizes, tuple(_known(engine, file, size) for size in sizes))
@@ -45,13 +47,21 @@ def known_costs(engine: Engine, file: Path) -> BatchCosts:
 
 def _known(engine: Engine, file: Path, rows: int) -> RoundCosts:
     key, found = f"{_key(engine)} | batch {rows}", _read(file)
-    if key not in found:
-        _log.info("measuring once what a round of %d costs with %s, kept in %s", rows, engine.target.name, file)
-        costs = measured_costs(engine, rows)
-        found = {**_read(file), key: asdict(costs)}
+    if key in found:
+        return RoundCosts(**found[key])
+    _log.info("measuring once what a round of %d costs with %s, kept in %s", rows, engine.target.name, file)
+    costs = measured_costs(engine, rows)
+    try:
         with whole_file(file) as work:
-            work.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return RoundCosts(**found[key])
+            work.write_text(json.dumps({**_read(file), key: asdict(costs)}, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        _log.warning(
+            "%s cannot be written (%s), so round costs are measured at every start: set DRAFTPROOF_HOME to a folder "
+            "that can, or name a stopper other than auto",
+            file,
+            reason(error),
+        )
+    return costs
 
 
 def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
