@@ -1,11 +1,14 @@
-"""Throughput beside another engine in a virtual environment of its own, in turns, on the same weights and prompts.
+"""Throughput beside another engine in a process, and if need be an environment, of its own: in turns, same prompts.
 
-    python benchmarks/engines.py --python OTHER/bin/python --target smollm2-135m --dtype bfloat16
-        --drafter feature_head:artefacts/smollm2-135m-feature-head --batch 1 8 --out docs/results/engines
+    python benchmarks/engines.py --other vllm --python OTHER/bin/python --batch 1 8
+        --drafter feature_head:artefacts/smollm2-135m-feature-head --out docs/results/engines
+    python benchmarks/engines.py --other transformers --batch 1 2 4 8 16 32 --tokens 32
+        --drafter feature_head:artefacts/smollm2-135m-feature-head --out docs/results/throughput
 
 The other environment needs the other engine only: this file runs there as a worker (`--worker vllm`) that reads one
 JSON object a line and answers with one. Every engine continues the same prompts by the same number of tokens, ends of
-text ignored; the first turn warms up. Writes OUT.md and OUT.json.
+text ignored; the first turn warms up. Weights are the same too, but for llama.cpp, which wants a file of its own
+(`--model FILE.gguf`) and answers one request at a time. Writes OUT.md and OUT.json.
 """
 
 from __future__ import annotations
@@ -46,7 +49,52 @@ def vllm_worker(model: str, dtype: str, batch: int) -> Answer:
     return answer
 
 
-WORKERS = {"vllm": vllm_worker}
+def transformers_worker(model: str, dtype: str, batch: int) -> Answer:  # noqa: ARG001
+    """transformers' generate, prompts padded on the left."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    engine = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+
+    def answer(ask: Ask) -> float:
+        width = max(map(len, ask["prompts"]))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in ask["prompts"]])
+        seen = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ask["prompts"]])
+        length = {"min_new_tokens": ask["tokens"], "max_new_tokens": ask["tokens"], "pad_token_id": 0}
+        draw: dict[str, Any] = {"do_sample": False}
+        if ask["temperature"]:
+            draw = {"do_sample": True, "temperature": ask["temperature"], "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(1)
+        start = time.perf_counter()
+        out = engine.generate(ids, attention_mask=seen, **length, **draw)
+        seconds = time.perf_counter() - start
+        assert out.shape[1] == width + ask["tokens"]
+        return seconds
+
+    return answer
+
+
+def llama_worker(model: str, dtype: str, batch: int) -> Answer:  # noqa: ARG001
+    """llama.cpp by its Python binding, one request after another."""
+    from llama_cpp import Llama  # type: ignore[import-not-found]
+
+    threads = len(os.sched_getaffinity(0))
+    engine = Llama(model, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False, **LLAMA)
+
+    def answer(ask: Ask) -> float:
+        start = time.perf_counter()
+        for ids in ask["prompts"]:
+            engine.reset()
+            made = engine.generate(ids, temp=ask["temperature"], top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0)
+            for _ in range(ask["tokens"]):
+                next(made)
+        return time.perf_counter() - start
+
+    return answer
+
+
+LLAMA: Ask = {"use_extra_bufts": False}  # its repacked weights crash on some processors
+WORKERS = {"vllm": vllm_worker, "transformers": transformers_worker, "llama.cpp": llama_worker}
 # What vLLM's build for CPUs wants to be told on a small machine.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -68,14 +116,15 @@ class Other:
     """An engine in a process of its own."""
 
     def __init__(self, args: argparse.Namespace, model: Path) -> None:
-        command = [str(args.python), __file__, "--worker", args.other, "--target", str(model), "--dtype", args.dtype]
+        python = args.python or sys.executable
+        command = [str(python), __file__, "--worker", args.other, "--target", str(model), "--dtype", args.dtype]
         command += ["--batch", *map(str, args.batch), "--out", str(args.out)]
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
         self._process = subprocess.Popen(  # noqa: S603 - a command of our own
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**clean, **ENVIRONMENT}
         )
         if self._read() != "ready":
-            raise SystemExit(f"{args.other} did not start in {args.python}: see above")
+            raise SystemExit(f"{args.other} did not start in {python}: see above")
 
     def _read(self) -> str:
         assert self._process.stdout is not None
@@ -114,7 +163,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     where = models.resolve(args.target)
     tokenizer = load_tokenizer(where)
-    other, rows = Other(args, where), []
+    other, rows = Other(args, args.model or where), []
     for batch in args.batch:
         engines = {args.other: other, "draftproof, plain": ours(args, None, batch)}
         if args.drafter:
@@ -171,7 +220,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--worker", choices=sorted(WORKERS), help=argparse.SUPPRESS)
     parser.add_argument("--other", choices=sorted(WORKERS), default="vllm")
-    parser.add_argument("--python", type=Path, help="of the environment that has the other engine")
+    parser.add_argument("--python", type=Path, help="of the environment that has the other engine; default this one")
+    parser.add_argument("--model", type=Path, help="what the other engine reads; default the target's directory")
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafter", help="beside plain decoding")

@@ -38,6 +38,11 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tree)
 
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest path, the most that can be accepted."""
+        return max(self.tree.depths, default=0)
+
     def to(self, device: torch.device) -> Draft:
         """The draft with its tensors on a device, where a drafter made them elsewhere (n-gram drafts: on the host)."""
         if self.tree.tokens.device == device:

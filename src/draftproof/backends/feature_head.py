@@ -7,20 +7,21 @@ Does not know: the network's inside, requests, drafting.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from draftproof.backends.base import Capabilities, Feed, Output, Session
-from draftproof.backends.feature_net import FeatureNet
+from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.hf import PREFILL_CHUNK, HFBackend, HFSession, Layout
-from draftproof.backends.lean import sees_all
-from draftproof.backends.packed import Product, fuse
+from draftproof.backends.lean import Layer, Norm, Pass, Rope, folded_mask
+from draftproof.backends.packed import Product
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
 
@@ -78,12 +79,77 @@ class FeatureSession(HFSession):
         return torch.cat(parts) if parts else None, true
 
 
+class LeanNet:
+    """A head's network as the lean forward runs a model's layer: the same numbers as `FeatureNet`, in fewer operations.
+
+    Args:
+        net: on its device, in its dtype.
+    """
+
+    def __init__(self, net: FeatureNet) -> None:
+        config = net.config
+        self._window = config.window
+        self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
+        self._fuse = Product(net.fuse.weight.detach())
+        self._layer = Layer(_llama_layer(net), 0, "full_attention")
+        self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
+
+    def __call__(
+        self,
+        states: Float[Tensor, "rows width dim"],
+        embedded: Float[Tensor, "rows width dim"],
+        layout: Layout,
+        cache: SlotCache,
+    ) -> Float[Tensor, "rows width dim"]:
+        """See `FeatureNet.forward`; keys and values go to the cache."""
+        rows, width, _ = states.shape
+        at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
+        mask = folded_mask(layout, self._window, states.dtype, self._layer.group)
+        x = self._fuse(torch.cat([self._states(states), self._embedded(embedded)], -1).flatten(0, 1))
+        return self._last(self._layer(x, at, mask)).view(states.shape)
+
+
+def _llama_layer(net: FeatureNet) -> SimpleNamespace:
+    """A head's weights under the names that `Layer` knows them by."""
+    config = net.config
+    keys, values = net.keys_values.weight.chunk(2)
+    gate, up = net.gate_up.weight.chunk(2)
+    return SimpleNamespace(
+        input_layernorm=_norm(net.norms[2]),
+        post_attention_layernorm=_norm(net.norms[3]),
+        self_attn=SimpleNamespace(
+            head_dim=net.head_dim,
+            scaling=net.head_dim**-0.5,
+            config=SimpleNamespace(num_attention_heads=config.heads, num_key_value_heads=config.key_heads),
+            q_proj=_linear(net.queries.weight),
+            k_proj=_linear(keys),
+            v_proj=_linear(values),
+            o_proj=_linear(net.mixed.weight),
+        ),
+        mlp=SimpleNamespace(gate_proj=_linear(gate), up_proj=_linear(up), down_proj=_linear(net.down.weight)),
+    )
+
+
+def _linear(weight: Float[Tensor, "out in"]) -> SimpleNamespace:
+    return SimpleNamespace(weight=weight.detach(), bias=None, out_features=weight.shape[0])
+
+
+def _norm(weight: Float[Tensor, " dim"]) -> SimpleNamespace:
+    return SimpleNamespace(weight=weight.detach(), variance_epsilon=EPS)
+
+
+def _angles(config: FeatureConfig, like: Tensor, *, position_ids: Int[Tensor, "1 positions"]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines in the shape that transformers' rotary embeddings have."""
+    cos, sin = rotary(config, position_ids, like.dtype)
+    return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+
 class FeatureBackend:
     """A feature head over the target it was made for.
 
     Args:
         target: a backend of a transformers model; it is told to record its states.
-        net: the head; moved to the target's device and dtype, its weights into packed products.
+        net: the head; moved to the target's device and dtype.
 
     Raises:
         UserError: made for a target of another name, width or vocabulary.
@@ -95,12 +161,13 @@ class FeatureBackend:
         self.vocab_size = target.vocab_size
         self.max_positions = target.max_positions
         self.capabilities = Capabilities(trees=target.capabilities.trees, hidden=net.config.hidden_size)
-        self.net = net.to(device=target.device, dtype=target.dtype)
+        self.config = net.config
+        net = net.to(device=target.device, dtype=target.dtype)
+        self.ids = net.ids
         self._dtype = target.dtype
         self._embed: Any = target.model.get_input_embeddings()
-        self._output = fuse(net, ["output"]) if net.output is not None else Product(output_rows(target, net))
-        for layers in (["fuse"], ["queries", "keys_values"], ["mixed"], ["gate_up"], ["down"]):
-            fuse(net, layers)
+        self._run_net = LeanNet(net)
+        self._output = Product(output_rows(target, net) if net.output is None else net.output.weight.detach())
         self._whole = net.config.ids == self.vocab_size
         self._cache = SlotCache()
         target.record_states()
@@ -108,7 +175,7 @@ class FeatureBackend:
     @property
     def device(self) -> torch.device:
         """The target's."""
-        return self.net.ids.device
+        return self.ids.device
 
     def open(self) -> FeatureSession:
         """A session without a target's: it can read one token, and continue it one by one."""
@@ -143,7 +210,8 @@ class FeatureBackend:
         layout = Layout(feeds, self.device)
         found = [session.above(feed) for session, feed in zip(sessions, feeds, strict=True)]
         states = self._padded([self._filled(part, len(feed)) for (part, _), feed in zip(found, feeds, strict=True)])
-        out = self._pass(layout, states)
+        self._cache.reserve(layout.plan.horizon)
+        out = self._run_net(states, self._embed(layout.ids), layout, self._cache)
         outputs = self._outputs(feeds, out, hidden=hidden)
         for row, (session, feed, chain) in enumerate(zip(sessions, feeds, layout.chains, strict=True)):
             if session.certain == session.length:
@@ -154,7 +222,7 @@ class FeatureBackend:
 
     def _filled(self, part: Tensor | None, size: int) -> Float[Tensor, "tokens dim"]:
         """States before a feed's tokens; zeros before the first token of all."""
-        width, dtype = self.net.config.hidden_size, self._dtype
+        width, dtype = self.config.hidden_size, self._dtype
         if part is None:
             return torch.zeros(size, width, dtype=dtype, device=self.device)
         part = part.to(dtype)
@@ -164,27 +232,13 @@ class FeatureBackend:
     def _padded(rows: list[Tensor]) -> Float[Tensor, "rows width dim"]:
         return rows[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
-    def _pass(self, layout: Layout, states: Float[Tensor, "rows width dim"]) -> Float[Tensor, "rows width dim"]:
-        window = self.net.config.window
-        mask = None if sees_all(layout, window) else layout.mask(window, states.dtype)
-        grouped = self.net.config.heads != self.net.config.key_heads
-        self._cache.reserve(layout.plan.horizon)
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            keys, values = self._cache.write(0, layout.plan, keys, values)
-            return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=grouped)
-
-        rotary = self.net.rotary(layout.positions)
-        made: Tensor = self.net(states, self._embed(layout.ids), rotary, attend)
-        return made
-
     def _outputs(self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool) -> list[Output]:
         """Rows for the last chain token and the nodes of each feed, at the width of the whole vocabulary."""
         wanted = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
         logits = self._output(torch.cat(wanted))
         if not self._whole:
             full = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
-            logits = full.index_copy_(1, self.net.ids, logits)
+            logits = full.index_copy_(1, self.ids, logits)
         rows = torch.split(logits, [part.shape[0] for part in wanted])
         return [Output(row, part if hidden else None) for row, part in zip(rows, wanted, strict=True)]
 

@@ -24,6 +24,7 @@ from torch.nn.functional import rms_norm, silu
 from draftproof.errors import UserError, reason
 
 CONFIG, WEIGHTS, FORMAT = "config.json", "model.safetensors", 1
+EPS = 1e-5  # of every norm
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # rotated queries, keys and values [rows heads width dim] -> mixed
 
 
@@ -115,17 +116,25 @@ class FeatureNet(nn.Module):
 
     def _norm(self, place: int, x: Tensor) -> Tensor:
         weight: Tensor = self.norms[place]
-        return rms_norm(x.to(weight.dtype), weight.shape, weight, 1e-5)
+        return rms_norm(x.to(weight.dtype), weight.shape, weight, EPS)
 
     def _heads(self, x: Float[Tensor, "rows width _"]) -> Float[Tensor, "rows heads width dim"]:
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def rotary(self, positions: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, for every head."""
-        half = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float32) / self.head_dim
-        angles = positions.float().unsqueeze(-1) * self.config.rope_theta**-half
-        dtype = self.norms[0].dtype
-        return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+        cos, sin = rotary(self.config, positions, self.norms[0].dtype)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def rotary(
+    config: FeatureConfig, positions: Int[Tensor, "rows width"], dtype: torch.dtype
+) -> tuple[Float[Tensor, "rows width half"], Float[Tensor, "rows width half"]]:
+    """Cosines and sines by which the two halves of a head are turned."""
+    dim = config.hidden_size // config.heads
+    half = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
+    angles = positions.float().unsqueeze(-1) * config.rope_theta**-half
+    return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(x: Float[Tensor, "rows heads width dim"], rotary: tuple[Tensor, Tensor]) -> Tensor:

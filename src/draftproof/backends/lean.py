@@ -137,7 +137,8 @@ class Lean:
         rows, width = layout.ids.shape
         x = F.embedding(layout.ids.view(-1), self.embedding)
         at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        masks = {kind: self._mask(layout, window) for kind, window in self.windows.items()}
+        group = self.layers[0].group
+        masks = {kind: folded_mask(layout, window, x.dtype, group) for kind, window in self.windows.items()}
         for layer in self.layers:
             x = layer(x, at, masks[layer.kind])
         states = self.norm(x).view(rows, width, -1)
@@ -145,11 +146,13 @@ class Lean:
         logits = self.head(chosen.flatten(0, 1)).view(rows, len(layout.wanted), -1)
         return logits, states if hidden else None
 
-    def _mask(self, layout: Layout, window: int | None) -> Tensor | None:
-        if sees_all(layout, window):
-            return None
-        mask = layout.mask(window, self.embedding.dtype)
-        return mask if layout.width > _FOLDED else mask.repeat_interleave(self.layers[0].group, 2)
+
+def folded_mask(layout: Layout, window: int | None, dtype: torch.dtype, group: int) -> Tensor | None:
+    """The mask that `Layer` wants, each row as often as a key head has query heads; None where all is seen."""
+    if sees_all(layout, window):
+        return None
+    mask = layout.mask(window, dtype)
+    return mask if layout.width > _FOLDED else mask.repeat_interleave(group, 2)
 
 
 def sees_all(layout: Layout, window: int | None) -> bool:

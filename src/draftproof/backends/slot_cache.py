@@ -11,12 +11,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 _FIRST_CAPACITY = 256
+
+
+class Cells(NamedTuple):
+    """Where the tokens of a forward pass go, on the device of a buffer.
+
+    Attributes:
+        rows: slot of each row.
+        slots, positions: of each token, rows after one another.
+        source: which of the padded tokens each is; None where none is padding.
+    """
+
+    rows: Int[Tensor, " rows"]
+    slots: Int[Tensor, " tokens"]
+    positions: Int[Tensor, " tokens"]
+    source: Int[Tensor, " tokens"] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +64,25 @@ class Plan:
     def contiguous(self) -> bool:
         """Whether the rows are neighbouring slots in order, so that reading is a view."""
         return self.slots == tuple(range(self.slots[0], self.slots[0] + len(self.slots)))
+
+    @cached_property
+    def _cells(self) -> dict[torch.device, Cells]:
+        return {}
+
+    def cells(self, device: torch.device) -> Cells:
+        """Where the tokens go; made once for a device."""
+        if device not in self._cells:
+            widest = max(self.widths)
+            every = [(row, place) for row, width in enumerate(self.widths) for place in range(width)]
+            source = [row * widest + place for row, place in every]
+            padded = len(source) < widest * len(self.slots)
+            self._cells[device] = Cells(
+                rows=torch.tensor(self.slots, device=device),
+                slots=torch.tensor([self.slots[row] for row, _ in every], device=device),
+                positions=torch.tensor([self.bases[row] + place for row, place in every], device=device),
+                source=torch.tensor(source, device=device) if padded else None,
+            )
+        return self._cells[device]
 
 
 class SlotCache:
@@ -137,9 +172,12 @@ class SlotCache:
         if seen is not None and plan.aligned:
             seen.narrow(2, plan.bases[0], plan.widths[0]).copy_(new)
             return seen
-        for row, (slot, base, width) in enumerate(zip(plan.slots, plan.bases, plan.widths, strict=True)):
-            buffer[slot, :, base : base + width] = new[row, :, :width]
-        return buffer[list(plan.slots), :, : plan.horizon] if seen is None else seen
+        cells = plan.cells(buffer.device)
+        tokens = new.transpose(1, 2).flatten(0, 1)
+        if cells.source is not None:
+            tokens = tokens.index_select(0, cells.source)
+        buffer.transpose(1, 2).index_put_((cells.slots, cells.positions), tokens)
+        return buffer.narrow(2, 0, plan.horizon).index_select(0, cells.rows) if seen is None else seen
 
     @torch.inference_mode()
     def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:

@@ -75,7 +75,7 @@ class Drafter(Protocol):
         ...
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Told after each round how a row's draft fared."""
+        """Told after each round how deep a row's draft went, and how much of it was accepted."""
         ...
 
     def release(self, request_id: int) -> None:

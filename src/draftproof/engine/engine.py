@@ -248,7 +248,7 @@ class Engine:
             states = [row.verifier_state for row in rows]
             verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
         for row, draft, output, verdict in zip(rows, drafts, outputs, verdicts, strict=True):
-            self.drafter.observe(row.id, len(draft), len(verdict.path))
+            self.drafter.observe(row.id, draft.depth, len(verdict.path))
             cut = row.commit(draft, verdict, output.logits)
             if row.finished:
                 self._retire(row)

@@ -67,7 +67,7 @@ class Stopper(Protocol):
         ...
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Told after each round how much of a row's draft was accepted."""
+        """Told after each round how deep a row's draft went (the length of a chain), and how much was accepted."""
         ...
 
     def release(self, row: int) -> None:
