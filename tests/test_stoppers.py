@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 
-from draftproof import SamplingParams, UserError
+from draftproof import Engine, SamplingParams, UserError
 from draftproof.draft import DraftStep
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine.parts import make_drafter, make_stopper
+from draftproof.drafters.sampled_tree import SampledTreeDrafter
+from draftproof.engine.parts import make_drafter, make_stopper, make_verifier
 from draftproof.heads import Head, HeadConfig, load_head, save_head
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
@@ -98,6 +99,19 @@ def test_schedule_follows_a_row():
     assert stopper.wanted(0) == 1
     stopper.observe(1, 0, 0)
     assert stopper.wanted(1) == 5, "a round without a draft says nothing"
+
+
+def test_a_tree_that_was_accepted_to_its_end_counts_as_accepted_whole():
+    """Four chains of a draft that is the target: the path is as deep as the tree, which has more nodes than that."""
+    model = DraftModel(backend("target"), vocab_size=backend("target").vocab_size)
+    stopper = Schedule(2)
+    under_test = Engine(backend("target"), SampledTreeDrafter(model, stopper, chains=4), make_verifier("trie_block"))
+    (request,) = under_test.add([5, 9, 2], SamplingParams(max_tokens=60, seed=1, ignore_eos=True))
+    seen = []
+    while len(seen) < 4:
+        under_test.step()
+        seen.append(stopper.wanted(request.id))
+    assert seen == [4, 6, 8, 10]
 
 
 def test_oracle_stops_before_each_disagreement():
