@@ -8,6 +8,7 @@ or interprets.
 import contextlib
 import importlib.util
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -92,7 +93,8 @@ def error(function, *args):
             return float((found != expected).any())
         if function is coupling.kseq_gamma:
             found, expected = both_sides(found, *args), both_sides(expected, *args)
-    assert torch.isfinite(found).all()
+    if not torch.isfinite(found).all():  # as when entries are left unwritten
+        return math.inf
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
 
 

@@ -3,7 +3,7 @@
 import gc
 import json
 import re
-import time
+import threading
 import types
 import weakref
 from collections import Counter, deque
@@ -53,24 +53,39 @@ COMPOSED = [made for made in compositions() if not made.refused]
 # --- the instruments -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["mark", "sampled", "whole"])
+@pytest.mark.parametrize("how", ["mark", "whole"])
 def test_a_peak_that_is_over_is_seen(how, monkeypatch, tmp_path):
     if how == "mark" and not peak._reset_mark():
         pytest.skip("this system does not let a process reset its high-water mark")
-    if how == "sampled":
-        monkeypatch.setattr(peak, "_reset_mark", lambda: False)
     if how == "whole":
         monkeypatch.setattr(peak, "_PROC", tmp_path)
     watch = peak.Peak(CPU)
     torch.ones(16 * MEGABYTE)  # 64 MB, gone at once
     block = torch.ones(16 * MEGABYTE)
-    if how == "sampled":
-        time.sleep(0.5)  # a hundred times as long as the sampler waits
     del block
     most = watch.stop()
     assert watch.how == how
     assert most >= 60 * MEGABYTE + (watch.before or 0)
     assert most <= peak.process_peak() + MEGABYTE
+
+
+def test_a_sampled_peak_that_is_over_is_seen(monkeypatch):
+    """The system's figures are replaced: it may page other memory out just then, and the sampler may get no time."""
+    held, looked = [100], threading.Event()
+
+    def resident():
+        now = held[0]
+        if now > 100:
+            looked.set()
+        return now
+
+    monkeypatch.setattr(peak, "_reset_mark", lambda: False)
+    monkeypatch.setattr(peak, "resident", resident)
+    watch = peak.Peak(CPU)
+    held[0] = 164
+    assert looked.wait(60)
+    held[0] = 100
+    assert (watch.how, watch.before, watch.stop()) == ("sampled", 100, 164)
 
 
 def test_an_accelerators_peak_is_its_allocators(monkeypatch):

@@ -85,17 +85,18 @@ class LeanBackend(HFBackend):
         model: in eval mode, weights in place; its linear weights move into the backend (see the module).
         name: how errors and reports call it.
         check: run `probe` now, lean forward against transformers' own; costs a few short forward passes.
+        pack: whether to pack weights for the CPU.
 
     Raises:
         UserError: no lean forward for this model, or the probe found a difference.
     """
 
-    def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
+    def __init__(self, model: Any, *, name: str | None = None, check: bool = True, pack: bool = True) -> None:
         super().__init__(model, name=name, check=False)
         why = supports(model)
         if why is not None:
             raise UserError(f"{self.name} has no lean forward: {why}; legal is backend hf (or auto)")
-        self.lean = Lean(model)
+        self.lean = Lean(model, pack=pack)
         if check:
             self.capabilities = Capabilities(trees=probe(self), hidden=self.capabilities.hidden)
 
@@ -108,19 +109,20 @@ class Lean:
 
     Args:
         model: one that `supports` supports.
+        pack: whether to pack weights for the CPU.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, pack: bool = True) -> None:
         model.requires_grad_(False)
         inner = model.model
         tied = model.lm_head.weight is inner.embed_tokens.weight
         self.embedding: Tensor = inner.embed_tokens.weight
-        self.head = Product(self.embedding) if tied else fuse(model, ["lm_head"])
+        self.head = Product(self.embedding, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
         self.rope = Rope(inner.rotary_emb, self.embedding)
         self.windows = attention_windows(model.config)
         kinds = getattr(model.config, "layer_types", None) or ()
         self.layers = [
-            Layer(layer, number, kinds[number] if len(self.windows) > 1 else next(iter(self.windows)))
+            Layer(layer, number, kinds[number] if len(self.windows) > 1 else next(iter(self.windows)), pack=pack)
             for number, layer in enumerate(inner.layers)
         ]
         self.norm = Norm(inner.norm)
@@ -248,9 +250,10 @@ class Layer:
         layer: transformers' own, whose linear weights move in here.
         number: its place, from 0.
         kind: of its attention mask.
+        pack: whether to pack weights for the CPU.
     """
 
-    def __init__(self, layer: Any, number: int, kind: str) -> None:
+    def __init__(self, layer: Any, number: int, kind: str, *, pack: bool = True) -> None:
         attention, config = layer.self_attn, layer.self_attn.config
         self.number, self.kind = number, kind
         self.dim, self.scale = int(attention.head_dim), float(attention.scaling)
@@ -260,10 +263,10 @@ class Layer:
         if hasattr(attention, "q_norm"):
             self.qk_norm = Norm(attention.q_norm, attention.k_norm, counts=(self.heads, self.key_heads))
         self.before, self.between = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
-        self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"])
-        self.out = fuse(attention, ["o_proj"])
-        self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"])
-        self.down = fuse(layer.mlp, ["down_proj"])
+        self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"], pack=pack)
+        self.out = fuse(attention, ["o_proj"], pack=pack)
+        self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
+        self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
 
     def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Tensor | None) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""

@@ -64,10 +64,13 @@ class Product:
     Args:
         weight: plain; not kept where packed weights are supported, unless its owner keeps it.
         bias: if there is one.
+        pack: whether to, where packed weights are supported.
     """
 
-    def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None) -> None:
-        self.packed = packs(weight.dtype, weight.device.type)
+    def __init__(
+        self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
+    ) -> None:
+        self.packed = pack and packs(weight.dtype, weight.device.type)
         self.weight = _pack(weight) if self.packed else weight
         self.bias = bias
         self._latest: tuple[Tensor, Tensor] | None = None
@@ -116,18 +119,19 @@ class Part(nn.Module):
 
 
 @torch.no_grad()
-def fuse(owner: Any, names: Sequence[str]) -> Product:
+def fuse(owner: Any, names: Sequence[str], *, pack: bool = True) -> Product:
     """One product from linear layers of a module that read the same input; the module keeps working, untrainable.
 
     Args:
         owner: the module.
         names: its linear layers, all with a bias or all without; their outputs follow one another in the product.
+        pack: as `Product` has it.
     """
     layers = [getattr(owner, name) for name in names]
     weight, bias = _joined([layer.weight for layer in layers]), None
     if layers[0].bias is not None:
         bias = _joined([layer.bias for layer in layers])
-    product, start = Product(weight, bias), 0
+    product, start = Product(weight, bias, pack=pack), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features
         if product.packed:

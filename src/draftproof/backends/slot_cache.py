@@ -156,6 +156,17 @@ class SlotCache:
         store[layer] = grown
         return grown
 
+    def views(self, first: int, rows: int) -> tuple[list[Tensor], list[Tensor]] | None:
+        """Keys and values of some neighbouring slots, layer by layer, with all the room that was reserved.
+
+        None before anything was read: the shape of keys is not known then.
+        """
+        if not self._keys:
+            return None
+        stores = (self._keys, self._values)
+        keys, values = ([self._fit(store, layer, store[layer]) for layer in sorted(store)] for store in stores)
+        return [each.narrow(0, first, rows) for each in keys], [each.narrow(0, first, rows) for each in values]
+
     def write(
         self,
         layer: int,

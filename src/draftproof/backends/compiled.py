@@ -1,0 +1,190 @@
+"""The lean forward as one compiled program: torch.compile with the weights frozen into it.
+
+Knows: which passes the program reads, how they are laid out for it. Does not know: the layers, sessions, rules.
+
+On a CPU the compiler packs the weights and fuses what stands between two products; on CUDA it captures graphs. That
+takes a minute or so for each process, and again when the first batch is read after single requests. Wide passes
+(prompts), and rows that are no neighbours in the cache, are read by the lean forward as it is, on plain weights: those
+are held beside the program's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.backends.base import Capabilities, Feed
+from draftproof.backends.hf import Layout, probe
+from draftproof.backends.lean import Lean, LeanBackend, Pass
+from draftproof.backends.slot_cache import SlotCache
+from draftproof.errors import UserError, reason
+
+WIDEST = 64  # tokens of a row that the program reads; prompts are longer, and bound by arithmetic
+_BUCKET = 256  # on CUDA a graph serves this many horizons
+_log = logging.getLogger(__name__)
+
+
+class CompiledBackend(LeanBackend):
+    """A transformers model of the Llama family, whose lean forward is compiled when it is loaded.
+
+    Args:
+        model: as for LeanBackend.
+        name: how errors and reports call it.
+        check: run `probe` now.
+
+    Raises:
+        UserError: no lean forward for this model, torch.compile does not work here, or the probe found a difference.
+    """
+
+    def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
+        super().__init__(model, name=name, check=False, pack=False)
+        self._program = Program(self.lean, bucket=1 if self.device.type == "cpu" else _BUCKET)
+        self._warm()
+        if check:
+            self.capabilities = Capabilities(trees=probe(self), hidden=self.capabilities.hidden)
+
+    def _warm(self) -> None:
+        """Compile now, and not during the first request."""
+        _log.info("compiling the forward pass of %s: a minute or two", self.name)
+        start, session = time.perf_counter(), self.open()
+        try:
+            self.forward([Feed(session, [0])])  # nothing is cached yet: by the lean forward
+            self.forward([Feed(session, [0, 0])])
+        except UserError:
+            raise
+        except Exception as cause:
+            raise UserError(
+                f"torch.compile cannot compile {self.name} here ({reason(cause)}): it needs a C++ compiler on a CPU "
+                "and Triton on CUDA; legal is backend lean, which needs neither"
+            ) from cause
+        finally:
+            session.close()
+        _log.info("compiled in %.0f s", time.perf_counter() - start)
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        ready = layout.width <= WIDEST and layout.plan.contiguous
+        made = self._program(layout, self._cache) if ready else None
+        if made is None:
+            return super()._compute(layout, hidden=hidden)
+        logits, states = made
+        return logits, states if hidden else None
+
+
+class _Buffers:
+    """Keys and values as the compiled layers write and read them.
+
+    Args:
+        keys, values: of each layer, [rows heads capacity dim].
+        rows, positions: where each token goes.
+        horizon: how far the keys are read.
+    """
+
+    def __init__(
+        self,
+        keys: list[Tensor],
+        values: list[Tensor],
+        rows: Int[Tensor, " tokens"],
+        positions: Int[Tensor, " tokens"],
+        horizon: int,
+    ) -> None:
+        self._stores, self._cells, self._horizon = (keys, values), (rows, positions), horizon
+
+    def write(self, layer: int, _plan: object, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """As SlotCache.write."""
+        found = []
+        for store, new in zip(self._stores, (keys, values), strict=True):
+            store[layer].transpose(1, 2).index_put_(self._cells, new.transpose(1, 2).flatten(0, 1))
+            found.append(store[layer].narrow(2, 0, self._horizon))
+        return tuple(found)
+
+
+class Program:
+    """The compiled pass over narrow feeds.
+
+    Args:
+        lean: whose layers are compiled, with plain weights.
+        bucket: horizons are rounded up to a multiple of this.
+    """
+
+    def __init__(self, lean: Lean, *, bucket: int) -> None:
+        self._lean = lean
+        self._bucket = bucket
+        self._run = _compile(lean)
+
+    def __call__(
+        self, layout: Layout, cache: SlotCache
+    ) -> tuple[Float[Tensor, "rows width vocab"], Float[Tensor, "rows width dim"]] | None:
+        """Logits and states of every column; None where the cache has no buffers yet.
+
+        Padding is computed and written like any token, to slots that nobody reads before they are written again.
+        """
+        plan, device = layout.plan, layout.device
+        rows, width = layout.ids.shape
+        spread = 2 if rows * width == 1 else width  # a lone token would be another program, and no faster
+        bases = torch.tensor(plan.bases, device=device).unsqueeze(1)
+        horizon = -(-plan.horizon // self._bucket) * self._bucket
+        cache.reserve(max(horizon, max(plan.bases) + spread))
+        views = cache.views(plan.slots[0], rows)
+        if views is None:
+            return None
+        places = (bases + torch.arange(spread, device=device)).flatten()
+        ids, positions = (part.expand(-1, spread).flatten() for part in (layout.ids, layout.positions))
+        masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.items()}
+        cos, sin = self._lean.rope(positions, plan.horizon)
+        slots = torch.arange(rows, device=device).repeat_interleave(spread)
+        _let_vary(*((each, (0,)) for each in (ids, cos, sin, places, slots)))
+        _let_vary(*((mask, (0, 2, 3)) for mask in masks.values()))
+        _let_vary(*((view, (0, 2)) for store in views for view in store))
+        with torch._dynamo.config.patch(install_free_tensors=True):  # noqa: SLF001 - the weights are to be frozen
+            logits, states = self._run(ids, cos, sin, masks, slots, places, *views)
+        return logits.view(rows, spread, -1)[:, :width], states.view(rows, spread, -1)[:, :width]
+
+    def _mask(self, layout: Layout, window: int | None, spread: int, horizon: int) -> Tensor:
+        dtype = self._lean.embedding.dtype
+        mask = layout.mask(window, dtype).expand(-1, -1, max(spread, layout.width), -1)
+        mask = mask.repeat_interleave(self._lean.layers[0].group, 2)
+        return F.pad(mask, (0, horizon - mask.shape[-1]), value=torch.finfo(dtype).min)
+
+
+def _let_vary(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
+    """Have these dimensions compiled for any size, but for 1, which is a program of its own."""
+    for tensor, dims in sizes:
+        for dim in dims:
+            if tensor.shape[dim] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001 - the only door to it
+
+
+def _compile(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The layers over tensors alone; their weights, found in a closure, are frozen into the program."""
+
+    def run(
+        ids: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        masks: dict[str, Tensor],
+        slots: Tensor,
+        places: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        rows, _, _, horizon = next(iter(masks.values())).shape
+        buffers: Any = _Buffers(keys, values, slots, places, horizon)
+        plan: Any = None
+        at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, plan)
+        x = F.embedding(ids, lean.embedding)
+        for layer in lean.layers:
+            x = layer(x, at, masks[layer.kind])
+        states = lean.norm(x)
+        return lean.head(states), states
+
+    on_cpu = lean.embedding.device.type == "cpu"
+    options: dict[str, Any] = {"freezing": True} if on_cpu else {"triton.cudagraphs": True}
+    made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(run, options=options)
+    return made
