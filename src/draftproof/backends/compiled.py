@@ -3,9 +3,9 @@
 Knows: which passes the program reads, how they are laid out for it. Does not know: the layers, sessions, rules.
 
 On a CPU the compiler packs the weights and fuses what stands between two products; on CUDA it captures graphs. That
-takes a minute or so for each process, and again when the first batch is read after single requests. Wide passes
-(prompts), and rows that are no neighbours in the cache, are read by the lean forward as it is, on plain weights: those
-are held beside the program's own.
+takes a minute or so when a model is loaded, and again at the first batch of single tokens and the first of several.
+Wide passes (prompts), and rows that are no neighbours in the cache, are read by the lean forward as it is, on plain
+weights: those are held beside the program's own. What it gains stands in docs/log.md: little on a CPU.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Program:
         if views is None:
             return None
         places = (bases + torch.arange(spread, device=device)).flatten()
-        ids, positions = (part.expand(-1, spread).flatten() for part in (layout.ids, layout.positions))
+        ids, positions = (part.expand(-1, spread).flatten().contiguous() for part in (layout.ids, layout.positions))
         masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.items()}
         cos, sin = self._lean.rope(positions, plan.horizon)
         slots = torch.arange(rows, device=device).repeat_interleave(spread)
