@@ -1,4 +1,4 @@
-"""Where the time of a round goes, by transformers' forward and by the lean one, and how far from its floor each part is.
+"""Where the time of a round goes, by transformers' forward and by the lean one, and how far parts are from floors.
 
     python benchmarks/round.py --head artefacts/smollm2-135m-feature-head --out docs/results/round
 
