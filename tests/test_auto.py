@@ -7,16 +7,18 @@ import pytest
 import torch
 
 from draftproof import Engine, SamplingParams, UserError
+from draftproof.audit.compositions import PROMPT, STOPPERS, toy_engine
 from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import compose, pace
 from draftproof.engine.pace import known_costs, measured_costs
-from draftproof.engine.parts import make_stopper
+from draftproof.engine.parts import make_drafter, make_stopper, make_verifier
+from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, Auto
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, exact_law, target_law, total_variation
-from draftproof.theory.cost import BatchCosts, RoundCosts, best_round_length
+from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length
 from draftproof.tree import TokenTree
 from helpers import backend, engine
 from laws import checks_off
@@ -192,6 +194,64 @@ def test_a_seed_decides_alone_and_in_a_batch():
     assert len({one.stats.num_draft_tokens for one in batch}) > 1, "requests draft as they fare"
 
 
+# --- several drafts ---------------------------------------------------------------------------------------------------
+
+
+def test_the_best_number_of_drafts_by_hand():
+    rates = {1: (0.5, 0.5), 2: (0.75, 0.5)}
+    assert best_round(RoundCosts(1.0, 0.2), {1: rates[1]}) == (1, 1)
+    assert best_round(RoundCosts(1.0, 0.2), rates) == (2, 2), "2.125 tokens for 1.4, where one draft has 1.5 for 1.2"
+    assert best_round(RoundCosts(1.0, 0.2, more=0.3), rates) == (1, 1), "1.75 tokens for 1.5"
+    assert best_round(RoundCosts(1.0, 0.2, token=0.3), rates) == (0, 1), "nothing pays"
+    assert RoundCosts(1.0, 0.2, token=0.1, more=0.05).of(3, 4) == pytest.approx(1 + 3 * (0.2 + 0.15 + 0.4))
+
+
+def play_several(stopper, answers, rounds, most=4):
+    """Numbers of drafts wanted round by round; answers(length, drafts) says how much is accepted."""
+    made = []
+    for _ in range(rounds):
+        stopper.begin([0], most)
+        length, drafts = stopper.wanted(0), stopper.drafts(0, most)
+        stopper.observe(0, length, min(answers(length, drafts), length))
+        made.append(drafts)
+    return made
+
+
+def test_more_drafts_are_tried_and_kept_where_they_pay():
+    """Four drafts are cheap: kept if they are accepted further, given up if they are accepted no better than one."""
+    costs = RoundCosts(1.0, 0.1, more=0.02)
+    turns = itertools.cycle((0, 1))
+    better = play_several(Auto(costs), lambda _, drafts: 5 if drafts == 4 else next(turns), 200)
+    assert better.count(4) > 150
+    same = play_several(Auto(costs), lambda length, _: length, 200)
+    assert same.count(1) > 150
+    assert set(same) > {1}, "they were tried"
+
+
+def test_a_number_of_drafts_that_failed_is_tried_again():
+    stopper = Auto(RoundCosts(1.0, 0.1, more=0.01))
+    turns = itertools.cycle((0, 1))
+    first = play_several(stopper, lambda _, drafts: next(turns) if drafts == 1 else 0, 150)
+    assert first.count(1) > 75
+    later = play_several(stopper, lambda _, drafts: 8 if drafts == 4 else next(turns), 400)
+    assert later[-100:].count(4) > 90
+
+
+def test_the_number_of_drafts_changes_in_the_toys_whose_laws_are_enumerated(monkeypatch):
+    """The law itself is in tests/test_compositions.py."""
+    seen, drafts = set(), Auto.drafts
+
+    def watched(self, row, most):
+        seen.add(drafts(self, row, most))
+        return drafts(self, row, most)
+
+    monkeypatch.setattr(Auto, "drafts", watched)
+    for seed in range(20):
+        under_test = toy_engine("chains", "auto", "trie_block", CounterRoundRng)
+        under_test.generate([list(PROMPT)], SamplingParams(max_tokens=STOPPERS["auto"].tokens, seed=seed))
+    assert seen == {1, 2}
+
+
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
@@ -205,6 +265,16 @@ def test_costs_are_measured_and_the_engine_is_left_as_it_was():
     assert not under_test.busy
     same = engine().generate(STORIES[0], SamplingParams(max_tokens=20, seed=1))
     assert tokens(under_test.generate(STORIES[0], SamplingParams(max_tokens=20, seed=1))) == tokens(same)
+
+
+@pytest.mark.parametrize("spec", ["chains:3", "tree:2x2", "tree:2"])
+def test_costs_of_several_drafts_and_of_short_trees_are_measured(spec):
+    model = {"target": backend("target"), "draft": backend("draft")}
+    under_test = Engine(model["target"], make_drafter(spec, **model, stopper="fixed:4"), make_verifier("trie_block"))
+    costs = measured_costs(under_test)
+    assert 0 < costs.draft < 5 * costs.target
+    assert (costs.more > 0) <= (spec == "chains:3"), "trees are measured as they are"
+    assert costs.draft != costs.target, "drafts were measured"
 
 
 def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):

@@ -2,8 +2,8 @@
 
 Knows: how a tree grows level by level, shared prefixes read once. Does not know: how its nodes are verified.
 
-The draws at a node are i.i.d. from its row of q; how many there are depends on what was drawn above, never on what is
-drawn below, so every rule on tries stays exact.
+The draws at a node are i.i.d. from its row of q; how many there are depends on earlier rounds and on what was drawn
+above, never on what is drawn below, so every rule on tries stays exact.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ class _Growing:
         draws: the node of each draw, in order.
         frontier: nodes that may get children, with the number of draws that landed on each.
         rows: row of q after each frontier node.
+        chains: draws at the root.
         signals: what the stopper saw along the path to each node.
     """
 
-    def __init__(self, row: int, request: DraftRequest, session: Session, limit: int) -> None:
+    def __init__(self, row: int, request: DraftRequest, session: Session, limit: int, chains: int) -> None:
         self.row = row
         self.request = request
         self.session = session
         self.limit = limit
+        self.chains = chains
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.probs: list[Float[Tensor, " vocab"]] = []
@@ -83,7 +85,8 @@ class SampledTreeDrafter(ModelBacked):
     Args:
         model: the draft model; its backend must read trees.
         stopper: asked after each new node; a node it stops at gets no children.
-        chains: K i.i.d. chains: K draws at the root, then one for each draw that landed on a node.
+        chains: K i.i.d. chains: K draws at the root, or as many as the stopper wants, then one for each draw that
+            landed on a node.
         factors: instead of chains, a prefix tree: that many draws at every node of each depth (seed 002, Algorithm 5).
 
     Raises:
@@ -109,9 +112,14 @@ class SampledTreeDrafter(ModelBacked):
         """As deep as its stopper and its factors let it."""
         return min(self.stopper.limit, len(self.factors)) if self.factors else self.stopper.limit
 
+    @property
+    def most(self) -> int:
+        """Drafts that a row can get: the stopper may want fewer chains; the factors of a prefix tree are fixed."""
+        return 1 if self.factors else self.chains
+
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter: one forward pass of the draft model a level, for the rows that are still drafting."""
-        self.stopper.begin([request.id for request in requests])
+        self.stopper.begin([request.id for request in requests], self.most)
         trees = [self._open(row, request) for row, request in enumerate(requests)]
         live = [tree for tree in trees if tree.limit > 0]
         feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in live]
@@ -126,7 +134,8 @@ class SampledTreeDrafter(ModelBacked):
 
     def _open(self, row: int, request: DraftRequest) -> _Growing:
         wanted = min(self.stopper.wanted(request.id), self.limit)
-        return _Growing(row, request, self.model.session(request), self.model.depth(request, wanted))
+        chains = min(self.stopper.drafts(request.id, self.most), self.most)
+        return _Growing(row, request, self.model.session(request), self.model.depth(request, wanted), chains)
 
     def _feed(self, tree: _Growing) -> Feed:
         """The new level, whole: stopped nodes too, since parents are counted by slots."""
@@ -138,7 +147,7 @@ class SampledTreeDrafter(ModelBacked):
         """For each draw of this level the frontier node it is made at."""
         if self.factors:
             return [node for node in tree.frontier for _ in range(self.factors[depth])]
-        times = self.chains if depth == 0 else 1
+        times = tree.chains if depth == 0 else 1
         return [node for node, landed in tree.frontier.items() for _ in range(landed * times)]
 
     def _grow(self, live: Sequence[_Growing], outputs: Sequence[Output], rng: RoundRng, depth: int) -> None:

@@ -29,7 +29,7 @@ from draftproof.theory.cost import BatchCosts, RoundCosts
 
 PROMPT, ROUNDS, REPEATS = 32, 10, 3
 LENGTHS = (2, 8)  # a line through two lengths
-_VERSION = 2
+_VERSION = 3
 _log = logging.getLogger(__name__)
 
 
@@ -65,42 +65,50 @@ def _known(engine: Engine, file: Path, rows: int) -> RoundCosts:
 
 
 def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
-    """Seconds of rounds without a draft, of a drafted token, and of what it adds to the rest of a round.
+    """Seconds of rounds without a draft, of a drafted token, and of what it and further drafts add to a round.
 
-    Some short runs with constant lengths, in turns; the medians of their rounds count. The engine is left as it was.
+    Some short runs with constant lengths, and with all drafts that the drafter makes, in turns; the medians of their
+    rounds count. The engine is left as it was.
 
     Args:
         engine: idle, with a drafter that has a stopper.
         rows: requests that share a round.
     """
     drafter: Any = engine.drafter
-    kept = drafter.stopper
-    plain: list[float] = []
-    drafting: list[float] = []
-    rest: dict[int, list[float]] = {length: [] for length in LENGTHS}
+    kept, most = drafter.stopper, getattr(drafter, "most", 1)
+    lengths = sorted({min(length, drafter.limit) for length in LENGTHS})  # prefix trees may be less deep
+    single = [(length, 1) for length in lengths]
+    several = [(lengths[-1], most)] if most > 1 else []
+    ways = [(0, 1), *single, *several]
+    drafting: dict[tuple[int, int], list[float]] = {way: [] for way in ways}
+    rest: dict[tuple[int, int], list[float]] = {way: [] for way in ways}
     try:
         for repeat in range(REPEATS + 1):
-            rounds = {length: _rounds(engine, drafter, length, rows) for length in (0, *LENGTHS)}
-            if not repeat:
-                continue  # the first run warms up
-            plain += [one.seconds.total for one in rounds[0]]
-            for length in LENGTHS:
-                full = [one for one in rounds[length] if one.num_draft_tokens >= length]
-                drafting += [one.seconds.draft / length for one in full]
-                rest[length] += [one.seconds.total - one.seconds.draft for one in full]
+            for way in ways:
+                rounds = _rounds(engine, drafter, way, rows)
+                full = [one.seconds for one in rounds if one.num_draft_tokens >= way[0]]
+                if repeat:  # the first run warms up
+                    drafting[way] += [one.draft for one in full]
+                    rest[way] += [one.total - one.draft if way[0] else one.total for one in full]
     finally:
         drafter.stopper = kept
-    target = statistics.median(plain)
+    target = statistics.median(rest[0, 1])
     if not all(rest.values()):  # nothing was drafted, say after a prompt that the draft cannot read
         return RoundCosts(target, target)
-    short, long = (statistics.median(rest[length]) for length in LENGTHS)
-    token = max(long - short, 0.0) / (LENGTHS[1] - LENGTHS[0])
-    return RoundCosts(target=target, draft=statistics.median(drafting), token=max(token, (short - target) / LENGTHS[0]))
+    short, long = (statistics.median(rest[way]) for way in (single[0], single[-1]))
+    token = max((long - short) / max(lengths[-1] - lengths[0], 1), (short - target) / lengths[0], 0.0)
+    draft = statistics.median([seconds / way[0] for way in single for seconds in drafting[way]])
+    more = 0.0
+    for way in several:
+        more = max(statistics.median(drafting[way]) / way[0] - draft, 0.0) / (most - 1)
+        token = max(token, (statistics.median(rest[way]) - target) / (way[0] * most))
+    return RoundCosts(target=target, draft=draft, token=token, more=more)
 
 
-def _rounds(engine: Engine, drafter: Any, length: int, rows: int) -> list[Stats]:
+def _rounds(engine: Engine, drafter: Any, way: tuple[int, int], rows: int) -> list[Stats]:
     """Statistics of each round of a short run as its first request has them, without those that read the prompts."""
-    drafter.stopper = _Bounded(length)
+    length = way[0]
+    drafter.stopper = _Bounded(*way)
     width = engine.target.vocab_size
     room = ROUNDS * (length + 1) + 1
     requests = []
@@ -122,15 +130,19 @@ def _rounds(engine: Engine, drafter: Any, length: int, rows: int) -> list[Stats]
 
 
 class _Bounded(FixedLength):
-    """A constant length that may be 0."""
+    """A constant length that may be 0, and a constant number of drafts."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, drafts: int) -> None:
         super().__init__(max(length, 1))
-        self._wanted = length
+        self._wanted, self._drafts = length, drafts
 
     def wanted(self, row: int) -> int:  # noqa: ARG002
         """That length."""
         return self._wanted
+
+    def drafts(self, row: int, most: int) -> int:  # noqa: ARG002
+        """That number, as far as it can be had."""
+        return min(self._drafts, most)
 
 
 def _key(engine: Engine) -> str:

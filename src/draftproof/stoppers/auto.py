@@ -1,8 +1,8 @@
-"""Lengths by the cost model: each request drafts as far as pays at the rate its drafts are accepted, or not at all.
+"""Drafts by the cost model: each request gets as many, and as long ones, as pay at the rate they are accepted, or none.
 
 Knows: what a round costs, how a request's drafts fared. Does not know: clocks, models.
 
-A length depends on committed rounds of the same request and on how many requests share the round, so it is a stopping
+The choice depends on committed rounds of the same request and on how many requests share the round, so it is a stopping
 time and every lossless rule stays lossless. Given costs that are the same for any number of requests (`auto:R`) a seed
 gives the same text, alone and in any batch; measured costs grow with the batch, and drafts then get shorter.
 """
@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from draftproof.errors import UserError
 from draftproof.stoppers.base import StopperBase
 from draftproof.stoppers.fixed import MAX_LENGTH
-from draftproof.theory.cost import BatchCosts, RoundCosts, best_round_length
+from draftproof.theory.cost import BatchCosts, RoundCosts, best_round
+
+Rates = tuple[tuple[int, float, float], ...]  # number of drafts, rate of a first token, rate of a further one
 
 FIRST, WEIGHT = 0.7, 3.0  # acceptance rate that is assumed before anything is known, and tokens that it counts for
 MEMORY = 0.93  # what a round counts for after each later one
@@ -24,21 +26,75 @@ PROBE = 2  # tokens of a draft that only looks whether drafts pay again
 PAUSES = (8, 128)  # rounds between such looks: at first, and after many in vain
 
 
+REMEMBERED = 4096  # choices that are looked up rather than made again
+FORGET = 64  # rounds after which a number of drafts that was not used is tried anew, if it might pay
+
+
+@dataclass
+class _Rates:
+    """How drafts fared at their first token and after an accepted one; newer rounds count for more.
+
+    Attributes:
+        first, later: accepted and refused.
+        unused: rounds since.
+    """
+
+    first: list[float]
+    later: list[float]
+    unused: int = 0
+
+    @classmethod
+    def assumed(cls, first: float = FIRST, later: float = FIRST) -> _Rates:
+        """Rates that little is known of."""
+        return cls([first * WEIGHT, (1 - first) * WEIGHT], [later * WEIGHT, (1 - later) * WEIGHT])
+
+    @property
+    def known(self) -> tuple[float, float]:
+        """Both rates, in steps of a hundredth."""
+        first, later = (round(accepted / (accepted + refused), 2) for accepted, refused in (self.first, self.later))
+        return first, later
+
+
 @dataclass
 class _Memory:
-    """How a request's drafts fared at their first token and after an accepted one; newer rounds count for more."""
+    """A request's rates by the number of drafts, how many it got, and how long it got none."""
 
-    first: list[float] = field(default_factory=lambda: [FIRST * WEIGHT, (1 - FIRST) * WEIGHT])  # accepted, refused
-    later: list[float] = field(default_factory=lambda: [FIRST * WEIGHT, (1 - FIRST) * WEIGHT])
+    rates: dict[int, _Rates] = field(default_factory=dict)
+    drafts: int = 1
     idle: int = 0
     pause: int = PAUSES[0]
 
+    def expected(self, drafts: int) -> tuple[float, float]:
+        """Rates for a number of drafts; one that was not tried lately gets the benefit of the doubt.
+
+        A single draft is taken to do as well as several did, and several as well as independent ones would.
+        """
+        if drafts in self.rates:
+            return self.rates[drafts].known
+        if drafts == 1:
+            return self.rates[min(self.rates)].known if self.rates else (FIRST, FIRST)
+        first, later = self.expected(1)
+        return round(1 - (1 - first) ** drafts, 2), later
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Count a round's outcome to the number of drafts it had."""
+        own = self.rates.setdefault(self.drafts, _Rates.assumed(*self.expected(self.drafts)))
+        _count(own.first, min(accepted, 1), refused=not accepted)
+        if accepted and drafted > 1:
+            _count(own.later, accepted - 1, refused=accepted < drafted)
+        own.unused = 0
+        for drafts, other in list(self.rates.items()):
+            other.unused += other is not own
+            if other.unused > FORGET:
+                del self.rates[drafts]
+
 
 class Auto(StopperBase):
-    """Drafts the length with the least expected time a token, 0 where drafting does not pay.
+    """Drafts what has the least expected time a token: a length, a number of drafts, or nothing where none pays.
 
-    Two rates are followed for each request: how often the first drafted token is accepted, and how often a further one
-    is after it. Where text is easy in some places and hard in others the second is the higher one.
+    Two rates are followed for each request and number of drafts: how often the first drafted token is accepted, and how
+    often a further one is after it. Where text is easy in some places and hard in others the second is the higher one.
+    What was not tried lately gets the benefit of the doubt, and so is tried where it might pay.
 
     Args:
         costs: of a round, by the number of requests that share it or whatever that is; None until they are measured,
@@ -59,20 +115,26 @@ class Auto(StopperBase):
         super().__init__(name, limit)
         self.costs = costs
         self._rows: dict[int, _Memory] = {}
-        self._best: dict[tuple[int, int, int], int] = {}  # by number of requests and both rates in per cent
-        self._together = 1
+        self._best: dict[tuple[int, Rates], tuple[int, int]] = {}  # by number of requests and rates
+        self._together, self._most = 1, 1
 
-    def begin(self, rows: Sequence[int]) -> None:
-        """Take note of how many requests share the round."""
-        self._together = max(len(rows), 1)
+    def begin(self, rows: Sequence[int], most: int = 1) -> None:
+        """Take note of how many requests share the round, and how many drafts each can get."""
+        self._together, self._most = max(len(rows), 1), most
 
     def wanted(self, row: int) -> int:
         """The row's best length; where that is 0, now and then a short draft to look again."""
         known = self._rows.get(row)
-        best = self._length(known or _Memory())
+        best = self._choice(known or _Memory())[0]
         if best or known is None or known.idle < known.pause:
             return best
         return min(PROBE, self.limit)
+
+    def drafts(self, row: int, most: int) -> int:
+        """The row's best number of drafts."""
+        known = self._rows.setdefault(row, _Memory())
+        known.drafts = min(self._choice(known)[1], most)
+        return known.drafts
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Learn from a round."""
@@ -80,26 +142,26 @@ class Auto(StopperBase):
         if not drafted:
             known.idle += 1
             return
-        _count(known.first, min(accepted, 1), refused=not accepted)
-        if accepted and drafted > 1:
-            _count(known.later, accepted - 1, refused=accepted < drafted)
+        known.learn(drafted, accepted)
         known.idle = 0
-        known.pause = PAUSES[0] if self._length(known) else min(2 * known.pause, PAUSES[1])
+        known.pause = PAUSES[0] if self._choice(known)[0] else min(2 * known.pause, PAUSES[1])
 
     def release(self, row: int) -> None:
         """Forget the row."""
         self._rows.pop(row, None)
 
-    def _length(self, known: _Memory) -> int:
+    def _choice(self, known: _Memory) -> tuple[int, int]:
+        """Length and number of drafts."""
         if self.costs is None:
             raise RuntimeError("stopper auto was not told what a round costs: Engine.load measures that, or give costs")
-        first, later = (
-            round(100 * accepted / (accepted + refused)) for accepted, refused in (known.first, known.later)
-        )
-        case = self._together, first, later
+        numbers = [1 << power for power in range(self._most.bit_length()) if 1 << power < self._most]
+        rates = tuple((drafts, *known.expected(drafts)) for drafts in (*numbers, self._most))
+        case = self._together, rates
         if case not in self._best:
-            costs = self.costs.at(self._together)
-            self._best[case] = best_round_length(costs, first / 100, self.limit, GAIN, later=later / 100)
+            if len(self._best) >= REMEMBERED:
+                self._best.clear()
+            by_number = {drafts: (first, later) for drafts, first, later in rates}
+            self._best[case] = best_round(self.costs.at(self._together), by_number, self.limit, GAIN)
         return self._best[case]
 
 

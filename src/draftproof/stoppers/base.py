@@ -50,12 +50,16 @@ class Stopper(Protocol):
         """Whether it reads DraftStep.logits."""
         ...
 
-    def begin(self, rows: Sequence[int]) -> None:
-        """Told before each round which rows draft in it."""
+    def begin(self, rows: Sequence[int], most: int = 1) -> None:
+        """Told before each round which rows draft in it, and how many drafts each can get at most."""
         ...
 
     def wanted(self, row: int) -> int:
         """Longest chain that a row shall draft this round, 0 to `limit`."""
+        ...
+
+    def drafts(self, row: int, most: int) -> int:
+        """How many drafts a row shall get this round, 1 to `most`; asked by drafters that make several."""
         ...
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:
@@ -91,12 +95,16 @@ class StopperBase:
         self.name = name
         self.limit = limit
 
-    def begin(self, rows: Sequence[int]) -> None:
+    def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Nothing that depends on company."""
 
     def wanted(self, row: int) -> int:  # noqa: ARG002
         """The limit."""
         return self.limit
+
+    def drafts(self, row: int, most: int) -> int:  # noqa: ARG002
+        """All of them."""
+        return most
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:  # noqa: ARG002
         """Nothing to look at."""

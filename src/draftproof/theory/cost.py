@@ -6,7 +6,7 @@ reads, and that a round of n drafted tokens takes n draft passes and one target 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from draftproof.theory.lengths import iid_block_efficiency
@@ -27,21 +27,25 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of a round, or any multiple of them: `target` + n (`draft` + `token`) for n drafted tokens.
+    """Seconds of a round, or any multiple of them: `target` + n (`draft` + (K - 1) `more` + K `token`).
+
+    That is for K drafts of n tokens, as if they had no token in common.
 
     Attributes:
         target: of a round without a draft.
         draft: of drafting a token.
         token: what a drafted token adds to the target's pass and to the rule.
+        more: what drafting takes longer for each further draft.
     """
 
     target: float
     draft: float
     token: float = 0.0
+    more: float = 0.0
 
-    def of(self, drafted: int) -> float:
-        """Of a round with that many drafted tokens."""
-        return self.target + drafted * (self.draft + self.token)
+    def of(self, drafted: int, drafts: int = 1) -> float:
+        """Of a round with that many drafts of that many tokens."""
+        return self.target + drafted * (self.draft + (drafts - 1) * self.more + drafts * self.token)
 
     def at(self, rows: int) -> RoundCosts:  # noqa: ARG002
         """The same for any number of requests that share a round."""
@@ -72,6 +76,7 @@ class BatchCosts:
             target=few.target + share * (many.target - few.target),
             draft=few.draft + share * (many.draft - few.draft),
             token=few.token + share * (many.token - few.token),
+            more=few.more + share * (many.more - few.more),
         )
 
 
@@ -118,7 +123,7 @@ def best_iid_length(costs: PassCosts, alpha: float, longest: int = 64) -> int:
 def best_round_length(
     costs: RoundCosts, alpha: float, longest: int = 64, gain: float = 1.0, *, later: float | None = None
 ) -> int:
-    """The draft length with the most tokens a second; 0 unless that is `gain` times plain decoding.
+    """The draft length with the most tokens a second; 0 unless that is over `gain` times plain decoding.
 
     The first token is accepted with probability alpha and each further one with probability `later`, the earlier ones
     being accepted: 1 + alpha (1 + later + later^2 + ...) tokens a round; i.i.d. acceptance where both are equal.
@@ -130,9 +135,26 @@ def best_round_length(
         gain: speed over plain decoding that is asked of a draft.
         later: probability that a further one is; without it alpha.
     """
-    beyond = alpha if later is None else later
-    speed = [
-        (1 + alpha * (iid_block_efficiency(beyond, n - 1) if n else 0.0)) / costs.of(n) for n in range(longest + 1)
-    ]
-    best = max(range(longest + 1), key=speed.__getitem__)
-    return best if speed[best] >= gain * speed[0] else 0
+    rates = {1: (alpha, alpha if later is None else later)}
+    return best_round(costs, rates, longest, gain)[0]
+
+
+def best_round(
+    costs: RoundCosts, rates: Mapping[int, tuple[float, float]], longest: int = 64, gain: float = 1.0
+) -> tuple[int, int]:
+    """The length and the number of drafts with the most tokens a second; (0, 1) unless that is over `gain` times plain.
+
+    Args:
+        costs: of a round.
+        rates: for every number of drafts how likely a first drafted token is accepted, and how likely a further one
+            after it; of equals the first, and the shorter draft.
+        longest: the largest length to consider.
+        gain: speed over plain decoding that is asked of a draft.
+    """
+    best, most = (0, 1), gain / costs.of(0)
+    for drafts, (first, later) in rates.items():
+        for n in range(1, longest + 1):
+            speed = (1 + first * iid_block_efficiency(later, n - 1)) / costs.of(n, drafts)
+            if speed > most:
+                best, most = (n, drafts), speed
+    return best
