@@ -18,7 +18,7 @@ from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, Auto
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, exact_law, target_law, total_variation
-from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length
+from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length, expected_tokens
 from draftproof.tree import TokenTree
 from helpers import backend, engine
 from laws import checks_off
@@ -144,7 +144,7 @@ class Peeking(ModelDrafter):
 @pytest.mark.parametrize(("drafter", "exact"), [(ModelDrafter, True), (Peeking, False)])
 def test_the_law_of_a_batch_whose_lengths_depend_on_its_size(drafter, exact):
     """The second request ends first; from then on the other drafts further. The joint law is the product of the two."""
-    costs = BatchCosts((1, 2), (RoundCosts(1.0, 0.1), RoundCosts(1.0, 0.45)))
+    costs = BatchCosts((1, 2), (RoundCosts(1.0, 0.1), RoundCosts(1.0, 0.4)))
     target = TableModel(3, 1)
     params = [SamplingParams(max_tokens=4), SamplingParams(max_tokens=2)]
     prompts, lengths = [[0], [0, 2, 1]], {1: set(), 2: set()}
@@ -198,12 +198,31 @@ def test_a_seed_decides_alone_and_in_a_batch():
 
 
 def test_the_best_number_of_drafts_by_hand():
-    rates = {1: (0.5, 0.5), 2: (0.75, 0.5)}
-    assert best_round(RoundCosts(1.0, 0.2), {1: rates[1]}) == (1, 1)
-    assert best_round(RoundCosts(1.0, 0.2), rates) == (2, 2), "2.125 tokens for 1.4, where one draft has 1.5 for 1.2"
-    assert best_round(RoundCosts(1.0, 0.2, more=0.3), rates) == (1, 1), "1.75 tokens for 1.5"
-    assert best_round(RoundCosts(1.0, 0.2, token=0.3), rates) == (0, 1), "nothing pays"
+    tokens = {1: expected_tokens(0.5, 0.5), 2: expected_tokens(0.75, 0.5)}
+    assert tokens[2][:3] == (1, 1.75, 2.125)
+    assert best_round(RoundCosts(1.0, 0.2), {1: tokens[1]}) == (1, 1)
+    assert best_round(RoundCosts(1.0, 0.2), tokens) == (2, 2), "2.125 tokens for 1.4, where one draft has 1.5 for 1.2"
+    assert best_round(RoundCosts(1.0, 0.2, more=0.3), tokens) == (1, 1), "1.75 tokens for 1.5"
+    assert best_round(RoundCosts(1.0, 0.2, token=0.3), tokens) == (0, 1), "nothing pays"
     assert RoundCosts(1.0, 0.2, token=0.1, more=0.05).of(3, 4) == pytest.approx(1 + 3 * (0.2 + 0.15 + 0.4))
+
+
+def test_requests_that_share_a_round_decide_together():
+    """One of four is accepted: alone it drafts, in company it would make the others wait; three of four pay."""
+    costs = BatchCosts((1, 4), (RoundCosts(1.0, 0.1), RoundCosts(1.0, 0.1, token=0.3)))
+    for good in (1, 3):
+        stopper = Auto(costs)
+        for _ in range(60):
+            stopper.begin(range(4))
+            lengths = [stopper.wanted(row) for row in range(4)]
+            assert len(set(lengths)) == 1
+            for row in range(4):
+                stopper.observe(row, lengths[row], lengths[row] if row < good else 0)
+        assert (lengths[0] > 0) is (good == 3)
+        stopper.begin([0])
+        assert stopper.wanted(0) >= 2
+    stopper.begin([3])
+    assert stopper.wanted(3) <= 1, "the one that was refused all the time"
 
 
 def play_several(stopper, answers, rounds, most=4):

@@ -12,7 +12,7 @@ import logging
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,6 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    fields = set(RoundCosts.__dataclass_fields__)
+    names = {field.name for field in fields(RoundCosts)}
     rows: Sequence[tuple[str, Any]] = list(found.items()) if isinstance(found, dict) else []
-    return {name: row for name, row in rows if isinstance(row, dict) and set(row) == fields}
+    return {name: row for name, row in rows if isinstance(row, dict) and set(row) == names}

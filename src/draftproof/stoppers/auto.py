@@ -1,28 +1,32 @@
-"""Drafts by the cost model: each request gets as many, and as long ones, as pay at the rate they are accepted, or none.
+"""Drafts by the cost model: as many, and as long ones, as pay at the rates they are accepted, or none.
 
 Knows: what a round costs, how a request's drafts fared. Does not know: clocks, models.
 
-The choice depends on committed rounds of the same request and on how many requests share the round, so it is a stopping
-time and every lossless rule stays lossless. Given costs that are the same for any number of requests (`auto:R`) a seed
-gives the same text, alone and in any batch; measured costs grow with the batch, and drafts then get shorter.
+The choice depends on committed rounds alone, so it is a stopping time and every lossless rule stays lossless. Given
+costs that are the same for any number of requests (`auto:R`) each request decides for itself, and a seed gives the same
+text, alone and in any batch. Measured costs are those of a whole round, which is as wide as its widest draft: requests
+that share a round decide together, by the sum of what they expect.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.errors import UserError
 from draftproof.stoppers.base import StopperBase
 from draftproof.stoppers.fixed import MAX_LENGTH
-from draftproof.theory.cost import BatchCosts, RoundCosts, best_round
+from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, expected_tokens
 
 Rates = tuple[tuple[int, float, float], ...]  # number of drafts, rate of a first token, rate of a further one
 
-FIRST, WEIGHT = 0.7, 3.0  # acceptance rate that is assumed before anything is known, and tokens that it counts for
+# Acceptance rates that are assumed before anything is known, of a first token and of one after an accepted one, and the
+# tokens that they count for. The second is hopeful: a rate that is thought low is never seen.
+FIRST, LATER, WEIGHT = 0.5, 0.7, 2.0
 MEMORY = 0.93  # what a round counts for after each later one
-GAIN = 1.02  # a draft must promise this much over plain decoding
-PROBE = 2  # tokens of a draft that only looks whether drafts pay again
+GAIN = 1.05  # a draft must promise this much over plain decoding
+PROBE = 1  # tokens of a draft that only looks whether drafts pay again
 PAUSES = (8, 128)  # rounds between such looks: at first, and after many in vain
 
 
@@ -44,7 +48,7 @@ class _Rates:
     unused: int = 0
 
     @classmethod
-    def assumed(cls, first: float = FIRST, later: float = FIRST) -> _Rates:
+    def assumed(cls, first: float, later: float) -> _Rates:
         """Rates that little is known of."""
         return cls([first * WEIGHT, (1 - first) * WEIGHT], [later * WEIGHT, (1 - later) * WEIGHT])
 
@@ -72,7 +76,7 @@ class _Memory:
         if drafts in self.rates:
             return self.rates[drafts].known
         if drafts == 1:
-            return self.rates[min(self.rates)].known if self.rates else (FIRST, FIRST)
+            return self.rates[min(self.rates)].known if self.rates else (FIRST, LATER)
         first, later = self.expected(1)
         return round(1 - (1 - first) ** drafts, 2), later
 
@@ -117,23 +121,31 @@ class Auto(StopperBase):
         self._rows: dict[int, _Memory] = {}
         self._best: dict[tuple[int, Rates], tuple[int, int]] = {}  # by number of requests and rates
         self._together, self._most = 1, 1
+        self._common: tuple[int, int] | None = None
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
-        """Take note of how many requests share the round, and how many drafts each can get."""
-        self._together, self._most = max(len(rows), 1), most
+        """Take note of who shares the round and how many drafts each can get; choose for all where costs are shared."""
+        self._together, self._most, self._common = max(len(rows), 1), most, None
+        if self.costs is not None and self.costs.shared and len(rows) > 1:
+            members = [self._rows.get(row) or _Memory() for row in rows]
+            length, drafts = self._choice(members)
+            look = not length and 2 * sum(one.idle >= one.pause for one in members) > len(members)
+            self._common = (min(PROBE, self.limit), 1) if look else (length, drafts)
 
     def wanted(self, row: int) -> int:
-        """The row's best length; where that is 0, now and then a short draft to look again."""
+        """The best length; where that is 0, now and then a short draft to look again."""
+        if self._common is not None:
+            return self._common[0]
         known = self._rows.get(row)
-        best = self._choice(known or _Memory())[0]
+        best = self._choice([known or _Memory()])[0]
         if best or known is None or known.idle < known.pause:
             return best
         return min(PROBE, self.limit)
 
     def drafts(self, row: int, most: int) -> int:
-        """The row's best number of drafts."""
+        """The best number of drafts."""
         known = self._rows.setdefault(row, _Memory())
-        known.drafts = min(self._choice(known)[1], most)
+        known.drafts = min((self._common or self._choice([known]))[1], most)
         return known.drafts
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
@@ -144,25 +156,33 @@ class Auto(StopperBase):
             return
         known.learn(drafted, accepted)
         known.idle = 0
-        known.pause = PAUSES[0] if self._choice(known)[0] else min(2 * known.pause, PAUSES[1])
+        known.pause = PAUSES[0] if self._choice([known])[0] else min(2 * known.pause, PAUSES[1])
 
     def release(self, row: int) -> None:
         """Forget the row."""
         self._rows.pop(row, None)
 
-    def _choice(self, known: _Memory) -> tuple[int, int]:
-        """Length and number of drafts."""
+    def _choice(self, members: Sequence[_Memory]) -> tuple[int, int]:
+        """Length and number of drafts that are best for all of them together."""
         if self.costs is None:
             raise RuntimeError("stopper auto was not told what a round costs: Engine.load measures that, or give costs")
         numbers = [1 << power for power in range(self._most.bit_length()) if 1 << power < self._most]
-        rates = tuple((drafts, *known.expected(drafts)) for drafts in (*numbers, self._most))
+        rates = tuple(sorted((n, *one.expected(n)) for n in (*numbers, self._most) for one in members))
         case = self._together, rates
         if case not in self._best:
             if len(self._best) >= REMEMBERED:
                 self._best.clear()
-            by_number = {drafts: (first, later) for drafts, first, later in rates}
-            self._best[case] = best_round(self.costs.at(self._together), by_number, self.limit, GAIN)
+            each: dict[int, list[tuple[float, ...]]] = {}
+            for drafts, first, later in rates:
+                each.setdefault(drafts, []).append(_tokens(first, later, self.limit))
+            sums = {drafts: [sum(column) for column in zip(*rows, strict=True)] for drafts, rows in each.items()}
+            self._best[case] = best_round(self.costs.at(self._together), sums, GAIN)
         return self._best[case]
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _tokens(first: float, later: float, longest: int) -> tuple[float, ...]:
+    return expected_tokens(first, later, longest)
 
 
 def _count(rate: list[float], accepted: int, *, refused: bool) -> None:

@@ -6,8 +6,9 @@ reads, and that a round of n drafted tokens takes n draft passes and one target 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from draftproof.theory.lengths import iid_block_efficiency
 
@@ -36,7 +37,10 @@ class RoundCosts:
         draft: of drafting a token.
         token: what a drafted token adds to the target's pass and to the rule.
         more: what drafting takes longer for each further draft.
+        shared: whether requests that share a round are one another's cost: here each has a round of its own.
     """
+
+    shared: ClassVar[bool] = False
 
     target: float
     draft: float
@@ -59,8 +63,10 @@ class BatchCosts:
     Attributes:
         sizes: numbers of requests that were measured, ascending.
         costs: of a round, for each of them.
+        shared: a round is as wide as its widest draft, and so costs what it costs if all drafts were as long.
     """
 
+    shared: ClassVar[bool] = True
     sizes: tuple[int, ...]
     costs: tuple[RoundCosts, ...]
 
@@ -135,26 +141,28 @@ def best_round_length(
         gain: speed over plain decoding that is asked of a draft.
         later: probability that a further one is; without it alpha.
     """
-    rates = {1: (alpha, alpha if later is None else later)}
-    return best_round(costs, rates, longest, gain)[0]
+    beyond = alpha if later is None else later
+    return best_round(costs, {1: expected_tokens(alpha, beyond, longest)}, gain)[0]
 
 
-def best_round(
-    costs: RoundCosts, rates: Mapping[int, tuple[float, float]], longest: int = 64, gain: float = 1.0
-) -> tuple[int, int]:
+def expected_tokens(first: float, later: float, longest: int = 64) -> tuple[float, ...]:
+    """Tokens of a round with a draft of 0, 1, 2, ... tokens: the first is accepted at one rate, others at another."""
+    return (1.0, *(1 + first * iid_block_efficiency(later, n - 1) for n in range(1, longest + 1)))
+
+
+def best_round(costs: RoundCosts, tokens: Mapping[int, Sequence[float]], gain: float = 1.0) -> tuple[int, int]:
     """The length and the number of drafts with the most tokens a second; (0, 1) unless that is over `gain` times plain.
 
     Args:
         costs: of a round.
-        rates: for every number of drafts how likely a first drafted token is accepted, and how likely a further one
-            after it; of equals the first, and the shorter draft.
-        longest: the largest length to consider.
+        tokens: for every number of drafts what drafts of 0, 1, 2, ... tokens yield, summed over the requests that share
+            the round; of equals the first, and the shorter draft.
         gain: speed over plain decoding that is asked of a draft.
     """
-    best, most = (0, 1), gain / costs.of(0)
-    for drafts, (first, later) in rates.items():
-        for n in range(1, longest + 1):
-            speed = (1 + first * iid_block_efficiency(later, n - 1)) / costs.of(n, drafts)
+    best, most = (0, 1), gain * next(iter(tokens.values()))[0] / costs.of(0)
+    for drafts, sums in tokens.items():
+        for n, made in enumerate(sums[1:], start=1):
+            speed = made / costs.of(n, drafts)
             if speed > most:
                 best, most = (n, drafts), speed
     return best
