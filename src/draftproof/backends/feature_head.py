@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from draftproof.backends.base import Capabilities, Feed, Output, Session
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
-from draftproof.backends.hf import PREFILL_CHUNK, HFBackend, HFSession, Layout, alike
+from draftproof.backends.hf import HFBackend, HFSession, Layout, in_passes
 from draftproof.backends.lean import Layer, Norm, Pass, Rope, folded_mask
 from draftproof.backends.packed import Product
 from draftproof.backends.slot_cache import SlotCache
@@ -194,19 +194,7 @@ class FeatureBackend:
         """
         for feed in feeds:
             feed.session.admit(len(feed.tokens), feed.tree)
-        left = [self._without_long_prefix(feed) for feed in feeds]
-        outputs: dict[int, Output] = {}
-        for group in alike([len(feed) for feed in left]):  # in a first round whole prompts are read
-            outputs |= zip(group, self._run([left[row] for row in group], hidden=hidden), strict=True)
-        return [outputs[row] for row in range(len(left))]
-
-    def _without_long_prefix(self, feed: Feed) -> Feed:
-        """Read all but the last chunk of a long prompt now."""
-        tokens = feed.tokens
-        while len(tokens) > PREFILL_CHUNK:
-            self._run([Feed(feed.session, tokens[:PREFILL_CHUNK])], hidden=False)
-            tokens = tokens[PREFILL_CHUNK:]
-        return Feed(feed.session, tokens, feed.tree)
+        return in_passes(feeds, partial(self._run, hidden=hidden))
 
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[Output]:
         sessions = [feed.session for feed in feeds if isinstance(feed.session, FeatureSession)]

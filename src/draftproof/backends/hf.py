@@ -10,7 +10,8 @@ reproduce a plain forward pass. A model that cannot (recurrent state, positions 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,7 @@ class HFBackend:
             self._check(feed)
         if len({id(feed.session) for feed in feeds}) < len(feeds):
             raise ValueError("a session was fed twice in one forward pass")
-        left = [self._without_long_prefix(feed) for feed in feeds]
-        outputs: dict[int, Output] = {}
-        for group in alike([len(feed) for feed in left]):
-            outputs |= zip(group, self._run([left[row] for row in group], hidden=hidden), strict=True)
-        return [outputs[row] for row in range(len(left))]
+        return in_passes(feeds, partial(self._run, hidden=hidden))
 
     def _check(self, feed: Feed) -> None:
         feed.session.admit(len(feed.tokens), feed.tree)
@@ -128,14 +125,6 @@ class HFBackend:
         end = feed.session.stem + len(feed.tokens) + max(feed_depths(feed), default=0)
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"{self.name} reads at most {self.max_positions} positions, asked for {end}")
-
-    def _without_long_prefix(self, feed: Feed) -> Feed:
-        """Read all but the last chunk of a long prompt now."""
-        tokens = feed.tokens
-        while len(tokens) > PREFILL_CHUNK:
-            self._run([Feed(feed.session, tokens[:PREFILL_CHUNK])], hidden=False)
-            tokens = tokens[PREFILL_CHUNK:]
-        return Feed(feed.session, tokens, feed.tree)
 
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[Output]:
         layout = Layout(feeds, self.device)
@@ -165,6 +154,26 @@ class HFBackend:
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
         made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.items()}
         return made if len(made) > 1 or "sliding_attention" in made else next(iter(made.values()))
+
+
+def in_passes(feeds: Sequence[Feed], run: Callable[[Sequence[Feed]], list[Output]]) -> list[Output]:
+    """What comes of feeds that are read in several passes: long prompts in chunks, one by one, and then what is alike.
+
+    Args:
+        feeds: of sessions of their own.
+        run: reads some of them in one pass.
+    """
+    left = []
+    for feed in feeds:
+        tokens = feed.tokens
+        while len(tokens) > PREFILL_CHUNK:
+            run([Feed(feed.session, tokens[:PREFILL_CHUNK])])
+            tokens = tokens[PREFILL_CHUNK:]
+        left.append(Feed(feed.session, tokens, feed.tree))
+    outputs: dict[int, Output] = {}
+    for group in alike([len(feed) for feed in left]):
+        outputs |= zip(group, run([left[row] for row in group]), strict=True)
+    return [outputs[row] for row in range(len(left))]
 
 
 def alike(lengths: Sequence[int]) -> list[list[int]]:

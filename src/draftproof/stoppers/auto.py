@@ -23,11 +23,12 @@ Rates = tuple[tuple[int, float, float], ...]  # number of drafts, rate of a firs
 
 # Acceptance rates that are assumed before anything is known, of a first token and of one after an accepted one, and the
 # tokens that they count for. The second is hopeful: a rate that is thought low is never seen.
-FIRST, LATER, WEIGHT = 0.5, 0.7, 2.0
-MEMORY = 0.93  # what a round counts for after each later one
+FIRST, LATER, WEIGHT = 0.5, 0.7, 4.0
+MEMORY = 0.96  # what a round counts for after each later one
 GAIN = 1.05  # a draft must promise this much over plain decoding
 PROBE = 1  # tokens of a draft that only looks whether drafts pay again
 PAUSES = (8, 128)  # rounds between such looks: at first, and after many in vain
+LOOK = 0.015  # share of the time that looks may take at first; where a draft costs much pauses are longer
 
 
 REMEMBERED = 4096  # choices that are looked up rather than made again
@@ -66,7 +67,7 @@ class _Memory:
     rates: dict[int, _Rates] = field(default_factory=dict)
     drafts: int = 1
     idle: int = 0
-    pause: int = PAUSES[0]
+    patience: int = 1
 
     def expected(self, drafts: int) -> tuple[float, float]:
         """Rates for a number of drafts; one that was not tried lately gets the benefit of the doubt.
@@ -129,7 +130,7 @@ class Auto(StopperBase):
         if self.costs is not None and self.costs.shared and len(rows) > 1:
             members = [self._rows.get(row) or _Memory() for row in rows]
             length, drafts = self._choice(members)
-            look = not length and 2 * sum(one.idle >= one.pause for one in members) > len(members)
+            look = not length and 2 * sum(self._waited(one) for one in members) > len(members)
             self._common = (min(PROBE, self.limit), 1) if look else (length, drafts)
 
     def wanted(self, row: int) -> int:
@@ -138,7 +139,7 @@ class Auto(StopperBase):
             return self._common[0]
         known = self._rows.get(row)
         best = self._choice([known or _Memory()])[0]
-        if best or known is None or known.idle < known.pause:
+        if best or known is None or not self._waited(known):
             return best
         return min(PROBE, self.limit)
 
@@ -156,11 +157,18 @@ class Auto(StopperBase):
             return
         known.learn(drafted, accepted)
         known.idle = 0
-        known.pause = PAUSES[0] if self._choice([known])[0] else min(2 * known.pause, PAUSES[1])
+        known.patience = 1 if self._choice([known])[0] else min(2 * known.patience, PAUSES[1] // PAUSES[0])
 
     def release(self, row: int) -> None:
         """Forget the row."""
         self._rows.pop(row, None)
+
+    def _waited(self, known: _Memory) -> bool:
+        """Whether it is time to look again."""
+        assert self.costs is not None, "a choice was made"
+        costs = self.costs.at(self._together)
+        pause = max(PAUSES[0], (costs.of(PROBE) / costs.of(0) - 1) / LOOK)
+        return known.idle >= known.patience * pause
 
     def _choice(self, members: Sequence[_Memory]) -> tuple[int, int]:
         """Length and number of drafts that are best for all of them together."""
