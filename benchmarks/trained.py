@@ -46,6 +46,7 @@ from draftproof.training.feature_loss import Frame, acceptance, wanted_rows
 from draftproof.training.feature_rows import Row, Rows, Store, windows
 from draftproof.training.features import Pair
 from draftproof.training.heads import Labels, judge
+from draftproof.training.provenance import told
 from draftproof.training.sweep import Trial, rates
 from draftproof.training.workshop import Material, Workshop
 
@@ -312,7 +313,7 @@ def tradeoff(trial: Trial, head: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def heads_lines(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     """The heads' tables."""
-    lines = [f"# Heads for {args.draft} under {args.target} on held-out prompts", "", about(args)]
+    lines = [f"# Heads for {told(args.draft)} under {args.target} on held-out prompts", "", about(args)]
     names = {"rows": "rows", "kl_unweighted": "binary KL", "kl": "binary KL as trained", "kl_constant": "KL, constant"}
     names |= {
         "kl_max_probability": "KL, max probability",

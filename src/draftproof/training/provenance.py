@@ -97,11 +97,12 @@ def provenance(
 
 
 def command() -> list[str]:
-    """The command line, absolute paths cut to their last part, behind a word and a colon or an equals sign too."""
-    return [_told(word) for word in sys.argv]
+    """The command line, as `told` has its words."""
+    return [told(word) for word in sys.argv]
 
 
-def _told(word: str) -> str:
+def told(word: str) -> str:
+    """A word whose absolute path is cut to its last part, behind a word and a colon or an equals sign too."""
     before, mark, path = next(
         (parts for parts in (word.partition(mark) for mark in ("=", ":")) if parts[1] and os.path.isabs(parts[2])),  # noqa: PTH117
         ("", "", word),
