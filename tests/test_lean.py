@@ -188,7 +188,9 @@ class Mistakes:
     @staticmethod
     def products_in_another_order(patch):
         right = lean_module.fuse
-        patch.setattr(lean_module, "fuse", lambda owner, names: right(owner, sorted(names, reverse=True)))
+        patch.setattr(
+            lean_module, "fuse", lambda owner, names, **pack: right(owner, sorted(names, reverse=True), **pack)
+        )
 
 
 @pytest.mark.parametrize("mistake", [name for name in vars(Mistakes) if not name.startswith("_")])

@@ -84,7 +84,7 @@ DRAFTERS: dict[str, Toy] = {
 STOPPERS: dict[str, Toy] = {
     "fixed": Toy(lambda: FixedLength(2)),
     "schedule": Toy(lambda: Schedule(1, 2), tokens=5),
-    "auto": Toy(lambda: Auto(RoundCosts(1.0, 0.4, more=0.15), 2), tokens=4),
+    "auto": Toy(lambda: Auto(RoundCosts(1.0, 0.3, more=0.15), 2), tokens=4),
     "oracle": Toy(lambda: Oracle({0: (True, False, True, True, True)}, 2), tokens=5),
     "confidence": Toy(lambda: Confidence(0.65, 3), tokens=4, slow=True),
     "entropy": Toy(lambda: Entropy(0.66, 3), tokens=4, slow=True),
