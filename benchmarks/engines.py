@@ -8,7 +8,7 @@
 The other environment needs the other engine only: this file runs there as a worker (`--worker vllm`) that reads one
 JSON object a line and answers with one. Every engine continues the same prompts by the same number of tokens, ends of
 text ignored; the first turn warms up. Weights are the same too, but for llama.cpp, which wants a file of its own
-(`--model FILE.gguf`) and answers one request at a time. Writes OUT.md and OUT.json.
+(`--model FILE.gguf`; its Python binding is xllamacpp). Writes OUT.md and OUT.json.
 """
 
 from __future__ import annotations
@@ -75,25 +75,42 @@ def transformers_worker(model: str, dtype: str, batch: int) -> Answer:  # noqa: 
 
 
 def llama_worker(model: str, dtype: str, batch: int) -> Answer:  # noqa: ARG001
-    """llama.cpp by its Python binding, one request after another."""
-    from llama_cpp import Llama  # type: ignore[import-not-found]
+    """llama.cpp's server in this process (xllamacpp, whose wheels are built), a slot for each request."""
+    from concurrent.futures import ThreadPoolExecutor
 
-    threads = len(os.sched_getaffinity(0))
-    engine = Llama(model, n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False, **LLAMA)
+    import xllamacpp  # type: ignore[import-not-found]
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_parallel, params.n_ctx = model, batch, 1024 * batch
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+    params.verbosity = -1
+    server = xllamacpp.Server(params)
+
+    def one(ask: Ask, ids: list[int]) -> None:
+        out = server.handle_completions(
+            {
+                "prompt": ids,
+                "n_predict": ask["tokens"],
+                "temperature": ask["temperature"],
+                "top_k": 0,
+                "top_p": 1.0,
+                "min_p": 0.0,
+                "seed": 1,
+                "ignore_eos": True,
+                "cache_prompt": False,
+            }
+        )
+        assert out["usage"]["completion_tokens"] == ask["tokens"], out
 
     def answer(ask: Ask) -> float:
         start = time.perf_counter()
-        for ids in ask["prompts"]:
-            engine.reset()
-            made = engine.generate(ids, temp=ask["temperature"], top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0)
-            for _ in range(ask["tokens"]):
-                next(made)
+        with ThreadPoolExecutor(len(ask["prompts"])) as pool:
+            list(pool.map(lambda ids: one(ask, ids), ask["prompts"]))
         return time.perf_counter() - start
 
     return answer
 
 
-LLAMA: Ask = {"use_extra_bufts": False}  # its repacked weights crash on some processors
 WORKERS = {"vllm": vllm_worker, "transformers": transformers_worker, "llama.cpp": llama_worker}
 # What vLLM's build for CPUs wants to be told on a small machine.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -1,10 +1,10 @@
-"""What one forward pass costs: transformers' own against the lean one, by the number of new tokens.
+"""What one forward pass costs: transformers' own against ours, by the number of new tokens.
 
     python benchmarks/forward.py --dtype bfloat16 --out docs/results/forward
 
-Both backends hold a copy of the model and read the same tokens after the same context, in turn (A B A B ...), and are
-rolled back after each pass. Minima and medians; the floor is the time to read every weight once from memory, at the
-bandwidth measured with the same number of threads.
+The backends hold a copy of the model each, read the same tokens after the same context, in turn (A B A B ...), and are
+rolled back after each pass. Ratios are the first's time over the last's, of medians and of minima. The floor is the
+time to read every weight once from memory, at the bandwidth measured with the same number of threads.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from draftproof.engine.compose import load_backend
 from draftproof.tokenization import load_tokenizer
 
 TEXT = "The old man opened the door and looked at the long road that led down to the sea. "
-BACKENDS = ("hf", "lean")
 
 
 def measure(args: argparse.Namespace, dtype: str) -> dict[tuple[str, int], list[float]]:
     """Seconds of each pass, by backend and number of new tokens."""
-    made = [load_backend(args.target, dtype=dtype, backend=name) for name in BACKENDS]
+    made = [load_backend(args.target, dtype=dtype, backend=name) for name in args.backends]
     text = load_tokenizer(models.resolve(args.target))(TEXT * 40)["input_ids"]
     tokens = [int(token) for token in text][: args.context + max(args.widths)]
     sessions = [backend.open() for backend in made]
@@ -39,7 +38,7 @@ def measure(args: argparse.Namespace, dtype: str) -> dict[tuple[str, int], list[
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for repeat in range(-2, args.repeats):  # the first two warm up
         for width in args.widths:
-            for name, backend, session in zip(BACKENDS, made, sessions, strict=True):
+            for name, backend, session in zip(args.backends, made, sessions, strict=True):
                 start = time.perf_counter()
                 backend.forward([Feed(session, tokens[args.context : args.context + width])])
                 if repeat >= 0:
@@ -79,17 +78,17 @@ def table(args: argparse.Namespace) -> str:
             f"memory reads {rate / 1e9:.0f} GB/s; {args.repeats} interleaved repetitions; ms, minimum / median."
         ),
         "",
-        "| dtype | new tokens | hf | lean | ratio of medians | ratio of minima | memory floor |",
-        "|---|---|---|---|---|---|---|",
+        f"| dtype | new tokens | {' | '.join(args.backends)} | ratio of medians | ratio of minima | memory floor |",
+        "|---" * (len(args.backends) + 5) + "|",
     ]
     for dtype in args.dtype:
         least = 1000 * floor(args, dtype, rate)
         seconds = measure(args, dtype)
         for width in args.widths:
-            own = [seconds[name, width] for name in BACKENDS]
+            own = [seconds[name, width] for name in args.backends]
             low, middle = [min(times) for times in own], [statistics.median(times) for times in own]
             cells = [f"{1000 * a:.1f} / {1000 * b:.1f}" for a, b in zip(low, middle, strict=True)]
-            ratios = [f"{middle[0] / middle[1]:.2f}", f"{low[0] / low[1]:.2f}"]
+            ratios = [f"{middle[0] / middle[-1]:.2f}", f"{low[0] / low[-1]:.2f}"]
             lines.append(f"| {' | '.join([dtype, str(width), *cells, *ratios, f'{least:.1f}'])} |")
     return "\n".join(lines) + "\n"
 
@@ -99,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--backends", nargs="+", default=["hf", "lean"])
     parser.add_argument("--context", type=int, default=200)
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 9, 33, 65])
     parser.add_argument("--repeats", type=int, default=40)

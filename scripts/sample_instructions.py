@@ -23,6 +23,7 @@ from draftproof.files import whole_file
 from draftproof.rng import fold
 
 MARK = "\N{BLACK FLAG}here"
+IN_VAIN = 8  # batches without a new instruction after which there will be none
 
 
 def opening(engine: Engine) -> list[int]:
@@ -42,7 +43,13 @@ def collect(options: argparse.Namespace) -> list[str]:
     """Batch after batch until there are enough; progress goes to stderr."""
     engine = Engine.load(options.target, dtype=options.dtype, max_batch=options.batch)
     begin, kept, begun, start = opening(engine), dict[str, None](), 0, time.perf_counter()
+    fruitful = 0  # begun when the last new one came
     while len(kept) < options.count:
+        if begun - fruitful >= IN_VAIN * options.batch:
+            raise UserError(
+                f"{engine.target.name} wrote {len(kept)} instructions of {begun}, and nothing new in the last "
+                f"{IN_VAIN} batches: raise --temperature or --longest, or ask for fewer with --count"
+            )
         params = SamplingParams(
             n=options.batch,
             temperature=options.temperature,
@@ -52,8 +59,9 @@ def collect(options: argparse.Namespace) -> list[str]:
         )
         for output in engine.generate([begin], params):
             text = output.text.strip()
-            if output.finish_reason == "stop" and is_sound(text):
+            if output.finish_reason == "stop" and is_sound(text) and text not in kept:
                 kept[text] = None
+                fruitful = begun + options.batch
         begun += options.batch
         print(f"{len(kept)} of {begun} kept, {time.perf_counter() - start:.0f} s", file=sys.stderr)
     return list(kept)[: options.count]

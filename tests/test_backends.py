@@ -133,9 +133,9 @@ def roll_back_somehow(program, draw, vocab):
         program.forward([(name, rest, [], [])])
 
 
-def run_program(seed, under_test, *, steps=8, names=4):
+def run_program(seed, under_test, *, steps=8, names=4, tolerance=2e-5):
     draw = random.Random(seed)
-    program = Program(under_test)
+    program = Program(under_test, tolerance=tolerance)
     try:
         for _ in range(steps):
             read_somehow(program, draw, under_test.vocab_size, names)

@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends import attention as attention_module
 from draftproof.backends import lean as lean_module
+from draftproof.backends.attention import TorchAttention
 from draftproof.backends.base import Feed
 from draftproof.backends.early_exit import EarlyExitBackend, first_layers
 from draftproof.backends.hf import HFBackend
-from draftproof.backends.lean import Layer, LeanBackend, Norm, Rope, supports
+from draftproof.backends.lean import LeanBackend, Norm, Rope, supports
 from draftproof.backends.packed import Part, packs
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
 from draftproof.engine.compose import load, load_backend
@@ -145,7 +147,7 @@ def test_a_forward_that_dies_midway_is_repeated_as_if_nothing_had_happened(monke
         raise MemoryError("out of memory")
 
     feeds = [Feed(program.sessions[0], [7]), Feed(program.sessions[1], [7])]
-    monkeypatch.setattr(Layer, "_attend", die)
+    monkeypatch.setattr(TorchAttention, "_attend", die)
     with pytest.raises(MemoryError):
         lean("llama").forward(feeds)
     monkeypatch.undo()
@@ -178,12 +180,12 @@ class Mistakes:
 
     @staticmethod
     def queries_grouped_with_the_wrong_keys(patch):
-        right = Layer._attend
-        patch.setattr(Layer, "_attend", lambda self, q, *rest: right(self, q.roll(1, 1), *rest))
+        right = TorchAttention._attend
+        patch.setattr(TorchAttention, "_attend", lambda self, q, *rest: right(self, q.roll(1, 1), *rest))
 
     @staticmethod
     def mask_forgotten(patch):
-        patch.setattr(lean_module, "sees_all", lambda *_: True)
+        patch.setattr(attention_module, "sees_all", lambda *_: True)
 
     @staticmethod
     def products_in_another_order(patch):

@@ -2,10 +2,11 @@
 
 Knows: which passes the program reads, how they are laid out for it. Does not know: the layers, sessions, rules.
 
-On a CPU the compiler packs the weights and fuses what stands between two products; on CUDA it captures graphs. That
-takes a minute or so when a model is loaded, and again at the first batch of single tokens and the first of several.
-Wide passes (prompts), and rows that are no neighbours in the cache, are read by the lean forward as it is, on plain
-weights: those are held beside the program's own. What it gains stands in docs/log.md: little on a CPU.
+On a CPU the compiler packs the weights and fuses what stands between two products; on CUDA it is asked for graphs, and
+has run on none yet. Compiling takes a minute or so when a model is loaded, and again at the first batch of single
+tokens and the first of several. Wide passes (prompts), and rows that are no neighbours in the cache, are read by the
+lean forward as it is, on plain weights: those are held beside the program's own. What it gains stands in docs/log.md:
+little on a CPU.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.backends.attention import Pass
 from draftproof.backends.base import Capabilities, Feed
 from draftproof.backends.hf import Layout, probe
-from draftproof.backends.lean import Lean, LeanBackend, Pass
+from draftproof.backends.lean import Lean, LeanBackend
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError, reason
 
-WIDEST = 64  # tokens of a row that the program reads; prompts are longer, and bound by arithmetic
+WIDEST = 64  # tokens of a row that the program reads, fewer than Layer folds; prompts are longer, bound by arithmetic
 _BUCKET = 256  # on CUDA a graph serves this many horizons
 _log = logging.getLogger(__name__)
 
@@ -149,7 +151,7 @@ class Program:
     def _mask(self, layout: Layout, window: int | None, spread: int, horizon: int) -> Tensor:
         dtype = self._lean.embedding.dtype
         mask = layout.mask(window, dtype).expand(-1, -1, max(spread, layout.width), -1)
-        mask = mask.repeat_interleave(self._lean.layers[0].group, 2)
+        mask = mask.repeat_interleave(self._lean.layers[0].heads.group, 2)
         return F.pad(mask, (0, horizon - mask.shape[-1]), value=torch.finfo(dtype).min)
 
 

@@ -17,10 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from draftproof.backends.attention import Pass
 from draftproof.backends.base import Capabilities, Feed, Output, Session
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.hf import HFBackend, HFSession, Layout, in_passes
-from draftproof.backends.lean import Layer, Norm, Pass, Rope, folded_mask
+from draftproof.backends.lean import Layer, Norm, Rope
 from draftproof.backends.packed import Product
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
@@ -104,9 +105,9 @@ class LeanNet:
         """See `FeatureNet.forward`; keys and values go to the cache."""
         rows, width, _ = states.shape
         at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        mask = folded_mask(layout, self._window, states.dtype, self._layer.group)
+        sight = self._layer.attention.sight(layout, self._window, states.dtype)
         x = self._fuse(torch.cat([self._states(states), self._embedded(embedded)], -1).flatten(0, 1))
-        return self._last(self._layer(x, at, mask)).view(states.shape)
+        return self._last(self._layer(x, at, sight)).view(states.shape)
 
 
 def _llama_layer(net: FeatureNet) -> SimpleNamespace:

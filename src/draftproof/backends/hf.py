@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -273,11 +273,10 @@ class Layout:
         """
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
-        own = torch.tensor([self._limits(row) for row in range(len(self.feeds))], device=self.device)
-        allowed = slots <= own.unsqueeze(-1)
+        allowed = slots <= self.limits.unsqueeze(-1)
         key_positions = slots.expand(len(self.feeds), horizon)
         for row, feed in enumerate(self.feeds):
-            if feed.tree is not None and not (feed.tree.is_chain and not feed.session.tail):
+            if not self._is_straight(feed):
                 allowed[row], key_positions = self._open_tree(row, feed, allowed[row], key_positions)
         if window is not None:
             allowed &= self.positions.unsqueeze(-1) - key_positions.unsqueeze(1) < window
@@ -285,14 +284,26 @@ class Layout:
         blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
         return blocked.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
-    def _limits(self, row: int) -> list[int]:
+    @cached_property
+    def limits(self) -> Int[Tensor, "rows width"]:
         """Last slot that each column may see, tree nodes aside."""
+        return torch.tensor([self._limits(row) for row in range(len(self.feeds))], device=self.device)
+
+    @cached_property
+    def straight(self) -> bool:
+        """Whether `limits` say it all, windows aside: every feed is a chain, or a tree that is one, above no tail."""
+        return all(self._is_straight(feed) for feed in self.feeds)
+
+    @staticmethod
+    def _is_straight(feed: Feed) -> bool:
+        return feed.tree is None or (feed.tree.is_chain and not feed.session.tail)
+
+    def _limits(self, row: int) -> list[int]:
         feed, base = self.feeds[row], self.plan.bases[row]
         chain = len(feed.tokens)
-        straight = feed.tree is None or (feed.tree.is_chain and not feed.session.tail)
         stem = feed.session.stem + chain
         nodes = len(feed) - chain
-        ends = [base + chain + i for i in range(nodes)] if straight else [stem - 1] * nodes
+        ends = [base + chain + i for i in range(nodes)] if self._is_straight(feed) else [stem - 1] * nodes
         return [*range(base, base + chain), *ends, *[0] * (self.width - len(feed))]
 
     def _open_tree(

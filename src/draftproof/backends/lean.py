@@ -14,7 +14,7 @@ still computes the same logits, by way of the moved weights, but cannot be train
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,16 +22,19 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from draftproof.backends import native
+from draftproof.backends.attention import Heads, Pass
+from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.base import Capabilities
 from draftproof.backends.hf import HFBackend, Layout, attention_windows, probe
+from draftproof.backends.native_layer import native_layer
 from draftproof.backends.packed import Product, fuse, give_back
-from draftproof.backends.slot_cache import Plan, SlotCache
+from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on how long the sequence is
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_FOLDED = 128  # passes up to this width fold the query heads of a key head into rows, and their mask with them
 _FIRST_POSITIONS = 512
 
 
@@ -100,6 +103,11 @@ class LeanBackend(HFBackend):
         if check:
             self.capabilities = Capabilities(trees=probe(self), hidden=self.capabilities.hidden)
 
+    @property
+    def products(self) -> str:
+        """Which layout its products have, as `Product` names them."""
+        return self.lean.head.layout
+
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.lean(layout, self._cache, hidden=hidden)
 
@@ -125,7 +133,7 @@ class Lean:
             Layer(layer, number, kinds[number] if len(self.windows) > 1 else next(iter(self.windows)), pack=pack)
             for number, layer in enumerate(inner.layers)
         ]
-        self.norm = Norm(inner.norm)
+        self.norm = Norm(inner.norm, pack=pack)
         give_back()
 
     def first(self, layers: int) -> Lean:
@@ -139,47 +147,14 @@ class Lean:
         rows, width = layout.ids.shape
         x = F.embedding(layout.ids.view(-1), self.embedding)
         at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        group = self.layers[0].group
-        masks = {kind: folded_mask(layout, window, x.dtype, group) for kind, window in self.windows.items()}
+        attention = self.layers[0].attention
+        sights = {kind: attention.sight(layout, window, x.dtype) for kind, window in self.windows.items()}
         for layer in self.layers:
-            x = layer(x, at, masks[layer.kind])
+            x = layer(x, at, sights[layer.kind])
         states = self.norm(x).view(rows, width, -1)
         chosen = states if len(layout.wanted) == width else states.index_select(1, layout.wanted)
         logits = self.head(chosen.flatten(0, 1)).view(rows, len(layout.wanted), -1)
         return logits, states if hidden else None
-
-
-def folded_mask(layout: Layout, window: int | None, dtype: torch.dtype, group: int) -> Tensor | None:
-    """The mask that `Layer` wants, each row as often as a key head has query heads; None where all is seen."""
-    if sees_all(layout, window):
-        return None
-    mask = layout.mask(window, dtype)
-    return mask if layout.width > _FOLDED else mask.repeat_interleave(group, 2)
-
-
-def sees_all(layout: Layout, window: int | None) -> bool:
-    """Whether each row's only new token sees every slot that is read."""
-    plan = layout.plan
-    alone = layout.width == 1 and plan.aligned and (window is None or plan.horizon <= window)
-    return alone and not any(feed.session.tail for feed in layout.feeds)
-
-
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """What every layer of one forward pass is told.
-
-    Attributes:
-        rows, width: of the padded feeds; hidden states are [rows * width, dim].
-        cos, sin: rotary angles, [rows * width, 1, dim].
-        cache, plan: where keys and values go.
-    """
-
-    rows: int
-    width: int
-    cos: Tensor
-    sin: Tensor
-    cache: SlotCache
-    plan: Plan
 
 
 class Rope:
@@ -220,22 +195,33 @@ class Norm:
     Args:
         module: transformers' norm, or several whose inputs stand above one another in the last but one dimension.
         counts: how many rows of that dimension each of several norms has.
+        pack: whether states may be read in ways of the CPU's own.
     """
 
-    def __init__(self, *modules: Any, counts: tuple[int, ...] = ()) -> None:
+    def __init__(self, *modules: Any, counts: tuple[int, ...] = (), pack: bool = True) -> None:
         weight = modules[0].weight
         if counts:
             weight = torch.cat([one.weight.expand(n, -1) for one, n in zip(modules, counts, strict=True)])
         size = weight.shape[-1]
         self.weight, self.shape, self.eps = weight.detach(), (size,), float(modules[0].variance_epsilon)
-        self.native = weight.device.type != "cpu"
+        self.fused = weight.device.type != "cpu"
         self.wide = torch.promote_types(weight.dtype, torch.float32)
         self.scaled = weight.detach().to(self.wide) * size**0.5
-        self.least = torch.tensor((size * self.eps) ** 0.5, dtype=self.wide)
+        self.added = size * self.eps  # to the sum of squares
+        self.least = torch.tensor(self.added**0.5, dtype=self.wide)
+        operations = native.operations(weight) if pack and not counts else None
+        self._operations = operations if operations is not None and operations.norms(size) else None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether rows are normed by `native`."""
+        return self._operations is not None
 
     def __call__(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """The normed rows; on the CPU in four operations, where torch's own has seven."""
-        if self.native:
+        if self._operations is not None:
+            return self._operations.norm(x, self.scaled, self.added)
+        if self.fused:
             normed: Tensor = F.rms_norm(x, self.shape, eps=self.eps) * self.weight
             return normed
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.wide).hypot_(self.least)
@@ -256,51 +242,52 @@ class Layer:
     def __init__(self, layer: Any, number: int, kind: str, *, pack: bool = True) -> None:
         attention, config = layer.self_attn, layer.self_attn.config
         self.number, self.kind = number, kind
-        self.dim, self.scale = int(attention.head_dim), float(attention.scaling)
-        self.heads, self.key_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-        self.group = self.heads // self.key_heads
+        heads = Heads(
+            int(config.num_attention_heads),
+            int(config.num_key_value_heads),
+            int(attention.head_dim),
+            float(attention.scaling),
+        )
+        self.heads = heads
         self.qk_norm = None
         if hasattr(attention, "q_norm"):
-            self.qk_norm = Norm(attention.q_norm, attention.k_norm, counts=(self.heads, self.key_heads))
-        self.before, self.between = Norm(layer.input_layernorm), Norm(layer.post_attention_layernorm)
+            self.qk_norm = Norm(attention.q_norm, attention.k_norm, counts=(heads.queries, heads.keys), pack=pack)
+        self.before = Norm(layer.input_layernorm, pack=pack)
+        self.between = Norm(layer.post_attention_layernorm, pack=pack)
+        self.attention = attention_of(heads, layer.input_layernorm.weight, pack=pack)
+        self.gated = gate_of(layer.input_layernorm.weight, layer.mlp.down_proj.weight.shape[1], pack=pack)
         self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"], pack=pack)
         self.out = fuse(attention, ["o_proj"], pack=pack)
         self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
         self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
+        self._run = native_layer(self) or self._by_parts
 
-    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Tensor | None) -> Float[Tensor, "tokens dim"]:
+    @property
+    def gates_natively(self) -> bool:
+        """Whether rows are gated by `native`."""
+        return self.gated is not gated
+
+    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: Any) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
-        fused = self.qkv(self.before(x)).view(x.shape[0], -1, self.dim)
-        turned = fused.narrow(1, 0, self.heads + self.key_heads)
-        if self.qk_norm is not None:
-            turned = self.qk_norm(turned)
-        turned = torch.addcmul(turned * at.cos, turned.roll(self.dim // 2, -1), at.sin)
-        grid = (at.rows, at.width, self.key_heads, self.dim)
-        keys, values = at.cache.write(
-            self.number,
-            at.plan,
-            turned.narrow(1, self.heads, self.key_heads).view(grid).transpose(1, 2),
-            fused.narrow(1, self.heads + self.key_heads, self.key_heads).view(grid).transpose(1, 2),
-        )
-        x = self.out(self._attend(turned.narrow(1, 0, self.heads), keys, values, at, mask)).add_(x)
-        gate, up = self.gate_up(self.between(x)).chunk(2, -1)
-        return self.down(F.silu(gate).mul_(up)).add_(x)
+        return self._run(x, at, sight)
 
-    def _attend(
-        self,
-        queries: Float[Tensor, "tokens heads dim"],
-        keys: Float[Tensor, "rows key_heads horizon dim"],
-        values: Float[Tensor, "rows key_heads horizon dim"],
-        at: Pass,
-        mask: Tensor | None,
-    ) -> Float[Tensor, "tokens inner"]:
-        """Attention; the query heads of one key head are rows of one product, so that keys are read once."""
-        if at.width > _FOLDED:  # a folded mask would be large, and the saving is not
-            wide = queries.view(at.rows, at.width, self.heads, self.dim).transpose(1, 2)
-            made = F.scaled_dot_product_attention(wide, keys, values, attn_mask=mask, scale=self.scale, enable_gqa=True)
-            return made.transpose(1, 2).reshape(queries.shape[0], -1)
-        split = (at.rows, at.width, self.key_heads, self.group, self.dim)
-        folded = queries.view(split).transpose(1, 2).reshape(at.rows, self.key_heads, -1, self.dim)
-        made = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=self.scale)
-        made = made.view(at.rows, self.key_heads, at.width, self.group, self.dim).transpose(1, 2)
-        return made.reshape(queries.shape[0], -1)
+    def _by_parts(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: Any) -> Float[Tensor, "tokens dim"]:
+        heads = self.heads
+        fused = self.qkv(self.before(x)).view(x.shape[0], -1, heads.dim)
+        if self.qk_norm is not None:
+            turned = fused.narrow(1, 0, heads.queries + heads.keys)
+            turned.copy_(self.qk_norm(turned))
+        x = self.out.onto(self.attention(self.number, fused, at, sight), x)
+        return self.down.onto(self.gated(self.gate_up(self.between(x))), x)
+
+
+def gated(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
+    """silu(gate) up, where each row holds gate and up."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def gate_of(like: Tensor, dim: int, *, pack: bool) -> Callable[[Tensor], Tensor]:
+    """The fastest way to gate rows of a size; see `attention_of`."""
+    operations = native.operations(like) if pack else None
+    return operations.gated if operations is not None and operations.norms(dim) else gated

@@ -1,6 +1,7 @@
 """Linear layers in the layout that the CPU multiplies fastest, several with the same input as one product.
 
-Knows: oneDNN's packed weights, fused weights. Does not know: which layers a model has, or when they run.
+Knows: the layouts there are (oneDNN's, `native`), fused weights. Does not know: which layers a model has, or when they
+run.
 
 torch re-lays a plain weight on every call on the CPU; here that is done once. Weights are never held twice: where they
 are packed the plain ones are let go and the model's own modules become `Part`s of the packed product, and elsewhere
@@ -12,13 +13,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from draftproof.backends import native
 
 _ROWS = 9  # the packed layout depends on the rows expected: a verification, which is as fast for one row
 
@@ -50,10 +53,10 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     return made
 
 
-def _multiply_few(x: Float[Tensor, "rows in"], packed: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_few(x: Float[Tensor, "*rows in"], packed: Tensor, bias: Tensor | None) -> Tensor:
     """The same, with one or two rows repeated to four: oneDNN's own kernels for so few take a fifth longer."""
     rows = x.shape[0]
-    if rows > 2:
+    if rows > 2 or x.dim() != 2:
         return _multiply(x, packed, bias)
     return _multiply(x.expand(4, -1) if rows == 1 else torch.cat((x, x)), packed, bias)[:rows]
 
@@ -65,21 +68,38 @@ class Product:
         weight: plain; not kept where packed weights are supported, unless its owner keeps it.
         bias: if there is one.
         pack: whether to, where packed weights are supported.
+
+    Attributes:
+        layout: of the weight, "native", "oneDNN" or "plain".
     """
 
     def __init__(
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
-        self.packed = pack and packs(weight.dtype, weight.device.type)
-        self.weight = _pack(weight) if self.packed else weight
-        self.bias = bias
+        self.bias, self.layout = bias, "plain"
+        self.weight: Tensor | native.Interleaved = weight
+        self._multiply: Callable[..., Tensor] = F.linear
+        operations = native.operations(weight) if pack else None
+        if operations is not None and operations.multiplies(weight.shape[1]):
+            self.layout, self.weight, self._multiply = "native", native.Interleaved.of(weight), operations.product
+        elif pack and packs(weight.dtype, weight.device.type):
+            self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
         self._latest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weight lies in a layout for the CPU."""
+        return self.layout != "plain"
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
-        if self.packed:
-            return _multiply_few(x, self.weight, self.bias) if x.dim() == 2 else _multiply(x, self.weight, self.bias)
-        return F.linear(x, self.weight, self.bias)
+        return self._multiply(x, self.weight, self.bias)
+
+    def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
+        """The product with every row, rounded and then added to `rows`."""
+        if self.layout == "native":
+            return self._multiply(x, self.weight, self.bias, rows)
+        return self(x).add_(rows)
 
     def part(self, x: Float[Tensor, "*rows in"], start: int, stop: int) -> Float[Tensor, "*rows part"]:
         """Some of the outputs; parts asked for in order with the very same input cost one product together."""
@@ -106,7 +126,8 @@ class Part(nn.Module):
     @property
     def weight(self) -> Float[Tensor, "out in"]:
         """A plain copy of the weight, made at every access."""
-        return self.product.weight.to_dense()[self.start : self.stop]
+        plain: Tensor = self.product.weight.to_dense()
+        return plain[self.start : self.stop]
 
     @property
     def bias(self) -> Float[Tensor, " out"] | None:

@@ -142,7 +142,7 @@ class SlotCache:
         if positions > self._capacity:
             self._capacity = max(positions, 2 * self._capacity, _FIRST_CAPACITY)
 
-    def _fit(self, store: dict[int, Tensor], layer: int, like: Float[Tensor, "rows heads width dim"]) -> Tensor:
+    def _fit(self, store: dict[int, Tensor], layer: int, heads: int, dim: int, like: Tensor) -> Tensor:
         """The layer's buffer, grown to the present number of slots and capacity."""
         old = store.get(layer)
         if old is not None and old.shape[0] >= self._slots and old.shape[2] >= self._capacity:
@@ -150,7 +150,7 @@ class SlotCache:
         slots = self._slots
         if old is not None:
             slots = old.shape[0] if old.shape[0] >= slots else max(slots, 2 * old.shape[0])
-        grown = like.new_zeros((slots, like.shape[1], self._capacity, like.shape[3]))
+        grown = like.new_zeros((slots, heads, self._capacity, dim))
         if old is not None:
             grown[: old.shape[0], :, : old.shape[2]] = old
         store[layer] = grown
@@ -164,8 +164,22 @@ class SlotCache:
         if not self._keys:
             return None
         stores = (self._keys, self._values)
-        keys, values = ([self._fit(store, layer, store[layer]) for layer in sorted(store)] for store in stores)
+        keys, values = (
+            [self._fit(store, layer, made.shape[1], made.shape[3], made) for layer, made in sorted(store.items())]
+            for store in stores
+        )
         return [each.narrow(0, first, rows) for each in keys], [each.narrow(0, first, rows) for each in values]
+
+    def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, [slots, heads, capacity, dim], for one who writes and reads them by a plan itself.
+
+        Args:
+            layer: its number.
+            heads: key heads.
+            dim: of each.
+            like: a tensor of the keys' dtype and on their device.
+        """
+        return self._fit(self._keys, layer, heads, dim, like), self._fit(self._values, layer, heads, dim, like)
 
     def write(
         self,
@@ -178,7 +192,7 @@ class SlotCache:
         return self._exchange(self._keys, layer, plan, keys), self._exchange(self._values, layer, plan, values)
 
     def _exchange(self, store: dict[int, Tensor], layer: int, plan: Plan, new: Tensor) -> Tensor:
-        buffer = self._fit(store, layer, new)
+        buffer = self._fit(store, layer, new.shape[1], new.shape[3], new)
         seen = buffer.narrow(0, plan.slots[0], len(plan.slots)).narrow(2, 0, plan.horizon) if plan.contiguous else None
         if seen is not None and plan.aligned:
             seen.narrow(2, plan.bases[0], plan.widths[0]).copy_(new)

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from draftproof.backends.native import Interleaved
+
 _Key = tuple[str, int]
 
 
@@ -63,7 +65,7 @@ class Held:
 
     Attributes:
         nbytes: by storage, so that views and shared tensors count once.
-        packed: the keys that are weights in a layout of oneDNN's.
+        packed: the keys that are weights in a layout for the CPU.
     """
 
     nbytes: Mapping[_Key, int]
@@ -96,6 +98,8 @@ def held(*roots: object) -> Held:
     packed: set[_Key] = set()
     for root in roots:
         for _, item in walk(root):
+            if isinstance(item, Interleaved):
+                packed.add(_storage(item.blocks)[0])
             if not isinstance(item, Tensor):
                 continue
             key, size = _storage(item)

@@ -29,7 +29,7 @@ from draftproof.theory.cost import BatchCosts, RoundCosts
 
 PROMPT, ROUNDS, REPEATS = 32, 10, 3
 LENGTHS = (2, 8)  # a line through two lengths
-_VERSION = 3
+_VERSION = 4
 _log = logging.getLogger(__name__)
 
 
@@ -150,8 +150,8 @@ def _key(engine: Engine) -> str:
     drafter: Drafter = engine.drafter
     target = engine.target
     backend = getattr(getattr(drafter, "model", None), "backend", target)
-    dtype = getattr(target, "dtype", "")
-    names = (target.name, type(target).__name__, backend.name, drafter.name, dtype, target.device)
+    dtype, products = getattr(target, "dtype", ""), getattr(target, "products", "")
+    names = (target.name, type(target).__name__, products, backend.name, drafter.name, dtype, target.device)
     return " | ".join(map(str, (_VERSION, *names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))
 
 

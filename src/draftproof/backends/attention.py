@@ -1,0 +1,190 @@
+"""The attention of a lean layer: rotary turn, new keys and values to the slot cache, values weighed by what was read.
+
+Knows: heads, masks, the two ways there are (torch's operations, and `native`). Does not know: products, norms, layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends import native
+from draftproof.backends.hf import Layout
+from draftproof.backends.slot_cache import Plan, SlotCache
+
+_FOLDED = 128  # passes up to this width fold the query heads of a key head into rows, and their mask with them
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How many there are.
+
+    Attributes:
+        queries, keys: heads; each key head serves `group` query heads, neighbours of one another.
+        dim: of each head.
+        scale: of scores.
+    """
+
+    queries: int
+    keys: int
+    dim: int
+    scale: float
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key head."""
+        return self.queries // self.keys
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What every layer of one forward pass is told.
+
+    Attributes:
+        rows, width: of the padded feeds; hidden states are [rows * width, dim].
+        cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`.
+        cache, plan: where keys and values go.
+    """
+
+    rows: int
+    width: int
+    cos: Tensor
+    sin: Tensor
+    cache: SlotCache
+    plan: Plan
+
+
+@runtime_checkable
+class Attention(Protocol):
+    """One way to attend."""
+
+    def sight(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Any:
+        """What each token sees, in this way's own form, for all layers of a pass that have the same window."""
+        ...
+
+    def __call__(
+        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, sight: Any
+    ) -> Float[Tensor, "tokens inner"]:
+        """The heads' outputs beside one another.
+
+        Args:
+            layer: its number in the cache, where the new keys and values go.
+            fused: queries, keys and values of every token; may be overwritten.
+            at: the pass.
+            sight: what `sight` made.
+        """
+        ...
+
+
+def attention(heads: Heads, like: Tensor, *, pack: bool) -> Attention:
+    """The fastest way that is to be had.
+
+    Args:
+        heads: of the layer.
+        like: a weight, for its dtype and device.
+        pack: whether ways that need weights or states laid out for the CPU may be taken.
+    """
+    operations = native.operations(like) if pack else None
+    if operations is not None and operations.attends(heads.dim):
+        return NativeAttention(heads, operations)
+    return TorchAttention(heads)
+
+
+class TorchAttention:
+    """By torch's operations.
+
+    Args:
+        heads: of the layer.
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        self.heads = heads
+
+    def sight(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """An additive mask, each row as often as a key head has query heads; None where all is seen."""
+        if sees_all(layout, window):
+            return None
+        mask = layout.mask(window, dtype)
+        return mask if layout.width > _FOLDED else mask.repeat_interleave(self.heads.group, 2)
+
+    def __call__(
+        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, sight: Tensor | None
+    ) -> Float[Tensor, "tokens inner"]:
+        """See `Attention`."""
+        heads = self.heads
+        turned = fused.narrow(1, 0, heads.queries + heads.keys)
+        turned = torch.addcmul(turned * at.cos, turned.roll(heads.dim // 2, -1), at.sin)
+        grid = (at.rows, at.width, heads.keys, heads.dim)
+        keys, values = at.cache.write(
+            layer,
+            at.plan,
+            turned.narrow(1, heads.queries, heads.keys).view(grid).transpose(1, 2),
+            fused.narrow(1, heads.queries + heads.keys, heads.keys).view(grid).transpose(1, 2),
+        )
+        return self._attend(turned.narrow(1, 0, heads.queries), keys, values, at, sight)
+
+    def _attend(
+        self,
+        queries: Float[Tensor, "tokens heads dim"],
+        keys: Float[Tensor, "rows key_heads horizon dim"],
+        values: Float[Tensor, "rows key_heads horizon dim"],
+        at: Pass,
+        mask: Tensor | None,
+    ) -> Float[Tensor, "tokens inner"]:
+        """Attention; the query heads of one key head are rows of one product, so that keys are read once."""
+        heads = self.heads
+        if at.width > _FOLDED:  # a folded mask would be large, and the saving is not
+            wide = queries.view(at.rows, at.width, heads.queries, heads.dim).transpose(1, 2)
+            made = F.scaled_dot_product_attention(
+                wide, keys, values, attn_mask=mask, scale=heads.scale, enable_gqa=True
+            )
+            return made.transpose(1, 2).reshape(queries.shape[0], -1)
+        split = (at.rows, at.width, heads.keys, heads.group, heads.dim)
+        folded = queries.view(split).transpose(1, 2).reshape(at.rows, heads.keys, -1, heads.dim)
+        made = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=heads.scale)
+        made = made.view(at.rows, heads.keys, at.width, heads.group, heads.dim).transpose(1, 2)
+        return made.reshape(queries.shape[0], -1)
+
+
+def sees_all(layout: Layout, window: int | None) -> bool:
+    """Whether each row's only new token sees every slot that is read."""
+    plan = layout.plan
+    alone = layout.width == 1 and plan.aligned and (window is None or plan.horizon <= window)
+    return alone and not any(feed.session.tail for feed in layout.feeds)
+
+
+class NativeAttention:
+    """By `native`: no mask for chains, no padding read, each row up to its own length.
+
+    Args:
+        heads: of the layer.
+        operations: of this machine.
+    """
+
+    def __init__(self, heads: Heads, operations: native.Operations) -> None:
+        self.heads = heads
+        self.operations = operations
+
+    def sight(self, layout: Layout, window: int | None, dtype: torch.dtype) -> native.Sight:
+        """How many slots each token sees, and a mask among them where that does not say it."""
+        plan = layout.plan
+        places = torch.tensor(list(zip(plan.slots, plan.bases, plan.widths, strict=True)))
+        if layout.straight and (window is None or plan.horizon <= window):
+            return native.Sight(places, layout.limits + 1, None)
+        every = places[:, 1:].sum(-1, keepdim=True).expand(-1, layout.width).contiguous()
+        return native.Sight(places, every, layout.mask(window, dtype))
+
+    def __call__(
+        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, sight: native.Sight
+    ) -> Float[Tensor, "tokens inner"]:
+        """See `Attention`."""
+        heads = self.heads
+        keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
+        return self.operations.attend(
+            fused, at.cos, at.sin, keys, values, sight, key_heads=heads.keys, scale=heads.scale
+        )

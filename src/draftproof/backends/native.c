@@ -1,0 +1,500 @@
+/* The operations of a decoder layer on bfloat16 rows: products, norms, gates, attention over the slot cache.
+
+   Where transformers' operations round to bfloat16 between two steps, these do.
+
+   Products read weights once, in the order in which they lie in memory. Weights lie as [out / 16][in / 2][16][2]: 64 bytes hold two inputs' weights of sixteen outputs, which is what one
+   vdpbf16ps multiplies. Outputs are padded with zeros to a multiple of sixteen; inputs must be even.
+
+   Each output is one chain of sums over its inputs, in order, whatever the rows beside it and however the work is
+   split: a row's product does not depend on the batch. Sums are float32, rounded to bfloat16 once, at the end. */
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef uint16_t bf16;
+typedef void (*part_fn)(void *);
+typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
+typedef int (*number_fn)(void);
+
+enum { LANES = 16, ROWS = 12, AHEAD = 1024, SMALL = 1 << 16 };
+
+/* The OpenMP runtime that torch runs on, by its stable entry points: a second one's threads would fight the first's. */
+static parallel_fn parallel;
+static number_fn thread_number, thread_count;
+
+void draftproof_attach(parallel_fn with, number_fn number, number_fn count) {
+  parallel = with;
+  thread_number = number;
+  thread_count = count;
+}
+
+static inline __m512 widened(__m256i given) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(given), 16));
+}
+static inline __m512 load(const bf16 *at) { return widened(_mm256_loadu_si256((const __m256i *)at)); }
+static inline void store(bf16 *at, __m512 v) { _mm256_storeu_si256((__m256i *)at, (__m256i)_mm512_cvtneps_pbh(v)); }
+static inline __m512 rounded(__m512 v) { return widened((__m256i)_mm512_cvtneps_pbh(v)); }
+static inline __mmask16 first_lanes(long count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
+
+/* --- products ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  const bf16 *x, *w, *bias, *onto;
+  bf16 *y;
+  long rows, outs, ins;
+} product;
+
+static inline __attribute__((always_inline)) void tile(const product *p, long row, long block, const int rows,
+                                                       const int blocks) {
+  const bf16 *x = p->x + row * p->ins, *w = p->w + block * p->ins * LANES;
+  __m512 sum[ROWS][4];
+#pragma GCC unroll 12
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sum[m][b] = _mm512_setzero_ps();
+  for (long k = 0; k < p->ins; k += 2) {
+    __m512i weight[4];
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const bf16 *at = w + b * p->ins * LANES + k * LANES;
+      weight[b] = _mm512_loadu_si512(at);
+      _mm_prefetch((const char *)(at + AHEAD), _MM_HINT_T0);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      int32_t pair;
+      memcpy(&pair, x + m * p->ins + k, sizeof pair);
+      const __m512i input = _mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++)
+        sum[m][b] = _mm512_dpbf16_ps(sum[m][b], (__m512bh)weight[b], (__m512bh)input);
+    }
+  }
+#pragma GCC unroll 4
+  for (int b = 0; b < blocks; b++) {
+    const long out = (block + b) * LANES;
+    const __mmask16 mask = first_lanes(p->outs - out);
+    const __m512 bias = p->bias ? widened(_mm256_maskz_loadu_epi16(mask, p->bias + out)) : _mm512_setzero_ps();
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      const long place = (row + m) * p->outs + out;
+      __m512 made = _mm512_add_ps(sum[m][b], bias);
+      if (p->onto) made = _mm512_add_ps(rounded(made), widened(_mm256_maskz_loadu_epi16(mask, p->onto + place)));
+      _mm256_mask_storeu_epi16(p->y + place, mask, (__m256i)_mm512_cvtneps_pbh(made));
+    }
+  }
+}
+
+/* A function for each number of rows and blocks, so that sums stay in registers. */
+typedef void (*tile_fn)(const product *, long, long);
+#define TILE(m, b) \
+  static void tile_##m##_##b(const product *p, long row, long block) { tile(p, row, block, m, b); }
+#define TILES(m) TILE(m, 1) TILE(m, 2)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4)
+#define ONE(m) tile_##m##_1
+#define TWO(m) tile_##m##_2
+static const tile_fn ones[ROWS + 1] = {0,      ONE(1), ONE(2), ONE(3),  ONE(4),  ONE(5), ONE(6),
+                                       ONE(7), ONE(8), ONE(9), ONE(10), ONE(11), ONE(12)};
+static const tile_fn twos[ROWS + 1] = {0,      TWO(1), TWO(2), TWO(3),  TWO(4),  TWO(5), TWO(6),
+                                       TWO(7), TWO(8), TWO(9), TWO(10), TWO(11), TWO(12)};
+static const tile_fn fours[5] = {0, tile_1_4, tile_2_4, tile_3_4, tile_4_4};
+
+/* Some blocks of outputs for all rows: a block's weights are read from memory once and serve every tile of rows. */
+static void blocks_of(const product *p, long start, long stop) {
+  const long tiles = (p->rows + ROWS - 1) / ROWS, most = (p->rows + tiles - 1) / tiles;
+  while (start < stop) {
+    const long width = most <= 4 && start + 4 <= stop ? 4 : start + 2 <= stop ? 2 : 1;
+    const tile_fn *made = width == 4 ? fours : width == 2 ? twos : ones;
+    for (long t = 0, row = 0; t < tiles; t++) {
+      const long end = p->rows * (t + 1) / tiles;
+      made[end - row](p, row, start);
+      row = end;
+    }
+    start += width;
+  }
+}
+
+static void share(void *given) {
+  const product *p = given;
+  const long blocks = (p->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
+  blocks_of(p, blocks * number / count, blocks * (number + 1) / count);
+}
+
+/* y [rows, outs] = x [rows, ins] w^T (+ bias), rounded (+ onto [rows, outs], rounded again). */
+void draftproof_product(const bf16 *x, const bf16 *w, const bf16 *bias, const bf16 *onto, bf16 *y, long rows, long outs,
+                        long ins, long threads) {
+  product p = {x, w, bias, onto, y, rows, outs, ins};
+  if (threads > 1 && rows * outs * ins > SMALL)
+    parallel(share, &p, (unsigned)threads, 0);
+  else
+    blocks_of(&p, 0, (outs + LANES - 1) / LANES);
+}
+
+/* --- rows -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  const bf16 *x;
+  const float *scaled;
+  bf16 *y;
+  long rows, dim;
+  float least;
+} row_work;
+
+/* e^v, to two units in the last place; 0 below what float32 holds, and NaN stays NaN. */
+static inline __m512 exponential(__m512 v) {
+  v = _mm512_max_ps(_mm512_set1_ps(-110.0f), v);
+  const __m512 scaled = _mm512_mul_ps(v, _mm512_set1_ps(1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(scaled, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 part = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693145752f), v);
+  part = _mm512_fnmadd_ps(whole, _mm512_set1_ps(1.42860677e-6f), part);
+  __m512 sum = _mm512_set1_ps(1.0f / 720);
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f / 120));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f / 24));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f / 6));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(0.5f));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
+  sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+static void norm_row(const row_work *w, long row) {
+  const bf16 *x = w->x + row * w->dim;
+  __m512 squares = _mm512_setzero_ps();
+  for (long i = 0; i < w->dim; i += LANES) {
+    const __m512 v = load(x + i);
+    squares = _mm512_fmadd_ps(v, v, squares);
+  }
+  const __m512 length = _mm512_sqrt_ps(_mm512_set1_ps(_mm512_reduce_add_ps(squares) + w->least));
+  for (long i = 0; i < w->dim; i += LANES)
+    store(w->y + row * w->dim + i,
+          _mm512_div_ps(_mm512_mul_ps(load(x + i), _mm512_loadu_ps(w->scaled + i)), length));
+}
+
+static void gated_row(const row_work *w, long row) {
+  const bf16 *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
+  const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+  for (long i = 0; i < w->dim; i += LANES) {
+    const __m512 v = load(gate + i);
+    const __m512 silu = _mm512_div_ps(v, _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, v))));
+    store(w->y + row * w->dim + i, _mm512_mul_ps(rounded(silu), load(up + i)));
+  }
+}
+
+/* x scaled / sqrt(sum x^2 + least) of each row; dim is a multiple of sixteen. */
+void draftproof_norm(const bf16 *x, const float *scaled, bf16 *y, long rows, long dim, float least) {
+  const row_work w = {x, scaled, y, rows, dim, least};
+  for (long row = 0; row < rows; row++) norm_row(&w, row);
+}
+
+static void share_gated(void *given) {
+  const row_work *w = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) gated_row(w, row);
+}
+
+/* silu(gate) up of each row [gate, up]; dim, of each half, is a multiple of sixteen. */
+void draftproof_gated(const bf16 *x, bf16 *y, long rows, long dim, long threads) {
+  row_work w = {x, 0, y, rows, dim, 0};
+  if (threads > 1 && rows * dim > SMALL / 16)
+    parallel(share_gated, &w, (unsigned)threads, 0);
+  else
+    for (long row = 0; row < rows; row++) gated_row(&w, row);
+}
+
+/* --- attention --------------------------------------------------------------------------------------------------- */
+
+enum { COLUMNS = 8, MOST_DIM = 256, TOGETHER = 6 };
+
+typedef struct {
+  bf16 *fused;            /* [rows * width, heads + 2 key_heads, dim]; queries are turned in place */
+  const bf16 *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
+  bf16 *keys, *values;    /* [slots, key_heads, capacity, dim] */
+  const int64_t *places;  /* slot, first position and width of each row */
+  const int64_t *seen;    /* [rows, width]: slots that a token may see, before the mask */
+  const bf16 *mask;       /* [rows, width, horizon], added to scores; 0 for none */
+  bf16 *out;              /* [rows * width, heads, dim] */
+  float *scratch;         /* for each thread `room` floats */
+  long rows, width, heads, key_heads, dim, capacity, horizon, angles, room;
+  float scale;
+} attention;
+
+/* One head's rotary turn, as transformers rounds it; in place, or into the cache. */
+static void turn(const attention *a, const bf16 *x, bf16 *into, const bf16 *cos, const bf16 *sin) {
+  const long half = a->dim / 2;
+  for (long i = 0; i < half; i += LANES) {
+    const __m512 low = load(x + i), high = load(x + half + i);
+    const __m512 turned_low = _mm512_fmadd_ps(high, load(sin + i), rounded(_mm512_mul_ps(low, load(cos + i))));
+    const __m512 turned_high =
+        _mm512_fmadd_ps(low, load(sin + half + i), rounded(_mm512_mul_ps(high, load(cos + half + i))));
+    store(into + i, turned_low);
+    store(into + half + i, turned_high);
+  }
+}
+
+/* Turn queries and keys of every token, and write keys and values to the cache; padding is not written, its output is
+   zero. */
+static void store_tokens(const attention *a, long start, long stop) {
+  const long stride = (a->heads + 2 * a->key_heads) * a->dim;
+  for (long token = start; token < stop; token++) {
+    const long row = token / a->width, column = token % a->width;
+    const int64_t *place = a->places + 3 * row;
+    bf16 *fused = a->fused + token * stride;
+    const bf16 *cos = a->cos + token * a->angles, *sin = a->sin + token * a->angles;
+    if (column >= place[2]) {
+      memset(a->out + token * a->heads * a->dim, 0, a->heads * a->dim * sizeof(bf16));
+      continue;
+    }
+    for (long head = 0; head < a->heads; head++) turn(a, fused + head * a->dim, fused + head * a->dim, cos, sin);
+    for (long head = 0; head < a->key_heads; head++) {
+      const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
+      turn(a, fused + (a->heads + head) * a->dim, a->keys + at, cos, sin);
+      memcpy(a->values + at, fused + (a->heads + a->key_heads + head) * a->dim, a->dim * sizeof(bf16));
+    }
+  }
+}
+
+static void share_tokens(void *given) {
+  const attention *a = given;
+  const long tokens = a->rows * a->width, number = thread_number(), count = thread_count();
+  store_tokens(a, tokens * number / count, tokens * (number + 1) / count);
+}
+
+/* Sixteen rows of sixteen pairs, their rows and columns exchanged. */
+static inline void exchange(__m512i *r) {
+  __m512i t[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    const __m512i even = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88), odd = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+    const __m512i even_too = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    const __m512i odd_too = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+    t[i] = _mm512_shuffle_i32x4(even, even_too, 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(odd, odd_too, 0x88);
+    t[8 + i] = _mm512_shuffle_i32x4(even, even_too, 0xdd);
+    t[12 + i] = _mm512_shuffle_i32x4(odd, odd_too, 0xdd);
+  }
+  for (int i = 0; i < LANES; i++) r[i] = t[i];
+}
+
+/* Sixteen keys (the last one again where there are fewer) with their inputs' pairs beside one another: [dim / 2][16][2],
+   as a block of weights lies. */
+static void transpose(const bf16 *keys, long dim, long count, __m512i *out) {
+  for (long pair = 0; pair < dim / 2; pair += LANES) {
+    for (long key = 0; key < LANES; key++) {
+      const bf16 *at = keys + (key < count ? key : count - 1) * dim + 2 * pair;
+      out[pair + key] = _mm512_loadu_si512(at);
+      _mm_prefetch((const char *)(at + 2 * LANES * dim), _MM_HINT_T0);
+    }
+    exchange(out + pair);
+  }
+}
+
+/* Where a query of a tile stands: column by column, the query heads of the key head after one another. */
+static inline long token_of(const attention *a, long row, long column) { return row * a->width + column; }
+
+/* Scores of some queries with every key that one of them sees, then their exponentials over the largest, as bfloat16
+   pairs; sums of what was not yet rounded go to `sums`. Each query's pairs begin at scores + query * padded. */
+static void weigh(const attention *a, long row, long head, long first, long columns, long most, float *scores,
+                  float *sums) {
+  const long group = a->heads / a->key_heads, stride = (a->heads + 2 * a->key_heads) * a->dim;
+  const long queries = columns * group, padded = (most + LANES - 1) / LANES * LANES;
+  const bf16 *keys = a->keys + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  const __m512 scale = _mm512_set1_ps(a->scale), nothing = _mm512_set1_ps(-INFINITY);
+  const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i block[MOST_DIM / 2];
+  for (long key = 0; key < padded; key += LANES) {
+    transpose(keys + key * a->dim, a->dim, most - key < LANES ? most - key : LANES, block);
+    for (long q = 0; q < queries; q += TOGETHER) {
+      const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
+      const bf16 *at[TOGETHER];
+      __m512 sum[TOGETHER];
+#pragma GCC unroll 6
+      for (long m = 0; m < TOGETHER; m++) {
+        const long query = q + (m < here ? m : 0);
+        at[m] = a->fused + token_of(a, row, first + query / group) * stride + (head * group + query % group) * a->dim;
+        sum[m] = _mm512_setzero_ps();
+      }
+      for (long pair = 0; pair < a->dim / 2; pair++) {
+#pragma GCC unroll 6
+        for (long m = 0; m < TOGETHER; m++) {
+          int32_t input;
+          memcpy(&input, at[m] + 2 * pair, sizeof input);
+          sum[m] = _mm512_dpbf16_ps(sum[m], (__m512bh)block[pair], (__m512bh)_mm512_set1_epi32(input));
+        }
+      }
+#pragma GCC unroll 6
+      for (long m = 0; m < TOGETHER; m++) {
+        if (m >= here) continue;
+        const long column = first + (q + m) / group, token = token_of(a, row, column);
+        __m512 score = _mm512_mul_ps(sum[m], scale);
+        if (a->mask) {
+          const __mmask16 there = first_lanes(most - key);
+          score = _mm512_add_ps(
+              score, widened(_mm256_maskz_loadu_epi16(there, a->mask + token * a->horizon + key)));
+        }
+        const __mmask16 seen =
+            _mm512_cmplt_epi32_mask(order, _mm512_set1_epi32((int)(a->seen[token] - key)));
+        _mm512_storeu_ps(scores + (q + m) * padded + key, _mm512_mask_mov_ps(nothing, seen, score));
+      }
+    }
+  }
+  for (long q = 0; q < queries; q++) {
+    float *mine = scores + q * padded;
+    __m512 top = nothing, sum = _mm512_setzero_ps();
+    for (long key = 0; key < padded; key += LANES) top = _mm512_max_ps(top, _mm512_loadu_ps(mine + key));
+    top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+    for (long key = 0; key < padded; key += LANES) {
+      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(mine + key), top));
+      sum = _mm512_add_ps(sum, weight);
+      store((bf16 *)mine + key, weight); /* behind what is still to be read */
+    }
+    sums[q] = _mm512_reduce_add_ps(sum);
+  }
+}
+
+/* Values by weights, sixty-four dimensions (or what is left, thirty-two) at a time. */
+static inline __attribute__((always_inline)) void mix(const attention *a, const bf16 *values, const bf16 *const *weights,
+                                                      const float *sums, bf16 *const *out, long most, long here,
+                                                      const int vectors) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                       36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  __m512 sum[TOGETHER][4];
+#pragma GCC unroll 6
+  for (int m = 0; m < TOGETHER; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sum[m][v] = _mm512_setzero_ps();
+  for (long key = 0; key < most; key += 2) {
+    const bf16 *one = values + key * a->dim, *two = key + 1 < most ? one + a->dim : one;
+    __m512i pairs[4];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v += 2) {
+      const __m512i even = _mm512_loadu_si512(one + v * LANES), odd = _mm512_loadu_si512(two + v * LANES);
+      _mm_prefetch((const char *)(one + v * LANES + LANES * a->dim), _MM_HINT_T0);
+      _mm_prefetch((const char *)(two + v * LANES + LANES * a->dim), _MM_HINT_T0);
+      pairs[v] = _mm512_permutex2var_epi16(even, low, odd);
+      pairs[v + 1] = _mm512_permutex2var_epi16(even, high, odd);
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < TOGETHER; m++) {
+      int32_t pair;
+      memcpy(&pair, weights[m] + key, sizeof pair);
+      const __m512i weight = _mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++)
+        sum[m][v] = _mm512_dpbf16_ps(sum[m][v], (__m512bh)pairs[v], (__m512bh)weight);
+    }
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < TOGETHER; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+      if (m < here) store(out[m] + v * LANES, _mm512_div_ps(sum[m][v], _mm512_set1_ps(sums[m])));
+}
+
+static void attend_tile(const attention *a, long row, long head, long first, long columns, float *scratch) {
+  const long group = a->heads / a->key_heads, queries = columns * group;
+  long most = 0;
+  for (long column = first; column < first + columns; column++) {
+    const long seen = a->seen[token_of(a, row, column)];
+    most = seen > most ? seen : most;
+  }
+  const long padded = (most + LANES - 1) / LANES * LANES;
+  float *sums = scratch, *scores = scratch + (queries + LANES - 1) / LANES * LANES;
+  weigh(a, row, head, first, columns, most, scores, sums);
+  const bf16 *values = a->values + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  for (long q = 0; q < queries; q += TOGETHER) {
+    const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
+    const bf16 *weights[TOGETHER];
+    bf16 *out[TOGETHER];
+    for (long m = 0; m < TOGETHER; m++) {
+      const long query = q + (m < here ? m : 0);
+      weights[m] = (const bf16 *)(scores + query * padded);
+      out[m] = a->out + (token_of(a, row, first + query / group) * a->heads + head * group + query % group) * a->dim;
+    }
+    for (long d = 0; d < a->dim;) {
+      bf16 *into[TOGETHER];
+      for (long m = 0; m < TOGETHER; m++) into[m] = out[m] + d;
+      if (a->dim - d >= 64) {
+        mix(a, values + d, weights, sums + q, into, most, here, 4);
+        d += 64;
+      } else {
+        mix(a, values + d, weights, sums + q, into, most, here, 2);
+        d += 32;
+      }
+    }
+  }
+}
+
+static void share_tiles(void *given) {
+  const attention *a = given;
+  const long tiles = (a->width + COLUMNS - 1) / COLUMNS, units = a->rows * a->key_heads * tiles;
+  const long number = thread_number(), count = thread_count();
+  float *scratch = a->scratch + number * a->room;
+  for (long unit = units * number / count; unit < units * (number + 1) / count; unit++) {
+    const long row = unit / (a->key_heads * tiles), head = unit / tiles % a->key_heads;
+    const long first = unit % tiles * COLUMNS, width = a->places[3 * row + 2];
+    const long columns = width - first < COLUMNS ? width - first : COLUMNS;
+    if (columns > 0) attend_tile(a, row, head, first, columns, scratch);
+  }
+}
+
+/* Turn, store, attend: see `attention`. dim is a multiple of 32, at most 256; room holds
+   (16 + COLUMNS * group) * (horizon + 15) floats. */
+void draftproof_attend(attention *a, long threads) {
+  const long tokens = a->rows * a->width;
+  if (threads > 1 && tokens >= 64)
+    parallel(share_tokens, a, (unsigned)threads, 0);
+  else
+    store_tokens(a, 0, tokens);
+  parallel(share_tiles, a, (unsigned)(threads > 1 ? threads : 1), 0);
+}
+
+/* --- a layer ----------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  const bf16 *weight, *bias;
+} linear;
+
+typedef struct {
+  linear qkv, out, gate_up, down;
+  const float *before, *between, *turned; /* scaled norms; the last of each query and key head, or 0 */
+  long size, inner;                       /* of hidden states, and of the gated ones */
+  float before_least, between_least, turned_least;
+} layer;
+
+/* y [tokens, size]: the layer's output for x, with keys and values stored; fused and out of `a` are set here, in `work`:
+   tokens * (size + 2 (heads + key_heads) dim + 3 inner) of them. */
+void draftproof_layer(const layer *l, attention *a, const bf16 *x, bf16 *y, bf16 *work, long threads) {
+  const long tokens = a->rows * a->width, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
+  bf16 *normed = work, *both, *gated;
+  a->fused = normed + tokens * l->size;
+  a->out = a->fused + tokens * heads * a->dim;
+  both = a->out + tokens * mixed;
+  gated = both + tokens * 2 * l->inner;
+  draftproof_norm(x, l->before, normed, tokens, l->size, l->before_least);
+  draftproof_product(normed, l->qkv.weight, l->qkv.bias, 0, a->fused, tokens, heads * a->dim, l->size, threads);
+  if (l->turned)
+    for (long token = 0; token < tokens; token++)
+      for (long head = 0; head < a->heads + a->key_heads; head++) {
+        bf16 *at = a->fused + (token * heads + head) * a->dim;
+        draftproof_norm(at, l->turned + head * a->dim, at, 1, a->dim, l->turned_least);
+      }
+  draftproof_attend(a, threads);
+  draftproof_product(a->out, l->out.weight, l->out.bias, x, y, tokens, l->size, mixed, threads);
+  draftproof_norm(y, l->between, normed, tokens, l->size, l->between_least);
+  draftproof_product(normed, l->gate_up.weight, l->gate_up.bias, 0, both, tokens, 2 * l->inner, l->size, threads);
+  draftproof_gated(both, gated, tokens, l->inner, threads);
+  draftproof_product(gated, l->down.weight, l->down.bias, y, y, tokens, l->size, l->inner, threads);
+}

@@ -1,0 +1,388 @@
+"""The operations of a decoder layer on bfloat16 rows, by C code of our own that is built once for a machine.
+
+Knows: native.c, a C compiler, the processor's flags, torch's OpenMP runtime, the variable DRAFTPROOF_NATIVE. Does not
+know: layers, models.
+
+One row's product is the same bits whatever rows stand beside it, so that a token's logits depend less on the batch that
+it is verified in. What it gains stands in docs/log.md. DRAFTPROOF_NATIVE may be
+    auto  (when unset) where the processor multiplies bfloat16 pairs (AVX-512 BF16) and has no matrix unit (AMX, which
+          oneDNN uses for prompts), Linux runs, and a C compiler is found; elsewhere, and where the build fails or its
+          products differ from torch's, torch's operations serve;
+    0     never;
+    1     on processors with a matrix unit too, and an error where it cannot be had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import BFloat16, Float32, Int
+from torch import Tensor
+
+from draftproof.errors import UserError, reason
+from draftproof.files import whole_file
+
+VARIABLE = "DRAFTPROOF_NATIVE"
+LEGAL = ("auto", "0", "1")
+LANES = 16  # outputs that lie together
+_SOURCE = Path(__file__).with_suffix(".c")
+_FLAGS = ("-std=c11", "-O3", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")), "-fPIC", "-shared")
+_NEEDS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+_MOST_DIM, _COLUMNS = 256, 8  # as native.c has them
+_PATIENCE = 120  # seconds for the compiler
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Interleaved:
+    """A weight in the order in which native.c reads it.
+
+    Attributes:
+        blocks: [outputs / 16, inputs / 2, 16, 2], bfloat16; outputs padded with zeros.
+        outs: how many outputs there are.
+    """
+
+    blocks: BFloat16[Tensor, "blocks pairs lanes 2"]
+    outs: int
+
+    @classmethod
+    def of(cls, weight: BFloat16[Tensor, "out in"]) -> Interleaved:
+        """From a plain weight with an even number of inputs."""
+        outs, ins = weight.shape
+        padded = F.pad(weight, (0, 0, 0, -outs % LANES)).view(-1, LANES, ins // 2, 2)
+        return cls(padded.transpose(1, 2).contiguous(), outs)
+
+    def to_dense(self) -> BFloat16[Tensor, "out in"]:
+        """A plain copy."""
+        return self.blocks.transpose(1, 2).reshape(-1, 2 * self.blocks.shape[1])[: self.outs]
+
+
+@dataclass(frozen=True, eq=False)
+class Sight:
+    """What tokens see, and the room that the layers of a pass share.
+
+    Attributes:
+        places: slot, first new position and number of new tokens of each row.
+        seen: how many slots each token sees; all up to the row's last where a mask says more.
+        mask: added to scores; None where `seen` says it all.
+    """
+
+    places: Int[Tensor, "rows 3"]
+    seen: Int[Tensor, "rows width"]
+    mask: BFloat16[Tensor, "rows 1 width horizon"] | None
+
+    @functools.cached_property  # asked for by every layer
+    def horizon(self) -> int:
+        """The most slots that a token sees."""
+        return int(self.seen.max())
+
+    @functools.cached_property
+    def _rooms(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
+    def room(self, size: int, dtype: torch.dtype) -> Tensor:
+        """So many entries to work in, the same ones for every layer."""
+        if dtype not in self._rooms or self._rooms[dtype].numel() < size:
+            self._rooms[dtype] = torch.empty(size, dtype=dtype)
+        return self._rooms[dtype]
+
+
+class _Attention(ctypes.Structure):
+    """As native.c has it."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "seen", "mask")),
+        *((name, ctypes.c_void_p) for name in ("out", "scratch")),
+        *((name, ctypes.c_long) for name in ("rows", "width", "heads", "key_heads", "dim", "capacity", "horizon")),
+        *((name, ctypes.c_long) for name in ("angles", "room")),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class Operations:
+    """The functions of native.c.
+
+    Args:
+        library: built from it.
+    """
+
+    def __init__(self, library: Path) -> None:
+        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        made = ctypes.CDLL(str(library))
+        pointer, number = ctypes.c_void_p, ctypes.c_long
+        made.draftproof_attach.argtypes = [pointer] * 3
+        names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+        made.draftproof_attach(*(ctypes.cast(getattr(torch_library, name), pointer) for name in names))
+        self._product, self._norm, self._gated = made.draftproof_product, made.draftproof_norm, made.draftproof_gated
+        self._attend, self._layer = made.draftproof_attend, made.draftproof_layer
+        self._product.argtypes = [pointer] * 5 + [number] * 4
+        self._norm.argtypes = [pointer] * 3 + [number] * 2 + [ctypes.c_float]
+        self._gated.argtypes = [pointer] * 2 + [number] * 3
+        self._attend.argtypes = [pointer, number]
+        self._layer.argtypes = [pointer] * 5 + [number]
+        for function in (self._product, self._norm, self._gated, self._attend, self._layer):
+            function.restype = None
+
+    def __deepcopy__(self, memo: object) -> Operations:
+        return self
+
+    @staticmethod
+    def multiplies(ins: int) -> bool:
+        """Whether products with so many inputs are to be had."""
+        return ins % 2 == 0
+
+    @staticmethod
+    def norms(dim: int) -> bool:
+        """Whether rows of this size can be normed and gated."""
+        return dim % LANES == 0
+
+    @staticmethod
+    def attends(dim: int) -> bool:
+        """Whether heads of this size can attend."""
+        return dim % 32 == 0 and dim <= _MOST_DIM
+
+    def product(
+        self,
+        x: BFloat16[Tensor, "*rows in"],
+        weight: Interleaved,
+        bias: BFloat16[Tensor, " out"] | None = None,
+        onto: BFloat16[Tensor, "*rows out"] | None = None,
+    ) -> BFloat16[Tensor, "*rows out"]:
+        """x W^T + b, sums in float32, rounded once; added to `onto` if there is one, and rounded again."""
+        x, ins = x.contiguous(), x.shape[-1]
+        assert ins == 2 * weight.blocks.shape[1], (ins, weight.blocks.shape)
+        y = x.new_empty((*x.shape[:-1], weight.outs))
+        assert onto is None or (onto.shape == y.shape and onto.is_contiguous()), "rows are added to rows"
+        self._product(
+            x.data_ptr(),
+            weight.blocks.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if onto is None else onto.data_ptr(),
+            y.data_ptr(),
+            x.numel() // ins,
+            weight.outs,
+            ins,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def norm(
+        self, x: BFloat16[Tensor, "*rows dim"], scaled: Float32[Tensor, " dim"], least: float
+    ) -> BFloat16[Tensor, "*rows dim"]:
+        """x scaled / sqrt(sum x^2 + least) of each row."""
+        x = x.contiguous()
+        y, dim = torch.empty_like(x), x.shape[-1]
+        self._norm(x.data_ptr(), scaled.data_ptr(), y.data_ptr(), x.numel() // dim, dim, least)
+        return y
+
+    def gated(self, x: BFloat16[Tensor, "*rows both"]) -> BFloat16[Tensor, "*rows dim"]:
+        """silu(gate) up, where each row holds gate and up."""
+        x, dim = x.contiguous(), x.shape[-1] // 2
+        y = x.new_empty((*x.shape[:-1], dim))
+        self._gated(x.data_ptr(), y.data_ptr(), x.numel() // (2 * dim), dim, torch.get_num_threads())
+        return y
+
+    def attend(
+        self,
+        fused: BFloat16[Tensor, "tokens heads dim"],
+        cos: BFloat16[Tensor, "tokens 1 dim"],
+        sin: BFloat16[Tensor, "tokens 1 dim"],
+        keys: BFloat16[Tensor, "slots key_heads capacity dim"],
+        values: BFloat16[Tensor, "slots key_heads capacity dim"],
+        sight: Sight,
+        *,
+        key_heads: int,
+        scale: float,
+    ) -> BFloat16[Tensor, "tokens inner"]:
+        """Turn queries and keys, write keys and values, weigh values; outputs of padding are zeros.
+
+        Args:
+            fused: contiguous; overwritten.
+            cos: of each token, contiguous in the last dimension.
+            sin: the same, with the sign of `rotate_half` and cos's stride.
+            keys: a layer's buffer.
+            values: a layer's buffer.
+            sight: of this pass.
+            key_heads: how many; each serves neighbouring query heads.
+            scale: of scores.
+        """
+        tokens, every, dim = fused.shape
+        heads = every - 2 * key_heads
+        assert fused.is_contiguous(), "overwritten in place"
+        given = _attention(cos, sin, keys, values, sight, heads=heads, scale=scale)
+        out = fused.new_empty((tokens, heads * dim))
+        given.fused, given.out = fused.data_ptr(), out.data_ptr()
+        self._attend(ctypes.addressof(given), torch.get_num_threads())
+        return out
+
+    def layer(
+        self,
+        weights: int,
+        x: BFloat16[Tensor, "tokens size"],
+        y: BFloat16[Tensor, "tokens size"],
+        cos: BFloat16[Tensor, "tokens 1 dim"],
+        sin: BFloat16[Tensor, "tokens 1 dim"],
+        keys: BFloat16[Tensor, "slots key_heads capacity dim"],
+        values: BFloat16[Tensor, "slots key_heads capacity dim"],
+        sight: Sight,
+        *,
+        heads: int,
+        scale: float,
+        work: int,
+    ) -> None:
+        """A whole decoder layer, `y` from `x`.
+
+        Args:
+            weights: address of native.c's `layer`.
+            x: contiguous.
+            y: contiguous, other memory than `x`.
+            cos: see `attend`, as for the rest.
+            sin: see `attend`.
+            keys: see `attend`.
+            values: see `attend`.
+            sight: see `attend`.
+            heads: query heads.
+            scale: of scores.
+            work: how many bfloat16 it works in.
+        """
+        given = _attention(cos, sin, keys, values, sight, heads=heads, scale=scale)
+        room = sight.room(work, torch.bfloat16)
+        self._layer(
+            weights, ctypes.addressof(given), x.data_ptr(), y.data_ptr(), room.data_ptr(), torch.get_num_threads()
+        )
+
+
+def _attention(
+    cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, sight: Sight, *, heads: int, scale: float
+) -> _Attention:
+    """Arguments of `Operations.attend`, but for its rows."""
+    (rows, width), (_, key_heads, capacity, dim) = sight.seen.shape, keys.shape
+    assert cos.stride(0) == sin.stride(0), "halves of one table"
+    queries = min(width, _COLUMNS) * (heads // key_heads)
+    room = (LANES + queries) * (sight.horizon + LANES)
+    mask = sight.mask
+    return _Attention(
+        0,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        sight.places.data_ptr(),
+        sight.seen.data_ptr(),
+        None if mask is None else mask.data_ptr(),
+        0,
+        sight.room(torch.get_num_threads() * room, torch.float32).data_ptr(),
+        rows,
+        width,
+        heads,
+        key_heads,
+        dim,
+        capacity,
+        0 if mask is None else mask.shape[-1],
+        cos.stride(0),
+        room,
+        scale,
+    )
+
+
+def operations(like: Tensor) -> Operations | None:
+    """This machine's, for weights such as `like`; None where there are none, or where they are not wanted.
+
+    Raises:
+        UserError: an unknown value of DRAFTPROOF_NATIVE, or one that asks for what cannot be had.
+    """
+    if like.device.type != "cpu" or like.dtype != torch.bfloat16:
+        return None
+    return _operations(os.environ.get(VARIABLE) or "auto")
+
+
+@functools.cache
+def _operations(asked: str) -> Operations | None:
+    if asked not in LEGAL:
+        raise UserError(f"{VARIABLE} is {asked!r}: legal are {', '.join(LEGAL)}")
+    if asked == "0":
+        return None
+    try:
+        _require_processor(matrix_unit=asked == "1")
+        made = Operations(_build())
+        _require_agreement(made)
+    except (OSError, UserError, AttributeError, subprocess.SubprocessError) as error:
+        if asked == "1":
+            raise UserError(f"{VARIABLE} is '1', but native operations cannot be had: {reason(error)}") from error
+        _log.info("no native operations, torch's serve: %s", reason(error))
+        return None
+    return made
+
+
+def _require_processor(*, matrix_unit: bool) -> None:
+    """That the products can run here, and that nothing faster is at hand.
+
+    Args:
+        matrix_unit: whether a processor that has one will do, too.
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        raise UserError(f"they are for Linux on x86_64, and this is {sys.platform} on {platform.machine()}")
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    if missing := _NEEDS - flags:
+        raise UserError(f"the processor lacks {', '.join(sorted(missing))}")
+    if "amx_bf16" in flags and not matrix_unit:
+        raise UserError("the processor has AMX, which oneDNN's products use")
+
+
+def _build() -> Path:
+    """The shared library, compiled unless it was before; kept in draftproof's folder if that can be written."""
+    source = _SOURCE.read_bytes()
+    name = f"{hashlib.sha256(source + ' '.join(_FLAGS).encode()).hexdigest()[:16]}.so"
+    made = _folder() / "native" / name
+    if made.exists():
+        return made
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise UserError("no C compiler was found (CC, cc, gcc, clang)")
+    try:
+        _compile(compiler, made)
+    except OSError:  # nowhere to keep it
+        made = Path(tempfile.mkdtemp(prefix="draftproof-")) / name
+        _compile(compiler, made)
+    return made
+
+
+def _compile(compiler: str, made: Path) -> None:
+    with whole_file(made) as work:
+        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(work)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)  # noqa: S603
+        if done.returncode:
+            raise UserError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
+
+
+def _folder() -> Path:
+    from draftproof.models import home
+
+    return home().parent
+
+
+def _require_agreement(made: Operations) -> None:
+    """That products equal torch's, to rounding: some widths, a bias, outputs that are no multiple of sixteen."""
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(size, generator=generator).bfloat16() for size in ((200, 334), (200,)))
+    for rows in (1, 2, 5, 13, 40):
+        x = torch.randn((rows, 334), generator=generator).bfloat16()
+        wanted = F.linear(x.float(), weight.float(), bias.float())
+        found = made.product(x, Interleaved.of(weight), bias).float()
+        if not torch.allclose(found, wanted, rtol=2**-8, atol=2**-12):
+            raise UserError(f"its products of {rows} rows are off by {(found - wanted).abs().max().item():.3g}")

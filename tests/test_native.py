@@ -1,0 +1,368 @@
+"""The C operations compute what their formulas say, beside float64; models read by them agree with transformers."""
+
+import copy
+import itertools
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+import transformers
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends import native
+from draftproof.backends.attention import NativeAttention
+from draftproof.backends.lean import LeanBackend
+from draftproof.backends.native import Interleaved, Sight
+from draftproof.backends.packed import Product, packs
+from helpers import ROPE
+from test_backends import Program, run_program
+from test_lean import exercise, lean_backend, lively_model
+
+OPERATIONS = native.operations(torch.zeros(1, dtype=torch.bfloat16))
+needs_native = pytest.mark.skipif(OPERATIONS is None, reason="this machine has no native operations")
+HALF_UNIT = 2.0**-8  # the relative error of one rounding to bfloat16, at most
+
+
+def drawn(seed, *shape, scale=1.0):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def close(found, wanted, slack, *, roundings=1):
+    """Whether found is wanted, rounded; `slack` is what sums in float32 may be off by."""
+    return bool(((found.double() - wanted).abs() <= roundings * HALF_UNIT * wanted.abs() + slack).all())
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (15, 6), (16, 64), (49, 130), (200, 576), (1000, 32)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9, 12, 13, 25, 60])
+def test_products(rows, outs, ins):
+    x, weight, bias, onto = drawn(1, rows, ins), drawn(2, outs, ins), drawn(3, outs), drawn(4, rows, outs)
+    laid = Interleaved.of(weight)
+    assert torch.equal(laid.to_dense(), weight)
+    exact = x.double() @ weight.double().T
+    slack = 1e-6 * (x.double().abs() @ weight.double().abs().T)
+    assert close(OPERATIONS.product(x, laid), exact, slack)
+    assert close(OPERATIONS.product(x, laid, bias), exact + bias, slack + 1e-6)
+    assert not close(OPERATIONS.product(x, laid), exact + bias, slack + 1e-6), "a bias left out is seen"
+    made = OPERATIONS.product(x, laid, bias, onto)
+    assert torch.equal(made, OPERATIONS.product(x, laid, bias) + onto), "rounded before it is added, as torch does"
+
+
+@needs_native
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads():
+    x, laid = drawn(1, 60, 576), Interleaved.of(drawn(2, 400, 576))
+    whole, threads = OPERATIONS.product(x, laid), torch.get_num_threads()
+    for size in (1, 2, 3, 5, 12, 13, 31):
+        assert torch.equal(OPERATIONS.product(x[7 : 7 + size], laid), whole[7 : 7 + size])
+    try:
+        for some in (1, 2, 3, 5):
+            torch.set_num_threads(some)
+            assert torch.equal(OPERATIONS.product(x, laid), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_native
+def test_rows_that_are_not_contiguous_and_more_than_two_dimensions():
+    x, laid = drawn(1, 6, 2, 40), Interleaved.of(drawn(2, 20, 20))
+    wanted = OPERATIONS.product(x[..., :20].reshape(12, 20).contiguous(), laid).view(6, 2, 20)
+    assert torch.equal(OPERATIONS.product(x[..., :20], laid), wanted)
+
+
+@needs_native
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows(value):
+    x = drawn(1, 3, 64)
+    x[1, 5] = value
+    made = OPERATIONS.product(x, Interleaved.of(drawn(2, 32, 64)))
+    assert not made[1].isfinite().any()
+    assert made[[0, 2]].isfinite().all()
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("dim", [16, 48, 576])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_norms(rows, dim):
+    x, scaled = drawn(1, rows, dim, scale=3.0), torch.randn(dim, generator=torch.Generator().manual_seed(2))
+    wide = x.double()
+    wanted = wide * scaled.double() / (wide.square().sum(-1, keepdim=True) + 0.7).sqrt()
+    assert close(OPERATIONS.norm(x, scaled, 0.7), wanted, 1e-6)
+    assert not close(OPERATIONS.norm(x, scaled, 0.7 + dim / 4), wanted, 1e-6), "another epsilon is seen"
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "dim"), [(1, 16), (3, 48), (9, 1536), (300, 32)])
+def test_gates(rows, dim):
+    x = drawn(1, rows, 2 * dim, scale=4.0)
+    x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -87.0])
+    gate, up = x.double().chunk(2, -1)
+    made = OPERATIONS.gated(x)
+    assert close(made, F.silu(gate) * up, 1e-30, roundings=2.01)
+    ours, theirs = made.float(), (F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]).float()
+    assert (ours == theirs).double().mean() > 0.99, "rounded where torch rounds"
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+class Case:
+    """A ragged pass over random keys, and what comes of it in float64."""
+
+    def __init__(self, seed, *, dim, group, width, masked):
+        draw = torch.Generator().manual_seed(seed)
+
+        def some(low, high):
+            return int(torch.randint(low, high + 1, (), generator=draw))
+
+        self.rows, self.width, self.dim, self.group, self.key_heads = some(1, 4), width, dim, group, some(1, 3)
+        self.capacity, slots = width + 90, self.rows + 2
+        order = torch.randperm(slots, generator=draw)[: self.rows]
+        bases = [some(0, 90) for _ in range(self.rows)]
+        widths = [width if row == 0 else some(1, width) for row in range(self.rows)]
+        self.places = torch.tensor([[int(order[row]), bases[row], widths[row]] for row in range(self.rows)])
+        self.keys, self.values = (drawn(some(0, 999), slots, self.key_heads, self.capacity, dim) for _ in range(2))
+        heads = self.key_heads * (group + 2)
+        self.fused = drawn(some(0, 999), self.rows * width, heads, dim)
+        angles = drawn(some(0, 999), self.rows * width, 2 * dim)
+        self.cos, self.sin = angles.unsqueeze(1).chunk(2, -1)
+        every = self.places[:, 1:].sum(-1, keepdim=True)
+        steps = self.places[:, 1:2] + torch.arange(width) + 1
+        self.seen, self.mask = torch.minimum(steps, every), None
+        if masked:
+            horizon = int(every.max())
+            hidden = torch.rand((self.rows, 1, width, horizon), generator=draw) < 0.4
+            hidden[..., 0] = False
+            self.mask = torch.zeros(hidden.shape, dtype=torch.bfloat16)
+            self.mask.masked_fill_(hidden, torch.finfo(torch.bfloat16).min)
+            self.seen = every.expand(-1, width).contiguous()
+
+    def run(self):
+        """The operation's outputs, keys and values; the case stays as it is."""
+        keys, values = self.keys.clone(), self.values.clone()
+        sight = Sight(self.places, self.seen, self.mask)
+        out = OPERATIONS.attend(
+            self.fused.clone(), self.cos, self.sin, keys, values, sight, key_heads=self.key_heads, scale=self.dim**-0.5
+        )
+        return out, keys, values
+
+    def turned(self, x):
+        """Rotary turn as transformers rounds it."""
+        return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
+
+    def wanted(self):
+        """The same by plain loops."""
+        keys, values = self.keys.clone(), self.values.clone()
+        inner, last = self.group * self.key_heads, (self.group + 1) * self.key_heads
+        turned = self.turned(self.fused[:, :last])
+        out = torch.zeros(self.rows * self.width, inner, self.dim, dtype=torch.float64)
+        for row, (slot, base, width) in enumerate(self.places.tolist()):
+            at = slice(row * self.width, row * self.width + width)
+            keys[slot, :, base : base + width] = turned[at, inner:].transpose(0, 1)
+            values[slot, :, base : base + width] = self.fused[at, last:].transpose(0, 1)
+        for row, (slot, _, width) in enumerate(self.places.tolist()):
+            for column, head in itertools.product(range(width), range(inner)):
+                token, count = row * self.width + column, int(self.seen[row, column])
+                read = (slot, head // self.group, slice(0, count))
+                scores = keys[read].double() @ turned[token, head].double() * self.dim**-0.5
+                if self.mask is not None:
+                    scores += self.mask[row, 0, column, :count]
+                out[token, head] = scores.softmax(-1) @ values[read].double()
+        return out.flatten(1), keys, values
+
+
+CASES = [
+    (dim, group, width, masked)
+    for dim, group in ((32, 1), (64, 3), (96, 4), (128, 2), (256, 1))
+    for width in (1, 2, 8, 19)
+    for masked in (False, True)
+]
+
+
+@needs_native
+@pytest.mark.parametrize(("dim", "group", "width", "masked"), CASES)
+def test_attention(dim, group, width, masked):
+    for seed in range(3):
+        case = Case(seed, dim=dim, group=group, width=width, masked=masked)
+        (out, keys, values), (wanted, wanted_keys, wanted_values) = case.run(), case.wanted()
+        assert torch.equal(keys, wanted_keys)
+        assert torch.equal(values, wanted_values)
+        assert agrees(out, wanted)
+
+
+def agrees(out, wanted):
+    """Weights are rounded before values are weighed, and the sum is rounded: of values of size 1."""
+    return bool((out.double() - wanted).abs().max() < 3 * HALF_UNIT * 4)
+
+
+class Mistakes:
+    """Ways to ask for something else; the comparison sees each."""
+
+    @staticmethod
+    def one_slot_too_many(case):
+        case.seen = case.seen + 1
+
+    @staticmethod
+    def heads_of_another_key(case):
+        case.fused = torch.cat(
+            [case.fused[:, : -2 * case.key_heads].roll(1, 1), case.fused[:, -2 * case.key_heads :]], 1
+        )
+
+    @staticmethod
+    def sine_without_its_sign(case):
+        case.cos, case.sin = case.cos.contiguous(), case.sin.abs()
+
+    @staticmethod
+    def rows_in_each_others_slots(case):
+        case.places = torch.cat([case.places[:, :1].roll(1, 0), case.places[:, 1:]], 1)
+
+
+@needs_native
+@pytest.mark.parametrize("mistake", [name for name in vars(Mistakes) if not name.startswith("_")])
+def test_the_comparison_sees_the_mistake(mistake):
+    case = Case(5, dim=64, group=3, width=4, masked=False)
+    case.capacity += 1
+    assert case.rows > 1
+    wanted = case.wanted()[0]
+    assert agrees(case.run()[0], wanted)
+    getattr(Mistakes, mistake)(case)
+    assert not agrees(case.run()[0], wanted)
+
+
+@needs_native
+def test_attention_over_many_slots_and_one():
+    case = Case(1, dim=64, group=3, width=1, masked=False)
+    long = drawn(3, 1, case.key_heads, 3000, 64)
+    case.keys = case.values = long
+    case.rows, case.places, case.seen = 1, torch.tensor([[0, 2998, 1]]), torch.tensor([[2999]])
+    case.fused, case.cos, case.sin = case.fused[:1], case.cos[:1], case.sin[:1]
+    assert agrees(case.run()[0], case.wanted()[0])
+    case.places, case.seen = torch.tensor([[0, 0, 1]]), torch.tensor([[1]])
+    assert agrees(case.run()[0], case.wanted()[0])
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+WIDE = {**ROPE, "head_dim": 32}
+MODELS = {
+    "llama": lambda: transformers.LlamaConfig(**WIDE),
+    "llama, biases": lambda: transformers.LlamaConfig(**WIDE, attention_bias=True, mlp_bias=True),
+    "llama, tied": lambda: transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
+    "mistral": lambda: transformers.MistralConfig(**WIDE, sliding_window=7),
+    "qwen2, both kinds of layer": lambda: transformers.Qwen2Config(
+        **WIDE, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**WIDE),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("name", MODELS)
+def test_models_read_natively_agree_with_transformers(name):
+    model = lively_model(MODELS[name](), torch.bfloat16)
+    made = lean_backend(model)
+    assert made.products == "native"
+    assert isinstance(made.lean.layers[0].attention, NativeAttention)
+    exercise(Program(made, tolerance=0.12))
+    for seed in range(4):
+        assert run_program(seed, made, tolerance=0.12) > 0
+
+
+@needs_native
+def test_a_copy_reads_its_own_weights():
+    made = LeanBackend(lively_model(MODELS["qwen3"](), torch.bfloat16))
+    before = Engine(made, max_batch=1).generate([[1, 2, 3]], PARAMS)
+    copied = copy.deepcopy(made)
+    for layer in made.lean.layers:
+        layer.down.weight.blocks.fill_(float("nan"))
+    assert Engine(copied, max_batch=1).generate([[1, 2, 3]], PARAMS)[0].token_ids == before[0].token_ids
+
+
+@needs_native
+def test_the_same_text_in_a_batch_as_alone():
+    model = lively_model(MODELS["llama"](), torch.bfloat16)
+    prompts = [[1, 2, 3], [4] * 30, [9, 8, 7, 6], [5]]
+    alone = [Engine(LeanBackend(copy.deepcopy(model)), max_batch=1).generate([one], PARAMS)[0] for one in prompts]
+    together = Engine(LeanBackend(copy.deepcopy(model)), max_batch=4).generate(prompts, PARAMS)
+    assert [one.token_ids for one in together] == [one.token_ids for one in alone]
+
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+
+
+# --- when -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Nothing built, nothing remembered."""
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    native._operations.cache_clear()
+    yield monkeypatch
+    native._operations.cache_clear()
+
+
+def layout():
+    return Product(torch.zeros(32, 32, dtype=torch.bfloat16)).layout
+
+
+@needs_native
+def test_the_library_is_built_once_and_kept(fresh, tmp_path):
+    assert layout() == "native"
+    (library,) = (tmp_path / "native").iterdir()
+    native._operations.cache_clear()
+    fresh.setattr(subprocess, "run", None)
+    assert layout() == "native"
+    assert list((tmp_path / "native").iterdir()) == [library]
+
+
+@needs_native
+def test_where_nothing_can_be_kept_it_is_built_elsewhere(fresh, tmp_path):
+    (tmp_path / "file").write_text("")
+    fresh.setenv("DRAFTPROOF_HOME", str(tmp_path / "file"))
+    assert layout() == "native"
+
+
+@pytest.mark.parametrize(
+    ("hinder", "said"),
+    [
+        (lambda patch: patch.setattr(native.shutil, "which", lambda _: None), "no C compiler"),
+        (lambda patch: patch.setattr(native, "_FLAGS", ("--no-such-flag",)), "failed"),
+        (lambda patch: patch.setattr(native, "_NEEDS", {"avx1024"}), "lacks avx1024"),
+        (lambda patch: patch.setattr(native.sys, "platform", "beos"), "this is beos"),
+        (
+            lambda patch: patch.setattr(
+                native.Operations, "product", lambda _, x, w, b=None: 1.1 * x @ w.to_dense().T + b
+            ),
+            "off by",
+        ),
+    ],
+    ids=["no compiler", "broken compiler", "processor", "system", "wrong products"],
+)
+def test_where_it_cannot_be_had_torch_serves_and_1_says_why(fresh, hinder, said):
+    if said == "off by" and OPERATIONS is None:
+        pytest.skip("this machine has no native operations")
+    hinder(fresh)
+    assert layout() == ("oneDNN" if packs(torch.bfloat16, "cpu") else "plain")
+    fresh.setenv("DRAFTPROOF_NATIVE", "1")
+    with pytest.raises(UserError, match=f"native operations cannot be had: .*{said}"):
+        layout()
+
+
+def test_it_can_be_left_alone(fresh):
+    fresh.setenv("DRAFTPROOF_NATIVE", "0")
+    assert layout() != "native"
+    fresh.setenv("DRAFTPROOF_NATIVE", "yes")
+    with pytest.raises(UserError, match="DRAFTPROOF_NATIVE is 'yes': legal are auto, 0, 1"):
+        layout()
+
+
+def test_other_dtypes_are_left_to_torch():
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        assert native.operations(torch.zeros(1, dtype=dtype)) is None
