@@ -1,10 +1,11 @@
 """What one forward pass costs: transformers' own against ours, by the number of new tokens.
 
-    python benchmarks/forward.py --dtype bfloat16 --out docs/results/forward
+    python benchmarks/forward.py --backends hf lean:0 lean --out docs/results/forward
 
 The backends hold a copy of the model each, read the same tokens after the same context, in turn (A B A B ...), and are
-rolled back after each pass. Ratios are the first's time over the last's, of medians and of minima. The floor is the
-time to read every weight once from memory, at the bandwidth measured with the same number of threads.
+rolled back after each pass; `lean:0` is the lean one with DRAFTPROOF_NATIVE=0. Ratios are the first's time over the
+last's, of medians and of minima. The floor is the time to read every weight once from memory, at the bandwidth measured
+with the same number of threads.
 """
 
 from __future__ import annotations
@@ -16,20 +17,33 @@ import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from draftproof import models
 from draftproof.backends.base import Feed
+from draftproof.backends.native import VARIABLE
 from draftproof.engine.compose import load_backend
 from draftproof.tokenization import load_tokenizer
 
 TEXT = "The old man opened the door and looked at the long road that led down to the sea. "
 
 
+def load(target: str, dtype: str, name: str) -> Any:
+    """A backend; its name may be followed by a colon and the value of DRAFTPROOF_NATIVE that it is loaded with."""
+    kind, _, native = name.partition(":")
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = native or before or ""
+    try:
+        return load_backend(target, dtype=dtype, backend=kind)
+    finally:
+        os.environ[VARIABLE] = before or ""
+
+
 def measure(args: argparse.Namespace, dtype: str) -> dict[tuple[str, int], list[float]]:
     """Seconds of each pass, by backend and number of new tokens."""
-    made = [load_backend(args.target, dtype=dtype, backend=name) for name in args.backends]
+    made = [load(args.target, dtype, name) for name in args.backends]
     text = load_tokenizer(models.resolve(args.target))(TEXT * 40)["input_ids"]
     tokens = [int(token) for token in text][: args.context + max(args.widths)]
     sessions = [backend.open() for backend in made]

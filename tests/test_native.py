@@ -12,10 +12,13 @@ import transformers
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends import native
 from draftproof.backends.attention import NativeAttention
+from draftproof.backends.base import Feed
+from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.native import Interleaved, Sight
 from draftproof.backends.packed import Product, packs
-from helpers import ROPE
+from draftproof.tree import TokenTree
+from helpers import ROPE, engine
 from test_backends import Program, run_program
 from test_lean import exercise, lean_backend, lively_model
 
@@ -272,6 +275,45 @@ def test_models_read_natively_agree_with_transformers(name):
     exercise(Program(made, tolerance=0.12))
     for seed in range(4):
         assert run_program(seed, made, tolerance=0.12) > 0
+
+
+@needs_native
+@pytest.mark.parametrize("name", MODELS)
+def test_chains_are_read_to_the_same_bits_however_they_are_batched(name):
+    made = LeanBackend(lively_model(MODELS[name](), torch.bfloat16))
+    tokens = [(7 * i * i) % 97 for i in range(60)]
+
+    def start(size):
+        session = made.open()
+        made.forward([Feed(session, tokens[:size])])
+        return session
+
+    alone = start(40)
+    wanted = torch.cat([made.forward([Feed(alone, [token])])[0].logits for token in tokens[40:50]])
+    chain = made.forward([Feed(start(40), tokens[40:41], TokenTree.chain(torch.tensor(tokens[41:50])))])[0].logits
+    assert torch.equal(chain, wanted)
+    pieces = start(17)
+    made.forward([Feed(pieces, tokens[17:40])])
+    beside = [Feed(start(size), tokens[:3]) for size in (3, 25, 55)]
+    last = made.forward([beside[0], Feed(pieces, tokens[40:44]), *beside[1:]])[1].logits
+    assert torch.equal(last[-1], wanted[3])
+    assert not torch.equal(last[-1], wanted[4]), "other tokens have other logits"
+
+
+@needs_native
+def test_greedy_text_is_plain_decodings_to_the_bit_with_any_chain_drafted():
+    model = lively_model(MODELS["llama"](), torch.bfloat16)
+    prompts = [[1, 2, 3], [4, 4, 4, 4, 9, 4, 4], [11] * 20]
+    plain = Engine(LeanBackend(copy.deepcopy(model)), max_batch=1)
+    wanted = [plain.generate([prompt], PARAMS)[0].token_ids for prompt in prompts]
+    draft = HFBackend(copy.deepcopy(model).float())
+    for rule in ("token", "block", "match"):
+        drafting = engine(
+            LeanBackend(copy.deepcopy(model)), draft, rule, length=6, max_batch=3, tokenizer=None, eos_token_ids=()
+        )
+        made = drafting.generate(prompts, PARAMS)
+        assert [one.token_ids for one in made] == wanted
+        assert all(one.stats.num_accepted_tokens > one.stats.num_target_calls for one in made)
 
 
 @needs_native
