@@ -23,8 +23,8 @@ import torch
 
 from draftproof import models
 from draftproof.backends.base import Feed
-from draftproof.backends.native import VARIABLE
 from draftproof.engine.compose import load_backend
+from draftproof.kernels.native import VARIABLE
 from draftproof.tokenization import load_tokenizer
 
 TEXT = "The old man opened the door and looked at the long road that led down to the sea. "

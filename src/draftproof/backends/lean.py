@@ -22,7 +22,6 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends import native
 from draftproof.backends.attention import Heads, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.base import Capabilities
@@ -31,6 +30,7 @@ from draftproof.backends.native_layer import native_layer
 from draftproof.backends.packed import Product, fuse, give_back
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
+from draftproof.kernels import native
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on how long the sequence is

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import BFloat16
 from torch import Tensor
 
-from draftproof.backends import native
 from draftproof.backends.attention import NativeAttention, Pass
+from draftproof.kernels import native
 
 
 class _Linear(ctypes.Structure):

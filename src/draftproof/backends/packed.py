@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from draftproof.backends import native
+from draftproof.kernels import native
 
 _ROWS = 9  # the packed layout depends on the rows expected: a verification, which is as fast for one row
 

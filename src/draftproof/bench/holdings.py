@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftproof.backends.native import Interleaved
+from draftproof.kernels.native import Interleaved
 
 _Key = tuple[str, int]
 

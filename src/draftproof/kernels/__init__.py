@@ -9,4 +9,6 @@ float64 in the order of the blocks, and nothing depends on the other rows of a b
 functions up to rounding and not bit by bit, since sums are taken in another order and a GPU contracts a * b - c.
 
 Importing this package imports no Triton: the modules with kernels are loaded at their first use.
+
+`native` is another matter: C code for CPUs, for layers of the lean forward and for softmax.
 """

@@ -30,11 +30,11 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import BFloat16, Float32, Int
+from jaxtyping import BFloat16, Float, Float32, Int
 from torch import Tensor
 
 from draftproof.errors import UserError, reason
-from draftproof.files import whole_file
+from draftproof.files import home, whole_file
 
 VARIABLE = "DRAFTPROOF_NATIVE"
 LEGAL = ("auto", "0", "1")
@@ -134,7 +134,9 @@ class Operations:
         self._gated.argtypes = [pointer] * 2 + [number] * 3
         self._attend.argtypes = [pointer, number]
         self._layer.argtypes = [pointer] * 5 + [number]
-        for function in (self._product, self._norm, self._gated, self._attend, self._layer):
+        self._softmax = made.draftproof_softmax
+        self._softmax.argtypes = [pointer] * 2 + [number] * 3
+        for function in (self._product, self._norm, self._gated, self._attend, self._layer, self._softmax):
             function.restype = None
 
     def __deepcopy__(self, memo: object) -> Operations:
@@ -194,6 +196,13 @@ class Operations:
         x, dim = x.contiguous(), x.shape[-1] // 2
         y = x.new_empty((*x.shape[:-1], dim))
         self._gated(x.data_ptr(), y.data_ptr(), x.numel() // (2 * dim), dim, torch.get_num_threads())
+        return y
+
+    def softmax(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
+        """Softmax of each row, in memory of its own."""
+        x = x.contiguous()
+        y, dim = torch.empty_like(x), x.shape[-1]
+        self._softmax(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
         return y
 
     def attend(
@@ -299,6 +308,15 @@ def _attention(
     )
 
 
+def softmax(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+    """Softmax of each row: natively for float32 on this machine's CPU where that is to be had, else by torch."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        made = _operations(os.environ.get(VARIABLE) or "auto")
+        if made is not None:
+            return made.softmax(x)
+    return x.softmax(-1)
+
+
 def operations(like: Tensor) -> Operations | None:
     """This machine's, for weights such as `like`; None where there are none, or where they are not wanted.
 
@@ -348,7 +366,7 @@ def _build() -> Path:
     """The shared library, compiled unless it was before; kept in draftproof's folder if that can be written."""
     source = _SOURCE.read_bytes()
     name = f"{hashlib.sha256(source + ' '.join(_FLAGS).encode()).hexdigest()[:16]}.so"
-    made = _folder() / "native" / name
+    made = home() / "native" / name
     if made.exists():
         return made
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
@@ -368,12 +386,6 @@ def _compile(compiler: str, made: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)  # noqa: S603
         if done.returncode:
             raise UserError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
-
-
-def _folder() -> Path:
-    from draftproof.models import home
-
-    return home().parent
 
 
 def _require_agreement(made: Operations) -> None:

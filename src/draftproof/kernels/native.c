@@ -18,7 +18,7 @@ typedef void (*part_fn)(void *);
 typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
 typedef int (*number_fn)(void);
 
-enum { LANES = 16, ROWS = 12, AHEAD = 1024, SMALL = 1 << 16 };
+enum { LANES = 16, ROWS = 12, AHEAD = 1024, SMALL = 1 << 16, BLOCK = 512 };
 
 /* The OpenMP runtime that torch runs on, by its stable entry points: a second one's threads would fight the first's. */
 static parallel_fn parallel;
@@ -202,6 +202,47 @@ void draftproof_gated(const bf16 *x, bf16 *y, long rows, long dim, long threads)
     parallel(share_gated, &w, (unsigned)threads, 0);
   else
     for (long row = 0; row < rows; row++) gated_row(&w, row);
+}
+
+static void softmax_row(const row_work *w, long row) {
+  const float *x = (const float *)w->x + row * w->dim;
+  float *y = (float *)w->y + row * w->dim;
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  for (long i = 0; i < w->dim; i += LANES)
+    top = _mm512_max_ps(top, _mm512_mask_loadu_ps(top, first_lanes(w->dim - i), x + i));
+  top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+  double total = 0;
+  for (long start = 0; start < w->dim; start += BLOCK) { /* a running sum of a whole vocabulary would lose digits */
+    const long stop = start + BLOCK < w->dim ? start + BLOCK : w->dim;
+    __m512 sum = _mm512_setzero_ps();
+    for (long i = start; i < stop; i += LANES) {
+      const __mmask16 there = first_lanes(stop - i);
+      const __m512 v = exponential(_mm512_sub_ps(_mm512_maskz_loadu_ps(there, x + i), top));
+      _mm512_mask_storeu_ps(y + i, there, v);
+      sum = _mm512_mask_add_ps(sum, there, sum, v);
+    }
+    total += _mm512_reduce_add_ps(sum);
+  }
+  const __m512 by = _mm512_set1_ps((float)(1 / total));
+  for (long i = 0; i < w->dim; i += LANES) {
+    const __mmask16 there = first_lanes(w->dim - i);
+    _mm512_mask_storeu_ps(y + i, there, _mm512_mul_ps(_mm512_maskz_loadu_ps(there, y + i), by));
+  }
+}
+
+static void share_softmax(void *given) {
+  const row_work *w = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) softmax_row(w, row);
+}
+
+/* y = softmax(x) of float32 rows; y may be x. */
+void draftproof_softmax(const float *x, float *y, long rows, long dim, long threads) {
+  row_work w = {(const bf16 *)x, 0, (bf16 *)y, rows, dim, 0};
+  if (threads > 1 && rows > 1 && rows * dim > SMALL / 4)
+    parallel(share_softmax, &w, (unsigned)threads, 0);
+  else
+    for (long row = 0; row < rows; row++) softmax_row(&w, row);
 }
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
