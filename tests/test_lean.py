@@ -20,6 +20,7 @@ from draftproof.backends.lean import LeanBackend, Norm, Rope, supports
 from draftproof.backends.packed import Part, packs
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
 from draftproof.engine.compose import load, load_backend
+from draftproof.kernels.native import VARIABLE
 from draftproof.models import resolve
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
@@ -119,6 +120,15 @@ def test_rows_agree_within_the_dtypes_tolerance(name, dtype):
     exercise(Program(lean(name, dtype), tolerance=tolerance))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_agree_where_nothing_is_native(name, dtype, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    made = lean_backend(reference(name, dtype))
+    assert made.products != "native"
+    exercise(Program(made, tolerance={torch.float32: 2e-5, torch.bfloat16: 0.12}[dtype]))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rounding_is_no_worse_than_transformers_own(name, dtype):
@@ -197,6 +207,7 @@ class Mistakes:
 
 @pytest.mark.parametrize("mistake", [name for name in vars(Mistakes) if not name.startswith("_")])
 def test_rows_and_the_probe_see_the_mistake(mistake, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")  # torch's operations are what the mistakes are made in
     model = reference("qwen3")
     getattr(Mistakes, mistake)(monkeypatch)
     made = LeanBackend(copy.deepcopy(model), check=False)
@@ -244,6 +255,7 @@ def test_packed_weights_are_not_held_twice(name):
 
 
 def test_where_nothing_is_packed_parameters_are_views_of_the_fused_weights(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
     monkeypatch.setattr("draftproof.backends.packed.packs", lambda *_: False)
     model = lively_model(VARIANTS["llama, biases"]())
     made = lean_backend(model)

@@ -209,8 +209,7 @@ class Norm:
         self.scaled = weight.detach().to(self.wide) * size**0.5
         self.added = size * self.eps  # to the sum of squares
         self.least = torch.tensor(self.added**0.5, dtype=self.wide)
-        operations = native.operations(weight) if pack and not counts else None
-        self._operations = operations if operations is not None and operations.norms(size) else None
+        self._operations = native.operations(weight) if pack and not counts else None
 
     @property
     def is_native(self) -> bool:
@@ -255,7 +254,7 @@ class Layer:
         self.before = Norm(layer.input_layernorm, pack=pack)
         self.between = Norm(layer.post_attention_layernorm, pack=pack)
         self.attention = attention_of(heads, layer.input_layernorm.weight, pack=pack)
-        self.gated = gate_of(layer.input_layernorm.weight, layer.mlp.down_proj.weight.shape[1], pack=pack)
+        self.gated = gate_of(layer.input_layernorm.weight, pack=pack)
         self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"], pack=pack)
         self.out = fuse(attention, ["o_proj"], pack=pack)
         self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
@@ -287,7 +286,7 @@ def gated(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
     return F.silu(gate).mul_(up)
 
 
-def gate_of(like: Tensor, dim: int, *, pack: bool) -> Callable[[Tensor], Tensor]:
-    """The fastest way to gate rows of a size; see `attention_of`."""
+def gate_of(like: Tensor, *, pack: bool) -> Callable[[Tensor], Tensor]:
+    """The fastest way to gate rows; see `attention_of`."""
     operations = native.operations(like) if pack else None
-    return operations.gated if operations is not None and operations.norms(dim) else gated
+    return gated if operations is None else operations.gated

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import BFloat16
+from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.attention import NativeAttention, Pass
@@ -71,11 +71,9 @@ class NativeLayer:
 
     @cached_property
     def _inner(self) -> int:
-        return 2 * int(self._layer.down.weight.blocks.shape[1])
+        return int(self._layer.down.weight.ins)
 
-    def __call__(
-        self, x: BFloat16[Tensor, "tokens dim"], at: Pass, sight: native.Sight
-    ) -> BFloat16[Tensor, "tokens dim"]:
+    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: native.Sight) -> Float[Tensor, "tokens dim"]:
         """As `Layer`."""
         layer, heads = self._layer, self._layer.heads
         keys, values = at.cache.buffers(layer.number, heads.keys, heads.dim, x)

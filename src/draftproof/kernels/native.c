@@ -1,24 +1,32 @@
-/* The operations of a decoder layer on bfloat16 rows: products, norms, gates, attention over the slot cache.
+/* The operations of a decoder layer on rows of one type: products, norms, gates, attention over the slot cache; and
+   softmax. Built once for bfloat16, and once with FLOAT32 defined for float32.
 
-   Where transformers' operations round to bfloat16 between two steps, these do.
+   Where transformers' operations round to the rows' type between two steps, these do; sums are float32 always.
 
-   Products read weights once, in the order in which they lie in memory. Weights lie as [out / 16][in / 2][16][2]: 64 bytes hold two inputs' weights of sixteen outputs, which is what one
-   vdpbf16ps multiplies. Outputs are padded with zeros to a multiple of sixteen; inputs must be even.
+   Products read weights once, in the order in which they lie in memory: as [out / 16][in / UNIT][16][UNIT], where UNIT
+   inputs' weights of an output are four bytes, so that 64 bytes are what one instruction multiplies. Outputs are padded
+   with zeros to a multiple of sixteen; inputs must be a multiple of UNIT.
 
    Each output is one chain of sums over its inputs, in order, whatever the rows beside it and however the work is
-   split: a row's product does not depend on the batch. Sums are float32, rounded to bfloat16 once, at the end. */
+   split: a row's product does not depend on the batch. It is rounded once, at the end. */
 
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
-typedef uint16_t bf16;
+#ifdef FLOAT32
+typedef float elem;
+enum { UNIT = 1 };
+#else
+typedef uint16_t elem; /* bfloat16 */
+enum { UNIT = 2 };
+#endif
 typedef void (*part_fn)(void *);
 typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
 typedef int (*number_fn)(void);
 
-enum { LANES = 16, ROWS = 12, AHEAD = 1024, SMALL = 1 << 16, BLOCK = 512 };
+enum { LANES = 16, ROWS = 12, AHEAD = 2048, SMALL = 1 << 16, BLOCK = 512 };
 
 /* The OpenMP runtime that torch runs on, by its stable entry points: a second one's threads would fight the first's. */
 static parallel_fn parallel;
@@ -30,59 +38,83 @@ void draftproof_attach(parallel_fn with, number_fn number, number_fn count) {
   thread_count = count;
 }
 
+static inline __mmask16 first_lanes(long count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
+
+#ifdef FLOAT32
+static inline __m512 load(const elem *at) { return _mm512_loadu_ps(at); }
+static inline __m512 load_some(__mmask16 mask, const elem *at) { return _mm512_maskz_loadu_ps(mask, at); }
+static inline void store(elem *at, __m512 v) { _mm512_storeu_ps(at, v); }
+static inline void store_some(elem *at, __mmask16 mask, __m512 v) { _mm512_mask_storeu_ps(at, mask, v); }
+static inline __m512 rounded(__m512 v) { return v; }
+/* sum + w x for each lane; a unit of both is one number. */
+static inline __m512 add_product(__m512 sum, __m512i w, __m512i x) {
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
+}
+#else
 static inline __m512 widened(__m256i given) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(given), 16));
 }
-static inline __m512 load(const bf16 *at) { return widened(_mm256_loadu_si256((const __m256i *)at)); }
-static inline void store(bf16 *at, __m512 v) { _mm256_storeu_si256((__m256i *)at, (__m256i)_mm512_cvtneps_pbh(v)); }
-static inline __m512 rounded(__m512 v) { return widened((__m256i)_mm512_cvtneps_pbh(v)); }
-static inline __mmask16 first_lanes(long count) { return count >= LANES ? 0xffff : (__mmask16)((1u << count) - 1); }
+static inline __m256i narrowed(__m512 v) { return (__m256i)_mm512_cvtneps_pbh(v); }
+static inline __m512 load(const elem *at) { return widened(_mm256_loadu_si256((const __m256i *)at)); }
+static inline __m512 load_some(__mmask16 mask, const elem *at) { return widened(_mm256_maskz_loadu_epi16(mask, at)); }
+static inline void store(elem *at, __m512 v) { _mm256_storeu_si256((__m256i *)at, narrowed(v)); }
+static inline void store_some(elem *at, __mmask16 mask, __m512 v) { _mm256_mask_storeu_epi16(at, mask, narrowed(v)); }
+static inline __m512 rounded(__m512 v) { return widened(narrowed(v)); }
+/* sum + w x for each lane; a unit of both is two numbers. */
+static inline __m512 add_product(__m512 sum, __m512i w, __m512i x) {
+  return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
+}
+#endif
+
+/* The unit at some place, in every lane. */
+static inline __m512i repeated(const elem *at) {
+  int32_t unit;
+  memcpy(&unit, at, sizeof unit);
+  return _mm512_set1_epi32(unit);
+}
 
 /* --- products ---------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-  const bf16 *x, *w, *bias, *onto;
-  bf16 *y;
+  const elem *x, *w, *bias, *onto;
+  elem *y;
   long rows, outs, ins;
 } product;
 
 static inline __attribute__((always_inline)) void tile(const product *p, long row, long block, const int rows,
                                                        const int blocks) {
-  const bf16 *x = p->x + row * p->ins, *w = p->w + block * p->ins * LANES;
+  const elem *x = p->x + row * p->ins, *w = p->w + block * p->ins * LANES;
   __m512 sum[ROWS][4];
 #pragma GCC unroll 12
   for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) sum[m][b] = _mm512_setzero_ps();
-  for (long k = 0; k < p->ins; k += 2) {
+  for (long k = 0; k < p->ins; k += UNIT) {
     __m512i weight[4];
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
-      const bf16 *at = w + b * p->ins * LANES + k * LANES;
+      const elem *at = w + b * p->ins * LANES + k * LANES;
       weight[b] = _mm512_loadu_si512(at);
-      _mm_prefetch((const char *)(at + AHEAD), _MM_HINT_T0);
+      _mm_prefetch((const char *)at + AHEAD, _MM_HINT_T0);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < rows; m++) {
-      int32_t pair;
-      memcpy(&pair, x + m * p->ins + k, sizeof pair);
-      const __m512i input = _mm512_set1_epi32(pair);
+      const __m512i input = repeated(x + m * p->ins + k);
 #pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++)
-        sum[m][b] = _mm512_dpbf16_ps(sum[m][b], (__m512bh)weight[b], (__m512bh)input);
+      for (int b = 0; b < blocks; b++) sum[m][b] = add_product(sum[m][b], weight[b], input);
     }
   }
 #pragma GCC unroll 4
   for (int b = 0; b < blocks; b++) {
     const long out = (block + b) * LANES;
     const __mmask16 mask = first_lanes(p->outs - out);
-    const __m512 bias = p->bias ? widened(_mm256_maskz_loadu_epi16(mask, p->bias + out)) : _mm512_setzero_ps();
+    const __m512 bias = p->bias ? load_some(mask, p->bias + out) : _mm512_setzero_ps();
 #pragma GCC unroll 12
     for (int m = 0; m < rows; m++) {
       const long place = (row + m) * p->outs + out;
       __m512 made = _mm512_add_ps(sum[m][b], bias);
-      if (p->onto) made = _mm512_add_ps(rounded(made), widened(_mm256_maskz_loadu_epi16(mask, p->onto + place)));
-      _mm256_mask_storeu_epi16(p->y + place, mask, (__m256i)_mm512_cvtneps_pbh(made));
+      if (p->onto) made = _mm512_add_ps(rounded(made), load_some(mask, p->onto + place));
+      store_some(p->y + place, mask, made);
     }
   }
 }
@@ -124,7 +156,7 @@ static void share(void *given) {
 }
 
 /* y [rows, outs] = x [rows, ins] w^T (+ bias), rounded (+ onto [rows, outs], rounded again). */
-void draftproof_product(const bf16 *x, const bf16 *w, const bf16 *bias, const bf16 *onto, bf16 *y, long rows, long outs,
+void draftproof_product(const elem *x, const elem *w, const elem *bias, const elem *onto, elem *y, long rows, long outs,
                         long ins, long threads) {
   product p = {x, w, bias, onto, y, rows, outs, ins};
   if (threads > 1 && rows * outs * ins > SMALL)
@@ -136,9 +168,9 @@ void draftproof_product(const bf16 *x, const bf16 *w, const bf16 *bias, const bf
 /* --- rows -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-  const bf16 *x;
+  const elem *x;
   const float *scaled;
-  bf16 *y;
+  elem *y;
   long rows, dim;
   float least;
 } row_work;
@@ -161,30 +193,33 @@ static inline __m512 exponential(__m512 v) {
 }
 
 static void norm_row(const row_work *w, long row) {
-  const bf16 *x = w->x + row * w->dim;
+  const elem *x = w->x + row * w->dim;
   __m512 squares = _mm512_setzero_ps();
   for (long i = 0; i < w->dim; i += LANES) {
-    const __m512 v = load(x + i);
+    const __m512 v = load_some(first_lanes(w->dim - i), x + i);
     squares = _mm512_fmadd_ps(v, v, squares);
   }
   const __m512 length = _mm512_sqrt_ps(_mm512_set1_ps(_mm512_reduce_add_ps(squares) + w->least));
-  for (long i = 0; i < w->dim; i += LANES)
-    store(w->y + row * w->dim + i,
-          _mm512_div_ps(_mm512_mul_ps(load(x + i), _mm512_loadu_ps(w->scaled + i)), length));
-}
-
-static void gated_row(const row_work *w, long row) {
-  const bf16 *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
-  const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
   for (long i = 0; i < w->dim; i += LANES) {
-    const __m512 v = load(gate + i);
-    const __m512 silu = _mm512_div_ps(v, _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, v))));
-    store(w->y + row * w->dim + i, _mm512_mul_ps(rounded(silu), load(up + i)));
+    const __mmask16 there = first_lanes(w->dim - i);
+    const __m512 scaled = _mm512_mul_ps(load_some(there, x + i), _mm512_maskz_loadu_ps(there, w->scaled + i));
+    store_some(w->y + row * w->dim + i, there, _mm512_div_ps(scaled, length));
   }
 }
 
-/* x scaled / sqrt(sum x^2 + least) of each row; dim is a multiple of sixteen. */
-void draftproof_norm(const bf16 *x, const float *scaled, bf16 *y, long rows, long dim, float least) {
+static void gated_row(const row_work *w, long row) {
+  const elem *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
+  const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+  for (long i = 0; i < w->dim; i += LANES) {
+    const __mmask16 there = first_lanes(w->dim - i);
+    const __m512 v = load_some(there, gate + i);
+    const __m512 silu = _mm512_div_ps(v, _mm512_add_ps(one, exponential(_mm512_sub_ps(zero, v))));
+    store_some(w->y + row * w->dim + i, there, _mm512_mul_ps(rounded(silu), load_some(there, up + i)));
+  }
+}
+
+/* x scaled / sqrt(sum x^2 + least) of each row. */
+void draftproof_norm(const elem *x, const float *scaled, elem *y, long rows, long dim, float least) {
   const row_work w = {x, scaled, y, rows, dim, least};
   for (long row = 0; row < rows; row++) norm_row(&w, row);
 }
@@ -195,8 +230,8 @@ static void share_gated(void *given) {
   for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) gated_row(w, row);
 }
 
-/* silu(gate) up of each row [gate, up]; dim, of each half, is a multiple of sixteen. */
-void draftproof_gated(const bf16 *x, bf16 *y, long rows, long dim, long threads) {
+/* silu(gate) up of each row [gate, up]; dim is that of each half. */
+void draftproof_gated(const elem *x, elem *y, long rows, long dim, long threads) {
   row_work w = {x, 0, y, rows, dim, 0};
   if (threads > 1 && rows * dim > SMALL / 16)
     parallel(share_gated, &w, (unsigned)threads, 0);
@@ -238,7 +273,7 @@ static void share_softmax(void *given) {
 
 /* y = softmax(x) of float32 rows; y may be x. */
 void draftproof_softmax(const float *x, float *y, long rows, long dim, long threads) {
-  row_work w = {(const bf16 *)x, 0, (bf16 *)y, rows, dim, 0};
+  row_work w = {(const elem *)x, 0, (elem *)y, rows, dim, 0};
   if (threads > 1 && rows > 1 && rows * dim > SMALL / 4)
     parallel(share_softmax, &w, (unsigned)threads, 0);
   else
@@ -250,28 +285,28 @@ void draftproof_softmax(const float *x, float *y, long rows, long dim, long thre
 enum { COLUMNS = 8, MOST_DIM = 256, TOGETHER = 6 };
 
 typedef struct {
-  bf16 *fused;            /* [rows * width, heads + 2 key_heads, dim]; queries are turned in place */
-  const bf16 *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
-  bf16 *keys, *values;    /* [slots, key_heads, capacity, dim] */
+  elem *fused;            /* [rows * width, heads + 2 key_heads, dim]; queries are turned in place */
+  const elem *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
+  elem *keys, *values;    /* [slots, key_heads, capacity, dim] */
   const int64_t *places;  /* slot, first position and width of each row */
   const int64_t *seen;    /* [rows, width]: slots that a token may see, before the mask */
-  const bf16 *mask;       /* [rows, width, horizon], added to scores; 0 for none */
-  bf16 *out;              /* [rows * width, heads, dim] */
+  const elem *mask;       /* [rows, width, horizon], added to scores; 0 for none */
+  elem *out;              /* [rows * width, heads, dim] */
   float *scratch;         /* for each thread `room` floats */
   long rows, width, heads, key_heads, dim, capacity, horizon, angles, room;
   float scale;
 } attention;
 
 /* One head's rotary turn, as transformers rounds it; in place, or into the cache. */
-static void turn(const attention *a, const bf16 *x, bf16 *into, const bf16 *cos, const bf16 *sin) {
+static void turn(const attention *a, const elem *x, elem *into, const elem *cos, const elem *sin) {
   const long half = a->dim / 2;
   for (long i = 0; i < half; i += LANES) {
-    const __m512 low = load(x + i), high = load(x + half + i);
-    const __m512 turned_low = _mm512_fmadd_ps(high, load(sin + i), rounded(_mm512_mul_ps(low, load(cos + i))));
-    const __m512 turned_high =
-        _mm512_fmadd_ps(low, load(sin + half + i), rounded(_mm512_mul_ps(high, load(cos + half + i))));
-    store(into + i, turned_low);
-    store(into + half + i, turned_high);
+    const __mmask16 there = first_lanes(half - i);
+    const __m512 low = load_some(there, x + i), high = load_some(there, x + half + i);
+    const __m512 first = rounded(_mm512_mul_ps(low, load_some(there, cos + i)));
+    const __m512 second = rounded(_mm512_mul_ps(high, load_some(there, cos + half + i)));
+    store_some(into + i, there, _mm512_fmadd_ps(high, load_some(there, sin + i), first));
+    store_some(into + half + i, there, _mm512_fmadd_ps(low, load_some(there, sin + half + i), second));
   }
 }
 
@@ -282,17 +317,17 @@ static void store_tokens(const attention *a, long start, long stop) {
   for (long token = start; token < stop; token++) {
     const long row = token / a->width, column = token % a->width;
     const int64_t *place = a->places + 3 * row;
-    bf16 *fused = a->fused + token * stride;
-    const bf16 *cos = a->cos + token * a->angles, *sin = a->sin + token * a->angles;
+    elem *fused = a->fused + token * stride;
+    const elem *cos = a->cos + token * a->angles, *sin = a->sin + token * a->angles;
     if (column >= place[2]) {
-      memset(a->out + token * a->heads * a->dim, 0, a->heads * a->dim * sizeof(bf16));
+      memset(a->out + token * a->heads * a->dim, 0, a->heads * a->dim * sizeof(elem));
       continue;
     }
     for (long head = 0; head < a->heads; head++) turn(a, fused + head * a->dim, fused + head * a->dim, cos, sin);
     for (long head = 0; head < a->key_heads; head++) {
       const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
       turn(a, fused + (a->heads + head) * a->dim, a->keys + at, cos, sin);
-      memcpy(a->values + at, fused + (a->heads + a->key_heads + head) * a->dim, a->dim * sizeof(bf16));
+      memcpy(a->values + at, fused + (a->heads + a->key_heads + head) * a->dim, a->dim * sizeof(elem));
     }
   }
 }
@@ -303,7 +338,7 @@ static void share_tokens(void *given) {
   store_tokens(a, tokens * number / count, tokens * (number + 1) / count);
 }
 
-/* Sixteen rows of sixteen pairs, their rows and columns exchanged. */
+/* Sixteen rows of sixteen units, their rows and columns exchanged. */
 static inline void exchange(__m512i *r) {
   __m512i t[LANES];
   for (int i = 0; i < LANES; i += 2) {
@@ -328,37 +363,37 @@ static inline void exchange(__m512i *r) {
   for (int i = 0; i < LANES; i++) r[i] = t[i];
 }
 
-/* Sixteen keys (the last one again where there are fewer) with their inputs' pairs beside one another: [dim / 2][16][2],
-   as a block of weights lies. */
-static void transpose(const bf16 *keys, long dim, long count, __m512i *out) {
-  for (long pair = 0; pair < dim / 2; pair += LANES) {
+/* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
+   [dim / UNIT][16][UNIT], as a block of weights lies. */
+static void transpose(const elem *keys, long dim, long count, __m512i *out) {
+  for (long unit = 0; unit < dim / UNIT; unit += LANES) {
     for (long key = 0; key < LANES; key++) {
-      const bf16 *at = keys + (key < count ? key : count - 1) * dim + 2 * pair;
-      out[pair + key] = _mm512_loadu_si512(at);
-      _mm_prefetch((const char *)(at + 2 * LANES * dim), _MM_HINT_T0);
+      const elem *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
+      out[unit + key] = _mm512_loadu_si512(at);
+      _mm_prefetch((const char *)(at + UNIT * LANES * dim), _MM_HINT_T0);
     }
-    exchange(out + pair);
+    exchange(out + unit);
   }
 }
 
 /* Where a query of a tile stands: column by column, the query heads of the key head after one another. */
 static inline long token_of(const attention *a, long row, long column) { return row * a->width + column; }
 
-/* Scores of some queries with every key that one of them sees, then their exponentials over the largest, as bfloat16
-   pairs; sums of what was not yet rounded go to `sums`. Each query's pairs begin at scores + query * padded. */
+/* Scores of some queries with every key that one of them sees, then their exponentials over the largest, in the rows'
+   type; sums of what was not yet rounded go to `sums`. Each query's weights begin at scores + query * padded. */
 static void weigh(const attention *a, long row, long head, long first, long columns, long most, float *scores,
                   float *sums) {
   const long group = a->heads / a->key_heads, stride = (a->heads + 2 * a->key_heads) * a->dim;
   const long queries = columns * group, padded = (most + LANES - 1) / LANES * LANES;
-  const bf16 *keys = a->keys + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  const elem *keys = a->keys + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
   const __m512 scale = _mm512_set1_ps(a->scale), nothing = _mm512_set1_ps(-INFINITY);
   const __m512i order = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __m512i block[MOST_DIM / 2];
+  __m512i block[MOST_DIM];
   for (long key = 0; key < padded; key += LANES) {
     transpose(keys + key * a->dim, a->dim, most - key < LANES ? most - key : LANES, block);
     for (long q = 0; q < queries; q += TOGETHER) {
       const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
-      const bf16 *at[TOGETHER];
+      const elem *at[TOGETHER];
       __m512 sum[TOGETHER];
 #pragma GCC unroll 6
       for (long m = 0; m < TOGETHER; m++) {
@@ -366,13 +401,9 @@ static void weigh(const attention *a, long row, long head, long first, long colu
         at[m] = a->fused + token_of(a, row, first + query / group) * stride + (head * group + query % group) * a->dim;
         sum[m] = _mm512_setzero_ps();
       }
-      for (long pair = 0; pair < a->dim / 2; pair++) {
+      for (long unit = 0; unit < a->dim / UNIT; unit++) {
 #pragma GCC unroll 6
-        for (long m = 0; m < TOGETHER; m++) {
-          int32_t input;
-          memcpy(&input, at[m] + 2 * pair, sizeof input);
-          sum[m] = _mm512_dpbf16_ps(sum[m], (__m512bh)block[pair], (__m512bh)_mm512_set1_epi32(input));
-        }
+        for (long m = 0; m < TOGETHER; m++) sum[m] = add_product(sum[m], block[unit], repeated(at[m] + UNIT * unit));
       }
 #pragma GCC unroll 6
       for (long m = 0; m < TOGETHER; m++) {
@@ -381,8 +412,7 @@ static void weigh(const attention *a, long row, long head, long first, long colu
         __m512 score = _mm512_mul_ps(sum[m], scale);
         if (a->mask) {
           const __mmask16 there = first_lanes(most - key);
-          score = _mm512_add_ps(
-              score, widened(_mm256_maskz_loadu_epi16(there, a->mask + token * a->horizon + key)));
+          score = _mm512_add_ps(score, load_some(there, a->mask + token * a->horizon + key));
         }
         const __mmask16 seen =
             _mm512_cmplt_epi32_mask(order, _mm512_set1_epi32((int)(a->seen[token] - key)));
@@ -398,43 +428,55 @@ static void weigh(const attention *a, long row, long head, long first, long colu
     for (long key = 0; key < padded; key += LANES) {
       const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(mine + key), top));
       sum = _mm512_add_ps(sum, weight);
-      store((bf16 *)mine + key, weight); /* behind what is still to be read */
+      store((elem *)mine + key, weight); /* behind what is still to be read */
     }
     sums[q] = _mm512_reduce_add_ps(sum);
   }
 }
 
-/* Values by weights, sixty-four dimensions (or what is left, thirty-two) at a time. */
-static inline __attribute__((always_inline)) void mix(const attention *a, const bf16 *values, const bf16 *const *weights,
-                                                      const float *sums, bf16 *const *out, long most, long here,
-                                                      const int vectors) {
+#ifdef FLOAT32
+enum { KEYS = 1, STEP = 1 };
+/* Some dimensions of a key's values, sixteen to a vector. */
+static inline void take(__m512i *into, const elem *one, const elem *two, int v) {
+  (void)two;
+  into[v] = _mm512_loadu_si512(one + v * LANES);
+}
+#else
+enum { KEYS = 2, STEP = 2 };
+/* Some dimensions of two keys' values, a pair of both to a lane; two vectors at a time. */
+static inline void take(__m512i *into, const elem *one, const elem *two, int v) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                        36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  const __m512i even = _mm512_loadu_si512(one + v * LANES), odd = _mm512_loadu_si512(two + v * LANES);
+  into[v] = _mm512_permutex2var_epi16(even, low, odd);
+  into[v + 1] = _mm512_permutex2var_epi16(even, high, odd);
+}
+#endif
+
+/* Values by weights: `vectors` times sixteen dimensions of some queries' outputs. */
+static inline __attribute__((always_inline)) void mix(const attention *a, const elem *values, const elem *const *weights,
+                                                      const float *sums, elem *const *out, long most, long here,
+                                                      const int vectors) {
   __m512 sum[TOGETHER][4];
 #pragma GCC unroll 6
   for (int m = 0; m < TOGETHER; m++)
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) sum[m][v] = _mm512_setzero_ps();
-  for (long key = 0; key < most; key += 2) {
-    const bf16 *one = values + key * a->dim, *two = key + 1 < most ? one + a->dim : one;
-    __m512i pairs[4];
-#pragma GCC unroll 2
-    for (int v = 0; v < vectors; v += 2) {
-      const __m512i even = _mm512_loadu_si512(one + v * LANES), odd = _mm512_loadu_si512(two + v * LANES);
+  for (long key = 0; key < most; key += KEYS) {
+    const elem *one = values + key * a->dim, *two = key + 1 < most ? one + a->dim : one;
+    __m512i units[4];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v += STEP) {
+      take(units, one, two, v);
       _mm_prefetch((const char *)(one + v * LANES + LANES * a->dim), _MM_HINT_T0);
       _mm_prefetch((const char *)(two + v * LANES + LANES * a->dim), _MM_HINT_T0);
-      pairs[v] = _mm512_permutex2var_epi16(even, low, odd);
-      pairs[v + 1] = _mm512_permutex2var_epi16(even, high, odd);
     }
 #pragma GCC unroll 6
     for (int m = 0; m < TOGETHER; m++) {
-      int32_t pair;
-      memcpy(&pair, weights[m] + key, sizeof pair);
-      const __m512i weight = _mm512_set1_epi32(pair);
+      const __m512i weight = repeated(weights[m] + key);
 #pragma GCC unroll 4
-      for (int v = 0; v < vectors; v++)
-        sum[m][v] = _mm512_dpbf16_ps(sum[m][v], (__m512bh)pairs[v], (__m512bh)weight);
+      for (int v = 0; v < vectors; v++) sum[m][v] = add_product(sum[m][v], units[v], weight);
     }
   }
 #pragma GCC unroll 6
@@ -454,25 +496,25 @@ static void attend_tile(const attention *a, long row, long head, long first, lon
   const long padded = (most + LANES - 1) / LANES * LANES;
   float *sums = scratch, *scores = scratch + (queries + LANES - 1) / LANES * LANES;
   weigh(a, row, head, first, columns, most, scores, sums);
-  const bf16 *values = a->values + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  const elem *values = a->values + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
   for (long q = 0; q < queries; q += TOGETHER) {
     const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
-    const bf16 *weights[TOGETHER];
-    bf16 *out[TOGETHER];
+    const elem *weights[TOGETHER];
+    elem *out[TOGETHER];
     for (long m = 0; m < TOGETHER; m++) {
       const long query = q + (m < here ? m : 0);
-      weights[m] = (const bf16 *)(scores + query * padded);
+      weights[m] = (const elem *)(scores + query * padded);
       out[m] = a->out + (token_of(a, row, first + query / group) * a->heads + head * group + query % group) * a->dim;
     }
     for (long d = 0; d < a->dim;) {
-      bf16 *into[TOGETHER];
+      elem *into[TOGETHER];
       for (long m = 0; m < TOGETHER; m++) into[m] = out[m] + d;
-      if (a->dim - d >= 64) {
+      if (a->dim - d >= 4 * LANES) {
         mix(a, values + d, weights, sums + q, into, most, here, 4);
-        d += 64;
+        d += 4 * LANES;
       } else {
-        mix(a, values + d, weights, sums + q, into, most, here, 2);
-        d += 32;
+        mix(a, values + d, weights, sums + q, into, most, here, STEP);
+        d += STEP * LANES;
       }
     }
   }
@@ -491,7 +533,7 @@ static void share_tiles(void *given) {
   }
 }
 
-/* Turn, store, attend: see `attention`. dim is a multiple of 32, at most 256; room holds
+/* Turn, store, attend: see `attention`. dim is a multiple of 16 UNIT, at most 256; room holds
    (16 + COLUMNS * group) * (horizon + 15) floats. */
 void draftproof_attend(attention *a, long threads) {
   const long tokens = a->rows * a->width;
@@ -505,7 +547,7 @@ void draftproof_attend(attention *a, long threads) {
 /* --- a layer ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-  const bf16 *weight, *bias;
+  const elem *weight, *bias;
 } linear;
 
 typedef struct {
@@ -516,10 +558,10 @@ typedef struct {
 } layer;
 
 /* y [tokens, size]: the layer's output for x, with keys and values stored; fused and out of `a` are set here, in `work`:
-   tokens * (size + 2 (heads + key_heads) dim + 3 inner) of them. */
-void draftproof_layer(const layer *l, attention *a, const bf16 *x, bf16 *y, bf16 *work, long threads) {
+   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements. */
+void draftproof_layer(const layer *l, attention *a, const elem *x, elem *y, elem *work, long threads) {
   const long tokens = a->rows * a->width, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
-  bf16 *normed = work, *both, *gated;
+  elem *normed = work, *both, *gated;
   a->fused = normed + tokens * l->size;
   a->out = a->fused + tokens * heads * a->dim;
   both = a->out + tokens * mixed;
@@ -529,7 +571,7 @@ void draftproof_layer(const layer *l, attention *a, const bf16 *x, bf16 *y, bf16
   if (l->turned)
     for (long token = 0; token < tokens; token++)
       for (long head = 0; head < a->heads + a->key_heads; head++) {
-        bf16 *at = a->fused + (token * heads + head) * a->dim;
+        elem *at = a->fused + (token * heads + head) * a->dim;
         draftproof_norm(at, l->turned + head * a->dim, at, 1, a->dim, l->turned_least);
       }
   draftproof_attend(a, threads);

@@ -1,0 +1,83 @@
+"""The script that has a model write instructions: what it keeps, and that it ends."""
+
+import argparse
+import importlib.util
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftproof import UserError
+
+SPEC = importlib.util.spec_from_file_location(
+    "sample_instructions", Path(__file__).parents[1] / "scripts" / "sample_instructions.py"
+)
+script = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(script)
+
+
+def engine(write=None, template="<user>{}</user>"):
+    def tokenizer(text, *, add_special_tokens):
+        assert not add_special_tokens, "the template holds them"
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    return SimpleNamespace(
+        target=SimpleNamespace(name="toy"),
+        tokenizer=tokenizer,
+        chat_text=lambda messages: template.format(messages[0]["content"]),
+        generate=write,
+    )
+
+
+def options(**more):
+    return argparse.Namespace(
+        **{"target": "toy", "dtype": "auto", "batch": 2, "count": 3, "temperature": 1.0, "top_p": 0.9} | more,
+        longest=9,
+        seed=0,
+    )
+
+
+def collected(monkeypatch, texts, **more):
+    """What is kept of texts that come two at a time, (text, why it ended)."""
+    left, seeds = iter(texts), []
+
+    def write(prompts, params):
+        assert prompts == [[ord(letter) for letter in "<user>"]]
+        seeds.append(params.seed)
+        return [SimpleNamespace(text=text, finish_reason=end) for text, end in itertools.islice(left, params.n)]
+
+    monkeypatch.setattr(script.Engine, "load", lambda *_, **__: engine(write))
+    kept = script.collect(options(**more))
+    assert len(set(seeds)) == len(seeds), "every batch has a seed of its own"
+    return kept
+
+
+def test_the_prompt_ends_where_a_user_begins():
+    assert script.opening(engine()) == [ord(letter) for letter in "<user>"]
+    for template in ("{0}{0}", "nothing"):
+        with pytest.raises(UserError, match="the chat template of toy does not show"):
+            script.opening(engine(template=template))
+
+
+def test_what_is_kept(monkeypatch):
+    texts = [
+        (" name three birds ", "stop"),
+        ("name three birds", "stop"),
+        ("too short", "stop"),
+        ("one\n\ntwo three", "stop"),
+        ("cut off in the middle", "length"),
+        ("what is a bird", "stop"),
+        ("who saw the bird", "stop"),
+        ("one more than asked for", "stop"),
+    ]
+    assert collected(monkeypatch, texts) == ["name three birds", "what is a bird", "who saw the bird"]
+
+
+def test_it_gives_up_on_a_model_that_writes_nothing_new(monkeypatch):
+    same = [("name three birds", "stop")] * 100
+    with pytest.raises(UserError, match=f"toy wrote 1 instructions of {2 + 2 * script.IN_VAIN}, and nothing new"):
+        collected(monkeypatch, same)
+    none = [("no", "stop")] * 100
+    with pytest.raises(UserError, match=f"toy wrote 0 instructions of {2 * script.IN_VAIN}, and nothing new"):
+        collected(monkeypatch, none)
