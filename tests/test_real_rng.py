@@ -6,7 +6,8 @@ seeds were chosen. The negative controls show that the tests see known mistakes 
 """
 
 import itertools
-from contextlib import nullcontext
+import os
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from draftproof import SamplingParams
 from draftproof import rng as rng_module
 from draftproof.functional import block_verify, chain, token_verify
+from draftproof.kernels.native import VARIABLE
 from draftproof.rng import CounterRng, CounterRoundRng, Purpose, TorchRng, _Kind, _uniforms, fold, inverse_cdf
 from helpers import embedded_model, engine, plain_rows, tokenizer
 
@@ -134,17 +136,24 @@ WEIGHT = st.one_of(
     weights=st.lists(WEIGHT, min_size=1, max_size=12).filter(any),
     u=st.one_of(st.sampled_from(EDGES), st.floats(2.0**-53, 1 - 2.0**-53)),
     wide=st.booleans(),
-    blocks=st.booleans(),
+    search=st.sampled_from(["at once", "by blocks", "natively"]),
 )
-def test_an_index_without_weight_is_never_drawn(weights, u, wide, blocks):
+def test_an_index_without_weight_is_never_drawn(weights, u, wide, search):
     row = torch.tensor(weights, dtype=torch.float64 if wide else torch.float32)
-    with searched_by_blocks_of(4) if blocks else nullcontext():
+    with {"at once": nullcontext(), "by blocks": searched_by_blocks_of(4), "natively": searched_natively()}[search]:
         found = int(inverse_cdf(row, torch.tensor(u, dtype=torch.float64)))
     assert row[found] > 0
 
 
+@contextmanager
 def searched_by_blocks_of(size):
-    return patch.multiple(rng_module, _WIDE=0, _BLOCK=size)
+    with patch.multiple(rng_module, _WIDE=0, _BLOCK=size), patch.dict(os.environ, {VARIABLE: "0"}):
+        yield
+
+
+def searched_natively():
+    """By native.c where this machine has it."""
+    return patch.object(rng_module, "_WIDE", 0)
 
 
 @pytest.mark.parametrize("width", [4, 7, 8, 9, 5000, 49_155])
@@ -154,8 +163,8 @@ def test_a_search_by_blocks_finds_what_one_running_sum_finds(width):
     u = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
     with patch.object(rng_module, "_WIDE", width + 1):
         plain = inverse_cdf(weights, u)
-    for size in (4, 512):
-        with searched_by_blocks_of(size):
+    for search in (searched_by_blocks_of(4), searched_by_blocks_of(512), searched_natively()):
+        with search:
             assert torch.equal(inverse_cdf(weights, u), plain)
             assert torch.equal(inverse_cdf(weights.view(8, 8, width), u.view(8, 8)), plain.view(8, 8))
 

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof.kernels import native
 from draftproof.kernels.choose import fused
 
 _MASK64 = (1 << 64) - 1
@@ -123,6 +124,12 @@ def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]
     if width < _WIDE:
         cdf = weights.cumsum(-1, dtype=torch.float64)
         return _first_above(cdf, u.unsqueeze(-1) * cdf[..., -1:]).squeeze(-1)
+    natively = native.operations(weights) if weights.dtype == torch.float32 else None
+    return _inverse_cdf_by_blocks(weights, u) if natively is None else natively.inverse_cdf(weights, u)
+
+
+def _inverse_cdf_by_blocks(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+    width = weights.shape[-1]
     whole = width - width % _BLOCK
     sums = weights[..., :whole].reshape(*weights.shape[:-1], -1, _BLOCK).sum(-1, dtype=torch.float64)
     if whole < width:

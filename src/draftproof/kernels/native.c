@@ -280,6 +280,42 @@ void draftproof_softmax(const float *x, float *y, long rows, long dim, long thre
     for (long row = 0; row < rows; row++) softmax_row(&w, row);
 }
 
+/* First place in a running sum that exceeds the goal, which is held strictly below `total`; `size` - 1 where rounding
+   leaves none. */
+static long first_above(const double *running, long size, double goal) {
+  const double total = running[size - 1], below = goal < nextafter(total, 0) ? goal : nextafter(total, 0);
+  long place = 0;
+  while (place < size - 1 && !(running[place] > below)) place++;
+  return place;
+}
+
+/* For each row of weights the first index whose running sum exceeds goal * total: by sums of blocks, then inside one.
+   `running` has room for BLOCK + dim / BLOCK + 1 numbers. */
+void draftproof_inverse_cdf(const float *weights, const double *goals, int64_t *found, double *running, long rows,
+                            long dim) {
+  const long blocks = (dim + BLOCK - 1) / BLOCK;
+  double *inside = running + blocks;
+  for (long row = 0; row < rows; row++) {
+    const float *w = weights + row * dim;
+    double total = 0;
+    for (long b = 0; b < blocks; b++) {
+      const long stop = (b + 1) * BLOCK < dim ? (b + 1) * BLOCK : dim;
+      __m512d sum = _mm512_setzero_pd();
+      long i = b * BLOCK;
+      for (; i + 8 <= stop; i += 8) sum = _mm512_add_pd(sum, _mm512_cvtps_pd(_mm256_loadu_ps(w + i)));
+      double rest = _mm512_reduce_add_pd(sum);
+      for (; i < stop; i++) rest += w[i];
+      running[b] = total += rest;
+    }
+    const double goal = goals[row] * total;
+    const long b = first_above(running, blocks, goal), start = b * BLOCK;
+    const long size = start + BLOCK < dim ? BLOCK : dim - start;
+    double sum = 0;
+    for (long i = 0; i < size; i++) inside[i] = sum += w[start + i];
+    found[row] = start + first_above(inside, size, goal - (b ? running[b - 1] : 0));
+  }
+}
+
 /* --- attention --------------------------------------------------------------------------------------------------- */
 
 enum { COLUMNS = 8, MOST_DIM = 256, TOGETHER = 6 };

@@ -42,7 +42,7 @@ LANES = 16  # outputs that lie together
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-std=c11", "-O3", *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq")), "-fPIC", "-shared")
 _NEEDS = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-_MOST_DIM, _COLUMNS = 256, 8  # as native.c has them
+_MOST_DIM, _COLUMNS, _BLOCK = 256, 8, 512  # as native.c has them
 _PATIENCE = 120  # seconds for the compiler
 _log = logging.getLogger(__name__)
 
@@ -164,7 +164,10 @@ class Operations:
         self._layer.argtypes = [pointer] * 5 + [number]
         self._softmax = made.draftproof_softmax
         self._softmax.argtypes = [pointer] * 2 + [number] * 3
-        for function in (self._product, self._norm, self._gated, self._attend, self._layer, self._softmax):
+        self._inverse_cdf = made.draftproof_inverse_cdf
+        self._inverse_cdf.argtypes = [pointer] * 4 + [number] * 2
+        rows = (self._norm, self._gated, self._softmax, self._inverse_cdf)
+        for function in (self._product, self._attend, self._layer, *rows):
             function.restype = None
 
     def __deepcopy__(self, memo: object) -> Operations:
@@ -226,6 +229,16 @@ class Operations:
         y, dim = torch.empty_like(x), x.shape[-1]
         self._softmax(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
         return y
+
+    def inverse_cdf(self, weights: Float32[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+        """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`."""
+        weights, goals = weights.contiguous(), u.to(torch.float64).contiguous()
+        dim = weights.shape[-1]
+        found = torch.empty(u.shape, dtype=torch.int64)
+        running = torch.empty(_BLOCK + dim // _BLOCK + 1, dtype=torch.float64)
+        addresses = (each.data_ptr() for each in (weights, goals, found, running))
+        self._inverse_cdf(*addresses, u.numel(), dim)
+        return found
 
     def attend(
         self,
@@ -332,11 +345,8 @@ def _attention(
 
 def softmax(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
     """Softmax of each row: natively for float32 on this machine's CPU where that is to be had, else by torch."""
-    if x.device.type == "cpu" and x.dtype == torch.float32:
-        made = _operations(os.environ.get(VARIABLE) or "auto", x.dtype)
-        if made is not None:
-            return made.softmax(x)
-    return x.softmax(-1)
+    made = operations(x) if x.dtype == torch.float32 else None
+    return x.softmax(-1) if made is None else made.softmax(x)
 
 
 def operations(like: Tensor) -> Operations | None:
