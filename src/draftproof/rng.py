@@ -102,6 +102,8 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
 
     An element is addressed by its coordinates, not by its offset, so padding a batch to a longer row leaves it alone.
     """
+    if len(shape) == 1:  # a draw a row, the most common: the same numbers without tensors
+        return torch.tensor([((key >> 12) + 0.5) * 2.0**-52 for key in keys], dtype=torch.float64, device=device)
     x = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
     for size in shape[1:]:
         steps = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)

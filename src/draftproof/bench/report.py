@@ -89,6 +89,8 @@ def _origin(told: dict[str, Any]) -> list[str]:
     asked = ", ".join(f"{name} ({data['questions']})" for name, data in told["data"].items())
     ran = ", ".join(f"{name} {version}" for name, version in versions.items())
     threads = f"{machine['threads']} threads on {machine['cores']} cores ({machine['architecture']})"
+    if machine.get("native"):
+        threads += f", native operations for {' and '.join(machine['native'])}"
     loads = [told[name] for name in ("load", "load_at_end") if name in told]
     load = f" Load average: {' and at the end '.join(f'{each:.1f}' for each in loads)}." if loads else ""
     return [

@@ -360,6 +360,12 @@ def operations(like: Tensor) -> Operations | None:
     return _operations(os.environ.get(VARIABLE) or "auto", like.dtype)
 
 
+def kinds() -> list[str]:
+    """The types of rows that there are native operations for here."""
+    asked = os.environ.get(VARIABLE) or "auto"
+    return [str(dtype).removeprefix("torch.") for dtype in _KINDS if _operations(asked, dtype) is not None]
+
+
 @functools.cache
 def _operations(asked: str, dtype: torch.dtype) -> Operations | None:
     if asked not in LEGAL:

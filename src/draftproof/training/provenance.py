@@ -21,6 +21,7 @@ import torch
 
 from draftproof import models
 from draftproof._version import __version__
+from draftproof.kernels import native
 
 FILE = "provenance.json"
 _PACKAGES = ("torch", "transformers", "safetensors")
@@ -57,8 +58,9 @@ def fingerprint(name: str) -> str:
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The kind of machine, not which one: architecture, system, threads, accelerator."""
+    """The kind of machine, not which one: architecture, system, threads, native operations, accelerator."""
     found = {"architecture": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()}
+    found["native"] = native.kinds()
     chosen = torch.device(device)
     if chosen.type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(chosen)
