@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,6 +206,11 @@ def test_the_best_number_of_drafts_by_hand():
     assert best_round(RoundCosts(1.0, 0.2, more=0.3), tokens) == (1, 1), "1.75 tokens for 1.5"
     assert best_round(RoundCosts(1.0, 0.2, token=0.3), tokens) == (0, 1), "nothing pays"
     assert RoundCosts(1.0, 0.2, token=0.1, more=0.05).of(3, 4) == pytest.approx(1 + 3 * (0.2 + 0.15 + 0.4))
+    begun = RoundCosts(1.0, 0.2, begin=0.3)
+    assert (begun.of(0), begun.of(1), begun.of(4)) == pytest.approx((1.0, 1.5, 2.1))
+    assert best_round(begun, {1: (1.0, 1.5, 1.8, 2.1)}) == (3, 1), "2.1 for 1.9, where one token has 1.5 for 1.5"
+    halfway = BatchCosts((1, 3), (begun, RoundCosts(2.0, 0.2, begin=0.5))).at(2)
+    assert (halfway.of(0), halfway.of(1)) == pytest.approx((1.5, 2.1))
 
 
 def test_requests_that_share_a_round_decide_together():
@@ -294,6 +300,23 @@ def test_costs_of_several_drafts_and_of_short_trees_are_measured(spec):
     assert 0 < costs.draft < 5 * costs.target
     assert (costs.more > 0) <= (spec == "chains:3"), "trees are measured as they are"
     assert costs.draft != costs.target, "drafts were measured"
+
+
+def test_a_line_through_two_lengths_gives_what_a_token_takes_and_what_a_draft_takes_to_begin(monkeypatch):
+    seconds = {0: (0.0, 2.0), 2: (0.5 + 2 * 0.4, 2.3 + 2 * 0.1), 8: (0.5 + 8 * 0.4, 2.3 + 8 * 0.1)}
+
+    def rounds(_engine, _drafter, way, _rows):
+        draft, rest = seconds[way[0]]
+        return [SimpleNamespace(num_draft_tokens=way[0], seconds=SimpleNamespace(draft=draft, total=draft + rest))] * 3
+
+    monkeypatch.setattr(pace, "_rounds", rounds)
+    costs = measured_costs(engine(length=8))
+    found = (costs.target, costs.draft, costs.token, costs.begin, costs.more)
+    assert found == pytest.approx((2.0, 0.4, 0.1, 0.8, 0.0))
+    assert [costs.of(n) for n in (0, 2, 8)] == pytest.approx([sum(seconds[n]) for n in (0, 2, 8)])
+    seconds[8] = (1.0, 2.0)  # noise: a longer draft seemed to take less
+    costs = measured_costs(engine(length=8))
+    assert (costs.draft, costs.token) == pytest.approx((0.5 * 1.0 / 8, 0.0)), "no draft is free"
 
 
 def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):

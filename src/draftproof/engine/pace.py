@@ -29,7 +29,7 @@ from draftproof.theory.cost import BatchCosts, RoundCosts
 
 PROMPT, ROUNDS, REPEATS = 32, 10, 3
 LENGTHS = (2, 8)  # a line through two lengths
-_VERSION = 4
+_VERSION = 5
 _log = logging.getLogger(__name__)
 
 
@@ -65,7 +65,7 @@ def _known(engine: Engine, file: Path, rows: int) -> RoundCosts:
 
 
 def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
-    """Seconds of rounds without a draft, of a drafted token, and of what it and further drafts add to a round.
+    """Seconds of rounds without a draft, of beginning one, of a drafted token, and of what it and further drafts add.
 
     Some short runs with constant lengths, and with all drafts that the drafter makes, in turns; the medians of their
     rounds count. The engine is left as it was.
@@ -95,14 +95,29 @@ def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
     target = statistics.median(rest[0, 1])
     if not all(rest.values()):  # nothing was drafted, say after a prompt that the draft cannot read
         return RoundCosts(target, target)
-    short, long = (statistics.median(rest[way]) for way in (single[0], single[-1]))
-    token = max((long - short) / max(lengths[-1] - lengths[0], 1), (short - target) / lengths[0], 0.0)
-    draft = statistics.median([seconds / way[0] for way in single for seconds in drafting[way]])
+    spent = {way: (statistics.median(drafting[way]), statistics.median(rest[way]) - target) for way in ways[1:]}
+    draft = _slope(lengths, [spent[way][0] for way in single], least=0.5)
+    token = _slope(lengths, [spent[way][1] for way in single], least=0.0)
+    begin = max(sum(spent[single[0]]) - lengths[0] * (draft + token), 0.0)
     more = 0.0
     for way in several:
-        more = max(statistics.median(drafting[way]) / way[0] - draft, 0.0) / (most - 1)
-        token = max(token, (statistics.median(rest[way]) - target) / (way[0] * most))
-    return RoundCosts(target=target, draft=draft, token=token, more=more)
+        more = max(spent[way][0] - spent[single[-1]][0], 0.0) / way[0] / (most - 1)
+        token = max(token, spent[way][1] / (way[0] * most))
+    return RoundCosts(target=target, draft=draft, token=token, more=more, begin=begin)
+
+
+def _slope(lengths: Sequence[int], seconds: Sequence[float], *, least: float) -> float:
+    """Seconds that one more token takes, between the shortest draft and the longest.
+
+    Args:
+        lengths: of drafts.
+        seconds: of a round with each.
+        least: share of a token's part of the longest that noise may not push it below; above all of it neither.
+    """
+    whole = max(seconds[-1] / lengths[-1], 0.0)
+    if len(lengths) == 1:
+        return whole
+    return min(max((seconds[-1] - seconds[0]) / (lengths[-1] - lengths[0]), least * whole), whole)
 
 
 def _rounds(engine: Engine, drafter: Any, way: tuple[int, int], rows: int) -> list[Stats]:

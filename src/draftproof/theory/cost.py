@@ -28,15 +28,16 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Seconds of a round, or any multiple of them: `target` + n (`draft` + (K - 1) `more` + K `token`).
+    """Seconds of a round, or any multiple of them: `target`, and `begin` + n (`draft` + (K - 1) `more` + K `token`).
 
-    That is for K drafts of n tokens, as if they had no token in common.
+    The latter is for K drafts of n > 0 tokens, as if they had no token in common.
 
     Attributes:
         target: of a round without a draft.
         draft: of drafting a token.
         token: what a drafted token adds to the target's pass and to the rule.
         more: what drafting takes longer for each further draft.
+        begin: what a round with a draft takes longer whatever its length.
         shared: whether requests that share a round are one another's cost: here each has a round of its own.
     """
 
@@ -46,10 +47,13 @@ class RoundCosts:
     draft: float
     token: float = 0.0
     more: float = 0.0
+    begin: float = 0.0
 
     def of(self, drafted: int, drafts: int = 1) -> float:
         """Of a round with that many drafts of that many tokens."""
-        return self.target + drafted * (self.draft + (drafts - 1) * self.more + drafts * self.token)
+        if not drafted:
+            return self.target
+        return self.target + self.begin + drafted * (self.draft + (drafts - 1) * self.more + drafts * self.token)
 
     def at(self, rows: int) -> RoundCosts:  # noqa: ARG002
         """The same for any number of requests that share a round."""
@@ -83,6 +87,7 @@ class BatchCosts:
             draft=few.draft + share * (many.draft - few.draft),
             token=few.token + share * (many.token - few.token),
             more=few.more + share * (many.more - few.more),
+            begin=few.begin + share * (many.begin - few.begin),
         )
 
 
