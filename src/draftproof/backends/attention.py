@@ -185,6 +185,5 @@ class NativeAttention:
         """See `Attention`."""
         heads = self.heads
         keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        return self.operations.attend(
-            fused, at.cos, at.sin, keys, values, sight, key_heads=heads.keys, scale=heads.scale
-        )
+        given = native.Reading.of(at.cos, at.sin, keys, values, sight, heads=heads.queries, scale=heads.scale)
+        return self.operations.attend(fused, given)

@@ -3,8 +3,9 @@
 Knows: the layers of Llama, Mistral, Qwen2 and Qwen3 models (SmolLM2 is a Llama). Does not know: sessions, feeds, rules.
 
 Queries, keys and values are one product, and so are gate and up; weights are packed for the CPU (`packed`); keys go
-straight into the slot cache, in transformers' layout, and are never expanded to the number of query heads; logits are
-computed for the wanted columns only.
+straight into the slot cache, in transformers' layout, and are never expanded to the number of query heads
+(`attention`); logits are computed for the wanted columns only. Where all parts of a layer are C code it is one call
+(`native_layer`).
 
 Memory: the linear weights of the model are moved, not copied; what is held twice is the embedding of a model whose
 output layer is tied to it, where weights are packed: rows are looked up in the plain one. The model that was given
@@ -259,7 +260,7 @@ class Layer:
         self.out = fuse(attention, ["o_proj"], pack=pack)
         self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
         self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
-        self._run = native_layer(self) or self._by_parts
+        self._whole = native_layer(self)
 
     @property
     def gates_natively(self) -> bool:
@@ -268,9 +269,8 @@ class Layer:
 
     def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: Any) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
-        return self._run(x, at, sight)
-
-    def _by_parts(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: Any) -> Float[Tensor, "tokens dim"]:
+        if self._whole is not None:
+            return self._whole(x, at, sight)
         heads = self.heads
         fused = self.qkv(self.before(x)).view(x.shape[0], -1, heads.dim)
         if self.qk_norm is not None:

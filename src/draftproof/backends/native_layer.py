@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -37,62 +35,50 @@ class _Layer(ctypes.Structure):
 
 def native_layer(layer: Any) -> NativeLayer | None:
     """One call for a lean `Layer`; None where some part of it is not native."""
-    products = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    products = {name: getattr(layer, name) for name in ("qkv", "out", "gate_up", "down")}
+    norms = {"before": layer.before, "between": layer.between, "turned": layer.qk_norm}
     rows = layer.before.is_native and layer.between.is_native and layer.gates_natively
-    if not rows or not isinstance(layer.attention, NativeAttention) or any(p.layout != "native" for p in products):
+    if not isinstance(layer.attention, NativeAttention) or not rows:
         return None
-    return NativeLayer(layer)
+    if any(product.layout != "native" for product in products.values()):
+        return None
+    return NativeLayer(layer.number, layer.attention, products, norms)
 
 
 class NativeLayer:
-    """See `native_layer`.
+    """See `native_layer`; it shares the layer's parts and does not hold the layer, which holds it.
 
     Args:
-        layer: whose weights are used; it must live as long as this.
+        number: of the layer in the cache.
+        attention: native.
+        products: a `Product` each, by the names that native.c has for them.
+        norms: likewise; None for one that the layer has not.
     """
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
-        return NativeLayer(copy.deepcopy(self._layer, memo))  # addresses are those of the copy
-
-    @cached_property  # at the first call: a layer that is being copied has no weights yet
-    def _given(self) -> _Layer:
-        layer = self._layer
-        norms = {"before": layer.before, "between": layer.between, "turned": layer.qk_norm}
-        return _Layer(
-            size=layer.out.weight.outs,
+    def __init__(
+        self, number: int, attention: NativeAttention, products: dict[str, Any], norms: dict[str, Any]
+    ) -> None:
+        self._parts = number, attention, products, norms
+        self._heads, self._operations = attention.heads, attention.operations
+        self._inner = products["down"].weight.ins
+        self._given = _Layer(
+            size=products["out"].weight.outs,
             inner=self._inner,
-            **{name: _linear(getattr(layer, name)) for name in ("qkv", "out", "gate_up", "down")},
+            **{name: _linear(product) for name, product in products.items()},
             **{name: None if norm is None else norm.scaled.data_ptr() for name, norm in norms.items()},
             **{f"{name}_least": 0.0 if norm is None else norm.added for name, norm in norms.items()},
         )
 
-    @cached_property
-    def _inner(self) -> int:
-        return int(self._layer.down.weight.ins)
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
+        return NativeLayer(*copy.deepcopy(self._parts, memo))  # addresses are those of the copy
 
     def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: native.Sight) -> Float[Tensor, "tokens dim"]:
         """As `Layer`."""
-        layer, heads = self._layer, self._layer.heads
-        keys, values = at.cache.buffers(layer.number, heads.keys, heads.dim, x)
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        layer.attention.operations.layer(
-            ctypes.addressof(self._given),
-            x,
-            y,
-            at.cos,
-            at.sin,
-            keys,
-            values,
-            sight,
-            heads=heads.queries,
-            scale=heads.scale,
-            work=x.shape[0] * (x.shape[1] + 2 * (heads.queries + heads.keys) * heads.dim + 3 * self._inner),
-        )
-        return y
+        heads = self._heads
+        keys, values = at.cache.buffers(self._parts[0], heads.keys, heads.dim, x)
+        given = native.Reading.of(at.cos, at.sin, keys, values, sight, heads=heads.queries, scale=heads.scale)
+        work = x.shape[0] * (x.shape[1] + 2 * (heads.queries + heads.keys) * heads.dim + 3 * self._inner)
+        return self._operations.layer(self._given, x, given, sight.room(work, x.dtype, 1))
 
 
 def _linear(product: Any) -> _Linear:

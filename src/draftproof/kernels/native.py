@@ -6,8 +6,8 @@ know: layers, models.
 One row's outputs are the same bits whatever rows stand beside it, so that a token's logits do not depend on the batch
 that it is verified in. What it gains stands in docs/log.md. DRAFTPROOF_NATIVE may be
     auto  (when unset) on x86-64 Linux with AVX-512 and a C compiler; for bfloat16 where the processor multiplies its
-          pairs (AVX-512 BF16) and has no matrix unit (AMX, which oneDNN uses for prompts). Elsewhere, and where the
-          build fails or its products differ from torch's, torch's operations serve;
+          pairs (AVX-512 BF16) and has no matrix unit (AMX, which oneDNN uses for prompts). Elsewhere torch's operations
+          serve, and with a warning where the build fails or what it computes differs from them;
     0     never;
     1     for bfloat16 on processors with a matrix unit too, and an error where it cannot be had.
 """
@@ -127,8 +127,11 @@ class Sight:
         return self._rooms[number]
 
 
-class _Attention(ctypes.Structure):
-    """As native.c has it."""
+class Reading(ctypes.Structure):
+    """What attention reads and writes in a layer, as native.c has it (`attention`), but for the rows' own tensors.
+
+    It holds addresses: the tensors that it was made of must outlive it.
+    """
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "seen", "mask")),
@@ -137,6 +140,55 @@ class _Attention(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("angles", "room")),
         ("scale", ctypes.c_float),
     ]
+
+    @classmethod
+    def of(
+        cls,
+        cos: Float[Tensor, "tokens 1 dim"],
+        sin: Float[Tensor, "tokens 1 dim"],
+        keys: Float[Tensor, "slots key_heads capacity dim"],
+        values: Float[Tensor, "slots key_heads capacity dim"],
+        sight: Sight,
+        *,
+        heads: int,
+        scale: float,
+    ) -> Reading:
+        """From tensors.
+
+        Args:
+            cos: of each token, contiguous in the last dimension.
+            sin: the same, with the sign of `rotate_half` and cos's stride.
+            keys: a layer's buffer.
+            values: a layer's buffer.
+            sight: of this pass.
+            heads: query heads; neighbours share a key head.
+            scale: of scores.
+        """
+        (rows, width), (_, key_heads, capacity, dim) = sight.seen.shape, keys.shape
+        assert cos.stride(0) == sin.stride(0), "halves of one table"
+        queries = min(width, _COLUMNS) * (heads // key_heads)
+        room = (LANES + queries) * (sight.horizon + LANES)
+        mask = sight.mask
+        return cls(
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            places=sight.places.data_ptr(),
+            seen=sight.seen.data_ptr(),
+            mask=None if mask is None else mask.data_ptr(),
+            scratch=sight.room(torch.get_num_threads() * room, torch.float32, 0).data_ptr(),
+            rows=rows,
+            width=width,
+            heads=heads,
+            key_heads=key_heads,
+            dim=dim,
+            capacity=capacity,
+            horizon=0 if mask is None else mask.shape[-1],
+            angles=cos.stride(0),
+            room=room,
+            scale=scale,
+        )
 
 
 class Operations:
@@ -240,107 +292,35 @@ class Operations:
         self._inverse_cdf(*addresses, u.numel(), dim)
         return found
 
-    def attend(
-        self,
-        fused: Float[Tensor, "tokens heads dim"],
-        cos: Float[Tensor, "tokens 1 dim"],
-        sin: Float[Tensor, "tokens 1 dim"],
-        keys: Float[Tensor, "slots key_heads capacity dim"],
-        values: Float[Tensor, "slots key_heads capacity dim"],
-        sight: Sight,
-        *,
-        key_heads: int,
-        scale: float,
-    ) -> Float[Tensor, "tokens inner"]:
+    def attend(self, fused: Float[Tensor, "tokens heads dim"], given: Reading) -> Float[Tensor, "tokens inner"]:
         """Turn queries and keys, write keys and values, weigh values; outputs of padding are zeros.
 
         Args:
-            fused: contiguous; overwritten.
-            cos: of each token, contiguous in the last dimension.
-            sin: the same, with the sign of `rotate_half` and cos's stride.
-            keys: a layer's buffer.
-            values: a layer's buffer.
-            sight: of this pass.
-            key_heads: how many; each serves neighbouring query heads.
-            scale: of scores.
+            fused: queries, keys and values of every token; contiguous, overwritten.
+            given: the rest.
         """
-        tokens, every, dim = fused.shape
-        heads = every - 2 * key_heads
         assert fused.is_contiguous(), "overwritten in place"
-        given = _attention(cos, sin, keys, values, sight, heads=heads, scale=scale)
-        out = fused.new_empty((tokens, heads * dim))
+        out = fused.new_empty((fused.shape[0], given.heads * given.dim))
         given.fused, given.out = fused.data_ptr(), out.data_ptr()
         self._attend(ctypes.addressof(given), torch.get_num_threads())
         return out
 
     def layer(
-        self,
-        weights: int,
-        x: Float[Tensor, "tokens size"],
-        y: Float[Tensor, "tokens size"],
-        cos: Float[Tensor, "tokens 1 dim"],
-        sin: Float[Tensor, "tokens 1 dim"],
-        keys: Float[Tensor, "slots key_heads capacity dim"],
-        values: Float[Tensor, "slots key_heads capacity dim"],
-        sight: Sight,
-        *,
-        heads: int,
-        scale: float,
-        work: int,
-    ) -> None:
-        """A whole decoder layer, `y` from `x`.
+        self, weights: ctypes.Structure, x: Float[Tensor, "tokens size"], given: Reading, work: Tensor
+    ) -> Float[Tensor, "tokens size"]:
+        """A whole decoder layer.
 
         Args:
-            weights: address of native.c's `layer`.
-            x: contiguous.
-            y: contiguous, other memory than `x`.
-            cos: see `attend`, as for the rest.
-            sin: see `attend`.
-            keys: see `attend`.
-            values: see `attend`.
-            sight: see `attend`.
-            heads: query heads.
-            scale: of scores.
-            work: how many numbers it works in.
+            weights: native.c's `layer`.
+            x: hidden states.
+            given: of attention.
+            work: room of this type, as large as native.c says.
         """
-        given = _attention(cos, sin, keys, values, sight, heads=heads, scale=scale)
-        room = sight.room(work, self.dtype, 1)
-        self._layer(
-            weights, ctypes.addressof(given), x.data_ptr(), y.data_ptr(), room.data_ptr(), torch.get_num_threads()
-        )
-
-
-def _attention(
-    cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, sight: Sight, *, heads: int, scale: float
-) -> _Attention:
-    """Arguments of `Operations.attend`, but for its rows."""
-    (rows, width), (_, key_heads, capacity, dim) = sight.seen.shape, keys.shape
-    assert cos.stride(0) == sin.stride(0), "halves of one table"
-    queries = min(width, _COLUMNS) * (heads // key_heads)
-    room = (LANES + queries) * (sight.horizon + LANES)
-    mask = sight.mask
-    return _Attention(
-        0,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        sight.places.data_ptr(),
-        sight.seen.data_ptr(),
-        None if mask is None else mask.data_ptr(),
-        0,
-        sight.room(torch.get_num_threads() * room, torch.float32, 0).data_ptr(),
-        rows,
-        width,
-        heads,
-        key_heads,
-        dim,
-        capacity,
-        0 if mask is None else mask.shape[-1],
-        cos.stride(0),
-        room,
-        scale,
-    )
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        addresses = (ctypes.addressof(weights), ctypes.addressof(given), x.data_ptr(), y.data_ptr(), work.data_ptr())
+        self._layer(*addresses, torch.get_num_threads())
+        return y
 
 
 def softmax(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
@@ -374,14 +354,19 @@ def _operations(asked: str, dtype: torch.dtype) -> Operations | None:
         return None
     try:
         _require_processor(dtype, matrix_unit=asked == "1")
-        made = Operations(_build(dtype), dtype)
+        made = _built(dtype)
         _require_agreement(made)
     except (OSError, UserError, AttributeError, subprocess.SubprocessError) as error:
         if asked == "1":
             raise UserError(f"{VARIABLE} is '1', but native operations cannot be had: {reason(error)}") from error
-        _log.info("no native operations, torch's serve: %s", reason(error))
+        told = logging.INFO if isinstance(error, _LackingError) else logging.WARNING
+        _log.log(told, "no native operations, torch's slower ones serve: %s (%s=0 is quiet)", reason(error), VARIABLE)
         return None
     return made
+
+
+class _LackingError(UserError):
+    """This machine is of another kind, and nothing is wrong."""
 
 
 def _require_processor(dtype: torch.dtype, *, matrix_unit: bool) -> None:
@@ -392,43 +377,48 @@ def _require_processor(dtype: torch.dtype, *, matrix_unit: bool) -> None:
         matrix_unit: whether a processor that has one will do, too.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64":
-        raise UserError(f"they are for Linux on x86_64, and this is {sys.platform} on {platform.machine()}")
+        raise _LackingError(f"they are for Linux on x86_64, and this is {sys.platform} on {platform.machine()}")
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     if missing := (_NEEDS | _KINDS[dtype].needs) - flags:
-        raise UserError(f"the processor lacks {', '.join(sorted(missing))}")
+        raise _LackingError(f"the processor lacks {', '.join(sorted(missing))}")
     if dtype == torch.bfloat16 and "amx_bf16" in flags and not matrix_unit:
-        raise UserError("the processor has AMX, which oneDNN's products use")
+        raise _LackingError("the processor has AMX, which oneDNN's products use")
 
 
-def _build(dtype: torch.dtype) -> Path:
-    """The shared library for rows of a type; compiled unless it was before, and kept where that can be done."""
+def _built(dtype: torch.dtype) -> Operations:
+    """Operations for rows of a type, from a library compiled before, or now; it is kept where that can be done."""
     flags = (*_FLAGS, *_KINDS[dtype].flags)
     name = f"{hashlib.sha256(_SOURCE.read_bytes() + ' '.join(flags).encode()).hexdigest()[:16]}.so"
-    made = home() / "native" / name
-    if made.exists():
-        return made
+    kept = home() / "native" / name
+    if kept.exists():
+        return Operations(kept, dtype)
     compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        raise UserError("no C compiler was found (CC, cc, gcc, clang)")
+        raise _LackingError("no C compiler was found (CC, cc, gcc, clang)")
     try:
-        _compile(compiler, flags, made)
+        _compile(compiler, flags, kept)
     except OSError:  # nowhere to keep it
-        made = Path(tempfile.mkdtemp(prefix="draftproof-")) / name
-        _compile(compiler, flags, made)
-    return made
+        with tempfile.TemporaryDirectory(prefix="draftproof-") as folder:
+            passing = Path(folder) / name
+            _compile(compiler, flags, passing)
+            return Operations(passing, dtype)  # what is loaded outlives its file
+    return Operations(kept, dtype)
 
 
 def _compile(compiler: str, flags: tuple[str, ...], made: Path) -> None:
     with whole_file(made) as work:
-        command = [compiler, *flags, str(_SOURCE), "-o", str(work)]
+        command = [compiler, *flags, str(_SOURCE), "-lm", "-o", str(work)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)  # noqa: S603
         if done.returncode:
             raise UserError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
 
 
 def _require_agreement(made: Operations) -> None:
-    """That products equal torch's, to rounding: some widths, a bias, outputs that are no multiple of sixteen."""
+    """That products, softmax and draws equal torch's to rounding.
+
+    A layer as a whole is compared with transformers' when a model is loaded (`hf.probe`).
+    """
     generator = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(size, generator=generator).to(made.dtype) for size in ((200, 334), (200,)))
     slack = 2 * torch.finfo(made.dtype).eps
@@ -438,3 +428,11 @@ def _require_agreement(made: Operations) -> None:
         found = made.product(x, Interleaved.of(weight), bias).double()
         if not torch.allclose(found, wanted, rtol=slack, atol=1e-4):
             raise UserError(f"its products of {rows} rows are off by {(found - wanted).abs().max().item():.3g}")
+    scores = torch.randn((3, 5001), generator=generator)
+    wanted = scores.double().softmax(-1)
+    if not torch.allclose(made.softmax(scores).double(), wanted, rtol=1e-5, atol=0):
+        raise UserError("its softmax differs from torch's")
+    places = torch.tensor([0, 2500, 5000])  # a uniform in the middle of each one's share
+    middle = (wanted.cumsum(-1) - wanted / 2).gather(-1, places.unsqueeze(-1)).squeeze(-1)
+    if not torch.equal(made.inverse_cdf(wanted.float(), middle), places):
+        raise UserError("its draws differ from those of a running sum")
