@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +12,11 @@ from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import compose, pace
-from draftproof.engine.pace import known_costs, measured_costs
+from draftproof.engine.pace import known_acceptance, known_costs, measured_acceptance, measured_costs
 from draftproof.engine.parts import make_drafter, make_stopper, make_verifier
+from draftproof.engine.stats import Seconds, Stats
 from draftproof.rng import CounterRoundRng
-from draftproof.stoppers.auto import PAUSES, PROBE, Auto
+from draftproof.stoppers.auto import LOOK, PAUSES, PROBE, Acceptance, Auto
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, exact_law, target_law, total_variation
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length, expected_tokens
@@ -79,7 +79,10 @@ def test_what_never_pays_is_hardly_tried():
     assert sum(drafting) * 0.1 / 2000 < 0.01, "under one percent of the time"
     late = [place for place, n in enumerate(lengths) if n and place > 1000]
     assert len(late) >= 3, "and it still looks"
-    assert {b - a for a, b in itertools.pairwise(late)} == {PAUSES[1] + 1}
+    pause = round(PAUSES[1] / PAUSES[0] * 0.1 / LOOK)
+    assert {b - a for a, b in itertools.pairwise(late)} == {pause + 2}, (
+        "one round more by rounding, and the look itself"
+    )
     assert {lengths[place] for place in late} == {PROBE}
 
 
@@ -307,7 +310,7 @@ def test_a_line_through_two_lengths_gives_what_a_token_takes_and_what_a_draft_ta
 
     def rounds(_engine, _drafter, way, _rows):
         draft, rest = seconds[way[0]]
-        return [SimpleNamespace(num_draft_tokens=way[0], seconds=SimpleNamespace(draft=draft, total=draft + rest))] * 3
+        return [Stats(num_draft_tokens=way[0], seconds=Seconds(draft=draft, total=draft + rest))] * 3
 
     monkeypatch.setattr(pace, "_rounds", rounds)
     costs = measured_costs(engine(length=8))
@@ -333,6 +336,33 @@ def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):
         file.write_text(broken)
         assert known_costs(engine(), file) == first
     assert len(calls) == 10
+
+
+def test_acceptance_is_counted_as_requests_do_and_kept_with_the_costs(tmp_path, monkeypatch):
+    under_test, file = engine(draft="target"), tmp_path / "costs.json"
+    kept = under_test.drafter.stopper
+    assert measured_acceptance(under_test) == Acceptance(1.0, 1.0), "a draft that is the target itself"
+    assert under_test.drafter.stopper is kept
+    assert not under_test.busy
+    found = known_acceptance(engine(), file)
+    assert 0.3 < found.first < found.later < 1
+    monkeypatch.setattr(pace, "measured_acceptance", lambda _: Acceptance(0.0, 0.0))
+    assert known_acceptance(engine(), file) == found
+    watching = pace._Watching(4)
+    for drafted, accepted in ((4, 0), (4, 1), (4, 4), (2, 2), (1, 1), (0, 0)):
+        watching.observe(0, drafted, accepted)
+    assert watching.seen == Acceptance(4 / 5, 0.8), "4 of 5 first ones; later ones 0 of 1, 3 of 3 and 1 of 1"
+
+
+def test_a_request_begins_with_what_is_assumed_or_the_default_if_that_is_more():
+    costs = RoundCosts(1.0, 0.45)
+    assert Auto(costs).wanted(0) == 0
+    assert Auto(costs, assumed=Acceptance(0.2, 0.1)).wanted(0) == Auto(costs).wanted(0)
+    hopeful = Auto(costs, assumed=Acceptance(0.8, 0.9))
+    assert hopeful.wanted(0) == best_round_length(costs, 0.8, 16, later=0.9) > 1
+    for _ in range(20):
+        hopeful.observe(0, 4, 0)
+    assert (hopeful.wanted(0), hopeful.wanted(1)) == (0, Auto(costs, assumed=Acceptance(0.8, 0.9)).wanted(0))
 
 
 def test_costs_that_cannot_be_kept_are_used_and_told_of(tmp_path, monkeypatch, caplog):

@@ -14,8 +14,10 @@ from draftproof.backends.feature_head import FeatureBackend
 from draftproof.backends.feature_net import FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
+from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.sampling import probabilities
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import engine_law, total_variation
 from draftproof.tree import TokenTree
@@ -236,6 +238,37 @@ def test_exact_law_on_a_real_model(chains, rule, ids):
     assert total_variation(found, wanted) < 1e-7, "the rules work on float32 rows"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 2},
+        {"top_p": 0.8, "min_p": 0.01},
+        {"logit_bias": {5: 4.0, 6: 100.0}},
+        {"repetition_penalty": 1.3, "bad_words": ["dog"]},
+    ],
+)
+def test_rows_are_those_of_the_whole_vocabulary_with_nothing_elsewhere(options):
+    target, ids = fresh("target"), [1, 2, 5, 7, 40, 41, 200]
+    model = FeatureModel(target, net_for(target, ids=ids))
+    params = SamplingParams(**options)
+    encode = lambda text: tokenizer()(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    bound = params.bind(vocab_size=target.vocab_size, prompt_ids=[1, 5], encode=encode)
+    session = target.open()
+    model.session(DraftRequest(7, [1, 5, 40], 2, 4, bound, session))
+    logits = torch.randn(3, len(ids), generator=torch.Generator().manual_seed(1))
+    whole = torch.full((3, target.vocab_size), float("-inf"))
+    whole[:, ids] = logits
+    request = DraftRequest(7, [1, 5, 40], 2, 4, bound, session)
+    rows = model.rows(request, logits, [[], [7], [7, 41]], torch.tensor(ids))
+    wanted = probabilities(whole, bound, [40], [[], [7], [7, 41]])
+    assert torch.allclose(rows, wanted, rtol=1e-5, atol=0)
+    assert rows.shape == whole.shape
+    moved = model.rows(request, logits, [[], [7], [7, 41]], torch.tensor(ids) + 1)
+    assert not torch.allclose(moved, wanted, rtol=1e-5, atol=0), "other tokens are seen"
+
+
 def test_a_long_prompt_is_read_in_chunks():
     greedy = SamplingParams(max_tokens=12, temperature=0)
     prompt = [(i * i) % 90 for i in range(600)]
@@ -307,6 +340,13 @@ def test_foreign_and_broken_heads_are_refused(tmp_path, change, words):
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(UserError, match=words):
         make_drafter(f"feature_head:{tmp_path}", target=target, draft=None, stopper="fixed:2")
+
+
+@pytest.mark.parametrize("ids", [[5, 1, 90], [1, 5, 5], [-1, 5, 90], [1, 5, 97]])
+def test_tokens_out_of_order_twice_or_outside_are_refused(tmp_path, ids):
+    save_net(net_for(fresh(), ids=ids), tmp_path)
+    with pytest.raises(UserError, match="names tokens out of order, twice or outside its vocabulary"):
+        load_net(tmp_path)
 
 
 def test_names_of_nothing_say_what_is_legal(tmp_path):

@@ -17,6 +17,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.packed import Product, packs
+from draftproof.functional import chain
 from draftproof.kernels import native
 from draftproof.kernels.native import Interleaved, Reading, Sight
 from draftproof.tree import TokenTree
@@ -147,6 +148,77 @@ def test_softmax_of_what_is_not_finite_and_of_far_apart_scores():
     assert (made[3, :20] == 0).all()
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 15), (2, 64), (5, 515)])
+def test_legal_logits_are_told_from_others(rows, dim, dtype):
+    legal = OPERATIONS[dtype].legal
+    x = drawn(1, rows, dim, dtype=dtype)
+    assert legal(x)
+    for row, place in {(0, 0), (rows - 1, dim - 1), (rows // 2, dim // 2)}:
+        for value, fine in ((float("nan"), False), (float("inf"), False), (float("-inf"), dim > 1)):
+            broken = x.clone()
+            broken[row, place] = value
+            assert legal(broken) == fine
+            assert bool(broken.amax(-1).isfinite().all()) == fine, "as torch says"
+    x[rows // 2] = float("-inf")
+    assert not legal(x)
+
+
+@needs_native
+def test_rows_spread_over_a_vocabulary():
+    narrow, ids = drawn(1, 3, 40, dtype=torch.float32), torch.randperm(100)[:40].sort().values
+    wanted = torch.zeros(3, 100)
+    wanted[:, ids] = narrow
+    assert torch.equal(native.spread(narrow, ids, 100), wanted)
+    assert torch.equal(native.spread(narrow.double(), ids, 100), wanted.double()), "by torch"
+
+
+# --- the block rule ---------------------------------------------------------------------------------------------------
+
+
+def chains(seed, batch, n, vocab):
+    """Ragged chains with rows of p that are peaked, equal to q, or without mass where q has some."""
+    draw = torch.Generator().manual_seed(seed)
+    p = (3 * torch.randn((batch, n + 1, vocab), generator=draw)).softmax(-1)
+    q = (2 * torch.randn((batch, n, vocab), generator=draw)).softmax(-1)
+    q[1::4], p[2::4, :, ::2] = p[1::4, :n], 0.0
+    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=draw).view(batch, n)
+    lengths = torch.randint(0, n + 1, (batch,), generator=draw)
+    for row, length in enumerate(lengths.tolist()):
+        tokens[row, length:], q[row, length:] = 0, 0.0
+    return tokens, q, p, lengths
+
+
+@needs_native
+@pytest.mark.parametrize("masses", [False, True])
+@pytest.mark.parametrize(("n", "vocab"), [(1, 2), (3, 5), (4, 40), (8, 700)])
+def test_the_block_rules_plan_and_its_residual(n, vocab, masses):
+    tokens, q, p, lengths = chains(n, 24, n, vocab)
+    q = None if masses else q
+    wide = None if q is None else q.double()
+    found = chain.block_acceptance(tokens, q, p, lengths)
+    wanted = chain.block_acceptance(tokens, wide, p.double(), lengths)  # float64 is torch's
+    inside = torch.arange(n) < lengths.unsqueeze(-1)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.allclose(mine[inside], theirs[inside], rtol=0, atol=3e-6)
+    assert (found[1][~inside] == 0).all()
+    unscaled = chain.block_acceptance(tokens, wide, (p * 1.01).double(), lengths)
+    assert not torch.allclose(found[1][inside], unscaled[1][inside], rtol=0, atol=3e-6), "another p is seen"
+    for kept in range(n + 1):
+        accepted = lengths.clamp(max=kept)
+        scale = torch.linspace(0.05, 1, 24, dtype=torch.float64)
+        made = chain.bonus_weights(p, q, tokens, accepted, lengths, scale)
+        exact = chain.bonus_weights(p.double(), wide, tokens, accepted, lengths, scale)
+        assert torch.allclose(made.double(), exact, rtol=0, atol=2e-7)
+        assert made.dtype == torch.float32
+
+
+@needs_native
+def test_where_no_residual_is_left_it_is_the_targets_row():
+    p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
+    made = chain.bonus_weights(p, p[:, :1].clone(), *(torch.tensor(x) for x in ([[1]], [0], [1], [1.0])))
+    assert made.tolist() == [[0.25, 0.75]]
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
@@ -185,10 +257,10 @@ class Case:
     def run(self):
         """The operation's outputs, keys and values; the case stays as it is."""
         keys, values = self.keys.clone(), self.values.clone()
-        sight = Sight(self.places, self.seen, self.mask)
+        sight = Sight([tuple(place) for place in self.places.tolist()], self.seen.tolist(), self.mask)
         heads = self.group * self.key_heads
-        given = Reading.of(self.cos, self.sin, keys, values, sight, heads=heads, scale=self.dim**-0.5)
-        return OPERATIONS[self.dtype].attend(self.fused.clone(), given), keys, values
+        given = Reading.of(self.cos, self.sin, keys.shape, sight, heads=heads, scale=self.dim**-0.5)
+        return OPERATIONS[self.dtype].attend(self.fused.clone(), given, keys, values), keys, values
 
     def turned(self, x):
         """Rotary turn as transformers rounds it."""
@@ -333,8 +405,8 @@ def test_chains_are_read_to_the_same_bits_however_they_are_batched(name, dtype):
 
     alone = start(40)
     wanted = torch.cat([made.forward([Feed(alone, [token])])[0].logits for token in tokens[40:50]])
-    chain = made.forward([Feed(start(40), tokens[40:41], TokenTree.chain(torch.tensor(tokens[41:50])))])[0].logits
-    assert torch.equal(chain, wanted)
+    drafted = TokenTree.chain(torch.tensor(tokens[41:50]))
+    assert torch.equal(made.forward([Feed(start(40), tokens[40:41], drafted)])[0].logits, wanted)
     pieces = start(17)
     made.forward([Feed(pieces, tokens[17:40])])
     beside = [Feed(start(size), tokens[:3]) for size in (3, 25, 55)]
@@ -444,6 +516,10 @@ LACKING = {
 BROKEN = {
     "compiler": (lambda patch: patch.setattr(native, "_FLAGS", ("--no-such-flag",)), "failed"),
     "products": (wrong("product", lambda _, x, w, b=None: 1.1 * x @ w.to_dense().T + b), "off by"),
+    "legal": (wrong("legal", lambda *_: True), "illegal logits"),
+    "spread": (wrong("spread", lambda _, x, *rest: F.pad(x, (0, rest[-1] - x.shape[1]))), "not where they belong"),
+    "block": (wrong("block", lambda *_: torch.ones(2, 1, 2).double().unbind()), "block rule differs"),
+    "residual": (wrong("residual", lambda *given: given[-1].copy_((given[1] - given[2]).clamp(min=0))), "block rule"),
     "softmax": (wrong("softmax", lambda _, x: (1.001 * x).softmax(-1)), "softmax differs"),
     "draws": (wrong("inverse_cdf", lambda _, w, u: (w.cumsum(-1) < u[:, None] - 1e-3).sum(-1)), "draws differ"),
 }

@@ -6,6 +6,7 @@ Knows: the shapes of the contracts. Does not know: who makes or uses them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -51,8 +52,9 @@ class Draft:
         return replace(self, tree=replace(self.tree, tokens=self.tree.tokens.to(device)), probs=probs)
 
     @classmethod
+    @cache  # every round of plain decoding has one
     def empty(cls, device: torch.device | str = "cpu") -> Draft:
-        """Nothing drafted."""
+        """Nothing drafted; the same object for a device."""
         return cls(TokenTree.empty(device), None)
 
 

@@ -126,7 +126,7 @@ def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]
     if width < _WIDE:
         cdf = weights.cumsum(-1, dtype=torch.float64)
         return _first_above(cdf, u.unsqueeze(-1) * cdf[..., -1:]).squeeze(-1)
-    natively = native.operations(weights) if weights.dtype == torch.float32 else None
+    natively = native.single(weights)
     return _inverse_cdf_by_blocks(weights, u) if natively is None else natively.inverse_cdf(weights, u)
 
 

@@ -333,7 +333,18 @@ def probabilities(
     if transforms.edits:
         scores = scores.clone() if scores is logits else scores
         _edit(scores, transforms, output_ids, paths)
-    params = transforms.params
+    return shaped(scores, transforms.params)
+
+
+def shaped(scores: Float[Tensor, "rows width"], params: SamplingParams) -> Float[Tensor, "rows width"]:
+    """What follows the edits of single logits: temperature, min-p, top-k, top-p and softmax, or argmax.
+
+    Columns of -inf change nothing about the others, so tokens of probability 0 may be left out.
+
+    Args:
+        scores: float32 or float64, columns in the order of the tokens' ids; left as they are.
+        params: the request's.
+    """
     if params.temperature == 0:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
     return native.softmax(_filter(_heat(scores, params.temperature), params))
@@ -507,14 +518,14 @@ def top_logprobs(logits: Float[Tensor, " vocab"], token: int, k: int) -> TokenLo
 
 
 def check_logits(logits: Float[Tensor, "*rows vocab"], what: str) -> None:
-    """Refuses logits that no distribution follows from; -inf entries are legal, one reduction decides.
+    """Refuses logits that no distribution follows from; -inf entries are legal.
 
     Raises:
         UserError: `what` (whose logits they are) holds NaN or +inf, or a row has no finite value.
     """
-    peak = logits.amax(-1)
-    if bool(peak.isfinite().all()):
+    if native.legal(logits):
         return
+    peak = logits.amax(-1)
     bad = peak[~peak.isfinite()][0].item()
     problem = "NaN" if math.isnan(bad) else "+inf" if bad > 0 else "no finite value"
     raise UserError(f"the logits of {what} hold {problem}: legal is finite or -inf, and one finite value in each row")

@@ -173,10 +173,10 @@ class NativeAttention:
     def sight(self, layout: Layout, window: int | None, dtype: torch.dtype) -> native.Sight:
         """How many slots each token sees, and a mask among them where that does not say it."""
         plan = layout.plan
-        places = torch.tensor(list(zip(plan.slots, plan.bases, plan.widths, strict=True)))
+        places = list(zip(plan.slots, plan.bases, plan.widths, strict=True))
         if layout.straight and (window is None or plan.horizon <= window):
-            return native.Sight(places, layout.limits + 1, None)
-        every = places[:, 1:].sum(-1, keepdim=True).expand(-1, layout.width).contiguous()
+            return native.Sight(places, [[last + 1 for last in row] for row in layout.host_limits], None)
+        every = [[base + width] * layout.width for _, base, width in places]
         return native.Sight(places, every, layout.mask(window, dtype))
 
     def __call__(
@@ -185,5 +185,5 @@ class NativeAttention:
         """See `Attention`."""
         heads = self.heads
         keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        given = native.Reading.of(at.cos, at.sin, keys, values, sight, heads=heads.queries, scale=heads.scale)
-        return self.operations.attend(fused, given)
+        given = native.Reading.of(at.cos, at.sin, keys.shape, sight, heads=heads.queries, scale=heads.scale)
+        return self.operations.attend(fused, given, keys, values)

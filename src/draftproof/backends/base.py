@@ -107,6 +107,18 @@ class Session:
         """Last hidden state of every slot, in the order of `tokens`; None where the backend records none."""
         return None if self._states is None else self._states[: self._length]
 
+    @property
+    def records(self) -> bool:
+        """Whether `states` are held."""
+        return self._states is not None
+
+    def states_at(self, slots: Sequence[int]) -> Float[Tensor, "slots dim"]:
+        """States of some slots in use; those of neighbours in order are a view."""
+        assert self._states is not None, "they are held"
+        first, last = slots[0], slots[-1]
+        neighbours = last - first + 1 == len(slots) and list(slots) == list(range(first, last + 1))
+        return self._states[first : last + 1] if neighbours else self._states[list(slots)]
+
     @torch.inference_mode()
     def remember(self, states: Float[Tensor, "tokens dim"]) -> None:
         """Record the last hidden states of the tokens that `read` is told of next (called by backends, before it).
@@ -189,10 +201,13 @@ class Output:
     Attributes:
         logits: untransformed, in the model's dtype.
         hidden: last hidden states of the same positions, when asked for.
+        ids: the token that each column of the logits is for, ascending, where a model speaks of some tokens only; the
+            others have probability 0. None: column i is for token i.
     """
 
-    logits: Float[Tensor, "rows vocab"]
+    logits: Float[Tensor, "rows width"]
     hidden: Float[Tensor, "rows dim"] | None = None
+    ids: Int[Tensor, " width"] | None = None
 
 
 @runtime_checkable

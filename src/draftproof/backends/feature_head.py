@@ -21,10 +21,12 @@ from draftproof.backends.attention import Pass
 from draftproof.backends.base import Capabilities, Feed, Output, Session
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.hf import HFBackend, HFSession, Layout, in_passes
-from draftproof.backends.lean import Layer, Norm, Rope
+from draftproof.backends.lean import Layer, Norm, Rope, in_order
 from draftproof.backends.packed import Product
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
+
+_KIND = "full_attention"
 
 
 class FeatureSession(HFSession):
@@ -46,7 +48,7 @@ class FeatureSession(HFSession):
     @property
     def known(self) -> int:
         """How many leading states the target's session holds."""
-        return 0 if self.owner.states is None else self.owner.stem
+        return self.owner.stem if self.owner.records else 0
 
     def rewind(self) -> None:
         """Forget what was read with states of the head's own making."""
@@ -60,24 +62,19 @@ class FeatureSession(HFSession):
         Raises:
             ValueError: a state that this very pass would have to make.
         """
-        first, known = self.length, self.known
-        chain = len(feed.tokens)
+        first, known, chain = self.length, self.known, len(feed.tokens)
         slots = list(range(first - 1, first - 1 + chain))
         if feed.tree is not None:
             stem = self.stem + chain
             slots += [stem + parent if parent >= 0 else stem - 1 for parent in feed.tree.parents]
         true = sum(slot < known for slot in slots)
-        rest = slots[true:]
-        if rest and max(rest) >= first:
+        theirs, own = slots[:true], slots[true:]
+        if own and max(own) >= first:
             raise ValueError("a feature head reads drafted tokens level by level, and others after the target did")
-        parts: list[Tensor] = []
-        if true and slots[true - 1] >= 0:
-            assert self.owner.states is not None, "they are known"
-            parts.append(self.owner.states[max(first - 1, 0) : slots[true - 1] + 1])
-        if rest:
-            assert self.states is not None, "a slot was read"
-            parts.append(self.states[rest])
-        return torch.cat(parts) if parts else None, true
+        if theirs and theirs[0] < 0:
+            theirs = theirs[1:]
+        parts = [each.states_at(some) for each, some in ((self.owner, theirs), (self, own)) if some]
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None, true
 
 
 class LeanNet:
@@ -92,7 +89,8 @@ class LeanNet:
         self._window = config.window
         self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
         self._fuse = Product(net.fuse.weight.detach())
-        self._layer = Layer(_llama_layer(net), 0, "full_attention")
+        layer = Layer(_llama_layer(net), 0, _KIND)
+        self._attention, self._run_layers = layer.attention, in_order([layer])
         self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
 
     def __call__(
@@ -105,9 +103,9 @@ class LeanNet:
         """See `FeatureNet.forward`; keys and values go to the cache."""
         rows, width, _ = states.shape
         at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        sight = self._layer.attention.sight(layout, self._window, states.dtype)
+        sights = {_KIND: self._attention.sight(layout, self._window, states.dtype)}
         x = self._fuse(torch.cat([self._states(states), self._embedded(embedded)], -1).flatten(0, 1))
-        return self._last(self._layer(x, at, sight)).view(states.shape)
+        return self._last(self._run_layers(x, at, sights)).view(states.shape)
 
 
 def _llama_layer(net: FeatureNet) -> SimpleNamespace:
@@ -169,7 +167,7 @@ class FeatureBackend:
         self._embed: Any = target.model.get_input_embeddings()
         self._run_net = LeanNet(net)
         self._output = Product(output_rows(target, net) if net.output is None else net.output.weight.detach())
-        self._whole = net.config.ids == self.vocab_size
+        self._ids = None if net.config.ids == self.vocab_size else net.ids
         self._cache = SlotCache()
         target.record_states()
 
@@ -226,14 +224,11 @@ class FeatureBackend:
         return rows[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
     def _outputs(self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool) -> list[Output]:
-        """Rows for the last chain token and the nodes of each feed, at the width of the whole vocabulary."""
+        """Rows for the last chain token and the nodes of each feed, for the tokens that the head speaks of."""
         wanted = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
-        logits = self._output(torch.cat(wanted))
-        if not self._whole:
-            full = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
-            logits = full.index_copy_(1, self.ids, logits)
+        logits = self._output(torch.cat(wanted) if len(wanted) > 1 else wanted[0])
         rows = torch.split(logits, [part.shape[0] for part in wanted])
-        return [Output(row, part if hidden else None) for row, part in zip(rows, wanted, strict=True)]
+        return [Output(row, part if hidden else None, self._ids) for row, part in zip(rows, wanted, strict=True)]
 
 
 def output_rows(target: HFBackend, net: FeatureNet) -> Float[Tensor, "ids dim"]:

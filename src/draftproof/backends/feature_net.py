@@ -174,10 +174,9 @@ def load_net(directory: str | Path) -> FeatureNet:
         raise UserError(
             f"the weights of the feature head {str(where)!r} do not fit its config: {reason(cause)}"
         ) from cause
-    if not bool(((net.ids >= 0) & (net.ids < net.config.vocab_size)).all()) or len(set(net.ids.tolist())) < len(
-        net.ids
-    ):
-        raise UserError(f"the feature head {str(where)!r} names tokens twice or outside its vocabulary")
+    ids = net.ids.tolist()
+    if ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= net.config.vocab_size:
+        raise UserError(f"the feature head {str(where)!r} names tokens out of order, twice or outside its vocabulary")
     return net.requires_grad_(requires_grad=False).eval()
 
 

@@ -77,4 +77,5 @@ class FollowedHead(FeatureBackend):
 
 def _joined(parts: Sequence[Output]) -> Output:
     states = [part.hidden for part in parts if part.hidden is not None]
-    return Output(torch.cat([part.logits for part in parts]), torch.cat(states) if states else None)
+    logits = torch.cat([part.logits for part in parts])
+    return Output(logits, torch.cat(states) if states else None, parts[0].ids)

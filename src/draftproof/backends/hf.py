@@ -63,6 +63,7 @@ class HFBackend:
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config()
+        self._embedding = model.get_input_embeddings()
         self.name = name or getattr(model.config, "_name_or_path", "") or type(model).__name__
         refuse_unless_rollback(model, self.name)
         self._cache = SlotCache()
@@ -79,7 +80,8 @@ class HFBackend:
     @property
     def device(self) -> torch.device:
         """Device of the embedding, where tokens are fed."""
-        return torch.device(self.model.get_input_embeddings().weight.device)
+        device: torch.device = self._embedding.weight.device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,7 +207,6 @@ class Layout:
     Attributes:
         ids, positions: [rows, width], padded on the right.
         chains: the chain tokens of each feed as a tensor.
-        wanted: columns whose logits some row wants.
         plan: where the slot cache is written.
     """
 
@@ -222,9 +223,16 @@ class Layout:
         self.ids = self._pad([self._row_ids(row) for row in range(len(feeds))])
         host = [self._row_positions(feed) for feed in feeds]
         self.positions = torch.tensor([row + [0] * (self.width - len(row)) for row in host], device=device)
-        columns = sorted({column for row in range(len(feeds)) for column in self._columns(row)})
-        self.wanted = torch.tensor(columns, device=device)
-        self._place = {column: i for i, column in enumerate(columns)}
+
+    @cached_property
+    def columns(self) -> list[int]:
+        """Columns whose logits some row wants."""
+        return sorted({column for row in range(len(self.feeds)) for column in self._columns(row)})
+
+    @cached_property
+    def wanted(self) -> Int[Tensor, " columns"]:
+        """The same where the model is."""
+        return torch.tensor(self.columns, device=self.device)
 
     def _row_ids(self, row: int) -> Int[Tensor, " tokens"]:
         tree = self.feeds[row].tree
@@ -260,7 +268,7 @@ class Layout:
         outputs = []
         for row in range(len(self.feeds)):
             columns = self._columns(row)
-            first = self._place[columns.start] if trimmed else columns.start
+            first = self.columns.index(columns.start) if trimmed else columns.start
             hidden = None if states is None else states[row, columns.start : columns.stop]
             outputs.append(Output(logits[row, first : first + len(columns)], hidden))
         return outputs
@@ -285,9 +293,14 @@ class Layout:
         return blocked.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
 
     @cached_property
+    def host_limits(self) -> list[list[int]]:
+        """Last slot that each column of each row may see, tree nodes aside."""
+        return [self._limits(row) for row in range(len(self.feeds))]
+
+    @cached_property
     def limits(self) -> Int[Tensor, "rows width"]:
-        """Last slot that each column may see, tree nodes aside."""
-        return torch.tensor([self._limits(row) for row in range(len(self.feeds))], device=self.device)
+        """The same where the model is."""
+        return torch.tensor(self.host_limits, device=self.device)
 
     @cached_property
     def straight(self) -> bool:

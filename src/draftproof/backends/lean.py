@@ -4,8 +4,8 @@ Knows: the layers of Llama, Mistral, Qwen2 and Qwen3 models (SmolLM2 is a Llama)
 
 Queries, keys and values are one product, and so are gate and up; weights are packed for the CPU (`packed`); keys go
 straight into the slot cache, in transformers' layout, and are never expanded to the number of query heads
-(`attention`); logits are computed for the wanted columns only. Where all parts of a layer are C code it is one call
-(`native_layer`).
+(`attention`); logits are computed for the wanted columns only. Where all parts of layers are C code they are one call
+(`native_layers`).
 
 Memory: the linear weights of the model are moved, not copied; what is held twice is the embedding of a model whose
 output layer is tied to it, where weights are packed: rows are looked up in the plain one. The model that was given
@@ -15,7 +15,8 @@ still computes the same logits, by way of the moved weights, but cannot be train
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from draftproof.backends.attention import Heads, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.base import Capabilities
 from draftproof.backends.hf import HFBackend, Layout, attention_windows, probe
-from draftproof.backends.native_layer import native_layer
+from draftproof.backends.native_layers import native_layers
 from draftproof.backends.packed import Product, fuse, give_back
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
@@ -134,6 +135,7 @@ class Lean:
             Layer(layer, number, kinds[number] if len(self.windows) > 1 else next(iter(self.windows)), pack=pack)
             for number, layer in enumerate(inner.layers)
         ]
+        self.run_layers = in_order(self.layers)
         self.norm = Norm(inner.norm, pack=pack)
         give_back()
 
@@ -141,6 +143,7 @@ class Lean:
         """The same with its first layers only."""
         made = copy.copy(self)
         made.layers = self.layers[:layers]
+        made.run_layers = in_order(made.layers)
         return made
 
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
@@ -150,11 +153,10 @@ class Lean:
         at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
         attention = self.layers[0].attention
         sights = {kind: attention.sight(layout, window, x.dtype) for kind, window in self.windows.items()}
-        for layer in self.layers:
-            x = layer(x, at, sights[layer.kind])
-        states = self.norm(x).view(rows, width, -1)
-        chosen = states if len(layout.wanted) == width else states.index_select(1, layout.wanted)
-        logits = self.head(chosen.flatten(0, 1)).view(rows, len(layout.wanted), -1)
+        states = self.norm(self.run_layers(x, at, sights)).view(rows, width, -1)
+        columns = len(layout.columns)
+        chosen = states if columns == width else states.index_select(1, layout.wanted)
+        logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
         return logits, states if hidden else None
 
 
@@ -260,7 +262,6 @@ class Layer:
         self.out = fuse(attention, ["o_proj"], pack=pack)
         self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
         self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
-        self._whole = native_layer(self)
 
     @property
     def gates_natively(self) -> bool:
@@ -269,8 +270,6 @@ class Layer:
 
     def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: Any) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
-        if self._whole is not None:
-            return self._whole(x, at, sight)
         heads = self.heads
         fused = self.qkv(self.before(x)).view(x.shape[0], -1, heads.dim)
         if self.qk_norm is not None:
@@ -278,6 +277,17 @@ class Layer:
             turned.copy_(self.qk_norm(turned))
         x = self.out.onto(self.attention(self.number, fused, at, sight), x)
         return self.down.onto(self.gated(self.gate_up(self.between(x))), x)
+
+
+def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
+    """Layers that follow one another, as one function of hidden states, the pass and what each kind of layer sees."""
+    return native_layers(layers) or partial(_one_by_one, layers)
+
+
+def _one_by_one(layers: Sequence[Layer], x: Tensor, at: Pass, sights: Mapping[str, Any]) -> Float[Tensor, "tokens dim"]:
+    for layer in layers:
+        x = layer(x, at, sights[layer.kind])
+    return x
 
 
 def gated(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:

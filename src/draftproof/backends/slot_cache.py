@@ -134,6 +134,11 @@ class SlotCache:
         """Bytes that one position of one slot takes in all layers, keys and values."""
         return sum(t.nbytes // (t.shape[0] * t.shape[2]) for t in self._buffers())
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """Slots and positions that buffers are given room for; a buffer that was asked for stays while this does."""
+        return self._slots, self._capacity
+
     def _buffers(self) -> Iterator[Tensor]:
         return (buffer for store in (self._keys, self._values) for buffer in store.values())
 

@@ -10,14 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from draftproof.backends.base import Backend, Session
 from draftproof.drafters.base import DraftRequest
 from draftproof.errors import UserError
-from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
+from draftproof.kernels import native
+from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities, shaped
 from draftproof.stoppers.base import Stopper
 
 
@@ -82,12 +83,27 @@ class DraftModel:
         return self._transforms[request.id].path_dependent
 
     def rows(
-        self, request: DraftRequest, logits: Float[Tensor, "rows width"], paths: Sequence[Sequence[int]]
+        self,
+        request: DraftRequest,
+        logits: Float[Tensor, "rows width"],
+        paths: Sequence[Sequence[int]],
+        ids: Int[Tensor, " width"] | None = None,
     ) -> Float[Tensor, "rows vocab"]:
-        """Rows of q after the given drafted paths: logits at the target's width, through the request's transforms."""
-        fitted = fit_width(logits, self._vocab_size)
-        check_logits(fitted, f"the drafter's ({self.backend.name}) for request {request.id}")
+        """Rows of q after the given drafted paths: logits through the request's transforms, at the target's width.
+
+        Args:
+            request: whose they are.
+            logits: the model's.
+            paths: for each row; not looked at unless q is `path_dependent`.
+            ids: the tokens of the logits' columns; see `Output`.
+        """
         transforms = self._transforms[request.id]
+        apart = None if transforms.edits else ids  # tokens it does not speak of stay out of all but the result
+        fitted = fit_width(logits, self._vocab_size, ids) if apart is None else logits
+        check_logits(fitted, f"the drafter's ({self.backend.name}) for request {request.id}")
+        if apart is not None:
+            narrow = shaped(fitted.to(torch.promote_types(fitted.dtype, torch.float32)), transforms.params)
+            return native.spread(narrow, apart, self._vocab_size)
         outputs = request.tokens[request.prompt_length :] if transforms.path_dependent else []
         return probabilities(fitted, transforms, outputs, paths)
 
@@ -161,11 +177,20 @@ def refuse_misfit(stopper: Stopper, backend: Backend) -> None:
     )
 
 
-def fit_width(logits: Float[Tensor, "rows width"], width: int) -> Float[Tensor, "rows vocab"]:
-    """Cut or pad rows of logits to the target's width; tokens the drafter does not have get probability 0.
+def fit_width(
+    logits: Float[Tensor, "rows width"], width: int, ids: Int[Tensor, " width"] | None = None
+) -> Float[Tensor, "rows vocab"]:
+    """Rows of logits at the target's width; tokens the drafter does not have get probability 0.
 
     Vocabularies that differ by padding only agree on every real token; tokenizers are compared when models are loaded.
+
+    Args:
+        logits: the drafter's.
+        width: of the target's.
+        ids: the tokens of the logits' columns; see `Output`.
     """
+    if ids is not None:
+        return logits.new_full((logits.shape[0], width), float("-inf")).index_copy_(1, ids, logits)
     if logits.shape[-1] >= width:
         return logits[:, :width]
     return pad(logits, (0, width - logits.shape[-1]), value=float("-inf"))

@@ -45,7 +45,7 @@ class FeatureModel(DraftModel):
 
     def depth(self, request: DraftRequest, limit: int) -> int:
         """As for any draft model; 0 until the target has read all but the last token."""
-        return super().depth(request, limit) if self._settled(request) >= len(request.tokens) - 1 else 0
+        return super().depth(request, limit) if limit and self._settled(request) >= len(request.tokens) - 1 else 0
 
     def open(self, request: DraftRequest) -> Session:
         """The request's session, rolled back to what was read with the target's states."""
@@ -62,7 +62,7 @@ class FeatureModel(DraftModel):
         """Roll the target's session back to what is committed; returns how many states it holds."""
         owner = _owner(request)
         unread(owner, request.tokens)
-        return 0 if owner.states is None else owner.stem
+        return owner.stem if owner.records else 0
 
 
 def _owner(request: DraftRequest) -> Session:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.base import Feed, Output, Session, unread
+from draftproof.backends.base import Feed, Output, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
@@ -29,11 +29,9 @@ class _Chain:
         size: tokens that are submitted; those drawn after the stopper's word are not.
     """
 
-    def __init__(self, row: int, request: DraftRequest, session: Session, limit: int) -> None:
+    def __init__(self, row: int, request: DraftRequest, limit: int) -> None:
         self.row = row
         self.request = request
-        self.session = session
-        self.limit = limit
         self.tokens: list[Int[Tensor, ""]] = []
         self.probs: list[Float[Tensor, " vocab"]] = []
         self.signals: list[float] = []
@@ -76,7 +74,8 @@ class ModelDrafter(ModelBacked):
         self.stopper.begin([request.id for request in requests])
         chains = [self._open(row, request) for row, request in enumerate(requests)]
         live = [chain for chain in chains if chain.open]
-        feeds = [Feed(chain.session, unread(chain.session, chain.request.tokens)) for chain in live]
+        sessions = {chain.row: self.model.session(chain.request) for chain in live}
+        feeds = [Feed(sessions[chain.row], unread(sessions[chain.row], chain.request.tokens)) for chain in live]
         unseen: list[tuple[list[_Chain], Float[Tensor, " _"]]] = []
         step = 0
         while live:
@@ -88,13 +87,12 @@ class ModelDrafter(ModelBacked):
                 if step % self._stride == 0:
                     self._judge(unseen)
             live = [chain for chain in live if chain.open]
-            feeds = [Feed(chain.session, chain.tokens[-1].reshape(1)) for chain in live]
+            feeds = [Feed(sessions[chain.row], chain.tokens[-1].reshape(1)) for chain in live]
         self._judge(unseen)
         return [chain.draft(self.model.backend.device) for chain in chains]
 
     def _open(self, row: int, request: DraftRequest) -> _Chain:
-        depth = self.model.depth(request, self.stopper.wanted(request.id))
-        return _Chain(row, request, self.model.session(request), depth)
+        return _Chain(row, request, self.model.depth(request, self.stopper.wanted(request.id)))
 
     def _extend(
         self, live: list[_Chain], outputs: Sequence[Output], rng: RoundRng, step: int
@@ -125,4 +123,4 @@ class ModelDrafter(ModelBacked):
     def _row(self, chain: _Chain, output: Output) -> Float[Tensor, "1 vocab"]:
         """The next token's row of q; drafted ids are read back only when a transform looks at them."""
         path = [int(token) for token in chain.tokens] if self.model.path_dependent(chain.request) else []
-        return self.model.rows(chain.request, output.logits[-1:], [path])
+        return self.model.rows(chain.request, output.logits[-1:], [path], output.ids)

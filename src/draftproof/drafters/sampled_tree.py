@@ -168,7 +168,7 @@ class SampledTreeDrafter(ModelBacked):
         first = len(tree.session.tail) - output.logits.shape[0]
         nodes = [ROOT] if not tree.tokens else list(range(first, len(tree.session.tail)))
         paths = [tree.path(node) for node in nodes] if self.model.path_dependent(tree.request) else [()] * len(nodes)
-        rows = self.model.rows(tree.request, output.logits, paths)
+        rows = self.model.rows(tree.request, output.logits, paths, output.ids)
         tree.rows = dict(zip(nodes, rows, strict=True))
 
     def _judge(self, live: Sequence[_Growing], outputs: Sequence[Output]) -> None:

@@ -12,7 +12,7 @@ from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend, load_model
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.engine.engine import Engine
-from draftproof.engine.pace import known_costs
+from draftproof.engine.pace import known_acceptance, known_costs
 from draftproof.engine.parts import (
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
@@ -165,5 +165,6 @@ def assemble(
     engine = Engine(target, part, chosen, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)
     ends = getattr(part, "stopper", None)
     if isinstance(ends, Auto) and ends.costs is None:
-        ends.costs = known_costs(engine, models.home().parent / "round-costs.json")
+        file = models.home().parent / "round-costs.json"
+        ends.costs, ends.assumed = known_costs(engine, file), known_acceptance(engine, file)
     return engine

@@ -1,6 +1,6 @@
-"""What a round costs on this machine: measured once for a pair of models, and kept.
+"""What a round costs on this machine, and how drafts fare: measured once for a pair of models, and kept.
 
-Knows: runs of an engine, their clocks, a file of results. Does not know: what the figures are used for.
+Knows: runs of an engine, their clocks and counts, a file of results. Does not know: what the figures are used for.
 
 The same file gives the same figures, so a request with a seed is answered alike by every later run on this machine.
 """
@@ -11,10 +11,12 @@ import json
 import logging
 import os
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
+from operator import sub
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,12 +26,17 @@ from draftproof.engine.stats import Stats
 from draftproof.errors import reason
 from draftproof.files import whole_file
 from draftproof.sampling import SamplingParams
+from draftproof.stoppers.auto import Acceptance
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.theory.cost import BatchCosts, RoundCosts
 
-PROMPT, ROUNDS, REPEATS = 32, 10, 3
+PROMPT, ROUNDS, REPEATS = 32, 8, 3
+WARM = 0.03  # seconds until rounds of one kind are as fast as they get; two of them at least
+SECONDS, MOST = 3.0, 60  # rounds of small models are so short that a burst of noise would outlast three repeats
 LENGTHS = (2, 8)  # a line through two lengths
-_VERSION = 5
+TEXTS, TOKENS, DRAFTED = 16, 48, 4  # that acceptance is counted in: about 400 rounds, a standard error of 0.03
+_VERSION = 6
+_Kept = TypeVar("_Kept", RoundCosts, Acceptance)
 _log = logging.getLogger(__name__)
 
 
@@ -42,18 +49,33 @@ def known_costs(engine: Engine, file: Path) -> BatchCosts:
             costs serve this engine alone.
     """
     sizes = tuple(dict.fromkeys((1, engine.max_batch)))
-    return BatchCosts(sizes, tuple(_known(engine, file, size) for size in sizes))
+
+    def of(rows: int) -> RoundCosts:
+        return _known(engine, file, f"batch {rows}", RoundCosts, lambda each: measured_costs(each, rows))
+
+    return BatchCosts(sizes, tuple(map(of, sizes)))
 
 
-def _known(engine: Engine, file: Path, rows: int) -> RoundCosts:
-    key, found = f"{_key(engine)} | batch {rows}", _read(file)
-    if key in found:
-        return RoundCosts(**found[key])
-    _log.info("measuring once what a round of %d costs with %s, kept in %s", rows, engine.target.name, file)
-    costs = measured_costs(engine, rows)
+def known_acceptance(engine: Engine, file: Path) -> Acceptance:
+    """How often drafted tokens are accepted in texts that the target begins by itself; from the same file.
+
+    Args:
+        engine: as for `known_costs`.
+        file: likewise.
+    """
+    return _known(engine, file, "accepted", Acceptance, measured_acceptance)
+
+
+def _known(engine: Engine, file: Path, what: str, kind: type[_Kept], measure: Callable[[Engine], _Kept]) -> _Kept:
+    key, found = f"{_key(engine)} | {what}", _read(file)
+    row, names = found.get(key), {field.name for field in fields(kind)}
+    if isinstance(row, dict) and set(row) == names:
+        return kind(**row)
+    _log.info("measuring once (%s) what rounds with %s cost and yield, kept in %s", what, engine.target.name, file)
+    made = measure(engine)
     try:
         with whole_file(file) as work:
-            work.write_text(json.dumps({**_read(file), key: asdict(costs)}, indent=1) + "\n", encoding="utf-8")
+            work.write_text(json.dumps({**_read(file), key: asdict(made)}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         _log.warning(
             "%s cannot be written (%s), so round costs are measured at every start: set DRAFTPROOF_HOME to a folder "
@@ -61,14 +83,36 @@ def _known(engine: Engine, file: Path, rows: int) -> RoundCosts:
             file,
             reason(error),
         )
-    return costs
+    return made
+
+
+def measured_acceptance(engine: Engine) -> Acceptance:
+    """Rates of first tokens and of those after an accepted one, with drafts of a few tokens at temperature 1.
+
+    The texts begin at the tokenizer's first token, so that they are of the kind the target writes by itself; prompts to
+    come may do better or worse. The engine is left as it was.
+
+    Args:
+        engine: idle, with a drafter that has a stopper.
+    """
+    drafter: Any = engine.drafter
+    start = getattr(engine.tokenizer, "bos_token_id", None)
+    prompt = [next(iter(engine.eos_token_ids), 0) if start is None else int(start)]
+    kept, watching = drafter.stopper, _Watching(min(DRAFTED, drafter.limit))
+    room = max(min(TOKENS, (engine.target.max_positions or TOKENS) - 2), 1)
+    drafter.stopper = watching
+    try:
+        engine.generate([prompt] * TEXTS, [SamplingParams(max_tokens=room, seed=1 + row) for row in range(TEXTS)])
+    finally:
+        drafter.stopper = kept
+    return watching.seen
 
 
 def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
     """Seconds of rounds without a draft, of beginning one, of a drafted token, and of what it and further drafts add.
 
-    Some short runs with constant lengths, and with all drafts that the drafter makes, in turns; the medians of their
-    rounds count. The engine is left as it was.
+    Some short runs with constant lengths, and with all drafts that the drafter makes, in turns. The engine is left as
+    it was.
 
     Args:
         engine: idle, with a drafter that has a stopper.
@@ -80,22 +124,24 @@ def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
     single = [(length, 1) for length in lengths]
     several = [(lengths[-1], most)] if most > 1 else []
     ways = [(0, 1), *single, *several]
-    drafting: dict[tuple[int, int], list[float]] = {way: [] for way in ways}
-    rest: dict[tuple[int, int], list[float]] = {way: [] for way in ways}
+    turns: list[dict[tuple[int, int], tuple[float, float]]] = []
     try:
-        for repeat in range(REPEATS + 1):
-            for way in ways:
-                rounds = _rounds(engine, drafter, way, rows)
-                full = [one.seconds for one in rounds if one.num_draft_tokens >= way[0]]
-                if repeat:  # the first run warms up
-                    drafting[way] += [one.draft for one in full]
-                    rest[way] += [one.total - one.draft if way[0] else one.total for one in full]
+        start = time.perf_counter()
+        for repeat in range(MOST + 1):
+            if repeat > REPEATS and time.perf_counter() - start > SECONDS:
+                break
+            turn = {way: _split(_rounds(engine, drafter, way, rows), way[0]) for way in ways}
+            turns += [turn] if repeat else []  # the first one warms up
     finally:
         drafter.stopper = kept
-    target = statistics.median(rest[0, 1])
-    if not all(rest.values()):  # nothing was drafted, say after a prompt that the draft cannot read
-        return RoundCosts(target, target)
-    spent = {way: (statistics.median(drafting[way]), statistics.median(rest[way]) - target) for way in ways[1:]}
+    plain = [sum(turn[0, 1]) for turn in turns]
+    target = statistics.median(plain)
+    if any(not rest for turn in turns for _, rest in turn.values()):
+        return RoundCosts(target, target)  # nothing was drafted, say after a prompt that the draft cannot read
+    # Shares of the same turn's plain round: a machine that others use is now faster, now slower.
+    shares = {way: [[part / of for part in turn[way]] for turn, of in zip(turns, plain, strict=True)] for way in ways}
+    middle = {way: [target * statistics.median(part) for part in zip(*shares[way], strict=True)] for way in ways}
+    spent = {way: (middle[way][0], middle[way][1] - target) for way in ways[1:]}
     draft = _slope(lengths, [spent[way][0] for way in single], least=0.5)
     token = _slope(lengths, [spent[way][1] for way in single], least=0.0)
     begin = max(sum(spent[single[0]]) - lengths[0] * (draft + token), 0.0)
@@ -104,6 +150,18 @@ def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
         more = max(spent[way][0] - spent[single[-1]][0], 0.0) / way[0] / (most - 1)
         token = max(token, spent[way][1] / (way[0] * most))
     return RoundCosts(target=target, draft=draft, token=token, more=more, begin=begin)
+
+
+def _split(rounds: Sequence[Stats], length: int) -> tuple[float, float]:
+    """Medians of what drafting takes and of the rest, in rounds with drafts of that length; zeros where there are none.
+
+    Where nothing is drafted, being asked is a part of the rest.
+    """
+    full = [one.seconds for one in rounds if one.num_draft_tokens >= length]
+    if not full:
+        return 0.0, 0.0
+    drafting = [one.draft if length else 0.0 for one in full]
+    return statistics.median(drafting), statistics.median(map(sub, (one.total for one in full), drafting))
 
 
 def _slope(lengths: Sequence[int], seconds: Sequence[float], *, least: float) -> float:
@@ -121,27 +179,58 @@ def _slope(lengths: Sequence[int], seconds: Sequence[float], *, least: float) ->
 
 
 def _rounds(engine: Engine, drafter: Any, way: tuple[int, int], rows: int) -> list[Stats]:
-    """Statistics of each round of a short run as its first request has them, without those that read the prompts."""
-    length = way[0]
+    """Statistics of each round of a short run as its first request has them, without those that warm up."""
     drafter.stopper = _Bounded(*way)
     width = engine.target.vocab_size
-    room = ROUNDS * (length + 1) + 1
     requests = []
     for row in range(rows):
         prompt = [(7919 * place + row + 1) % width for place in range(PROMPT)]
-        requests += engine.add(prompt, SamplingParams(max_tokens=room, seed=1 + row, ignore_eos=True))
-    first, found = requests[0], []
+        requests += engine.add(prompt, SamplingParams(max_tokens=None, seed=1 + row, ignore_eos=True))
+    first, warm = requests[0], 0
+    found: list[Stats] = []
+    start = time.perf_counter()
     try:
-        for _ in range(ROUNDS):
-            if any(request.finished for request in requests):
-                break
+        while len(found) < warm + ROUNDS and not any(request.finished for request in requests):
             first.stats = Stats()
             engine.step()
             found.append(first.stats)
+            if len(found) <= 2 or time.perf_counter() - start < WARM:
+                warm = len(found)
     finally:
         for request in requests:
             engine.abort(request)
-    return found[2:]
+    return found[warm:] or found[-1:]
+
+
+class _Watching(FixedLength):
+    """A constant length and one draft a round; counts what is accepted.
+
+    Args:
+        length: the constant.
+    """
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self._first, self._later = [0, 0], [0, 0]  # tokens that were decided on, and those accepted
+
+    def drafts(self, row: int, most: int) -> int:  # noqa: ARG002
+        """One."""
+        return 1
+
+    def observe(self, row: int, drafted: int, accepted: int) -> None:  # noqa: ARG002
+        """Count a round."""
+        if drafted:
+            self._first[0] += 1
+            self._first[1] += accepted > 0
+        if accepted:
+            self._later[0] += min(accepted + 1, drafted) - 1
+            self._later[1] += accepted - 1
+
+    @property
+    def seen(self) -> Acceptance:
+        """Shares of accepted tokens; 0 where none was decided on."""
+        first, later = (round(accepted / max(decided, 1), 3) for decided, accepted in (self._first, self._later))
+        return Acceptance(first, later)
 
 
 class _Bounded(FixedLength):
@@ -176,6 +265,4 @@ def _read(file: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    names = {field.name for field in fields(RoundCosts)}
-    rows: Sequence[tuple[str, Any]] = list(found.items()) if isinstance(found, dict) else []
-    return {name: row for name, row in rows if isinstance(row, dict) and set(row) == names}
+    return {name: row for name, row in found.items() if isinstance(row, dict)} if isinstance(found, dict) else {}

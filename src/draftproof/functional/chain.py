@@ -13,7 +13,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.functional.checks import check_chain
-from draftproof.kernels.choose import fused
+from draftproof.kernels import native
+from draftproof.kernels.choose import Way, fused, way
 from draftproof.rng import Rng
 
 
@@ -79,6 +80,9 @@ def bonus_weights(
     scale: Float[Tensor, " B"],
 ) -> Float[Tensor, "B V"]:
     """Weights of the round's last token: the residual at the first position not accepted, p after a full chain."""
+    natively = native.single(p) if tokens.shape[1] else None
+    if natively is not None and (q is None or q.dtype == p.dtype):
+        return _bonus_natively(natively, p.contiguous(), q, tokens, accepted, lengths, scale)
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     weights = p[rows, accepted]
     if tokens.shape[1] > 0:
@@ -88,10 +92,37 @@ def bonus_weights(
     return weights
 
 
+def _bonus_natively(
+    natively: native.Operations,
+    p: Float[Tensor, "B m V"],
+    q: Float[Tensor, "B n V"] | None,
+    tokens: Int[Tensor, "B n"],
+    accepted: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    scale: Float[Tensor, " B"],
+) -> Float[Tensor, "B V"]:
+    q = None if q is None else q.contiguous()
+    out = p.new_empty((p.shape[0], p.shape[2]))
+    each = zip(accepted.tolist(), lengths.tolist(), scale.tolist(), strict=True)
+    for row, (kept, length, by) in enumerate(each):
+        if kept < length:
+            drafted = int(tokens[row, kept]) if q is None else 0
+            natively.residual(p[row, kept], None if q is None else q[row, kept], drafted, by, out[row])
+        else:
+            out[row] = p[row, kept]
+    return out
+
+
 def _row_lengths(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
     if lengths is not None:
         return lengths
     return torch.full(tokens.shape[:1], tokens.shape[1], dtype=torch.int64, device=tokens.device)
+
+
+def _nothing_drafted(p: Float[Tensor, "B m V"], rng: Rng) -> ChainVerdict:
+    """A round of plain decoding: every chain rule draws from p then."""
+    first = p[:, 0]
+    return ChainVerdict(torch.zeros(first.shape[:1], dtype=torch.int64, device=p.device), rng.categorical(first))
 
 
 def token_verify(
@@ -117,6 +148,8 @@ def token_verify(
     """
     if validate:
         check_chain(tokens, q, p, lengths)
+    if not tokens.shape[1]:
+        return _nothing_drafted(p, rng)
     size = _row_lengths(tokens, lengths)
     accept = log_ratios(tokens, q, p).exp().clamp_(max=1)
     accept = accept.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= size.unsqueeze(-1), 0)
@@ -156,6 +189,9 @@ def block_acceptance(
     S_i = sum_x max(P_i p(x|x_<=i) - q(x|x_<=i), 0). Where S_i = 0 and P_i = 1 any h_i will do, since a longer block is
     then accepted with certainty; 1 is taken. Beyond a row's length h is 0.
     """
+    natively = native.single(p) if way(p.device) is Way.TORCH else None
+    if natively is not None and (q is None or q.dtype == p.dtype):
+        return natively.block(tokens, q, p, lengths)
     n = tokens.shape[1]
     running = running_ratios(log_ratios(tokens, q, p))
     place = torch.arange(1, n + 1, device=tokens.device)
@@ -191,10 +227,12 @@ def block_verify(
     """
     if validate:
         check_chain(tokens, q, p, lengths)
+    if not tokens.shape[1]:
+        return _nothing_drafted(p, rng)
     size = _row_lengths(tokens, lengths)
     running, h = block_acceptance(tokens, q, p, size)
     place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-    accepted = (rng.bernoulli(h) * place).amax(-1) if tokens.shape[1] else torch.zeros_like(size)
+    accepted = (rng.bernoulli(h) * place).amax(-1)
     one = torch.ones_like(running[:, :1].sum(-1, keepdim=True))
     scale = torch.cat([one, running], -1).gather(-1, accepted.unsqueeze(-1)).squeeze(-1)
     return ChainVerdict(accepted, rng.categorical(bonus_weights(p, q, tokens, accepted, size, scale)))

@@ -280,6 +280,95 @@ void draftproof_softmax(const float *x, float *y, long rows, long dim, long thre
     for (long row = 0; row < rows; row++) softmax_row(&w, row);
 }
 
+/* Whether each row's largest number is finite, none is NaN: what a distribution follows from. */
+int draftproof_legal(const elem *x, long rows, long dim) {
+  const __m512 high = _mm512_set1_ps(INFINITY);
+  for (long row = 0; row < rows; row++, x += dim) {
+    __m512 top = _mm512_set1_ps(-INFINITY);
+    __mmask16 wrong = 0;
+    for (long i = 0; i < dim; i += LANES) {
+      const __mmask16 there = first_lanes(dim - i);
+      const __m512 v = load_some(there, x + i);
+      wrong |= _mm512_mask_cmp_ps_mask(there, v, high, _CMP_NLT_UQ);
+      top = _mm512_mask_max_ps(top, there, top, v);
+    }
+    if (wrong || _mm512_reduce_max_ps(top) == -INFINITY) return 0;
+  }
+  return 1;
+}
+
+/* y [rows, dim]: x [rows, width] at the columns `ids`, and zeros. */
+void draftproof_spread(const float *x, const int64_t *ids, float *y, long rows, long width, long dim) {
+  for (long row = 0; row < rows; row++, x += width, y += dim) {
+    memset(y, 0, dim * sizeof *y);
+    for (long i = 0; i < width; i++) y[ids[i]] = x[i];
+  }
+}
+
+/* max(scale p - q, 0) of sixteen places; NaN stays. */
+static inline __m512 surplus_of(__m512 p, __m512 q, __m512 scale) {
+  const __m512 left = _mm512_sub_ps(_mm512_mul_ps(p, scale), q);
+  return _mm512_max_ps(_mm512_setzero_ps(), left); /* the second one where they cannot be compared */
+}
+
+static double surplus(const float *p, const float *q, float scale, long dim) {
+  const __m512 by = _mm512_set1_ps(scale);
+  double total = 0;
+  for (long start = 0; start < dim; start += BLOCK) {
+    const long stop = start + BLOCK < dim ? start + BLOCK : dim;
+    __m512 sum = _mm512_setzero_ps();
+    for (long i = start; i < stop; i += LANES) {
+      const __mmask16 there = first_lanes(stop - i);
+      sum = _mm512_add_ps(
+          sum, surplus_of(_mm512_maskz_loadu_ps(there, p + i), _mm512_maskz_loadu_ps(there, q + i), by));
+    }
+    total += _mm512_reduce_add_ps(sum);
+  }
+  return total;
+}
+
+/* Seed 001, Algorithm 2, for chains of up to `places` tokens: running[b, i] = P_{i+1} and h[b, i] = h_{i+1}, zeros
+   beyond a chain's length. p is [batch, more than places, dim], q [batch, places, dim], or 0 for point masses. */
+void draftproof_block(const int64_t *tokens, const float *q, const float *p, const int64_t *lengths, double *running,
+                      double *h, long batch, long places, long more, long dim) {
+  for (long b = 0; b < batch; b++) {
+    const int64_t *drafted = tokens + b * places, length = lengths[b];
+    const float *mine = p + b * more * dim, *theirs = q ? q + b * places * dim : 0;
+    double walk = 0;
+    for (long i = 0; i < places; i++) {
+      double *made = h + b * places + i;
+      *made = running[b * places + i] = 0;
+      if (i >= length) continue;
+      walk += log((double)mine[i * dim + drafted[i]]) - (theirs ? log((double)theirs[i * dim + drafted[i]]) : 0);
+      walk = walk > 0 ? 0 : walk; /* NaN stays */
+      const double head = running[b * places + i] = exp(walk), deficit = 1 - head;
+      if (i + 1 == length) {
+        *made = head;
+        continue;
+      }
+      const float *next = mine + (i + 1) * dim;
+      const double left =
+          theirs ? surplus(next, theirs + (i + 1) * dim, (float)head, dim) : head * (1 - (double)next[drafted[i + 1]]);
+      *made = deficit > 0 ? left / (left + deficit) : 1;
+    }
+  }
+}
+
+/* y = max(scale p - q, 0), or p where that is 0 throughout; q = 0 stands for a point mass on `drafted`. */
+void draftproof_residual(const float *p, const float *q, long drafted, float scale, float *y, long dim) {
+  const __m512 by = _mm512_set1_ps(scale), nothing = _mm512_setzero_ps();
+  int left = 0;
+  for (long at = 0; at < dim; at += LANES) {
+    const __mmask16 there = first_lanes(dim - at);
+    __m512 other = q ? _mm512_maskz_loadu_ps(there, q + at) : nothing;
+    if (!q && drafted >= at && drafted < at + LANES) other = _mm512_mask_mov_ps(other, (__mmask16)(1u << (drafted - at)), _mm512_set1_ps(1.0f));
+    const __m512 made = surplus_of(_mm512_maskz_loadu_ps(there, p + at), other, by);
+    left |= _mm512_mask_cmp_ps_mask(there, made, nothing, _CMP_NEQ_UQ);
+    _mm512_mask_storeu_ps(y + at, there, made);
+  }
+  if (!left) memcpy(y, p, dim * sizeof *y);
+}
+
 /* First place in a running sum that exceeds the goal, which is held strictly below `total`; `size` - 1 where rounding
    leaves none. */
 static long first_above(const double *running, long size, double goal) {
@@ -580,7 +669,7 @@ void draftproof_attend(attention *a, long threads) {
   parallel(share_tiles, a, (unsigned)(threads > 1 ? threads : 1), 0);
 }
 
-/* --- a layer ----------------------------------------------------------------------------------------------------- */
+/* --- layers ---------------------------------------------------------------------------------------------------- */
 
 typedef struct {
   const elem *weight, *bias;
@@ -593,9 +682,8 @@ typedef struct {
   float before_least, between_least, turned_least;
 } layer;
 
-/* y [tokens, size]: the layer's output for x, with keys and values stored; fused and out of `a` are set here, in `work`:
-   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements. */
-void draftproof_layer(const layer *l, attention *a, const elem *x, elem *y, elem *work, long threads) {
+/* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
+static void run_layer(const layer *l, attention *a, elem *x, elem *work, long threads) {
   const long tokens = a->rows * a->width, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
   elem *normed = work, *both, *gated;
   a->fused = normed + tokens * l->size;
@@ -611,9 +699,20 @@ void draftproof_layer(const layer *l, attention *a, const elem *x, elem *y, elem
         draftproof_norm(at, l->turned + head * a->dim, at, 1, a->dim, l->turned_least);
       }
   draftproof_attend(a, threads);
-  draftproof_product(a->out, l->out.weight, l->out.bias, x, y, tokens, l->size, mixed, threads);
-  draftproof_norm(y, l->between, normed, tokens, l->size, l->between_least);
+  draftproof_product(a->out, l->out.weight, l->out.bias, x, x, tokens, l->size, mixed, threads);
+  draftproof_norm(x, l->between, normed, tokens, l->size, l->between_least);
   draftproof_product(normed, l->gate_up.weight, l->gate_up.bias, 0, both, tokens, 2 * l->inner, l->size, threads);
   draftproof_gated(both, gated, tokens, l->inner, threads);
-  draftproof_product(gated, l->down.weight, l->down.bias, y, y, tokens, l->size, l->inner, threads);
+  draftproof_product(gated, l->down.weight, l->down.bias, x, x, tokens, l->size, l->inner, threads);
+}
+
+/* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
+   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements. */
+void draftproof_layers(const layer *l, long count, attention *a, elem *const *keys, elem *const *values, elem *x,
+                       elem *work, long threads) {
+  for (long number = 0; number < count; number++) {
+    a->keys = keys[number];
+    a->values = values[number];
+    run_layer(l + number, a, x, work, threads);
+  }
 }

@@ -17,20 +17,23 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import logging
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 
 from draftproof.errors import UserError, reason
@@ -97,24 +100,28 @@ class Interleaved:
         return self.blocks.transpose(1, 2).reshape(-1, self.ins)[: self.outs]
 
 
-@dataclass(frozen=True, eq=False)
 class Sight:
     """What tokens see, and the room that the layers of a pass share.
 
-    Attributes:
+    Args:
         places: slot, first new position and number of new tokens of each row.
         seen: how many slots each token sees; all up to the row's last where a mask says more.
         mask: added to scores; None where `seen` says it all.
     """
 
-    places: Int[Tensor, "rows 3"]
-    seen: Int[Tensor, "rows width"]
-    mask: Float[Tensor, "rows 1 width horizon"] | None
-
-    @functools.cached_property  # asked for by every layer
-    def horizon(self) -> int:
-        """The most slots that a token sees."""
-        return int(self.seen.max())
+    def __init__(
+        self,
+        places: Sequence[tuple[int, int, int]],
+        seen: Sequence[Sequence[int]],
+        mask: Float[Tensor, "rows 1 width horizon"] | None,
+    ) -> None:
+        self.rows, self.width = len(seen), len(seen[0])
+        flat = list(itertools.chain.from_iterable(seen))
+        self.horizon = max(flat)  # the most slots that a token sees
+        self.mask = mask
+        # made for C at once: a tensor costs several times as much, and small models have a pass in a millisecond
+        self.places = (ctypes.c_int64 * (3 * self.rows))(*itertools.chain.from_iterable(places))
+        self.seen = (ctypes.c_int64 * len(flat))(*flat)
 
     @functools.cached_property
     def _rooms(self) -> dict[int, Tensor]:
@@ -128,9 +135,9 @@ class Sight:
 
 
 class Reading(ctypes.Structure):
-    """What attention reads and writes in a layer, as native.c has it (`attention`), but for the rows' own tensors.
+    """What attention reads and writes in a pass, as native.c has it (`attention`), but for a layer's own tensors.
 
-    It holds addresses: the tensors that it was made of must outlive it.
+    It holds addresses: the tensors and the sight that it was made of must outlive it.
     """
 
     _fields_: ClassVar = [
@@ -146,8 +153,7 @@ class Reading(ctypes.Structure):
         cls,
         cos: Float[Tensor, "tokens 1 dim"],
         sin: Float[Tensor, "tokens 1 dim"],
-        keys: Float[Tensor, "slots key_heads capacity dim"],
-        values: Float[Tensor, "slots key_heads capacity dim"],
+        shape: Sequence[int],
         sight: Sight,
         *,
         heads: int,
@@ -158,28 +164,25 @@ class Reading(ctypes.Structure):
         Args:
             cos: of each token, contiguous in the last dimension.
             sin: the same, with the sign of `rotate_half` and cos's stride.
-            keys: a layer's buffer.
-            values: a layer's buffer.
+            shape: of the buffers of keys and of values, [slots, key heads, capacity, dim].
             sight: of this pass.
             heads: query heads; neighbours share a key head.
             scale: of scores.
         """
-        (rows, width), (_, key_heads, capacity, dim) = sight.seen.shape, keys.shape
+        _, key_heads, capacity, dim = shape
         assert cos.stride(0) == sin.stride(0), "halves of one table"
-        queries = min(width, _COLUMNS) * (heads // key_heads)
+        queries = min(sight.width, _COLUMNS) * (heads // key_heads)
         room = (LANES + queries) * (sight.horizon + LANES)
         mask = sight.mask
         return cls(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            places=sight.places.data_ptr(),
-            seen=sight.seen.data_ptr(),
+            places=ctypes.addressof(sight.places),
+            seen=ctypes.addressof(sight.seen),
             mask=None if mask is None else mask.data_ptr(),
             scratch=sight.room(torch.get_num_threads() * room, torch.float32, 0).data_ptr(),
-            rows=rows,
-            width=width,
+            rows=sight.rows,
+            width=sight.width,
             heads=heads,
             key_heads=key_heads,
             dim=dim,
@@ -203,23 +206,30 @@ class Operations:
         self.dtype, self._unit = dtype, _KINDS[dtype].unit
         torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         made = ctypes.CDLL(str(library))
-        pointer, number = ctypes.c_void_p, ctypes.c_long
+        pointer: Any = ctypes.c_void_p
+        number: Any = ctypes.c_long
         made.draftproof_attach.argtypes = [pointer] * 3
         names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
         made.draftproof_attach(*(ctypes.cast(getattr(torch_library, name), pointer) for name in names))
         self._product, self._norm, self._gated = made.draftproof_product, made.draftproof_norm, made.draftproof_gated
-        self._attend, self._layer = made.draftproof_attend, made.draftproof_layer
+        self._attend, self._layers = made.draftproof_attend, made.draftproof_layers
         self._product.argtypes = [pointer] * 5 + [number] * 4
         self._norm.argtypes = [pointer] * 3 + [number] * 2 + [ctypes.c_float]
         self._gated.argtypes = [pointer] * 2 + [number] * 3
         self._attend.argtypes = [pointer, number]
-        self._layer.argtypes = [pointer] * 5 + [number]
+        self._layers.argtypes = [pointer, number] + [pointer] * 5 + [number]
         self._softmax = made.draftproof_softmax
         self._softmax.argtypes = [pointer] * 2 + [number] * 3
         self._inverse_cdf = made.draftproof_inverse_cdf
         self._inverse_cdf.argtypes = [pointer] * 4 + [number] * 2
-        rows = (self._norm, self._gated, self._softmax, self._inverse_cdf)
-        for function in (self._product, self._attend, self._layer, *rows):
+        self._legal, self._spread = made.draftproof_legal, made.draftproof_spread
+        self._legal.argtypes, self._legal.restype = [pointer] + [number] * 2, ctypes.c_int
+        self._spread.argtypes = [pointer] * 3 + [number] * 3
+        self._block, self._residual = made.draftproof_block, made.draftproof_residual
+        self._block.argtypes = [pointer] * 6 + [number] * 4
+        self._residual.argtypes = [pointer] * 2 + [number, ctypes.c_float, pointer, number]
+        rows = (self._norm, self._gated, self._softmax, self._inverse_cdf, self._spread)
+        for function in (self._product, self._attend, self._layers, *rows, self._block, self._residual):
             function.restype = None
 
     def __deepcopy__(self, memo: object) -> Operations:
@@ -282,6 +292,42 @@ class Operations:
         self._softmax(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
         return y
 
+    def legal(self, x: Float[Tensor, "*rows dim"]) -> bool:
+        """Whether no entry is NaN or +inf, and no row all -inf."""
+        x, dim = x.contiguous(), x.shape[-1]
+        return bool(self._legal(x.data_ptr(), x.numel() // max(dim, 1), dim))
+
+    def spread(
+        self, x: Float32[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int
+    ) -> Float32[Tensor, "rows dim"]:
+        """The rows at the columns `ids` of wider ones, and zeros."""
+        x, ids, (rows, width) = x.contiguous(), ids.contiguous(), x.shape
+        y = x.new_empty((rows, dim))
+        self._spread(x.data_ptr(), ids.data_ptr(), y.data_ptr(), rows, width, dim)
+        return y
+
+    def block(
+        self,
+        tokens: Int[Tensor, "B n"],
+        q: Float32[Tensor, "B n V"] | None,
+        p: Float32[Tensor, "B m V"],
+        lengths: Int[Tensor, " B"],
+    ) -> tuple[Float64[Tensor, "B n"], Float64[Tensor, "B n"]]:
+        """P_i and h_i of seed 001, Algorithm 2; see `functional.chain.block_acceptance`."""
+        tokens, p, lengths = tokens.contiguous(), p.contiguous(), lengths.contiguous()
+        q = None if q is None else q.contiguous()
+        running, h = (torch.empty(tokens.shape, dtype=torch.float64) for _ in range(2))
+        given = tokens.data_ptr(), None if q is None else q.data_ptr(), p.data_ptr(), lengths.data_ptr()
+        self._block(*given, running.data_ptr(), h.data_ptr(), *tokens.shape, *p.shape[1:])
+        return running, h
+
+    def residual(
+        self, p: Float32[Tensor, " V"], q: Float32[Tensor, " V"] | None, drafted: int, scale: float, out: Tensor
+    ) -> None:
+        """max(scale p - q, 0), or p where that is 0 throughout, to `out`; no q stands for a point mass on `drafted`."""
+        given = None if q is None else q.data_ptr()
+        self._residual(p.data_ptr(), given, drafted, scale, out.data_ptr(), p.shape[-1])
+
     def inverse_cdf(self, weights: Float32[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
         """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`."""
         weights, goals = weights.contiguous(), u.to(torch.float64).contiguous()
@@ -292,41 +338,72 @@ class Operations:
         self._inverse_cdf(*addresses, u.numel(), dim)
         return found
 
-    def attend(self, fused: Float[Tensor, "tokens heads dim"], given: Reading) -> Float[Tensor, "tokens inner"]:
+    def attend(
+        self,
+        fused: Float[Tensor, "tokens heads dim"],
+        given: Reading,
+        keys: Float[Tensor, "slots key_heads capacity dim"],
+        values: Float[Tensor, "slots key_heads capacity dim"],
+    ) -> Float[Tensor, "tokens inner"]:
         """Turn queries and keys, write keys and values, weigh values; outputs of padding are zeros.
 
         Args:
             fused: queries, keys and values of every token; contiguous, overwritten.
             given: the rest.
+            keys: the layer's buffer.
+            values: likewise.
         """
         assert fused.is_contiguous(), "overwritten in place"
         out = fused.new_empty((fused.shape[0], given.heads * given.dim))
         given.fused, given.out = fused.data_ptr(), out.data_ptr()
+        given.keys, given.values = keys.data_ptr(), values.data_ptr()
         self._attend(ctypes.addressof(given), torch.get_num_threads())
         return out
 
-    def layer(
-        self, weights: ctypes.Structure, x: Float[Tensor, "tokens size"], given: Reading, work: Tensor
-    ) -> Float[Tensor, "tokens size"]:
-        """A whole decoder layer.
+    def layers(
+        self,
+        weights: ctypes.Array[Any],
+        x: Float[Tensor, "tokens size"],
+        given: Reading,
+        buffers: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]],
+        work: Float[Tensor, " room"],
+    ) -> None:
+        """Decoder layers after one another.
 
         Args:
-            weights: native.c's `layer`.
-            x: hidden states.
+            weights: native.c's `layer`, of each.
+            x: hidden states; contiguous, overwritten by the last layer's.
             given: of attention.
+            buffers: addresses of each layer's keys, and of its values.
             work: room of this type, as large as native.c says.
         """
-        x = x.contiguous()
-        y = torch.empty_like(x)
-        addresses = (ctypes.addressof(weights), ctypes.addressof(given), x.data_ptr(), y.data_ptr(), work.data_ptr())
-        self._layer(*addresses, torch.get_num_threads())
-        return y
+        assert x.is_contiguous(), "overwritten in place"
+        keys, values = buffers
+        addresses = x.data_ptr(), work.data_ptr()
+        self._layers(weights, len(weights), ctypes.byref(given), keys, values, *addresses, torch.get_num_threads())
 
 
 def softmax(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
     """Softmax of each row: natively for float32 on this machine's CPU where that is to be had, else by torch."""
-    made = operations(x) if x.dtype == torch.float32 else None
+    made = single(x)
     return x.softmax(-1) if made is None else made.softmax(x)
+
+
+def legal(x: Float[Tensor, "*rows dim"]) -> bool:
+    """Whether no entry is NaN or +inf, and no row all -inf; natively where that is to be had."""
+    made = operations(x)
+    return bool(x.amax(-1).isfinite().all()) if made is None else made.legal(x)
+
+
+def spread(x: Float[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int) -> Float[Tensor, "rows dim"]:
+    """The rows at the columns `ids`, none of them twice, of wider ones, and zeros; natively where that is to be had."""
+    made = single(x)
+    return x.new_zeros((x.shape[0], dim)).index_copy_(1, ids, x) if made is None else made.spread(x, ids, dim)
+
+
+def single(rows: Tensor) -> Operations | None:
+    """`operations` for rows of probabilities, which they are for where these are float32."""
+    return operations(rows) if rows.dtype == torch.float32 else None
 
 
 def operations(like: Tensor) -> Operations | None:
@@ -415,7 +492,7 @@ def _compile(compiler: str, flags: tuple[str, ...], made: Path) -> None:
 
 
 def _require_agreement(made: Operations) -> None:
-    """That products, softmax and draws equal torch's to rounding.
+    """That products, softmax, draws and the block rule equal what they must to rounding, and the rest exactly.
 
     A layer as a whole is compared with transformers' when a model is loaded (`hf.probe`).
     """
@@ -432,6 +509,19 @@ def _require_agreement(made: Operations) -> None:
     wanted = scores.double().softmax(-1)
     if not torch.allclose(made.softmax(scores).double(), wanted, rtol=1e-5, atol=0):
         raise UserError("its softmax differs from torch's")
+    shown = [torch.full((1, 37), value, dtype=made.dtype) for value in (0.0, math.nan, math.inf, -math.inf)]
+    if [made.legal(row) for row in shown] != [True, False, False, False]:
+        raise UserError("it takes illegal logits for legal ones")
+    ids = torch.tensor([1, 4, 9])
+    if not torch.equal(made.spread(scores[:, :3], ids, 11)[:, ids], scores[:, :3]):
+        raise UserError("rows spread over a vocabulary are not where they belong")
+    p, q = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [1.0, 0.0, 0.0]]]), torch.tensor([[[0.2, 0.5, 0.3]] * 2])
+    running, h = made.block(torch.tensor([[1, 2]]), q, p, torch.tensor([2]))
+    rest = torch.empty(3)
+    made.residual(p[0, 1], q[0, 1], 2, 0.6, rest)
+    known = [0.6, 1.0, 0.12 / 0.52, 1.0, 0.0, 0.0, 0.12]  # by hand
+    if not torch.allclose(torch.cat([running[0], h[0], rest.double()]), torch.tensor(known).double(), atol=1e-6):
+        raise UserError("its block rule differs from the paper's")
     places = torch.tensor([0, 2500, 5000])  # a uniform in the middle of each one's share
     middle = (wanted.cumsum(-1) - wanted / 2).gather(-1, places.unsqueeze(-1)).squeeze(-1)
     if not torch.equal(made.inverse_cdf(wanted.float(), middle), places):

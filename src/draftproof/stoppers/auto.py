@@ -1,6 +1,6 @@
 """Drafts by the cost model: as many, and as long ones, as pay at the rates they are accepted, or none.
 
-Knows: what a round costs, how a request's drafts fared. Does not know: clocks, models.
+Knows: what a round costs, how drafts are thought to fare and how a request's fared. Does not know: clocks, models.
 
 The choice depends on committed rounds alone, so it is a stopping time and every lossless rule stays lossless. Given
 costs that are the same for any number of requests (`auto:R`) each request decides for itself, and a seed gives the same
@@ -21,18 +21,36 @@ from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, expected_
 
 Rates = tuple[tuple[int, float, float], ...]  # number of drafts, rate of a first token, rate of a further one
 
-# Acceptance rates that are assumed before anything is known, of a first token and of one after an accepted one, and the
-# tokens that they count for. The second is hopeful: a rate that is thought low is never seen.
-FIRST, LATER, WEIGHT = 0.5, 0.7, 4.0
+WEIGHT = 4.0  # tokens that assumed rates count for
 MEMORY = 0.96  # what a round counts for after each later one
 GAIN = 1.05  # a draft must promise this much over plain decoding
 PROBE = 1  # tokens of a draft that only looks whether drafts pay again
 PAUSES = (8, 128)  # rounds between such looks: at first, and after many in vain
-LOOK = 0.015  # share of the time that looks may take at first; where a draft costs much pauses are longer
+LOOK = 0.01  # share of the time that looks may take at first; where a draft costs much pauses are longer
 
 
 REMEMBERED = 4096  # choices that are looked up rather than made again
 FORGET = 64  # rounds after which a number of drafts that was not used is tried anew, if it might pay
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """How often drafted tokens are accepted; the defaults are hopeful, since a rate that is thought low is never seen.
+
+    Attributes:
+        first: a first token.
+        later: one after an accepted one.
+    """
+
+    first: float = 0.5
+    later: float = 0.7
+
+    def or_better(self, other: Acceptance) -> Acceptance:
+        """The higher of each."""
+        return Acceptance(max(self.first, other.first), max(self.later, other.later))
+
+
+ASSUMED = Acceptance()
 
 
 @dataclass
@@ -62,12 +80,19 @@ class _Rates:
 
 @dataclass
 class _Memory:
-    """A request's rates by the number of drafts, how many it got, and how long it got none."""
+    """A request's rates by the number of drafts, how many it got, and how long it got none.
 
+    Attributes:
+        assumed: before anything was tried.
+        chosen: what was chosen since it last learnt, by number of requests and of drafts there can be.
+    """
+
+    assumed: Acceptance
     rates: dict[int, _Rates] = field(default_factory=dict)
     drafts: int = 1
     idle: int = 0
     patience: int = 1
+    chosen: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
 
     def expected(self, drafts: int) -> tuple[float, float]:
         """Rates for a number of drafts; one that was not tried lately gets the benefit of the doubt.
@@ -77,12 +102,14 @@ class _Memory:
         if drafts in self.rates:
             return self.rates[drafts].known
         if drafts == 1:
-            return self.rates[min(self.rates)].known if self.rates else (FIRST, LATER)
+            assumed = round(self.assumed.first, 2), round(self.assumed.later, 2)
+            return self.rates[min(self.rates)].known if self.rates else assumed
         first, later = self.expected(1)
         return round(1 - (1 - first) ** drafts, 2), later
 
     def learn(self, drafted: int, accepted: int) -> None:
         """Count a round's outcome to the number of drafts it had."""
+        self.chosen.clear()
         own = self.rates.setdefault(self.drafts, _Rates.assumed(*self.expected(self.drafts)))
         _count(own.first, min(accepted, 1), refused=not accepted)
         if accepted and drafted > 1:
@@ -106,6 +133,7 @@ class Auto(StopperBase):
             and `wanted` refuses.
         limit: longest chain.
         name: how it is called.
+        assumed: how a request's drafts are thought to fare before it had any; raised to the default where that is more.
 
     Raises:
         UserError: a limit out of range.
@@ -114,11 +142,18 @@ class Auto(StopperBase):
     estimated online.
     """
 
-    def __init__(self, costs: RoundCosts | BatchCosts | None = None, limit: int = 16, name: str = "auto") -> None:
+    def __init__(
+        self,
+        costs: RoundCosts | BatchCosts | None = None,
+        limit: int = 16,
+        name: str = "auto",
+        assumed: Acceptance = ASSUMED,
+    ) -> None:
         if not 1 <= limit <= MAX_LENGTH:
             raise UserError(f"auto drafts at most {limit} tokens: legal are 1 to {MAX_LENGTH}")
         super().__init__(name, limit)
         self.costs = costs
+        self.assumed = assumed
         self._rows: dict[int, _Memory] = {}
         self._best: dict[tuple[int, Rates], tuple[int, int]] = {}  # by number of requests and rates
         self._together, self._most = 1, 1
@@ -128,7 +163,7 @@ class Auto(StopperBase):
         """Take note of who shares the round and how many drafts each can get; choose for all where costs are shared."""
         self._together, self._most, self._common = max(len(rows), 1), most, None
         if self.costs is not None and self.costs.shared and len(rows) > 1:
-            members = [self._rows.get(row) or _Memory() for row in rows]
+            members = [self._of(row) for row in rows]
             length, drafts = self._choice(members)
             look = not length and 2 * sum(self._waited(one) for one in members) > len(members)
             self._common = (min(PROBE, self.limit), 1) if look else (length, drafts)
@@ -137,34 +172,47 @@ class Auto(StopperBase):
         """The best length; where that is 0, now and then a short draft to look again."""
         if self._common is not None:
             return self._common[0]
-        known = self._rows.get(row)
-        best = self._choice([known or _Memory()])[0]
-        if best or known is None or not self._waited(known):
-            return best
-        return min(PROBE, self.limit)
+        known = self._of(row)
+        return self._own(known)[0] or (min(PROBE, self.limit) if self._waited(known) else 0)
 
     def drafts(self, row: int, most: int) -> int:
         """The best number of drafts."""
-        known = self._rows.setdefault(row, _Memory())
-        known.drafts = min((self._common or self._choice([known]))[1], most)
+        known = self._of(row)
+        known.drafts = min((self._common or self._own(known))[1], most)
         return known.drafts
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Learn from a round."""
-        known = self._rows.setdefault(row, _Memory())
+        known = self._of(row)
         if not drafted:
             known.idle += 1
             return
         known.learn(drafted, accepted)
         known.idle = 0
-        known.patience = 1 if self._choice([known])[0] else min(2 * known.patience, PAUSES[1] // PAUSES[0])
+        known.patience = 1 if self._own(known)[0] else min(2 * known.patience, PAUSES[1] // PAUSES[0])
 
     def release(self, row: int) -> None:
         """Forget the row."""
         self._rows.pop(row, None)
 
+    def _of(self, row: int) -> _Memory:
+        known = self._rows.get(row)
+        if known is None:
+            known = self._rows[row] = _Memory(ASSUMED.or_better(self.assumed))
+        return known
+
+    def _own(self, known: _Memory) -> tuple[int, int]:
+        """What is best for a request by itself."""
+        case = self._together, self._most
+        found = known.chosen.get(case)
+        if found is None:
+            found = known.chosen[case] = self._choice([known])
+        return found
+
     def _waited(self, known: _Memory) -> bool:
         """Whether it is time to look again."""
+        if known.idle < known.patience * PAUSES[0]:
+            return False
         assert self.costs is not None, "a choice was made"
         costs = self.costs.at(self._together)
         pause = max(PAUSES[0], (costs.of(PROBE) / costs.of(0) - 1) / LOOK)

@@ -121,7 +121,7 @@ class Pair:
                 session.close()
         read = []
         for output in outputs:
-            logits = fit_width(output.logits, self.target.vocab_size)
+            logits = fit_width(output.logits, self.target.vocab_size, output.ids)
             check_logits(logits, model.name)
             state = logits if output.hidden is None else output.hidden
             read.append((probabilities(logits, self.transforms).cpu(), state.float().cpu()))
