@@ -1,7 +1,9 @@
 """The stopper that decides by the cost model: what it drafts, when it gives up and looks again, what it is told."""
 
+import copy
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,10 @@ from laws import checks_off
 
 HOST = torch.device("cpu")
 STORIES = ["Once upon a time", "The little dog", "Tom and Lily went to", "One day, a big cat"]
+
+
+def pair():
+    return {"target": backend("target"), "draft": backend("draft")}
 
 
 def tokens(outputs):
@@ -352,6 +358,43 @@ def test_acceptance_is_counted_as_requests_do_and_kept_with_the_costs(tmp_path, 
     for drafted, accepted in ((4, 0), (4, 1), (4, 4), (2, 2), (1, 1), (0, 0)):
         watching.observe(0, drafted, accepted)
     assert watching.seen == Acceptance(4 / 5, 0.8), "4 of 5 first ones; later ones 0 of 1, 3 of 3 and 1 of 1"
+
+
+def test_acceptance_belongs_to_weights_rule_and_sampling(tmp_path, monkeypatch):
+    file, made = tmp_path / "costs.json", []
+    monkeypatch.setattr(pace, "measured_acceptance", lambda _: made.append(0) or Acceptance(0.1, 0.2))
+    warm = Engine(backend("target"), make_drafter("model", **pair(), stopper="fixed:2"), make_verifier("token"))
+    tempered = make_drafter("model", **pair(), stopper="fixed:2", temperature=0.5)
+    cool = Engine(backend("target"), tempered, make_verifier("token"))
+    block = Engine(backend("target"), make_drafter("model", **pair(), stopper="fixed:2"), make_verifier("block"))
+    for under_test in (warm, cool, block, warm, cool, block):
+        known_acceptance(under_test, file)
+    assert len(made) == 3
+    retrained = copy.deepcopy(backend("draft"))
+    retrained.model.get_input_embeddings().weight.data.mul_(1.01)
+    drafter = make_drafter("model", target=backend("target"), draft=retrained, stopper="fixed:2")
+    known_acceptance(Engine(backend("target"), drafter, make_verifier("token")), file)
+    assert len(made) == 4, "other weights under the same name"
+
+
+@pytest.mark.parametrize("start", [5000, -1, None])
+def test_texts_begin_at_a_token_that_the_target_has(start):
+    under_test = engine()
+    under_test.tokenizer = None if start is None else SimpleNamespace(bos_token_id=start)
+    under_test.eos_token_ids = (99999,)
+    prompts = []
+    under_test.generate = lambda given, _: prompts.extend(given)
+    assert measured_acceptance(under_test) == Acceptance(0.0, 0.0)
+    assert {tuple(prompt) for prompt in prompts} == {(0,)}
+
+
+@pytest.mark.parametrize("room", [40, 64, 128])
+def test_short_contexts_are_measured_as_far_as_they_go(room, monkeypatch):
+    under_test = engine(length=8)
+    monkeypatch.setattr(under_test.target, "max_positions", room)
+    costs = measured_costs(under_test)
+    assert costs.target > 0
+    assert (costs.draft < costs.target) or room == 40, "drafts were measured"
 
 
 def test_a_request_begins_with_what_is_assumed_or_the_default_if_that_is_more():

@@ -14,6 +14,7 @@ import transformers
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.attention import NativeAttention
 from draftproof.backends.base import Feed
+from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.packed import Product, packs
@@ -210,6 +211,23 @@ def test_the_block_rules_plan_and_its_residual(n, vocab, masses):
         exact = chain.bonus_weights(p.double(), wide, tokens, accepted, lengths, scale)
         assert torch.allclose(made.double(), exact, rtol=0, atol=2e-7)
         assert made.dtype == torch.float32
+
+
+@needs_native
+def test_what_does_not_belong_together_is_refused_and_narrow_integers_are_not():
+    tokens, q, p, lengths = chains(1, 6, 3, 40)
+    wanted = chain.block_acceptance(tokens, q, p, lengths)
+    found = chain.block_acceptance(tokens.int(), q, p, lengths.int())
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+    for broken in (
+        (tokens + 40, q, p, torch.full_like(lengths, 3)),
+        (tokens, q, p, lengths + 4),
+        (tokens, q, p[:, :2], lengths),
+    ):
+        with pytest.raises(ValueError, match="drafted tokens"):
+            OPERATIONS[torch.float32].block(*broken)
+    with pytest.raises(ValueError, match="are not all of 0 to 8"):
+        native.spread(torch.zeros(1, 3), torch.tensor([1, 4, 9]), 9)
 
 
 @needs_native
@@ -439,6 +457,21 @@ def test_a_copy_reads_its_own_weights():
     for layer in made.lean.layers:
         layer.down.weight.blocks.fill_(float("nan"))
     assert Engine(copied, max_batch=1).generate([[1, 2, 3]], PARAMS)[0].token_ids == before[0].token_ids
+
+
+@needs_native
+def test_first_layers_that_grew_before_the_others():
+    made = LeanBackend(lively_model(MODELS["llama"](), torch.float32))
+    early = EarlyExitBackend(made, 1)
+    wanted = Engine(made, max_batch=1).generate([[1, 2, 3]], PARAMS)[0].token_ids
+    for number in (1, 2, 3):  # slots double: four for the first layer, then, and one for the others
+        open_ = [early.open() for _ in range(number)]
+        early.forward([Feed(session, [4, 5]) for session in open_])
+        for session in open_:
+            session.close()
+    sessions = [made.open() for _ in range(3)]
+    rows = made.forward([Feed(session, [1, 2, 3]) for session in sessions])
+    assert [int(row.logits[-1].argmax()) for row in rows] == [wanted[0]] * 3
 
 
 @needs_native

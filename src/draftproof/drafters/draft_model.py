@@ -31,6 +31,9 @@ class DraftModel:
         temperature: of the draft, when it shall differ from the request's.
         top_k: of the draft, when it shall differ from the request's.
 
+    Attributes:
+        changes: what the draft's sampling has that the request's has not.
+
     Raises:
         UserError: a temperature or top_k out of range.
     """
@@ -41,9 +44,9 @@ class DraftModel:
         self.backend = backend
         self._vocab_size = vocab_size
         changes = {"temperature": temperature, "top_k": top_k}
-        self._changes: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
+        self.changes: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
         try:
-            SamplingParams(**self._changes)
+            SamplingParams(**self.changes)
         except UserError as cause:
             raise UserError(f"the draft's own {cause}") from None
         self._sessions: dict[int, Session] = {}
@@ -57,7 +60,7 @@ class DraftModel:
     def session(self, request: DraftRequest) -> Session:
         """The request's session for a round; its sampling parameters are bound at the first."""
         if request.id not in self._transforms:
-            own = replace(request.transforms.params, **self._changes)
+            own = replace(request.transforms.params, **self.changes)
             self._transforms[request.id] = replace(request.transforms, params=own)
         return self.open(request)
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from draftproof.backends.base import Backend, Feed
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Stats
@@ -63,7 +64,20 @@ def known_acceptance(engine: Engine, file: Path) -> Acceptance:
         engine: as for `known_costs`.
         file: likewise.
     """
-    return _known(engine, file, "accepted", Acceptance, measured_acceptance)
+    model = getattr(engine.drafter, "model", None)
+    drawn = "" if model is None else f"{_fingerprint(model.backend)} {model.changes}"
+    what = f"accepted | {engine.verifier.name} | {_fingerprint(engine.target)} | {drawn}"
+    return _known(engine, file, what, Acceptance, measured_acceptance)
+
+
+def _fingerprint(backend: Backend) -> str:
+    """A number that other weights under the same name would hardly have: the size of the logits after one token."""
+    session = backend.open()
+    try:
+        logits = backend.forward([Feed(session, [0])])[0].logits
+    finally:
+        session.close()
+    return f"{float(logits.double().nan_to_num(neginf=0.0).norm()):.6g}"
 
 
 def _known(engine: Engine, file: Path, what: str, kind: type[_Kept], measure: Callable[[Engine], _Kept]) -> _Kept:
@@ -78,7 +92,7 @@ def _known(engine: Engine, file: Path, what: str, kind: type[_Kept], measure: Ca
             work.write_text(json.dumps({**_read(file), key: asdict(made)}, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         _log.warning(
-            "%s cannot be written (%s), so round costs are measured at every start: set DRAFTPROOF_HOME to a folder "
+            "%s cannot be written (%s), so rounds are measured at every start: set DRAFTPROOF_HOME to a folder "
             "that can, or name a stopper other than auto",
             file,
             reason(error),
@@ -96,8 +110,8 @@ def measured_acceptance(engine: Engine) -> Acceptance:
         engine: idle, with a drafter that has a stopper.
     """
     drafter: Any = engine.drafter
-    start = getattr(engine.tokenizer, "bos_token_id", None)
-    prompt = [next(iter(engine.eos_token_ids), 0) if start is None else int(start)]
+    begins = (getattr(engine.tokenizer, "bos_token_id", None), *engine.eos_token_ids, 0)
+    prompt = [next(id_ for id_ in begins if id_ is not None and 0 <= id_ < engine.target.vocab_size)]
     kept, watching = drafter.stopper, _Watching(min(DRAFTED, drafter.limit))
     room = max(min(TOKENS, (engine.target.max_positions or TOKENS) - 2), 1)
     drafter.stopper = watching
@@ -134,12 +148,14 @@ def measured_costs(engine: Engine, rows: int = 1) -> RoundCosts:
             turns += [turn] if repeat else []  # the first one warms up
     finally:
         drafter.stopper = kept
-    plain = [sum(turn[0, 1]) for turn in turns]
+    whole = [turn for turn in turns if all(rest for _, rest in turn.values())]
+    if not whole:  # nothing was drafted, say after a prompt that the draft cannot read
+        target = statistics.median([sum(turn[0, 1]) for turn in turns]) or 1.0
+        return RoundCosts(target, target)
+    plain = [sum(turn[0, 1]) for turn in whole]
     target = statistics.median(plain)
-    if any(not rest for turn in turns for _, rest in turn.values()):
-        return RoundCosts(target, target)  # nothing was drafted, say after a prompt that the draft cannot read
     # Shares of the same turn's plain round: a machine that others use is now faster, now slower.
-    shares = {way: [[part / of for part in turn[way]] for turn, of in zip(turns, plain, strict=True)] for way in ways}
+    shares = {way: [[part / of for part in turn[way]] for turn, of in zip(whole, plain, strict=True)] for way in ways}
     middle = {way: [target * statistics.median(part) for part in zip(*shares[way], strict=True)] for way in ways}
     spent = {way: (middle[way][0], middle[way][1] - target) for way in ways[1:]}
     draft = _slope(lengths, [spent[way][0] for way in single], least=0.5)
@@ -179,7 +195,10 @@ def _slope(lengths: Sequence[int], seconds: Sequence[float], *, least: float) ->
 
 
 def _rounds(engine: Engine, drafter: Any, way: tuple[int, int], rows: int) -> list[Stats]:
-    """Statistics of each round of a short run as its first request has them, without those that warm up."""
+    """Statistics of each round of a short run as its first request has them, without those that warm up.
+
+    Where the context ends before that is over, without the first two only.
+    """
     drafter.stopper = _Bounded(*way)
     width = engine.target.vocab_size
     requests = []
@@ -199,7 +218,7 @@ def _rounds(engine: Engine, drafter: Any, way: tuple[int, int], rows: int) -> li
     finally:
         for request in requests:
             engine.abort(request)
-    return found[warm:] or found[-1:]
+    return found[warm:] if len(found) == warm + ROUNDS else found[2:]
 
 
 class _Watching(FixedLength):

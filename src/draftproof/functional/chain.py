@@ -1,7 +1,7 @@
 """Verification rules for one draft chain a row: token and block verification, vectorised over the batch.
 
 Knows: probabilities. Does not know: models, trees, requests. Each rule is a plan (acceptance probabilities and residual
-weights, as tensors) followed by its draws (`rng.bernoulli`, `rng.categorical`); nothing is read back to the host.
+weights, as tensors) followed by its draws (`rng.bernoulli`, `rng.categorical`); nothing is read back from a device.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def token_verify(
     if validate:
         check_chain(tokens, q, p, lengths)
     if not tokens.shape[1]:
+        rng.bernoulli(p[:, :0, 0])  # an Rng that numbers all calls alike goes on as after any draft
         return _nothing_drafted(p, rng)
     size = _row_lengths(tokens, lengths)
     accept = log_ratios(tokens, q, p).exp().clamp_(max=1)

@@ -1,5 +1,6 @@
-/* The operations of a decoder layer on rows of one type: products, norms, gates, attention over the slot cache; and
-   softmax. Built once for bfloat16, and once with FLOAT32 defined for float32.
+/* The operations of a decoder layer on rows of one type: products, norms, gates, attention over the slot cache; and, on
+   float32 rows, softmax, draws and the plan of block verification. Built once for bfloat16, and once with FLOAT32 defined
+   for float32.
 
    Where transformers' operations round to the rows' type between two steps, these do; sums are float32 always.
 
@@ -297,12 +298,15 @@ int draftproof_legal(const elem *x, long rows, long dim) {
   return 1;
 }
 
-/* y [rows, dim]: x [rows, width] at the columns `ids`, and zeros. */
-void draftproof_spread(const float *x, const int64_t *ids, float *y, long rows, long width, long dim) {
+/* y [rows, dim]: x [rows, width] at the columns `ids`, and zeros; 0 where a column is none. */
+int draftproof_spread(const float *x, const int64_t *ids, float *y, long rows, long width, long dim) {
+  for (long i = 0; i < width; i++)
+    if (ids[i] < 0 || ids[i] >= dim) return 0;
   for (long row = 0; row < rows; row++, x += width, y += dim) {
     memset(y, 0, dim * sizeof *y);
     for (long i = 0; i < width; i++) y[ids[i]] = x[i];
   }
+  return 1;
 }
 
 /* max(scale p - q, 0) of sixteen places; NaN stays. */
@@ -328,13 +332,16 @@ static double surplus(const float *p, const float *q, float scale, long dim) {
 }
 
 /* Seed 001, Algorithm 2, for chains of up to `places` tokens: running[b, i] = P_{i+1} and h[b, i] = h_{i+1}, zeros
-   beyond a chain's length. p is [batch, more than places, dim], q [batch, places, dim], or 0 for point masses. */
-void draftproof_block(const int64_t *tokens, const float *q, const float *p, const int64_t *lengths, double *running,
+   beyond a chain's length. p is [batch, more than places, dim], q [batch, places, dim], or 0 for point masses. 0 where lengths or tokens are none. */
+int draftproof_block(const int64_t *tokens, const float *q, const float *p, const int64_t *lengths, double *running,
                       double *h, long batch, long places, long more, long dim) {
   for (long b = 0; b < batch; b++) {
     const int64_t *drafted = tokens + b * places, length = lengths[b];
     const float *mine = p + b * more * dim, *theirs = q ? q + b * places * dim : 0;
     double walk = 0;
+    if (length < 0 || length > places) return 0;
+    for (long i = 0; i < length; i++)
+      if (drafted[i] < 0 || drafted[i] >= dim) return 0;
     for (long i = 0; i < places; i++) {
       double *made = h + b * places + i;
       *made = running[b * places + i] = 0;
@@ -352,6 +359,7 @@ void draftproof_block(const int64_t *tokens, const float *q, const float *p, con
       *made = deficit > 0 ? left / (left + deficit) : 1;
     }
   }
+  return 1;
 }
 
 /* y = max(scale p - q, 0), or p where that is 0 throughout; q = 0 stands for a point mass on `drafted`. */

@@ -1,4 +1,4 @@
-"""The operations of a decoder layer on bfloat16 and float32 rows, by C code that is built once for a machine.
+"""The operations of a decoder layer, of sampling and of block verification, in C that is built once for a machine.
 
 Knows: native.c, a C compiler, the processor's flags, torch's OpenMP runtime, the variable DRAFTPROOF_NATIVE. Does not
 know: layers, models.
@@ -223,14 +223,16 @@ class Operations:
         self._inverse_cdf = made.draftproof_inverse_cdf
         self._inverse_cdf.argtypes = [pointer] * 4 + [number] * 2
         self._legal, self._spread = made.draftproof_legal, made.draftproof_spread
-        self._legal.argtypes, self._legal.restype = [pointer] + [number] * 2, ctypes.c_int
+        self._legal.argtypes = [pointer] + [number] * 2
         self._spread.argtypes = [pointer] * 3 + [number] * 3
         self._block, self._residual = made.draftproof_block, made.draftproof_residual
         self._block.argtypes = [pointer] * 6 + [number] * 4
         self._residual.argtypes = [pointer] * 2 + [number, ctypes.c_float, pointer, number]
-        rows = (self._norm, self._gated, self._softmax, self._inverse_cdf, self._spread)
-        for function in (self._product, self._attend, self._layers, *rows, self._block, self._residual):
+        rows = (self._norm, self._gated, self._softmax, self._inverse_cdf, self._residual)
+        for function in (self._product, self._attend, self._layers, *rows):
             function.restype = None
+        for function in (self._legal, self._spread, self._block):
+            function.restype = ctypes.c_int
 
     def __deepcopy__(self, memo: object) -> Operations:
         return self
@@ -300,10 +302,15 @@ class Operations:
     def spread(
         self, x: Float32[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int
     ) -> Float32[Tensor, "rows dim"]:
-        """The rows at the columns `ids` of wider ones, and zeros."""
-        x, ids, (rows, width) = x.contiguous(), ids.contiguous(), x.shape
+        """The rows at the columns `ids`, none of them twice, of wider ones, and zeros.
+
+        Raises:
+            ValueError: a column that they do not have.
+        """
+        x, ids, (rows, width) = x.contiguous(), ids.to(torch.int64).contiguous(), x.shape
         y = x.new_empty((rows, dim))
-        self._spread(x.data_ptr(), ids.data_ptr(), y.data_ptr(), rows, width, dim)
+        if not self._spread(x.data_ptr(), ids.data_ptr(), y.data_ptr(), rows, width, dim):
+            raise ValueError(f"columns {ids.tolist()[:3]}... are not all of 0 to {dim - 1}")
         return y
 
     def block(
@@ -313,12 +320,20 @@ class Operations:
         p: Float32[Tensor, "B m V"],
         lengths: Int[Tensor, " B"],
     ) -> tuple[Float64[Tensor, "B n"], Float64[Tensor, "B n"]]:
-        """P_i and h_i of seed 001, Algorithm 2; see `functional.chain.block_acceptance`."""
-        tokens, p, lengths = tokens.contiguous(), p.contiguous(), lengths.contiguous()
-        q = None if q is None else q.contiguous()
+        """P_i and h_i of seed 001, Algorithm 2; see `functional.chain.block_acceptance`.
+
+        Raises:
+            ValueError: shapes, lengths or tokens that do not belong together; C would read past their ends.
+        """
+        places, vocab = tokens.shape[1], p.shape[-1]
+        if p.shape[1] < places or (q is not None and q.shape != (*tokens.shape, vocab)):
+            raise ValueError(f"{places} drafted tokens came with p of {tuple(p.shape)}, or q of another shape")
+        tokens, lengths = (each.to(torch.int64).contiguous() for each in (tokens, lengths))
+        p, q = p.contiguous(), None if q is None else q.contiguous()
         running, h = (torch.empty(tokens.shape, dtype=torch.float64) for _ in range(2))
         given = tokens.data_ptr(), None if q is None else q.data_ptr(), p.data_ptr(), lengths.data_ptr()
-        self._block(*given, running.data_ptr(), h.data_ptr(), *tokens.shape, *p.shape[1:])
+        if not self._block(*given, running.data_ptr(), h.data_ptr(), *tokens.shape, *p.shape[1:]):
+            raise ValueError(f"lengths {lengths.tolist()} of {places}, or drafted tokens outside 0 to {vocab - 1}")
         return running, h
 
     def residual(
