@@ -85,7 +85,8 @@ def _known(engine: Engine, file: Path, what: str, kind: type[_Kept], measure: Ca
     row, names = found.get(key), {field.name for field in fields(kind)}
     if isinstance(row, dict) and set(row) == names:
         return kind(**row)
-    _log.info("measuring once (%s) what rounds with %s cost and yield, kept in %s", what, engine.target.name, file)
+    part = what.split(" |")[0]
+    _log.info("measuring once (%s) what rounds with %s cost and yield, kept in %s", part, engine.target.name, file)
     made = measure(engine)
     try:
         with whole_file(file) as work:
