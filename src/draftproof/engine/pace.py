@@ -85,7 +85,7 @@ def _known(engine: Engine, file: Path, what: str, kind: type[_Kept], measure: Ca
     row, names = found.get(key), {field.name for field in fields(kind)}
     if isinstance(row, dict) and set(row) == names:
         return kind(**row)
-    part = what.split(" |")[0]
+    part = what.split(" |", maxsplit=1)[0]
     _log.info("measuring once (%s) what rounds with %s cost and yield, kept in %s", part, engine.target.name, file)
     made = measure(engine)
     try:
