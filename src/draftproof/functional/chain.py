@@ -101,6 +101,8 @@ def _bonus_natively(
     lengths: Int[Tensor, " B"],
     scale: Float[Tensor, " B"],
 ) -> Float[Tensor, "B V"]:
+    if q is not None and q.shape[-1] != p.shape[-1]:  # C would read past its rows
+        raise ValueError(f"q has {q.shape[-1]} columns and p {p.shape[-1]}: both are of the target's vocabulary")
     q = None if q is None else q.contiguous()
     out = p.new_empty((p.shape[0], p.shape[2]))
     each = zip(accepted.tolist(), lengths.tolist(), scale.tolist(), strict=True)
