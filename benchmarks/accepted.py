@@ -23,8 +23,8 @@ from torch import Tensor
 
 from draftproof import Engine, SamplingParams, models
 from draftproof.backends.base import Backend
-from draftproof.engine.compose import load_backend
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.backends.loading import load_backend
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.rng import fold
 from draftproof.testing import TableModel
 from draftproof.tokenization import load_tokenizer

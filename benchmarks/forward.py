@@ -23,7 +23,7 @@ import torch
 
 from draftproof import models
 from draftproof.backends.base import Feed
-from draftproof.engine.compose import load_backend
+from draftproof.backends.loading import load_backend
 from draftproof.kernels.native import VARIABLE
 from draftproof.tokenization import load_tokenizer
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from draftproof import Engine, SamplingParams
-from draftproof.engine.parts import make_drafter
+from draftproof.engine.registry import make_drafter
 
 DRAFTERS = ("none", "ngram:4", "ngram:8", "ngram:16", "suffix:16")
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from draftproof import Engine, SamplingParams, models
-from draftproof.backends.hf import load_model
+from draftproof.backends.loading import load_model
 from draftproof.tokenization import load_tokenizer
 from draftproof.training.data import Example, read_examples, split
 

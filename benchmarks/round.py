@@ -23,9 +23,9 @@ from forward import bandwidth
 
 from draftproof import Engine, SamplingParams, models
 from draftproof.backends.feature_net import load_net
+from draftproof.backends.loading import load_backend
 from draftproof.bench.questions import read_questions
-from draftproof.engine.compose import load_backend
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tokenization import load_tokenizer
 
 PARTS = ("draft", "target", "verify", "other")

@@ -21,8 +21,8 @@ import transformers
 
 import draftproof
 from draftproof import Engine, SamplingParams
-from draftproof.engine.compose import load_backend
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.backends.loading import load_backend
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.engine.stats import Stats
 
 COMPOSITIONS = {

@@ -1,4 +1,4 @@
-"""How well stoppers choose lengths: discard and verification rates against every fixed length (seed 003, figure 4).
+"""How well stoppers choose lengths: discard and verification rates against every fixed length (SpecDec++, figure 4).
 
     python benchmarks/stoppers.py --out docs/results/stoppers_embedded
 
@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from draftproof import Engine, SamplingParams, models
-from draftproof.engine.compose import load_backend
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.backends.loading import load_backend
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.history import Oracle
 from draftproof.theory.cost import PassCosts, latency
 from draftproof.tokenization import load_tokenizer
@@ -154,7 +154,7 @@ def report(args: argparse.Namespace, rows: list[dict]) -> str:
         "",
         "Discard rate: drafted tokens thrown away per emitted token. Verification rate: target calls per emitted",
         "token. Against fixed: verification rate less that of fixed lengths at the same discard rate (interpolated;",
-        "below 0 is better). Cost: time per token in units of a target pass, by equation (2.3) of seed 003, when a",
+        "below 0 is better). Cost: time per token in units of a target pass, by equation (2.3) of SpecDec++, when a",
         "draft pass takes that fraction of a target pass.",
     ]
     for temperature in args.temperature:

@@ -33,9 +33,10 @@ from draftproof import Engine, SamplingParams, models
 from draftproof.backends.early_exit import first_layers
 from draftproof.backends.feature_head import output_rows
 from draftproof.backends.feature_net import FeatureNet, load_net, save_net
-from draftproof.engine.compose import load_backend, load_model
-from draftproof.engine.parts import SHIPPED_HEADS, make_drafter, make_verifier
+from draftproof.backends.loading import load_backend, load_model
+from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_verifier
 from draftproof.heads import load_head
+from draftproof.provenance import told
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.trained import Approximate
 from draftproof.tokenization import load_tokenizer
@@ -43,12 +44,11 @@ from draftproof.training import distil, sprinter, sweep
 from draftproof.training.corpus import held_out
 from draftproof.training.data import read_examples, split
 from draftproof.training.feature_loss import Frame, acceptance, wanted_rows
-from draftproof.training.feature_rows import Row, Rows, Store, windows
-from draftproof.training.features import Pair
+from draftproof.training.feature_rows import Row, StateRows, Store, windows
+from draftproof.training.features import ModelPair
 from draftproof.training.heads import Labels, judge
-from draftproof.training.provenance import told
+from draftproof.training.pair_data import Material, PairData
 from draftproof.training.sweep import Trial, rates
-from draftproof.training.workshop import Material, Workshop
 
 PROMPT = 32  # tokens of a window that the target continues by itself
 LENGTHS = (4, 8)
@@ -86,7 +86,7 @@ def pair(args: argparse.Namespace) -> dict[str, Any]:
         torch.manual_seed(seed)
         own = distil.sampled(target, full, 256)
         row = {"acceptance, own samples": distil.agreement(target, draft, own, skip=PROMPT)["acceptance"]}
-        trial = Trial(Pair(*backends, SamplingParams()), prompts, (end,), 128, seed)
+        trial = Trial(ModelPair(*backends, SamplingParams()), prompts, (end,), 128, seed)
         for length in LENGTHS:
             row[f"tokens a call, n = {length}"] = trial.rates(FixedLength(length), "block")["block_efficiency"]
         say(f"seed {seed}: {row}")
@@ -174,7 +174,7 @@ def answers(args: argparse.Namespace, target: Any, tokenizer: Any, seed: int) ->
     return rows, ids[: args.trials]
 
 
-def along(args: argparse.Namespace, target: Any, rows: Rows, nets: dict[str, FeatureNet]) -> dict[str, Any]:
+def along(args: argparse.Namespace, target: Any, rows: StateRows, nets: dict[str, FeatureNet]) -> dict[str, Any]:
     """Expected acceptance, 1 - TV, along known tokens: of the first four drafted ones, or of the first."""
     made: dict[str, Any] = {}
     for name, net in nets.items():
@@ -268,7 +268,7 @@ def heads(args: argparse.Namespace) -> dict[str, Any]:
         params = SamplingParams(max_tokens=args.length)
         options: dict[str, Any] = {"form": args.form, "prompts": args.texts_used, "dtype": args.dtype}
         material = Material(args.target, args.draft, tuple(args.texts), params=params, seed=seed, **options)
-        shop = Workshop(material)
+        shop = PairData(material)
         known, rows = (shop.head_rows(part, None) for part in ("valid", "test"))
         trial = shop.trial(args.trials, 64, part="test")
         fixed = {rule: sweep.fixed_table(trial, rule) for rule in ("token", "block")}

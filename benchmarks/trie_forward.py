@@ -20,9 +20,9 @@ import torch
 
 from draftproof import models
 from draftproof.backends.base import Feed, unread
+from draftproof.backends.loading import load_backend
 from draftproof.drafters.base import DraftRequest
-from draftproof.engine.compose import load_backend
-from draftproof.engine.parts import make_drafter
+from draftproof.engine.registry import make_drafter
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.tokenization import load_tokenizer

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from draftproof.engine import compose
-from draftproof.stoppers.auto import Acceptance
+from draftproof.engine import engine
+from draftproof.stoppers.auto import AcceptanceRates
 from draftproof.theory.cost import RoundCosts
 
 torch.set_num_threads(1)
@@ -26,5 +26,5 @@ settings.load_profile("draftproof")
 @pytest.fixture(autouse=True)
 def costs_by_hand(monkeypatch):
     """Stopper auto is told what a round costs: nothing is measured, nothing is written to the user's cache."""
-    monkeypatch.setattr(compose, "known_costs", lambda *_: RoundCosts(1.0, 0.05))
-    monkeypatch.setattr(compose, "known_acceptance", lambda *_: Acceptance())
+    monkeypatch.setattr(engine, "known_costs", lambda *_: RoundCosts(1.0, 0.05))
+    monkeypatch.setattr(engine, "known_acceptance", lambda *_: AcceptanceRates())

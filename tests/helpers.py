@@ -11,7 +11,7 @@ from draftproof.backends.hf import HFBackend
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.embedded import draft_dir, target_dir
-from draftproof.engine.parts import make_verifier
+from draftproof.engine.registry import make_verifier
 from draftproof.stoppers.fixed import FixedLength
 
 VOCAB = 97

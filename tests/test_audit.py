@@ -17,7 +17,7 @@ import draftproof.audit.adapters
 import draftproof.audit.check
 import draftproof.audit.rules
 from draftproof.audit.check import load_rule
-from draftproof.audit.laws import SharedRng, all_drafts, as_paths, complete, judge, verdicts, verdicts_alone
+from draftproof.audit.distributions import SharedRng, all_drafts, as_paths, complete, judge, verdicts, verdicts_alone
 from draftproof.audit.rules import all_rules, count_lines
 from draftproof.audit.statistics import (
     chi_square_survival,
@@ -26,9 +26,9 @@ from draftproof.audit.statistics import (
     noncentral_survival,
     pooled,
 )
-from draftproof.audit.suite import CONTEXTS, Pair, suite
+from draftproof.audit.suite import CONTEXTS, ToyPair, suite
 from draftproof.cli import app
-from draftproof.engine.parts import LOSSY, VERIFIERS
+from draftproof.engine.registry import LOSSY, VERIFIERS
 from draftproof.functional import block_verify, spectr_verify, token_verify
 from draftproof.testing import total_variation
 
@@ -342,7 +342,7 @@ def test_a_rule_that_ignores_the_draft_has_the_targets_law():
 
 @pytest.mark.parametrize("pair", suite(full=True), ids=lambda pair: pair.name)
 def test_the_suite_is_made_of_distributions(pair):
-    assert isinstance(pair, Pair)
+    assert isinstance(pair, ToyPair)
     for row in (model(context) for model in (pair.p, pair.q) for context in CONTEXTS):
         assert float(row.sum()) == pytest.approx(1, abs=1e-14)
         assert (row >= 0).all()

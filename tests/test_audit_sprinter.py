@@ -6,13 +6,13 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from distributions import checks_off
 from draftproof.audit import sprinter
 from draftproof.audit.sprinter import ORDER, VOCAB, audit_sprinter, first_token_law, trained
 from draftproof.cli import audit as cli
 from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
-from draftproof.training.features import Pair
-from laws import checks_off
+from draftproof.training.features import ModelPair
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def test_one_rate_for_all_contexts_is_an_approximation(lines):
 def test_the_listing_read_literally_has_another_law():
     """Negative control: a refused token that is redrawn even when the target keeps it."""
     draft = TableModel(VOCAB, 1000, order=ORDER, hidden=sprinter.WIDTH)
-    pair = Pair(TableModel(VOCAB, 0, order=ORDER), draft, SamplingParams())
+    pair = ModelPair(TableModel(VOCAB, 0, order=ORDER), draft, SamplingParams())
     head = trained(pair, depth=0, reads_draw=False, seed=0)
     far = []
     for context in itertools.product(range(VOCAB), repeat=ORDER):

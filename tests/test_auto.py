@@ -8,23 +8,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.audit.compositions import PROMPT, STOPPERS, toy_engine
 from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine import compose, pace
-from draftproof.engine.pace import known_acceptance, known_costs, measured_acceptance, measured_costs
-from draftproof.engine.parts import make_drafter, make_stopper, make_verifier
+from draftproof.engine import calibration as pace
+from draftproof.engine import engine as engine_module
+from draftproof.engine.calibration import known_acceptance, known_costs, measured_acceptance, measured_costs
+from draftproof.engine.registry import make_drafter, make_stopper, make_verifier
 from draftproof.engine.stats import Seconds, Stats
 from draftproof.rng import CounterRoundRng
-from draftproof.stoppers.auto import LOOK, PAUSES, PROBE, Acceptance, Auto
+from draftproof.stoppers.auto import LOOK, PAUSES, PROBE, AcceptanceRates, Auto
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import TableModel, exact_law, target_law, total_variation
+from draftproof.testing import TableModel, exact_distribution, target_distribution, total_variation
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length, expected_tokens
 from draftproof.tree import TokenTree
 from helpers import backend, engine
-from laws import checks_off
 
 HOST = torch.device("cpu")
 STORIES = ["Once upon a time", "The little dog", "Tom and Lily went to", "One day, a big cat"]
@@ -173,8 +174,8 @@ def test_the_law_of_a_batch_whose_lengths_depend_on_its_size(drafter, exact):
         return tuple(output.token_ids for output in outputs)
 
     with checks_off():
-        found = exact_law(run)
-    laws = [target_law(target, tuple(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
+        found = exact_distribution(run)
+    laws = [target_distribution(target, tuple(prompt), own) for prompt, own in zip(prompts, params, strict=True)]
     wanted = {(a, b): x * y for a, x in laws[0].items() for b, y in laws[1].items()}
     assert (total_variation(found, wanted) < 1e-12) is exact
     if exact:
@@ -347,22 +348,22 @@ def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):
 def test_acceptance_is_counted_as_requests_do_and_kept_with_the_costs(tmp_path, monkeypatch):
     under_test, file = engine(draft="target"), tmp_path / "costs.json"
     kept = under_test.drafter.stopper
-    assert measured_acceptance(under_test) == Acceptance(1.0, 1.0), "a draft that is the target itself"
+    assert measured_acceptance(under_test) == AcceptanceRates(1.0, 1.0), "a draft that is the target itself"
     assert under_test.drafter.stopper is kept
     assert not under_test.busy
     found = known_acceptance(engine(), file)
     assert 0.3 < found.first < found.later < 1
-    monkeypatch.setattr(pace, "measured_acceptance", lambda _: Acceptance(0.0, 0.0))
+    monkeypatch.setattr(pace, "measured_acceptance", lambda _: AcceptanceRates(0.0, 0.0))
     assert known_acceptance(engine(), file) == found
     watching = pace._Watching(4)
     for drafted, accepted in ((4, 0), (4, 1), (4, 4), (2, 2), (1, 1), (0, 0)):
         watching.observe(0, drafted, accepted)
-    assert watching.seen == Acceptance(4 / 5, 0.8), "4 of 5 first ones; later ones 0 of 1, 3 of 3 and 1 of 1"
+    assert watching.seen == AcceptanceRates(4 / 5, 0.8), "4 of 5 first ones; later ones 0 of 1, 3 of 3 and 1 of 1"
 
 
 def test_acceptance_belongs_to_weights_rule_and_sampling(tmp_path, monkeypatch):
     file, made = tmp_path / "costs.json", []
-    monkeypatch.setattr(pace, "measured_acceptance", lambda _: made.append(0) or Acceptance(0.1, 0.2))
+    monkeypatch.setattr(pace, "measured_acceptance", lambda _: made.append(0) or AcceptanceRates(0.1, 0.2))
     warm = Engine(backend("target"), make_drafter("model", **pair(), stopper="fixed:2"), make_verifier("token"))
     tempered = make_drafter("model", **pair(), stopper="fixed:2", temperature=0.5)
     cool = Engine(backend("target"), tempered, make_verifier("token"))
@@ -384,7 +385,7 @@ def test_texts_begin_at_a_token_that_the_target_has(start):
     under_test.eos_token_ids = (99999,)
     prompts = []
     under_test.generate = lambda given, _: prompts.extend(given)
-    assert measured_acceptance(under_test) == Acceptance(0.0, 0.0)
+    assert measured_acceptance(under_test) == AcceptanceRates(0.0, 0.0)
     assert {tuple(prompt) for prompt in prompts} == {(0,)}
 
 
@@ -400,12 +401,12 @@ def test_short_contexts_are_measured_as_far_as_they_go(room, monkeypatch):
 def test_a_request_begins_with_what_is_assumed_or_the_default_if_that_is_more():
     costs = RoundCosts(1.0, 0.45)
     assert Auto(costs).wanted(0) == 0
-    assert Auto(costs, assumed=Acceptance(0.2, 0.1)).wanted(0) == Auto(costs).wanted(0)
-    hopeful = Auto(costs, assumed=Acceptance(0.8, 0.9))
+    assert Auto(costs, assumed=AcceptanceRates(0.2, 0.1)).wanted(0) == Auto(costs).wanted(0)
+    hopeful = Auto(costs, assumed=AcceptanceRates(0.8, 0.9))
     assert hopeful.wanted(0) == best_round_length(costs, 0.8, 16, later=0.9) > 1
     for _ in range(20):
         hopeful.observe(0, 4, 0)
-    assert (hopeful.wanted(0), hopeful.wanted(1)) == (0, Auto(costs, assumed=Acceptance(0.8, 0.9)).wanted(0))
+    assert (hopeful.wanted(0), hopeful.wanted(1)) == (0, Auto(costs, assumed=AcceptanceRates(0.8, 0.9)).wanted(0))
 
 
 def test_costs_that_cannot_be_kept_are_used_and_told_of(tmp_path, monkeypatch, caplog):
@@ -417,7 +418,7 @@ def test_costs_that_cannot_be_kept_are_used_and_told_of(tmp_path, monkeypatch, c
 
 def test_the_stopper_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
-    monkeypatch.setattr(compose, "known_costs", known_costs)
+    monkeypatch.setattr(engine_module, "known_costs", known_costs)
     monkeypatch.setattr(pace, "measured_costs", lambda *_: RoundCosts(1.0, 0.01))
     made = Engine.load("embedded:target", "embedded:draft", stopper="auto", check=False)
     (out,) = made.generate(STORIES[1], SamplingParams(max_tokens=24, seed=2))

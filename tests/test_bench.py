@@ -15,12 +15,12 @@ from draftproof.bench.cell import ENGINES, Cell, matrix, refused
 from draftproof.bench.competitors import COMPETITORS, format_setting, parse_setting, search
 from draftproof.bench.estimate import Estimate, bootstrap, t_quantile
 from draftproof.bench.flops import answer_flops, pass_flops, shape_of
+from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question, read_questions
 from draftproof.bench.record import FILE, Answer, Log, Record, by_cell, read_records
 from draftproof.bench.report import COUNT_HEADS, FIGURES, REPORT, by_setting, count_table, markdown, write_report
 from draftproof.bench.run import question_seed, run, turns
 from draftproof.bench.summary import summaries, summarize
-from draftproof.bench.workbench import Workbench
 from helpers import CONFIGS, embedded_model
 
 COMMON = {"target": "embedded:target", "dtype": "float32", "dataset": "tinystories", "max_tokens": 12}
@@ -30,7 +30,7 @@ PAIR = {**COMMON, "draft": "embedded:draft"}
 @pytest.fixture(scope="module")
 def bench():
     """Models loaded once for the whole file."""
-    return Workbench(device="cpu")
+    return ModelCache(device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -594,7 +594,7 @@ def test_pictures_are_drawn(folder):
 
 
 def test_the_same_seeds_give_the_same_tables(tmp_path, folder, questions):
-    again = run(report_cells(), questions, tmp_path, warmup=0, bench=Workbench(device="cpu"))
+    again = run(report_cells(), questions, tmp_path, warmup=0, bench=ModelCache(device="cpu"))
     _, told = summarize(folder)
     shapes = {name: model["shape"] for name, model in told["models"].items()}
     before = summaries(read_records(folder), shapes)

@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from draftproof import models
 from draftproof.bench import plan as planning
+from draftproof.bench.model_cache import ModelCache
+from draftproof.bench.options import PROFILES, BenchOptions, parts
 from draftproof.bench.plan import plan
 from draftproof.bench.report import write_report
-from draftproof.bench.wanted import PROFILES, Wanted, parts
-from draftproof.bench.workbench import Workbench
 from draftproof.cli import app
 from draftproof.errors import UserError
 
@@ -104,7 +104,7 @@ def test_a_report_of_nothing_is_refused(tmp_path):
 def test_profiles_name_what_exists(profile, monkeypatch, tmp_path):
     monkeypatch.setattr(models, "pulled", lambda name: True)  # noqa: ARG005
     monkeypatch.setattr(planning, "search", lambda bench, cell, questions, watch: {"": 1.0})  # noqa: ARG005
-    made = plan(Wanted(), tmp_path, Workbench(device="cpu"), profile=profile)
+    made = plan(BenchOptions(), tmp_path, ModelCache(device="cpu"), profile=profile)
     assert {cell.target for cell in made.cells} == {"embedded:target", "smollm2-135m"}
     assert not [note for note in made.notes if note.startswith("left out")]
     methods = {cell.method for cell in made.cells if cell.target == "embedded:target"}
@@ -114,11 +114,11 @@ def test_profiles_name_what_exists(profile, monkeypatch, tmp_path):
 
 def test_a_profile_yields_to_options_and_says_what_it_leaves_out(monkeypatch):
     monkeypatch.setattr(models, "pulled", lambda name: False)  # noqa: ARG005
-    asked, notes = parts(Wanted(temperature=(0.5,)), "quick")
+    asked, notes = parts(BenchOptions(temperature=(0.5,)), "quick")
     assert {part.target for part in asked} == {"embedded:target"}
     assert {part.temperature for part in asked} == {(0.5,)}
     assert notes == ["left out smollm2-135m: draftproof models pull smollm2-135m has not been run"]
-    ((named,), none) = parts(Wanted(target="embedded:stories"), "quick")
+    ((named,), none) = parts(BenchOptions(target="embedded:stories"), "quick")
     assert (named.draft, named.questions, none) == ("embedded:stories-draft", 6, [])
 
 
@@ -130,12 +130,12 @@ def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):
         return {"": 1.0, "num_assistant_tokens=2": 3.0}
 
     monkeypatch.setattr(planning, "search", search)
-    wanted = Wanted(competitor=("transformers-assisted",), dataset=("tinystories", "fiction"))
-    made = plan(wanted, tmp_path, Workbench(device="cpu"))
+    wanted = BenchOptions(competitor=("transformers-assisted",), dataset=("tinystories", "fiction"))
+    made = plan(wanted, tmp_path, ModelCache(device="cpu"))
     assert calls == [("transformers-assisted", ["tinystories", "fiction", "tinystories"])]
     settings = [cell.setting for cell in made.cells if cell.engine == "transformers-assisted"]
     assert settings == [*[""] * 4, *["num_assistant_tokens=2"] * 4]  # two data sets at two temperatures
-    assert plan(wanted, tmp_path, Workbench(device="cpu")) == made
+    assert plan(wanted, tmp_path, ModelCache(device="cpu")) == made
     assert len(calls) == 1
     with pytest.raises(UserError, match="competitor is 'draftproof'"):
-        plan(Wanted(competitor=("draftproof",)), tmp_path, Workbench(device="cpu"))
+        plan(BenchOptions(competitor=("draftproof",)), tmp_path, ModelCache(device="cpu"))

@@ -18,11 +18,10 @@ from draftproof.cli import COMMANDS, _compare, app
 from draftproof.cli._report import comparison
 from draftproof.cli._sampling import field_help, sampling_parameters
 from draftproof.embedded import draft_dir, target_dir
-from draftproof.engine import compose
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
 STORY = "Once upon a time"
-loaded = functools.cache(compose.load)
+loaded = functools.cache(Engine.load)
 
 
 def run(*args, stdin=None, code=0):
@@ -55,7 +54,7 @@ def objects(result):
 @pytest.fixture
 def warm(monkeypatch):
     """Engines loaded once for the whole file."""
-    monkeypatch.setattr(compose, "load", loaded)
+    monkeypatch.setattr(Engine, "load", loaded)
 
 
 # --- the group -------------------------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ def test_debug_shows_the_traceback(monkeypatch):
 
 
 def test_what_nobody_foresaw_is_one_line_too(monkeypatch):
-    monkeypatch.setattr(compose, "load", lambda *_, **__: {}["gone"])
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: {}["gone"])
     assert "unexpected KeyError: 'gone' (--debug shows where)" in generate(STORY, code=1).stderr
 
 

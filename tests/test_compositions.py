@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
+from distributions import checks_off
 from draftproof.audit.compositions import DRAFTERS, PROMPT, STOPPERS, VOCAB, compositions, markdown, toy_engine
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine import parts
-from draftproof.engine.parts import LOSSY, VERIFIERS
+from draftproof.engine import registry as parts
+from draftproof.engine.registry import LOSSY, VERIFIERS
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import TableModel, assert_lossless, exact_law, target_law, total_variation
-from laws import checks_off
+from draftproof.testing import TableModel, assert_lossless, exact_distribution, target_distribution, total_variation
 
 ALL = list(compositions())
 RULES = [name for name in VERIFIERS if name not in LOSSY]
@@ -85,7 +85,7 @@ def test_adaptive_toys_stop_here_and_go_on_there(stopper):
         return engine.generate([list(PROMPT)], params)[0].token_ids
 
     with checks_off():
-        exact_law(run)
+        exact_distribution(run)
     assert seen == {True, False}, f"{stopper}: full drafts {seen}"
 
 
@@ -143,8 +143,8 @@ def test_greedy_block_without_its_memory_is_seen():
 
     draft = TableModel(VOCAB, 1087, order=1)
     params = SamplingParams(max_tokens=3)
-    found = exact_law(lambda rng: forgetful(lambda *_: rng).generate([[0]], params)[0].token_ids)
-    assert total_variation(found, target_law(TableModel(VOCAB, 87, order=1), (0,), params)) > 0.01
+    found = exact_distribution(lambda rng: forgetful(lambda *_: rng).generate([[0]], params)[0].token_ids)
+    assert total_variation(found, target_distribution(TableModel(VOCAB, 87, order=1), (0,), params)) > 0.01
 
 
 @pytest.mark.parametrize("rule", ["trie_block", "spectr", "multi_round", "traversal"])
@@ -158,9 +158,9 @@ def test_law_of_a_batch_of_trees(rule):
     def joint(rng):
         return tuple(output.token_ids for output in make(lambda *_: rng).generate(prompts, params))
 
-    laws = [target_law(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    laws = [target_distribution(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     wanted = {(a, b): x * y for a, x in laws[0].items() for b, y in laws[1].items()}
-    assert total_variation(exact_law(joint), wanted) < 1e-12
+    assert total_variation(exact_distribution(joint), wanted) < 1e-12
 
 
 @pytest.mark.parametrize("rule", LOSSY)

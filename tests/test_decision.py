@@ -1,4 +1,4 @@
-"""The stopping problem of seed 003: against forward enumeration, all policies, Leviathan's formula, and its theorem."""
+"""SpecDec++'s stopping problem: against forward enumeration, all policies, Leviathan's formula, and its theorem."""
 
 import dataclasses
 import functools
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributions import KINDS, Toy
 from draftproof.errors import UserError
 from draftproof.theory import cost, decision, lengths
-from laws import KINDS, Toy
 
 EXACT = 1e-9
 

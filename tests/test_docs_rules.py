@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draftproof.engine.parts import LOSSY, VERIFIERS
+from draftproof.engine.registry import LOSSY, VERIFIERS
 
 PAGES = Path(__file__).parent.parent / "docs" / "rules"
 INDEX = PAGES / "README.md"

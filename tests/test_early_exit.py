@@ -6,16 +6,16 @@ import pytest
 import torch
 import transformers
 
+from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.early_exit import EarlyExitBackend, first_layers
 from draftproof.backends.hf import HFBackend
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import engine_law, total_variation
+from draftproof.testing import engine_distribution, total_variation
 from helpers import CONFIGS, backend, engine, random_model
-from laws import checks_off
 
 VOCAB = 3
 
@@ -106,7 +106,7 @@ def test_exact_law_on_a_real_model(chains, rule):
         return Engine(target, drafted(target, 1, chains=chains, length=2), make_verifier(rule), round_rng=round_rng)
 
     with checks_off():
-        found = engine_law(make, [0, 2], params)
+        found = engine_distribution(make, [0, 2], params)
     wanted = {}
     for tokens in itertools.product(range(VOCAB), repeat=params.max_tokens):
         rows = target.model(input_ids=torch.tensor([[0, 2, *tokens]]), use_cache=False).logits[0].softmax(-1)

@@ -14,7 +14,6 @@ import torch
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf import HFBackend
 from draftproof.embedded import draft_dir, target_dir
-from draftproof.engine.compose import load
 from helpers import embedded_model, engine, plain_rows, tokenizer
 
 PROMPTS = (
@@ -110,7 +109,7 @@ TREES = [("chains:3", "trie_block"), ("chains:3", "spectr"), ("tree:3x2x1", "tra
 def loaded(drafter, verifier, max_batch):
     draft = None if drafter.startswith("ngram") else "embedded:draft"
     options = {"stopper": "fixed:3", "dtype": "float32", "check": False, "max_batch": max_batch}
-    return load("embedded:target", draft, drafter=drafter, verifier=verifier, **options)
+    return Engine.load("embedded:target", draft, drafter=drafter, verifier=verifier, **options)
 
 
 @pytest.mark.parametrize(("drafter", "verifier"), CHAINS + TREES)
@@ -134,7 +133,7 @@ def test_every_drafter_answers_alike_alone_and_in_any_batch(drafter, verifier):
 def test_adaptive_drafts_are_alike_alone_and_in_any_batch(stopper):
     """A stopper that learns from a request's rounds learns from that request alone."""
     options = {"stopper": stopper, "dtype": "float32", "check": False}
-    batched, single = (load("embedded:target", "embedded:draft", max_batch=most, **options) for most in (3, 1))
+    batched, single = (Engine.load("embedded:target", "embedded:draft", max_batch=most, **options) for most in (3, 1))
     alone = [single.generate(text, own)[0] for text, own in zip(PROMPTS[:4], mixed_params(), strict=False)]
     batch = batched.generate(list(PROMPTS[:4]), mixed_params()[:4])
     assert tokens(batch) == tokens(alone)
@@ -398,7 +397,7 @@ def test_models_of_different_tokenizers_are_refused(tmp_path):
     vocab[entries[300]], vocab[entries[301]] = vocab[entries[301]], vocab[entries[300]]
     (other / "tokenizer.json").write_text(json.dumps(made), encoding="utf-8")
     with pytest.raises(UserError, match="must share one tokenizer"):
-        load(str(target_dir()), str(other))
+        Engine.load(str(target_dir()), str(other))
 
 
 # --- what is reported -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, unread
 from draftproof.backends.feature_head import FeatureBackend
@@ -16,13 +17,12 @@ from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.sampling import probabilities
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import engine_law, total_variation
+from draftproof.testing import engine_distribution, total_variation
 from draftproof.tree import TokenTree
 from helpers import CONFIGS, embedded_model, random_model, tokenizer
-from laws import checks_off
 
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
 
@@ -230,7 +230,7 @@ def test_exact_law_on_a_real_model(chains, rule, ids):
         return Engine(target, drafted(target, net, chains=chains, length=2), make_verifier(rule), round_rng=round_rng)
 
     with checks_off():
-        found = engine_law(make, [0, 2], params)
+        found = engine_distribution(make, [0, 2], params)
     wanted = {}
     for tokens in itertools.product(range(3), repeat=params.max_tokens):
         rows = target.model(input_ids=torch.tensor([[0, 2, *tokens]]), use_cache=False).logits[0].softmax(-1)

@@ -11,9 +11,9 @@ from draftproof.backends.feature_head import FeatureBackend
 from draftproof.backends.feature_net import FeatureConfig, FeatureNet, save_net
 from draftproof.backends.followed import FollowedHead
 from draftproof.backends.hf import HFBackend
-from draftproof.training.loop import Plan
+from draftproof.training.loop import TrainingPlan
+from draftproof.training.pair_data import Material
 from draftproof.training.recipes import HeadJob, make_head, make_verifier_head
-from draftproof.training.workshop import Material
 from draftproof.tree import TokenTree
 from helpers import embedded_model
 
@@ -90,7 +90,7 @@ def job(place, out, **options):
         starts=1,
         cache=place / "cache",
     )
-    plan = Plan(steps=20, learning_rate=3e-3, log_every=10)
+    plan = TrainingPlan(steps=20, learning_rate=3e-3, log_every=10)
     told = {"plan": plan, "depth": 1, "trial_prompts": 2, "trial_tokens": 12, "batch": 64, **options}
     return HeadJob(material, out, **told)
 

@@ -14,12 +14,12 @@ from draftproof.backends.feature_net import FeatureConfig, FeatureNet, load_net
 from draftproof.backends.hf import HFBackend
 from draftproof.cli.train import app
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
+from draftproof.provenance import command
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training.feature_head import FeatureJob, make_feature_head
 from draftproof.training.feature_loss import Frame, acceptance, against, steps, wanted_rows
 from draftproof.training.feature_rows import Row, Store, frequent, spread, windows
-from draftproof.training.loop import Plan
-from draftproof.training.provenance import command
+from draftproof.training.loop import TrainingPlan
 from helpers import CONFIGS, random_model, tokenizer
 
 WORDS = ["The little dog saw a big red ball.", "It ran and ran to get it.", "Then it was sad, and mom said: go home!"]
@@ -150,7 +150,7 @@ def texts(tmp_path):
 
 
 def job(tmp_path, texts, name, **options):
-    plan = Plan(steps=12, seed=3, log_every=4, evaluate_every=6, save_every=1, learning_rate=3e-3)
+    plan = TrainingPlan(steps=12, seed=3, log_every=4, evaluate_every=6, save_every=1, learning_rate=3e-3)
     kept = {"windows": 24, "length": 16, "ids": 200, "trial_prompts": 2, "dtype": "float32", "cache": tmp_path / "c"}
     return FeatureJob("embedded:target", tmp_path / name, plan, (texts,), **{**kept, **options})
 

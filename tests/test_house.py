@@ -1,7 +1,6 @@
-"""The house keeps its order: imports point one way, the README's tree is true, importing is light."""
+"""The house keeps its order: imports point one way and form no cycle, the file tree is true, importing is light."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,64 +11,81 @@ import draftproof
 
 PACKAGE = Path(draftproof.__file__).parent
 ROOT = PACKAGE.parent.parent
-# Lower layers first; a module may import from its own layer and below.
-LAYERS = (
+# Lower floors first; a module may import from its own floor and below.
+FLOORS = (
     {"_version", "errors", "embedded"},
-    {"files", "kernels"},
-    {"tree", "rng"},
-    {"draft", "sampling", "heads"},
-    {"functional", "reference"},
-    {"theory"},
-    {"verifiers", "stoppers", "finish"},
-    {"backends", "models", "tokenization"},
+    {"files", "tree", "kernels"},
+    {"rng", "progress"},
+    {"draft", "sampling", "heads", "models", "tokenization"},
+    {"functional", "reference", "provenance"},
+    {"verifiers", "finish", "theory"},
+    {"stoppers", "backends"},
     {"drafters"},
     {"engine"},
-    {"testing", "training", "audit", "bench", "serving", "integrations"},
+    {"testing", "training", "profiling"},
+    {"audit", "bench"},
+    {"reproduction"},
     {"cli"},
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
 
 def part(path):
-    inside = path.relative_to(PACKAGE).parts
-    return inside[0].removesuffix(".py")
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-MODULES = [path for path in sorted(PACKAGE.rglob("*.py")) if part(path) != "__init__"]
+def dotted(path):
+    return ".".join(("draftproof", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py")) if part(path) != "__init__"}
 
 
 def imported(path):
+    """Modules of ours that a file imports, at its top or inside functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == "draftproof":
-            yield from (alias.name for alias in node.names if alias.name in LEVEL)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("draftproof."):
-            yield node.module.split(".")[1]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "draftproof":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
         elif isinstance(node, ast.Import):
-            yield from (alias.name.split(".")[1] for alias in node.names if alias.name.startswith("draftproof."))
+            yield from (alias.name for alias in node.names if alias.name.startswith("draftproof."))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_one_way(path):
-    # Engine.load reaches up to compose by name, inside its own layer; nothing else may reach up at all.
-    above = [name for name in imported(path) if LEVEL[name] > LEVEL[part(path)]]
-    assert not above, f"{path.relative_to(PACKAGE)} imports from above: {above}"
+IMPORTS = {name: {each for each in imported(path) if each in MODULES} for name, path in MODULES.items()}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_modules_open_by_saying_what_they_know(path):
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert doc, f"{path.relative_to(PACKAGE)} has no docstring"
-    if path.name not in {"__init__.py", "_version.py"}:
-        assert "Knows:" in doc, f"{path.relative_to(PACKAGE)} does not say what it knows"
-        assert "Does not" in doc, f"{path.relative_to(PACKAGE)} does not say what it does not know"
+def test_floors_list_what_exists():
+    assert set(FLOOR) == {part(path) for path in MODULES.values()}
 
 
-def test_readme_tree_is_true():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^    ([\w./]+)\s", text, flags=re.MULTILINE))
-    there = {str(path.relative_to(PACKAGE)) for path in MODULES if path.name != "__init__.py"}
-    there |= {path.parent.name + "/" for path in MODULES if path.name == "__init__.py"}
-    assert listed == there, f"README's tree: missing {sorted(there - listed)}, gone {sorted(listed - there)}"
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_one_way(name):
+    mine = FLOOR[name.split(".")[1]]
+    above = [each for each in IMPORTS[name] if FLOOR[each.split(".")[1]] > mine]
+    assert not above, f"{name} imports from above: {above}"
+
+
+def test_no_import_cycle():
+    left = dict(IMPORTS)
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    while ends := [name for name in left if not any(name in needs for needs in left.values())]:
+        for name in ends:
+            del left[name]
+    assert not left, f"these modules import each other in a circle: {sorted(left)}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_say_what_they_are(name):
+    assert ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8"))), f"{name} has no docstring"
+
+
+def test_the_file_tree_is_true():
+    command = [sys.executable, str(ROOT / "scripts" / "architecture.py"), "--check"]
+    found = subprocess.run(command, check=False)
+    assert found.returncode == 0, "docs/architecture.md is out of date: run python scripts/architecture.py"
 
 
 def test_import_is_light():

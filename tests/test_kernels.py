@@ -21,6 +21,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, while triton is imp
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'draftproof[triton]' (Linux only)", allow_module_level=True)
 
+from distributions import KINDS, Toy, _pair, as_paths, rule_law
 from draftproof import reference, rng
 from draftproof.errors import UserError
 from draftproof.functional import chain, coupling, kseq_select, spectr_verify, trie_block_verify
@@ -29,7 +30,6 @@ from draftproof.kernels import chain as chain_kernels
 from draftproof.kernels import coupling as coupling_kernels
 from draftproof.rng import TorchRng
 from draftproof.testing import total_variation
-from laws import KINDS, Toy, _pair, as_paths, rule_law
 
 INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

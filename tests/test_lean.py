@@ -17,9 +17,9 @@ from draftproof.backends.base import Feed
 from draftproof.backends.early_exit import EarlyExitBackend, first_layers
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, Norm, Rope, supports
+from draftproof.backends.loading import load_backend
 from draftproof.backends.packed import Part, packs
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
-from draftproof.engine.compose import load, load_backend
 from draftproof.kernels.native import VARIABLE
 from draftproof.models import resolve
 from draftproof.stoppers.fixed import FixedLength
@@ -370,9 +370,9 @@ def test_the_family_is_read_lean_unless_hf_is_asked_for(tmp_path):
     assert type(load_backend(str(tmp_path), backend="hf")) is HFBackend
     with pytest.raises(UserError, match="backend is 'fast': legal are auto, hf, lean"):
         load_backend(str(tmp_path), backend="fast")
-    made = load("embedded:target", "embedded:draft")
+    made = Engine.load("embedded:target", "embedded:draft")
     assert type(made.target) is LeanBackend
-    assert type(load("embedded:target", backend="hf").target) is HFBackend
+    assert type(Engine.load("embedded:target", backend="hf").target) is HFBackend
 
 
 def with_hook(model):

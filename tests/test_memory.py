@@ -18,22 +18,22 @@ from draftproof.backends.base import Session
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.packed import packs
-from draftproof.bench import peak
-from draftproof.bench.holdings import held, walk
-from draftproof.bench.live import Live
-from draftproof.bench.memory import Load, measure, slot_caches, weights
-from draftproof.bench.phases import Phases
 from draftproof.cli import app
-from draftproof.cli.memory import told
+from draftproof.cli.profile import told
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter, _Node
-from draftproof.engine.parts import make_drafter, make_verifier
-from draftproof.engine.sequence import Sequence
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.request import Request
 from draftproof.finish import Cutter
 from draftproof.functional.greedy import GreedyState
+from draftproof.profiling import peak
+from draftproof.profiling.live_tensors import Live
+from draftproof.profiling.memory import Load, measure, slot_caches, weights
+from draftproof.profiling.phases import Phases
+from draftproof.profiling.tensor_memory import held, walk
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import Transforms
 from draftproof.stoppers.history import Schedule
@@ -43,7 +43,7 @@ from test_feature_head import drafted, net_for
 
 CPU = torch.device("cpu")
 MEGABYTE = 1 << 20
-PER_REQUEST = (Sequence, Session, DraftRequest, Draft, Verdict, Cutter, GreedyState, Transforms)
+PER_REQUEST = (Request, Session, DraftRequest, Draft, Verdict, Cutter, GreedyState, Transforms)
 # What may outlast a request, each with a bound: rows of a table by context, lengths by rate and batch, the memory of
 # finished requests (`capacity`).
 BOUNDED = re.compile(r"(target|backend)\._rows|stopper\._best|drafter\._memory")
@@ -222,7 +222,7 @@ def test_loads_that_cannot_be_run(load, words):
 
 
 def command(*args):
-    return CliRunner().invoke(app, ["memory", *args], prog_name="draftproof")
+    return CliRunner().invoke(app, ["profile", "memory", *args], prog_name="draftproof")
 
 
 def test_the_command_prints_figures_or_json():

@@ -19,12 +19,12 @@ from draftproof import SamplingParams
 from draftproof import rng as rng_module
 from draftproof.functional import block_verify, chain, token_verify
 from draftproof.kernels.native import VARIABLE
-from draftproof.rng import CounterRng, CounterRoundRng, Purpose, TorchRng, _Kind, _uniforms, fold, inverse_cdf
+from draftproof.rng import CounterRng, CounterRoundRng, Purpose, TorchRng, _DrawKind, _uniforms, fold, inverse_cdf
 from helpers import embedded_model, engine, plain_rows, tokenizer
 
 ALPHA = 1e-6
 HOST = torch.device("cpu")
-KINDS = (_Kind.DECISION, _Kind.INDEX, _Kind.DECISION)
+KINDS = (_DrawKind.DECISION, _DrawKind.INDEX, _DrawKind.DECISION)
 
 
 def chi_square(counts, probs):
@@ -90,7 +90,7 @@ def test_streams_that_differ_in_one_coordinate_are_unrelated():
     streams = []
     for first, turn, purpose, place in itertools.product((0, 1), (0, 1), (Purpose.DRAFT, Purpose.VERIFY), (0, 1)):
         rng = CounterRoundRng([seed + first for seed in seeds], [turn] * number).at(purpose, place)
-        streams += [rng._next(kind, (number, 2), HOST)[:, column] for kind in _Kind for column in (0, 1)]
+        streams += [rng._next(kind, (number, 2), HOST)[:, column] for kind in _DrawKind for column in (0, 1)]
     made = torch.stack(streams)
     shifted = made[: len(made) // 2, 1:] == made[len(made) // 2 :, :-1]
     assert shifted.all()  # seed + 1 is the next row's seed: the same stream, one row on

@@ -7,29 +7,38 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from draftproof.bench import laboratory, reproduce
-from draftproof.bench.harvest import Field, fixed_lengths, gather, round_sums, stopped_lengths
-from draftproof.bench.laboratory import SMALL, Laboratory, Profile, openings
-from draftproof.bench.recipes.base import Mark
-from draftproof.bench.recipes.couplings import TOY_P, TOY_Q, toy_ccdf
-from draftproof.bench.recipes.index import RECIPES
-from draftproof.bench.recipes.seed000 import block_level, token_level
-from draftproof.bench.recipes.seed003 import exact_gain, shipped_head
-from draftproof.bench.recipes.toys import constant
-from draftproof.bench.reproduce import profile_named, without_times
 from draftproof.cli.bench import app
 from draftproof.errors import UserError
+from draftproof.reproduction import experiments as laboratory
+from draftproof.reproduction import run as reproduce
+from draftproof.reproduction.draft_samples import Field, fixed_lengths, gather, round_sums, stopped_lengths
+from draftproof.reproduction.experiments import SMALL, ExperimentProfile, Experiments, openings
+from draftproof.reproduction.recipes.base import Mark
+from draftproof.reproduction.recipes.block_verification_v1 import block_level, token_level
+from draftproof.reproduction.recipes.couplings import TOY_P, TOY_Q, toy_ccdf
+from draftproof.reproduction.recipes.index import RECIPES
+from draftproof.reproduction.recipes.specdec_pp import exact_gain, shipped_head
+from draftproof.reproduction.recipes.toys import constant
+from draftproof.reproduction.run import profile_named, without_times
 from draftproof.stoppers.trained import LIMIT, Acceptance
 from draftproof.theory.lengths import block_length, token_length
 from draftproof.training.sweep import rates
 
-TINY = Profile("tiny", (SMALL,), prompts=4, seeds=1, tokens=12, places=4)
-EXACT = ["000-figure2", "001-figure3", "002-figure1", "002-figure2", "002-figure3", "004-figure5", "004-figure6"]
+TINY = ExperimentProfile("tiny", (SMALL,), prompts=4, seeds=1, tokens=12, places=4)
+EXACT = [
+    "block-verification-v1-figure2",
+    "block-verification-figure3",
+    "spectr-figure1",
+    "spectr-figure2",
+    "spectr-figure3",
+    "sprinter-figure5",
+    "sprinter-figure6",
+]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    return Laboratory(tmp_path_factory.mktemp("lab"), TINY)
+    return Experiments(tmp_path_factory.mktemp("lab"), TINY)
 
 
 def test_exact_recipes_reproduce_every_cell(tmp_path):
@@ -42,9 +51,13 @@ def test_exact_recipes_reproduce_every_cell(tmp_path):
 
 def test_recipes_of_models_end_to_end(tmp_path):
     said = []
-    names = ["001-figure4", "001-table4", "003-table1"]
+    names = ["block-verification-figure4", "block-verification-table4", "specdec-pp-table1"]
     made = reproduce.reproduce(names, tmp_path, TINY, tell=said.append)
-    assert [each.name for each in made] == ["001-figure4", "001-table4", "003-table1"]
+    assert [each.name for each in made] == [
+        "block-verification-figure4",
+        "block-verification-table4",
+        "specdec-pp-table1",
+    ]
     report = (tmp_path / "reproduce.md").read_text(encoding="utf-8")
     for each in made:
         assert f"## {each.name}: " in report
@@ -68,18 +81,18 @@ def test_every_recipe_runs(tmp_path):
 
 
 def test_a_second_run_measures_nothing_and_a_fresh_one_gives_the_same_tables(tmp_path, monkeypatch):
-    names = ["001-table4", "004-table5"]
+    names = ["block-verification-table4", "sprinter-table5"]
     first = reproduce.reproduce(names, tmp_path / "a", TINY)
     fresh = reproduce.reproduce(names, tmp_path / "b", TINY)
     contents = [[each.content for each in made] for made in (first, fresh)]
     assert without_times(contents[0]) == without_times(contents[1])
-    monkeypatch.setattr(Laboratory, "_turns", None)  # measuring would raise
-    monkeypatch.setattr(Laboratory, "_places", None)
+    monkeypatch.setattr(Experiments, "_turns", None)  # measuring would raise
+    monkeypatch.setattr(Experiments, "_places", None)
     assert reproduce.reproduce(names, tmp_path / "a", TINY) == first
 
 
 def test_a_killed_recipe_goes_on_from_its_records(tmp_path, monkeypatch):
-    original, begun = Laboratory._places, []
+    original, begun = Experiments._places, []
 
     def dying(self, asked):
         if begun:
@@ -87,13 +100,13 @@ def test_a_killed_recipe_goes_on_from_its_records(tmp_path, monkeypatch):
         begun.append(asked)
         return original(self, asked)
 
-    monkeypatch.setattr(Laboratory, "_places", dying)
+    monkeypatch.setattr(Experiments, "_places", dying)
     with pytest.raises(KeyboardInterrupt):
-        reproduce.reproduce(["002-table4"], tmp_path, TINY)
+        reproduce.reproduce(["spectr-table4"], tmp_path, TINY)
     assert not (tmp_path / "outcomes").exists()
     again = []
-    monkeypatch.setattr(Laboratory, "_places", lambda self, asked: again.append(asked) or original(self, asked))
-    reproduce.reproduce(["002-table4"], tmp_path, TINY)
+    monkeypatch.setattr(Experiments, "_places", lambda self, asked: again.append(asked) or original(self, asked))
+    reproduce.reproduce(["spectr-table4"], tmp_path, TINY)
     assert [asked.drafter for asked in (*begun, *again)] == [f"early_exit:{layers}" for layers in (2, 3, 4)]
 
 
@@ -116,7 +129,7 @@ def test_compared_runs_take_turns(lab, monkeypatch):
 
 
 def test_the_comparison_of_two_runs_can_fail(tmp_path):
-    (made,) = reproduce.reproduce(["004-table5"], tmp_path, TINY)
+    (made,) = reproduce.reproduce(["sprinter-table5"], tmp_path, TINY)
     moved, late = (json.loads(json.dumps(made.content)) for _ in range(2))
     moved["cells"][0]["ours"]["value"] += 1e-6
     late["seconds"] += 1.0
@@ -126,15 +139,15 @@ def test_the_comparison_of_two_runs_can_fail(tmp_path):
 
 
 def test_a_folder_of_another_profile_is_refused(tmp_path):
-    reproduce.reproduce(["002-figure1"], tmp_path, TINY)
+    reproduce.reproduce(["spectr-figure1"], tmp_path, TINY)
     with pytest.raises(UserError, match="another profile"):
-        reproduce.reproduce(["002-figure1"], tmp_path, profile_named("quick"))
+        reproduce.reproduce(["spectr-figure1"], tmp_path, profile_named("quick"))
 
 
 def test_no_matplotlib_is_said_and_the_data_are_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = []
-    (made,) = reproduce.reproduce(["002-figure1"], tmp_path, TINY, tell=said.append)
+    (made,) = reproduce.reproduce(["spectr-figure1"], tmp_path, TINY, tell=said.append)
     assert made.content["figure"]["series"][0]["y"]
     assert any("draftproof[bench]" in line for line in said)
     assert not list(tmp_path.glob("*.png"))
@@ -149,27 +162,27 @@ def run_cli(*words):
 
 def test_the_list_names_every_recipe():
     listed = run_cli("--list").stdout
-    assert "001-table1" in listed
-    assert "004-figure12" in listed
+    assert "block-verification-table1" in listed
+    assert "sprinter-figure12" in listed
     told = json.loads(run_cli("--list", "--json").stdout)
     assert {"name", "how", "title", "place"} == set(told[0])
 
 
 def test_the_command_prints_marks_and_writes_the_report(tmp_path):
-    done = run_cli("002-figure1", "--out", str(tmp_path))
+    done = run_cli("spectr-figure1", "--out", str(tmp_path))
     assert done.exit_code == 0, done.output
-    assert "002-figure1: 4 reproduced, 0 direction only, 0 not reproduced; 4 of 4 claims hold" in done.stdout
+    assert "spectr-figure1: 4 reproduced, 0 direction only, 0 not reproduced; 4 of 4 claims hold" in done.stdout
     assert (tmp_path / "reproduce.md").exists()
-    (told,) = json.loads(run_cli("002-figure1", "--out", str(tmp_path), "--json").stdout)
-    assert told["name"] == "002-figure1"
+    (told,) = json.loads(run_cli("spectr-figure1", "--out", str(tmp_path), "--json").stdout)
+    assert told["name"] == "spectr-figure1"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope", "--out", "x"], "recipe is 'nope': legal are 000-figure2"),
-        (["001-table1", "--out", "x", "--profile", "slow"], "profile is 'slow': legal are quick, full"),
-        (["001-table1"], "--out"),
+        (["nope", "--out", "x"], "recipe is 'nope': legal are block-verification-v1-figure2"),
+        (["block-verification-table1", "--out", "x", "--profile", "slow"], "profile is 'slow': legal are quick, full"),
+        (["block-verification-table1"], "--out"),
     ],
 )
 def test_bad_requests_are_refused_with_what_is_legal(words, message, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from collections import Counter
 import pytest
 import torch
 
-from draftproof.bench.accepted import Recorder, chain_reach, chains_of, key, pieces, trie_reach
 from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
@@ -14,9 +13,10 @@ from draftproof.functional import block_verify, spectr_verify, token_verify
 from draftproof.functional.coupling import multi_round_on_tries
 from draftproof.functional.greedy import greedy_block_verify
 from draftproof.functional.nodes import Tries
+from draftproof.reproduction.expected_accepted import Recorder, chain_reach, chains_of, key, pieces, trie_reach
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import TableModel, exact_law
+from draftproof.testing import TableModel, exact_distribution
 from draftproof.theory.lengths import block_length, token_length
 from draftproof.tree import TokenTree
 
@@ -46,14 +46,14 @@ def at_least(law):
 )
 def test_single_drafts(seed, rule, verify):
     tokens, q, p = (part[:, 0] for part in drafts(seed))
-    law = exact_law(lambda rng: int(verify(tokens, q, p, rng=rng).accepted[0]))
+    law = exact_distribution(lambda rng: int(verify(tokens, q, p, rng=rng).accepted[0]))
     assert chain_reach(rule, tokens, q, p)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_spectr(seed):
     tokens, q, p = drafts(seed)
-    law = exact_law(lambda rng: int(spectr_verify(tokens, q, p, rng=rng).accepted[0]))
+    law = exact_distribution(lambda rng: int(spectr_verify(tokens, q, p, rng=rng).accepted[0]))
     assert trie_reach("spectr", tokens, q, p)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
 
 
@@ -66,7 +66,7 @@ def test_multi_round(seed):
         node = multi_round_on_tries(tries, q.flatten(0, 2), p.flatten(0, 2), rng=rng).node
         return int(tries.depth[0, node + 1])
 
-    law = exact_law(program)
+    law = exact_distribution(program)
     assert trie_reach("multi_round", tokens, q, p)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
 
 
@@ -79,7 +79,7 @@ def test_the_cases_are_not_trivial():
 def test_equal_drafts_are_one_token_with_two_chances():
     tokens, q, p = drafts(1)
     twice = [torch.cat([part[:, :1], part[:, :1]], 1) for part in (tokens, q, p)]
-    law = exact_law(lambda rng: int(spectr_verify(*twice, rng=rng).accepted[0]))
+    law = exact_distribution(lambda rng: int(spectr_verify(*twice, rng=rng).accepted[0]))
     assert trie_reach("spectr", *twice)[0].tolist() == pytest.approx(at_least(law), abs=1e-12)
 
 

@@ -5,18 +5,28 @@ import math
 import pytest
 import torch
 
-from draftproof.bench.claims import Interval, Kind, Verdict, bootstrap, claim, column, judge, resampled, shifted
-from draftproof.bench.papers.base import PaperTable
-from draftproof.bench.recipes.base import (
+from draftproof.errors import UserError
+from draftproof.reproduction.claims import (
+    Interval,
+    Judgement,
+    Kind,
+    bootstrap,
+    claim,
+    column,
+    judge,
+    resampled,
+    shifted,
+)
+from draftproof.reproduction.papers.base import PaperTable
+from draftproof.reproduction.recipes.base import (
     ANY,
-    Answer,
     Mark,
     Missing,
+    OurNumber,
     implied_acceptance,
     mark_cells,
     picture_cells,
 )
-from draftproof.errors import UserError
 from draftproof.theory.lengths import iid_block_efficiency
 
 
@@ -32,7 +42,7 @@ def gap(totals):
 
 @pytest.mark.parametrize(
     ("means", "verdict"),
-    [((5.0, 3.0), Verdict.HOLDS), ((3.0, 3.0), Verdict.UNDECIDED), ((3.0, 5.0), Verdict.VIOLATED)],
+    [((5.0, 3.0), Judgement.HOLDS), ((3.0, 3.0), Judgement.UNDECIDED), ((3.0, 5.0), Judgement.VIOLATED)],
 )
 def test_made_up_records_are_judged_by_their_interval(means, verdict):
     assert claim("a - b > 0", Kind.MUST, bootstrap(sums(*means), gap)).verdict is verdict
@@ -42,26 +52,26 @@ def test_pairing_decides_what_unpaired_columns_could_not():
     noise = sums(0.0, noise=10.0)
     paired = torch.cat([noise + 0.1, noise], -1)  # the same noise in both columns
     alone = torch.cat([noise + 0.1, sums(0.0, 0.0, noise=10.0)[:, 1:]], -1)
-    assert judge(bootstrap(paired, gap)) is Verdict.HOLDS
-    assert judge(bootstrap(alone, gap)) is Verdict.UNDECIDED
+    assert judge(bootstrap(paired, gap)) is Judgement.HOLDS
+    assert judge(bootstrap(alone, gap)) is Judgement.UNDECIDED
 
 
 def test_a_bare_mean_is_never_enough():
     values = torch.tensor([[10.0], *([[-0.1]] * 20)])  # the mean is above 0, by one cluster
     found = bootstrap(values, column(0))
     assert found.value > 0
-    assert judge(found) is Verdict.UNDECIDED
+    assert judge(found) is Judgement.UNDECIDED
 
 
 @pytest.mark.parametrize(
     ("value", "at_least", "verdict"),
     [
-        (0.0, True, Verdict.HOLDS),
-        (0.0, False, Verdict.VIOLATED),
-        (-1e-12, True, Verdict.HOLDS),
-        (-1e-3, True, Verdict.VIOLATED),
-        (1e-3, False, Verdict.HOLDS),
-        (math.nan, True, Verdict.UNDECIDED),
+        (0.0, True, Judgement.HOLDS),
+        (0.0, False, Judgement.VIOLATED),
+        (-1e-12, True, Judgement.HOLDS),
+        (-1e-3, True, Judgement.VIOLATED),
+        (1e-3, False, Judgement.HOLDS),
+        (math.nan, True, Judgement.UNDECIDED),
     ],
 )
 def test_computed_values_are_judged_as_they_are(value, at_least, verdict):
@@ -80,7 +90,7 @@ def test_intervals_cover_at_their_level():
 
 def test_ratios_are_of_totals():
     values = torch.tensor([[1.0, 1.0], [9.0, 3.0]])  # two clusters have a value and no interval
-    assert judge(bootstrap(values, column(0))) is Verdict.UNDECIDED
+    assert judge(bootstrap(values, column(0))) is Judgement.UNDECIDED
     assert bootstrap(values, lambda t: t[:, 0] / t[:, 1]).value == pytest.approx(2.5)  # 10 / 4, not the mean of 1 and 3
 
 
@@ -113,10 +123,10 @@ def marks(**answers):
 
 
 def test_cells_are_marked_by_tolerance_then_by_claims():
-    close = Answer(Interval.exact(3.1), 0.05, (BROKEN,), relative=True)
+    close = OurNumber(Interval.exact(3.1), 0.05, (BROKEN,), relative=True)
     assert marks(BE=close)["A", "BE"].mark is Mark.REPRODUCED  # within 0.15, whatever the claims
     far = {
-        name: Answer(Interval.exact(4.0), 0.05, (HELD, other), "why", relative=True)
+        name: OurNumber(Interval.exact(4.0), 0.05, (HELD, other), "why", relative=True)
         for name, other in (("held", HELD), ("open", OPEN), ("broken", BROKEN))
     }
     assert marks(BE=far["held"])["A", "BE"].mark is Mark.DIRECTION
@@ -136,7 +146,7 @@ def test_cells_without_counterpart_say_so_and_empty_ones_are_none():
 
 
 def test_a_number_without_claims_is_not_reproduced_by_being_there():
-    assert marks(BE=Answer(Interval.exact(9.0), 0.1, (), "other seconds"))["A", "BE"].mark is Mark.NOT
+    assert marks(BE=OurNumber(Interval.exact(9.0), 0.1, (), "other seconds"))["A", "BE"].mark is Mark.NOT
 
 
 def test_pictures_are_marked_by_their_claims():

@@ -13,9 +13,9 @@ from functools import partial
 
 import pytest
 
+from distributions import Toy, as_paths, greedy_law, rule_law
 from draftproof.functional import chain, coupling, greedy, trie
 from draftproof.testing import total_variation
-from laws import Toy, as_paths, greedy_law, rule_law
 
 MODULES = (chain, coupling, greedy, trie)
 SEEN = 1e-3

@@ -9,6 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributions import (
+    KINDS,
+    Forest,
+    Toy,
+    as_paths,
+    complete,
+    emitted_law,
+    greedy_law,
+    rule_law,
+    rule_length,
+    verdict_laws,
+    walk,
+)
 from draftproof.functional import (
     ChainVerdict,
     GreedyState,
@@ -42,21 +55,8 @@ from draftproof.functional.coupling import first_success, flatten_rows, kseq_pla
 from draftproof.functional.lossy import mentored_bounds
 from draftproof.functional.trie import trie_block_plan
 from draftproof.rng import CounterRng, TorchRng
-from draftproof.testing import exact_law, total_variation
+from draftproof.testing import exact_distribution, total_variation
 from draftproof.tree import TokenTree
-from laws import (
-    KINDS,
-    Forest,
-    Toy,
-    as_paths,
-    complete,
-    emitted_law,
-    greedy_law,
-    rule_law,
-    rule_length,
-    verdict_laws,
-    walk,
-)
 
 CHAIN = {name: as_paths(f) for name, f in (("token", token_verify), ("block", block_verify), ("match", match_verify))}
 PATHS = {
@@ -444,7 +444,7 @@ def test_the_optimal_coupling_is_exact(support):
         law, kept = defaultdict(float), 0.0
         for drawn in itertools.product(range(4), repeat=k):
             weight = float(q[list(drawn)].prod())
-            outcomes = exact_law(
+            outcomes = exact_distribution(
                 lambda rng, d=drawn, f=plan: tuple(map(int, otm_select(torch.tensor([d]), f, rng=rng)))
             )
             for (_, y), w in outcomes.items():
@@ -568,7 +568,7 @@ def test_last_token_has_sprinters_law(eta):
         return emitted[:2], len(draft)
 
     law = defaultdict(float)
-    for (emitted, drafted), w in exact_law(play).items():
+    for (emitted, drafted), w in exact_distribution(play).items():
         if drafted >= 1:
             law[emitted[0]] += w
     mixed = (1 - eta) * toy.p(()) + eta * toy.q(())

@@ -11,7 +11,7 @@ from draftproof.draft import DraftStep
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
-from draftproof.engine.parts import make_drafter, make_stopper, make_verifier
+from draftproof.engine.registry import make_drafter, make_stopper, make_verifier
 from draftproof.heads import Head, HeadConfig, load_head, save_head
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength

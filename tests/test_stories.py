@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftproof import Engine, SamplingParams
 from draftproof.embedded import stories_draft_dir, stories_target_dir
-from draftproof.training.provenance import fingerprint
+from draftproof.provenance import fingerprint
 
 DIRECTORIES = {"target": stories_target_dir(), "draft": stories_draft_dir()}
 

@@ -12,10 +12,10 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.drafters import suffix
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.parts import make_drafter, make_verifier
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.functional.chain import ChainVerdict
 from draftproof.rng import CounterRoundRng
-from draftproof.testing import TableModel, assert_lossless, exact_law, target_law, total_variation
+from draftproof.testing import TableModel, assert_lossless, exact_distribution, target_distribution, total_variation
 from draftproof.verifiers.chain import ChainVerifier
 from helpers import backend, tokenizer
 
@@ -332,9 +332,9 @@ def test_law_of_two_that_run_together_and_of_one_that_follows(rule):
         learnt.append((second.stats.num_draft_tokens, third.stats.num_draft_tokens))
         return first.token_ids, second.token_ids, third.token_ids
 
-    a, b, c = (target_law(target, prompt, params) for prompt in prompts)
+    a, b, c = (target_distribution(target, prompt, params) for prompt in prompts)
     wanted = {(x, y, z): a[x] * b[y] * c[z] for x in a for y in b for z in c}
-    assert total_variation(exact_law(joint), wanted) < 1e-12
+    assert total_variation(exact_distribution(joint), wanted) < 1e-12
     assert all(map(sum, zip(*learnt, strict=True)))
 
 

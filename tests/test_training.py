@@ -27,18 +27,19 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.heads import HeadConfig, load_head
+from draftproof.provenance import fingerprint
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.trained import Acceptance
 from draftproof.testing import TableModel
 from draftproof.theory.cost import PassCosts
 from draftproof.theory.sprinter import expected_accepted
-from draftproof.training import data, features, metrics, sprinter, sweep, workshop
+from draftproof.training import data, features, metrics, sprinter, sweep
+from draftproof.training import pair_data as workshop
 from draftproof.training.heads import Labels, fresh_head, head_loss, judge, ratio_loss, train_head, weighted_bce
-from draftproof.training.loop import Loss, Plan, train
-from draftproof.training.provenance import fingerprint
+from draftproof.training.loop import Loss, TrainingPlan, train
+from draftproof.training.pair_data import Material
 from draftproof.training.recipes import HeadJob, make_head, make_verifier_head
 from draftproof.training.responses import Response, sample_responses
-from draftproof.training.workshop import Material
 
 
 class KilledError(Exception):
@@ -175,7 +176,7 @@ def exam(module):
     return {"error": float(squared(module, lesson(10**6)).value)}
 
 
-PLAN = Plan(steps=120, warmup=5, save_every=7, log_every=10, evaluate_every=20, keep_best="error")
+PLAN = TrainingPlan(steps=120, warmup=5, save_every=7, log_every=10, evaluate_every=20, keep_best="error")
 
 
 def test_ten_kills_leave_no_trace_in_weights_or_history(tmp_path):
@@ -255,7 +256,7 @@ def test_frozen_parameters_stay_out_of_the_checkpoint(tmp_path):
 
 
 def table_pair():
-    return features.Pair(TableModel(5, 1), TableModel(5, 2, hidden=6), SamplingParams())
+    return features.ModelPair(TableModel(5, 1), TableModel(5, 2, hidden=6), SamplingParams())
 
 
 RESPONSES = [Response((0, 1), (2, 3, 4, 0, 1, 2)), Response((3,), (1, 1, 4))]
@@ -388,10 +389,10 @@ def planted(rows, seed, *, shuffled=False):
         ratio = ratio[torch.randperm(rows, generator=generator)]
     flat = torch.full((rows,), 0.5)
     count = torch.arange(rows, dtype=torch.int32)
-    return features.Rows(hidden.half(), ratio, flat.log(), flat, count, count)
+    return features.JudgeRows(hidden.half(), ratio, flat.log(), flat, count, count)
 
 
-SHORT = Plan(steps=200, learning_rate=1e-2, log_every=100)
+SHORT = TrainingPlan(steps=200, learning_rate=1e-2, log_every=100)
 
 
 @pytest.mark.parametrize("kind", ["acceptance", "log_ratio", "verifier"])
@@ -491,7 +492,7 @@ def job(folder, story_file, **options):
     material = Material(
         "embedded:target", "embedded:draft", (story_file,), params=params, starts=1, cache=folder / "cache"
     )
-    plan = Plan(steps=60, learning_rate=3e-3, log_every=10, save_every=3)
+    plan = TrainingPlan(steps=60, learning_rate=3e-3, log_every=10, save_every=3)
     told = {"plan": plan, "threshold": 0.5, "depth": 1, "trial_prompts": 2, "trial_tokens": 12, "batch": 64, **options}
     return HeadJob(material, folder / "out", **told)
 
@@ -542,7 +543,7 @@ def test_a_trained_head_ends_drafts_in_the_engine(tmp_path, story_file):
 def test_a_sweep_takes_the_cheapest_cell_and_goes_on_after_a_kill(tmp_path, story_file, monkeypatch):
     monkeypatch.setattr(sweep, "DEPTHS", (0, 1))
     monkeypatch.setattr(sweep, "WEIGHTS", (3.0,))
-    plan = Plan(steps=20, log_every=10)
+    plan = TrainingPlan(steps=20, log_every=10)
     options = {"plan": plan, "threshold": None, "sweep": True, "cost_ratio": 0.2, "trial_prompts": 1, "trial_tokens": 6}
     made = make_head(job(tmp_path / "a", story_file, **options))
     with pytest.raises(KilledError):

@@ -12,7 +12,7 @@ from draftproof._version import __version__
 
 if TYPE_CHECKING:
     from draftproof.engine.engine import Engine
-    from draftproof.engine.sequence import Chunk, Output
+    from draftproof.engine.request import Chunk, Output
     from draftproof.errors import UserError
     from draftproof.sampling import SamplingParams
 

@@ -24,7 +24,7 @@ class Draft:
         probs: q of each node, the vector it was drawn from (float32 or float64); None when every node is a point mass.
         draws: the node each draw landed on, in the order of drawing, for drafts of several draws whose equal prefixes
             are merged: a node that was drawn m times stands there m times, and the draws at a node are those that
-            landed on its children. K chains are their node paths one after another; a prefix tree (seed 002,
+            landed on its children. K chains are their node paths one after another; a prefix tree (SpecTr,
             Algorithm 5) is its draws level by level. None: every node was drawn once, in node order.
     """
 

@@ -6,9 +6,9 @@ A head is a directory with `config.json` and `model.safetensors`. It belongs to 
 model's hidden states; its config names it.
 
 Kinds, each a number for one drafted token y with target and draft probabilities p and q:
-- acceptance: P(y is accepted), sigmoid of the output; from the state at y itself (seed 003, section 3.2);
+- acceptance: P(y is accepted), sigmoid of the output; from the state at y itself (SpecDec++, section 3.2);
 - log_ratio: log(p/q); from the state at y itself, for block verification;
-- verifier: P(q <= lambda p), sigmoid of the output; from the state before y, which y was drawn from (seed 004, 3.2).
+- verifier: P(q <= lambda p), sigmoid of the output; from the state before y, which y was drawn from (SPRINTER, 3.2).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HeadConfig:
         draft: the draft model it was trained on.
         target: the target model its labels came from.
         depth: residual blocks before the output layer; 0 is a linear head.
-        shared_blocks: whether all blocks share one set of weights, as in the published code of seed 003.
+        shared_blocks: whether all blocks share one set of weights, as in the published code of SpecDec++.
         reads_draw: whether log q(y) is a further input (verifier only: the state before y does not know y).
         threshold: where its stopper stops unless told otherwise; its meaning is the stopper's.
     """
@@ -67,7 +67,7 @@ class HeadConfig:
 
 
 class Head(nn.Module):
-    """A residual network with SiLU blocks and one output (seed 003, section 4.1; linear for seed 004).
+    """A residual network with SiLU blocks and one output (SpecDec++, section 4.1; linear for SPRINTER.
 
     Args:
         config: its shape.

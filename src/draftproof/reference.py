@@ -33,12 +33,18 @@ def draw(weights: Row, uniform: Uniform) -> int:
 
 
 def token_acceptance(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row]) -> list[float]:
-    """min(1, p/q) of each drafted token: each is accepted if all before it were (seed 001, Algorithm 1)."""
+    """min(1, p/q) of each drafted token: each is accepted if all before it were.
+
+    Source: Block Verification, arXiv 2403.10444, Algorithm 1.
+    """
     return [min(1.0, p[i][x] / q[i][x]) for i, x in enumerate(tokens)]
 
 
 def block_acceptance(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """P_i = min(1, P_{i-1} p/q), and h_i with which the prefix of length i passes (seed 001, Algorithm 2)."""
+    """P_i = min(1, P_{i-1} p/q), and h_i with which the prefix of length i passes.
+
+    Source: Block Verification, arXiv 2403.10444, Algorithm 2.
+    """
     running, passes, level = [], [], 1.0
     for i, x in enumerate(tokens):
         level = min(1.0, level * p[i][x] / q[i][x])

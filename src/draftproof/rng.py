@@ -28,7 +28,7 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 
 
-class _Kind(enum.IntEnum):
+class _DrawKind(enum.IntEnum):
     """The two doors, whose calls are numbered apart."""
 
     DECISION = 1
@@ -166,9 +166,9 @@ class CounterRng:
 
     def __init__(self, keys: Sequence[int]) -> None:
         self._keys = tuple(keys)
-        self._calls: Counter[_Kind] = Counter()
+        self._calls: Counter[_DrawKind] = Counter()
 
-    def _next(self, kind: _Kind, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
+    def _next(self, kind: _DrawKind, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
         if not shape or shape[0] != len(self._keys):
             raise ValueError(
                 f"rng has {len(self._keys)} rows, asked for draws of shape {tuple(shape)}: rows come first"
@@ -178,11 +178,11 @@ class CounterRng:
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """True with the given probabilities; strict, so 0 is never and 1 is always."""
-        return self._next(_Kind.DECISION, prob.shape, prob.device) < prob
+        return self._next(_DrawKind.DECISION, prob.shape, prob.device) < prob
 
     def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
         """Inverse-CDF draws, one uniform for each row of weights."""
-        return inverse_cdf(weights, self._next(_Kind.INDEX, weights.shape[:-1], weights.device))
+        return inverse_cdf(weights, self._next(_DrawKind.INDEX, weights.shape[:-1], weights.device))
 
 
 class CounterRoundRng:

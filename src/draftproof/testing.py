@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Capabilities, Feed, Output, Session
-from draftproof.engine.engine import Engine, RoundRngFactory
+from draftproof.backends.base import Backend, Capabilities, Feed, FeedOutput, Session
+from draftproof.engine.engine import Engine
+from draftproof.engine.loop import RoundRngFactory
 from draftproof.rng import Purpose, fold
 from draftproof.sampling import SamplingParams, Transforms, probabilities
 
@@ -24,8 +25,9 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 class EnumeratingRng:
     """An Rng (and RoundRng) that follows a script of choices and records the choices there were.
 
-    `exact_law` reruns a program with every script; the product of the probabilities along a script is `weight`. A
-    choice of probability 0 is never taken and a certain one is not a choice, so impossible branches cost nothing.
+    `exact_distribution` reruns a program with every script; the product of the probabilities along a script is
+    `weight`. A choice of probability 0 is never taken and a certain one is not a choice, so impossible branches cost
+    nothing.
     """
 
     def __init__(self, script: Sequence[int] = ()) -> None:
@@ -64,7 +66,7 @@ class EnumeratingRng:
         return torch.tensor(flat, dtype=torch.int64).reshape(weights.shape[:-1])
 
 
-def exact_law(program: Callable[[EnumeratingRng], Outcome]) -> dict[Outcome, float]:
+def exact_distribution(program: Callable[[EnumeratingRng], Outcome]) -> dict[Outcome, float]:
     """The probability of every outcome of a program, by running it once for each path of choices.
 
     Args:
@@ -152,7 +154,7 @@ class TableModel:
         """A session that remembers tokens and nothing else."""
         return Session()
 
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """Rows looked up for the last chain token and each node."""
         assert self.capabilities.hidden or not hidden, "this table has no hidden states"
         return [self._read(feed, hidden=hidden) for feed in feeds]
@@ -162,7 +164,7 @@ class TableModel:
         source = torch.Generator().manual_seed(fold(self._seed, 1, *self._key(context)) >> 1)
         return torch.randn(self.capabilities.hidden, generator=source)
 
-    def _read(self, feed: Feed, *, hidden: bool) -> Output:
+    def _read(self, feed: Feed, *, hidden: bool) -> FeedOutput:
         session, chain = feed.session, torch.as_tensor(feed.tokens, dtype=torch.int64).reshape(-1)
         known = len(session.tail)
         session.read(chain, feed.tree)
@@ -171,7 +173,7 @@ class TableModel:
         paths = [self._path(session.tail, node) for node in range(known, len(tail))]
         contexts.extend([*stem, *(tail[place] for place in path)] for path in paths)
         states = torch.stack([self.state(context) for context in contexts]) if hidden else None
-        return Output(torch.stack([self.logits(context) for context in contexts]), states)
+        return FeedOutput(torch.stack([self.logits(context) for context in contexts]), states)
 
     @staticmethod
     def _path(parents: Sequence[int], node: int) -> list[int]:
@@ -182,7 +184,7 @@ class TableModel:
         return path
 
 
-def target_law(
+def target_distribution(
     target: TableModel, prompt: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int] = ()
 ) -> dict[tuple[int, ...], float]:
     """The law of whole outputs by the definition of sampling: token after token from the target, no engine involved.
@@ -214,7 +216,7 @@ def _next_law(target: TableModel, prompt: Sequence[int], output: Sequence[int], 
     return row
 
 
-def engine_law(
+def engine_distribution(
     make_engine: Callable[[RoundRngFactory], Engine], prompt: Sequence[int], params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
     """The law of whole outputs of an engine, by walking every outcome of every draw it makes.
@@ -229,7 +231,7 @@ def engine_law(
         engine = make_engine(lambda seeds, rounds: rng)  # noqa: ARG005 - one walk serves all rows and rounds
         return engine.generate([list(prompt)], params)[0].token_ids
 
-    return exact_law(program)
+    return exact_distribution(program)
 
 
 def assert_lossless(
@@ -254,8 +256,8 @@ def assert_lossless(
     probe = make_engine(lambda seeds, rounds: EnumeratingRng())  # noqa: ARG005 - never drawn from
     target: Backend = probe.target
     assert isinstance(target, TableModel), f"the target is {target.name}: exact laws need a TableModel"
-    wanted = target_law(target, prompt, params, probe.eos_token_ids)
-    found = engine_law(make_engine, prompt, params)
+    wanted = target_distribution(target, prompt, params, probe.eos_token_ids)
+    found = engine_distribution(make_engine, prompt, params)
     distance = total_variation(found, wanted)
     worst = max({*found, *wanted}, key=lambda output: abs(found.get(output, 0.0) - wanted.get(output, 0.0)))
     assert distance < tolerance, (

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.audit.check import CheckLine, enumerated
-from draftproof.audit.laws import all_drafts, as_paths
+from draftproof.audit.distributions import all_drafts, as_paths
 from draftproof.audit.suite import suite
 from draftproof.functional.chain import ChainVerdict
 from draftproof.rng import Rng

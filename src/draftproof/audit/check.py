@@ -19,10 +19,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.audit.laws import (
-    Cell,
+from draftproof.audit.distributions import (
     Drafts,
     PathRule,
+    WorstOutcome,
     all_drafts,
     as_paths,
     emitted,
@@ -34,7 +34,7 @@ from draftproof.audit.laws import (
     worst_cell,
 )
 from draftproof.audit.statistics import chi_square_test
-from draftproof.audit.suite import Context, Pair, plain, suite
+from draftproof.audit.suite import Context, ToyPair, plain, suite
 from draftproof.errors import UserError
 from draftproof.rng import TorchRng
 
@@ -88,7 +88,7 @@ class CheckLine:
     total_variation: float
     p_value: float | None
     detectable: float | None
-    worst_cell: Cell
+    worst_cell: WorstOutcome
     failures: dict[str, float]
     verdict: str
 
@@ -167,7 +167,7 @@ def _trial(rule: Callable[..., Any], kind: str, options: dict[str, Any]) -> str:
     return ""
 
 
-def shapes(candidate: Candidate, *, full: bool = False) -> list[tuple[Pair, int, int]]:
+def shapes(candidate: Candidate, *, full: bool = False) -> list[tuple[ToyPair, int, int]]:
     """The pairs of the suite with the chains and tokens of the drafts on each."""
     pairs = suite(full=full)
     if candidate.kind == "chain":
@@ -212,7 +212,7 @@ def check(
             yield tested(candidate.verify, pair, drafts, samples, alpha / len(places), seed)
 
 
-def enumerated(rule: PathRule, pair: Pair, drafts: Drafts, tolerance: float = EXACT) -> CheckLine:
+def enumerated(rule: PathRule, pair: ToyPair, drafts: Drafts, tolerance: float = EXACT) -> CheckLine:
     """The exact law of a rule on one pair, against the target's."""
     law, lost = verdicts_alone(rule, drafts)
     total = float(law.sum()) + sum(lost.values())
@@ -238,7 +238,7 @@ def _size(drafts: Drafts) -> str:
     return f"{drafts.tokens.shape[1]}x{drafts.tokens.shape[2]}"
 
 
-def tested(rule: PathRule, pair: Pair, drafts: Drafts, samples: int, level: float, seed: int) -> CheckLine:
+def tested(rule: PathRule, pair: ToyPair, drafts: Drafts, samples: int, level: float, seed: int) -> CheckLine:
     """Counts of what a rule emits on one pair, continued by the target, against the target's law."""
     source = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
@@ -285,7 +285,7 @@ def _sampled(
     return seen.view(drafts.p.shape), ""
 
 
-def _completed(pair: Pair, law: dict[Context, float], length: int, source: torch.Generator) -> Counter[Context]:
+def _completed(pair: ToyPair, law: dict[Context, float], length: int, source: torch.Generator) -> Counter[Context]:
     """Counts of emitted sequences continued by draws from the target."""
     full: Counter[Context] = Counter()
     todo = [(seq, round(count)) for seq, count in law.items()]

@@ -19,8 +19,9 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.engine import Engine, RoundRngFactory
-from draftproof.engine.parts import LOSSY, VERIFIERS, make_verifier
+from draftproof.engine.engine import Engine
+from draftproof.engine.loop import RoundRngFactory
+from draftproof.engine.registry import LOSSY, VERIFIERS, make_verifier
 from draftproof.errors import UserError
 from draftproof.heads import Head, HeadConfig
 from draftproof.rng import CounterRoundRng
@@ -31,7 +32,7 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.history import Oracle, Schedule
 from draftproof.stoppers.probability import Confidence, Entropy
 from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
-from draftproof.testing import TableModel, engine_law, target_law, total_variation
+from draftproof.testing import TableModel, engine_distribution, target_distribution, total_variation
 from draftproof.theory.cost import RoundCosts
 
 Rows = Mapping[tuple[int, ...], Sequence[float]]
@@ -134,8 +135,8 @@ class Composition:
 
     def distance(self) -> float:
         """Total variation of the engine's law from the target's, by enumeration."""
-        found = engine_law(self.maker(), PROMPT, self.params)
-        return total_variation(found, target_law(toy_target(), PROMPT, self.params))
+        found = engine_distribution(self.maker(), PROMPT, self.params)
+        return total_variation(found, target_distribution(toy_target(), PROMPT, self.params))
 
 
 def toy_target() -> TableModel:

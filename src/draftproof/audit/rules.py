@@ -21,10 +21,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof import functional
-from draftproof.audit.laws import (
-    Cell,
+from draftproof.audit.distributions import (
     Finding,
     PathRule,
+    WorstOutcome,
     all_drafts,
     as_paths,
     expected_accepted,
@@ -32,18 +32,19 @@ from draftproof.audit.laws import (
     verdicts,
     worst_cell,
 )
-from draftproof.audit.suite import VOCAB, Pair, suite
+from draftproof.audit.suite import VOCAB, ToyPair, suite
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine.engine import Engine, RoundRngFactory
+from draftproof.engine.engine import Engine
+from draftproof.engine.loop import RoundRngFactory
 from draftproof.errors import UserError
 from draftproof.functional.coupling import Selection
 from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Rng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import engine_law, total_variation
-from draftproof.testing import target_law as output_law
+from draftproof.testing import engine_distribution, total_variation
+from draftproof.testing import target_distribution as output_law
 from draftproof.theory.acceptance import kseq_acceptance, optimal_acceptance
 from draftproof.theory.lengths import full_information_length
 from draftproof.verifiers.greedy import GreedyBlockVerifier
@@ -117,7 +118,7 @@ class RuleLine:
     lossless: bool
     total_variation: float
     worst_model: str
-    worst_cell: Cell
+    worst_cell: WorstOutcome
     accepted: float
     drafted: str
     against_token: float
@@ -224,7 +225,7 @@ class Audit:
         enginewise: names of the pairs on which rules with a state are audited, through the engine; all when None.
     """
 
-    def __init__(self, pairs: Sequence[Pair], enginewise: Collection[str] | None = None) -> None:
+    def __init__(self, pairs: Sequence[ToyPair], enginewise: Collection[str] | None = None) -> None:
         self.pairs = pairs
         self.rules = all_rules()
         self.law = cache(self._law)
@@ -239,7 +240,7 @@ class Audit:
         """Expected accepted tokens."""
         return expected_accepted(self.law(name, place, chains, length))
 
-    def _findings(self, rule: Rule) -> Iterator[tuple[Pair, Finding]]:
+    def _findings(self, rule: Rule) -> Iterator[tuple[ToyPair, Finding]]:
         """The laws of a rule on every pair and shape."""
         for place, pair in enumerate(self.pairs):
             if rule.rounds and (self._enginewise is None or pair.name in self._enginewise):
@@ -321,11 +322,11 @@ class Audit:
         return ClaimLine("ordering", claim, found, self.pairs[worst].name, "ok" if found > -slack else "FAIL")
 
 
-def _root(pair: Pair) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "1 V"]]:
+def _root(pair: ToyPair) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "1 V"]]:
     return pair.p(()).unsqueeze(0), pair.q(()).unsqueeze(0)
 
 
-def engine_finding(pair: Pair, most: int = DRAFTED + 1) -> Finding:
+def engine_finding(pair: ToyPair, most: int = DRAFTED + 1) -> Finding:
     """The law of whole outputs of an engine under greedy block verification, whose state travels between rounds."""
 
     def make(round_rng: RoundRngFactory) -> Engine:
@@ -333,7 +334,7 @@ def engine_finding(pair: Pair, most: int = DRAFTED + 1) -> Finding:
         return Engine(pair.target, drafter, GreedyBlockVerifier(), round_rng=round_rng)
 
     params = SamplingParams(max_tokens=most)
-    found, wanted = engine_law(make, (0,), params), output_law(pair.target, (0,), params)
+    found, wanted = engine_distribution(make, (0,), params), output_law(pair.target, (0,), params)
     return Finding(total_variation(found, wanted), worst_cell(found, wanted), math.nan, {})
 
 

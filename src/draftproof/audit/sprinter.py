@@ -2,7 +2,7 @@
 
 Knows: toy pairs, training a verifier on them, the law of an engine's first token. Does not know: texts, artefacts.
 
-Seed 004's theorem says that a position has the law (1 - eta) p + eta q, where eta is the rate at which the verifier
+SPRINTER's theorem says that a position has the law (1 - eta) p + eta q, where eta is the rate at which the verifier
 passes unacceptable tokens. A trained verifier's decisions depend on where it is asked. So three things are compared:
 - the enumerated law after every context with the law of its own decisions there, which must agree to rounding;
 - its total variation from the target with eta TV(p, q), eta being the passed share of the excess (q - p)+: exact, too;
@@ -22,15 +22,16 @@ from torch import Tensor
 
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine.engine import Engine, RoundRngFactory
+from draftproof.engine.engine import Engine
+from draftproof.engine.loop import RoundRngFactory
 from draftproof.heads import Head, HeadConfig
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.trained import Approximate
-from draftproof.testing import TableModel, engine_law
+from draftproof.testing import TableModel, engine_distribution
 from draftproof.theory.sprinter import drift
-from draftproof.training.features import Pair, Rows, drafted, join
+from draftproof.training.features import JudgeRows, ModelPair, drafted, join
 from draftproof.training.heads import Labels, train_head
-from draftproof.training.loop import Plan
+from draftproof.training.loop import TrainingPlan
 from draftproof.training.responses import Response
 from draftproof.training.sprinter import accepted_at, position_law
 from draftproof.verifiers.lossy import last_token_verifier
@@ -84,24 +85,24 @@ def audit_sprinter(seeds: int = 4) -> Iterator[SprinterLine]:
     """
     for seed in range(seeds):
         draft = TableModel(VOCAB, 1000 + seed, order=ORDER, hidden=WIDTH)
-        pair = Pair(TableModel(VOCAB, seed, order=ORDER), draft, SamplingParams())
+        pair = ModelPair(TableModel(VOCAB, seed, order=ORDER), draft, SamplingParams())
         for depth, reads_draw in ((0, False), (2, True)):
             head = trained(pair, depth=depth, reads_draw=reads_draw, seed=seed)
             name = f"{depth} blocks, {'state and log q' if reads_draw else 'state only'}"
             yield examine(f"tables {seed}", name, pair, head)
 
 
-def trained(pair: Pair, *, depth: int, reads_draw: bool, seed: int) -> Head:
+def trained(pair: ModelPair, *, depth: int, reads_draw: bool, seed: int) -> Head:
     """A verifier trained on what the pair's draft model writes, with lambda = 1 as Theorem 3.1 has it."""
     shape: dict[str, Any] = {"depth": depth, "reads_draw": reads_draw, "threshold": TAU}
     config = HeadConfig("verifier", WIDTH, pair.draft.name, pair.target.name, **shape)
     known, held = _rows(pair, seed, range(96)), _rows(pair, seed, range(96, 128))
-    plan = Plan(steps=400, learning_rate=2e-2, warmup=10, seed=seed, log_every=100)
+    plan = TrainingPlan(steps=400, learning_rate=2e-2, warmup=10, seed=seed, log_every=100)
     head, _ = train_head(config, known, held, plan, Labels(lam=1.0), batch=256)
     return head.eval()
 
 
-def _rows(pair: Pair, seed: int, numbers: range) -> Rows:
+def _rows(pair: ModelPair, seed: int, numbers: range) -> JudgeRows:
     params = [SamplingParams(max_tokens=12, seed=1000 * seed + number) for number in numbers]
     prompts = [[number % VOCAB] for number in numbers]
     outputs = Engine(pair.draft).generate(prompts, params)
@@ -109,7 +110,7 @@ def _rows(pair: Pair, seed: int, numbers: range) -> Rows:
     return join(drafted(pair, above=True)(responses, 0))
 
 
-def examine(name: str, verifier: str, pair: Pair, head: Head) -> SprinterLine:
+def examine(name: str, verifier: str, pair: ModelPair, head: Head) -> SprinterLine:
     """Enumerate the first token's law after every context, and compare.
 
     Args:
@@ -140,7 +141,7 @@ def examine(name: str, verifier: str, pair: Pair, head: Head) -> SprinterLine:
     )
 
 
-def _at(pair: Pair, head: Head, context: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def _at(pair: ModelPair, head: Head, context: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """p, q and which tokens pass after a context."""
     p, q = (model.logits(context).softmax(-1) for model in (pair.target, pair.draft) if isinstance(model, TableModel))
     ((_, states),) = pair.q([Response(context, (0,))])
@@ -148,7 +149,7 @@ def _at(pair: Pair, head: Head, context: tuple[int, ...]) -> tuple[Tensor, Tenso
     return p, q, passed.expand(1, VOCAB)[0]
 
 
-def first_token_law(pair: Pair, head: Head, context: tuple[int, ...]) -> Float[Tensor, " vocab"]:
+def first_token_law(pair: ModelPair, head: Head, context: tuple[int, ...]) -> Float[Tensor, " vocab"]:
     """The law of the first token after a context, by walking every outcome of the engine.
 
     Args:
@@ -162,6 +163,6 @@ def first_token_law(pair: Pair, head: Head, context: tuple[int, ...]) -> Float[T
         return Engine(pair.target, drafter, last_token_verifier(), round_rng=round_rng)
 
     law = torch.zeros(VOCAB, dtype=torch.float64)
-    for tokens, weight in engine_law(make, context, FRESH).items():
+    for tokens, weight in engine_distribution(make, context, FRESH).items():
         law[tokens[0]] += weight
     return law

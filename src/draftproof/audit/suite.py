@@ -21,7 +21,7 @@ Context = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Pair:
+class ToyPair:
     """A target and a draft model.
 
     Attributes:
@@ -56,59 +56,59 @@ def _table(name: int, rows: Sequence[Sequence[float]]) -> TableModel:
     return TableModel(VOCAB, name, order=1, rows=scaled)
 
 
-def _random(name: str, seed: int, *, zeros: float = 0.0, sharpness: float = 2.0, order: int = 1) -> Pair:
+def _random(name: str, seed: int, *, zeros: float = 0.0, sharpness: float = 2.0, order: int = 1) -> ToyPair:
     target, draft = (TableModel(VOCAB, s, order=order, zeros=zeros, sharpness=sharpness) for s in (seed, seed + 1000))
-    return Pair(name, target, draft)
+    return ToyPair(name, target, draft)
 
 
-def _near() -> Pair:
+def _near() -> ToyPair:
     """q is p but for the last bits of float32."""
     p = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5], [0.7, 0.2, 0.1]]
     bit = 2.0**-23
     q = [[a * (1 + bit), b * (1 - bit), c] for a, b, c in p]
-    return Pair("near-equal", _table(0, p), _table(1, q))
+    return ToyPair("near-equal", _table(0, p), _table(1, q))
 
 
-def _one_bit() -> Pair:
+def _one_bit() -> ToyPair:
     """In float32 q exceeds p by a bit at the rarest token and equals it elsewhere: nothing is left of p - q."""
     p, bit = [0.6, 0.39, 0.01], 2.0**-30
     q = [0.6 - bit / 2, 0.39 - bit / 2, 0.01 + bit]
-    return Pair("one bit", _table(0, [p] * 4), _table(1, [q] * 4))
+    return ToyPair("one bit", _table(0, [p] * 4), _table(1, [q] * 4))
 
 
-def _ties() -> Pair:
+def _ties() -> ToyPair:
     p = [[2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0, 2.0], [1.0, 1.0, 2.0]]
     q = [[1.0, 1.0, 2.0], [1.0, 1.0, 1.0], [2.0, 1.0, 2.0], [2.0, 1.0, 1.0]]
-    return Pair("ties", _table(0, p), _table(1, q))
+    return ToyPair("ties", _table(0, p), _table(1, q))
 
 
-def _disjoint() -> Pair:
+def _disjoint() -> ToyPair:
     """No token of the draft is ever one of the target's, but after token 2, where supports overlap in one."""
     p = [[0.0, 1.0, 2.0], [0.0, 2.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
     q = [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 3.0]]
-    return Pair("disjoint", _table(0, p), _table(1, q))
+    return ToyPair("disjoint", _table(0, p), _table(1, q))
 
 
-def _onehot_q() -> Pair:
+def _onehot_q() -> ToyPair:
     """Point masses, as n-gram drafters draw."""
     p = [[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.5, 0.1], [0.3, 0.3, 0.4]]
     q = [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
-    return Pair("one-hot q", _table(0, p), _table(1, q))
+    return ToyPair("one-hot q", _table(0, p), _table(1, q))
 
 
-def _onehot_p() -> Pair:
+def _onehot_p() -> ToyPair:
     """The target at temperature 0."""
     p = [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
     q = [[0.3, 0.5, 0.2], [0.6, 0.1, 0.3], [0.3, 0.3, 0.4], [0.5, 0.0, 0.5]]
-    return Pair("one-hot p", _table(0, p), _table(1, q))
+    return ToyPair("one-hot p", _table(0, p), _table(1, q))
 
 
-def plain() -> Pair:
+def plain() -> ToyPair:
     """A pair with nothing special about it."""
     return _random("dense", 1)
 
 
-def suite(*, full: bool = False) -> list[Pair]:
+def suite(*, full: bool = False) -> list[ToyPair]:
     """The pairs of an audit; `full` adds more random ones of each kind.
 
     "trap" was searched for among 12000 pairs: with token verification's residual in the block rule its law is off by
@@ -124,7 +124,7 @@ def suite(*, full: bool = False) -> list[Pair]:
         _disjoint(),
         _onehot_q(),
         _onehot_p(),
-        Pair("p = q", same, same),
+        ToyPair("p = q", same, same),
         _near(),
         _one_bit(),
     ]

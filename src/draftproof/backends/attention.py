@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.hf import Layout
-from draftproof.backends.slot_cache import Plan, SlotCache
+from draftproof.backends.slot_cache import SlotCache, WritePlan
 from draftproof.kernels import native
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head into rows, and their mask with them
@@ -56,7 +56,7 @@ class Pass:
     cos: Tensor
     sin: Tensor
     cache: SlotCache
-    plan: Plan
+    plan: WritePlan
 
 
 @runtime_checkable

@@ -195,7 +195,7 @@ class Feed:
 
 
 @dataclass(frozen=True, eq=False)
-class Output:
+class FeedOutput:
     """What a feed gets back: a row for the last chain token (if any was fed), then one for each node.
 
     Attributes:
@@ -243,7 +243,7 @@ class Backend(Protocol):
         """A fresh, empty session."""
         ...
 
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """Read every feed (ragged lengths welcome) and return the wanted rows of each."""
         ...
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from draftproof.backends.attention import Pass
-from draftproof.backends.base import Capabilities, Feed, Output, Session
+from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.hf import HFBackend, HFSession, Layout, in_passes
 from draftproof.backends.lean import Layer, Norm, Rope, in_order
@@ -185,7 +185,7 @@ class FeatureBackend:
         return FeatureSession(self._cache, owner)
 
     @torch.inference_mode()
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """Read every feed; the drafted tokens of one level a pass.
 
         Raises:
@@ -195,7 +195,7 @@ class FeatureBackend:
             feed.session.admit(len(feed.tokens), feed.tree)
         return in_passes(feeds, partial(self._run, hidden=hidden))
 
-    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[Output]:
+    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
         sessions = [feed.session for feed in feeds if isinstance(feed.session, FeatureSession)]
         assert len(sessions) == len(feeds), "a feature head reads sessions of its own"
         layout = Layout(feeds, self.device)
@@ -223,12 +223,14 @@ class FeatureBackend:
     def _padded(rows: list[Tensor]) -> Float[Tensor, "rows width dim"]:
         return rows[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(rows, batch_first=True)
 
-    def _outputs(self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool) -> list[Output]:
+    def _outputs(
+        self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool
+    ) -> list[FeedOutput]:
         """Rows for the last chain token and the nodes of each feed, for the tokens that the head speaks of."""
         wanted = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
         logits = self._output(torch.cat(wanted) if len(wanted) > 1 else wanted[0])
         rows = torch.split(logits, [part.shape[0] for part in wanted])
-        return [Output(row, part if hidden else None, self._ids) for row, part in zip(rows, wanted, strict=True)]
+        return [FeedOutput(row, part if hidden else None, self._ids) for row, part in zip(rows, wanted, strict=True)]
 
 
 def output_rows(target: HFBackend, net: FeatureNet) -> Float[Tensor, "ids dim"]:

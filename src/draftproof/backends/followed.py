@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from draftproof.backends.base import Feed, Output
+from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.feature_head import FeatureBackend, FeatureSession
 from draftproof.backends.feature_net import FeatureNet
 from draftproof.backends.hf import HFBackend
@@ -49,7 +49,7 @@ class FollowedHead(FeatureBackend):
         """A session that begins where its first feed ends."""
         return _Followed(self._cache, self._target.open())
 
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """Read every feed: rows for the last chain token of each, and for the nodes of a chain below it.
 
         Raises:
@@ -75,7 +75,7 @@ class FollowedHead(FeatureBackend):
             self._target.forward([Feed(each.owner, part) for each, part in zip(sessions, parts, strict=True)])
 
 
-def _joined(parts: Sequence[Output]) -> Output:
+def _joined(parts: Sequence[FeedOutput]) -> FeedOutput:
     states = [part.hidden for part in parts if part.hidden is not None]
     logits = torch.cat([part.logits for part in parts])
-    return Output(logits, torch.cat(states) if states else None, parts[0].ids)
+    return FeedOutput(logits, torch.cat(states) if states else None, parts[0].ids)

@@ -12,15 +12,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.base import Capabilities, Feed, Output, Session
-from draftproof.backends.slot_cache import CacheView, Plan, SlotCache
+from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
+from draftproof.backends.slot_cache import CacheView, SlotCache, WritePlan
 from draftproof.errors import UserError, reason
 from draftproof.tree import TokenTree
 
@@ -106,7 +105,7 @@ class HFBackend:
         self._records = True
 
     @torch.inference_mode()
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[Output]:
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """Read every feed; long prompts go first, one by one and in chunks, and feeds of like length are read together.
 
         Raises:
@@ -128,7 +127,7 @@ class HFBackend:
         if self.max_positions is not None and end > self.max_positions:
             raise ValueError(f"{self.name} reads at most {self.max_positions} positions, asked for {end}")
 
-    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[Output]:
+    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
         layout = Layout(feeds, self.device)
         self._cache.reserve(layout.plan.horizon)
         logits, states = self._compute(layout, hidden=hidden or self._records)
@@ -158,7 +157,7 @@ class HFBackend:
         return made if len(made) > 1 or "sliding_attention" in made else next(iter(made.values()))
 
 
-def in_passes(feeds: Sequence[Feed], run: Callable[[Sequence[Feed]], list[Output]]) -> list[Output]:
+def in_passes(feeds: Sequence[Feed], run: Callable[[Sequence[Feed]], list[FeedOutput]]) -> list[FeedOutput]:
     """What comes of feeds that are read in several passes: long prompts in chunks, one by one, and then what is alike.
 
     Args:
@@ -172,7 +171,7 @@ def in_passes(feeds: Sequence[Feed], run: Callable[[Sequence[Feed]], list[Output
             run([Feed(feed.session, tokens[:PREFILL_CHUNK])])
             tokens = tokens[PREFILL_CHUNK:]
         left.append(Feed(feed.session, tokens, feed.tree))
-    outputs: dict[int, Output] = {}
+    outputs: dict[int, FeedOutput] = {}
     for group in alike([len(feed) for feed in left]):
         outputs |= zip(group, run([left[row] for row in group]), strict=True)
     return [outputs[row] for row in range(len(left))]
@@ -214,7 +213,7 @@ class Layout:
         self.feeds = feeds
         self.device = device
         self.chains = [torch.as_tensor(feed.tokens, dtype=torch.int64, device=device).reshape(-1) for feed in feeds]
-        self.plan = Plan(
+        self.plan = WritePlan(
             slots=tuple(feed.session.slot for feed in feeds if isinstance(feed.session, HFSession)),
             bases=tuple(feed.session.length for feed in feeds),
             widths=tuple(len(feed) for feed in feeds),
@@ -262,7 +261,7 @@ class Layout:
         self,
         logits: Float[Tensor, "rows columns vocab"],
         states: Float[Tensor, "rows width dim"] | None,
-    ) -> list[Output]:
+    ) -> list[FeedOutput]:
         """The wanted rows of each feed; logits hold every column, or only the wanted ones."""
         trimmed = logits.shape[1] < self.width
         outputs = []
@@ -270,7 +269,7 @@ class Layout:
             columns = self._columns(row)
             first = self.columns.index(columns.start) if trimmed else columns.start
             hidden = None if states is None else states[row, columns.start : columns.stop]
-            outputs.append(Output(logits[row, first : first + len(columns)], hidden))
+            outputs.append(FeedOutput(logits[row, first : first + len(columns)], hidden))
         return outputs
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
@@ -432,76 +431,3 @@ def _probe_tree(backend: HFBackend, tokens: list[int]) -> Float[Tensor, "2 vocab
         return torch.cat([rows[3:4], last])
     finally:
         session.close()
-
-
-def load_model(source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
-
-    Args:
-        source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`).
-        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one.
-        trust_remote_code: run code that comes with the model.
-
-    Raises:
-        UserError: nothing to load there, in one line.
-    """
-    from transformers import AutoModelForCausalLM
-
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
-    where = Path(source)
-    if where.suffix == ".gguf":
-        source, options = str(where.parent), {**options, **_gguf_options(where)}
-    elif where.is_dir() or not where.exists():
-        options["use_safetensors"] = True
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
-    except Exception as cause:
-        raise UserError(
-            f"cannot load a model from {str(where)!r}: {reason(cause)} (legal: a hub id, a directory, a .gguf file)"
-        ) from cause
-    return model.to(device=parse_device(device))
-
-
-def _gguf_options(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"no such file: {str(path)!r}; legal is the path of an existing .gguf file")
-    try:
-        import gguf  # noqa: F401
-    except ImportError as cause:
-        raise UserError("reading .gguf files needs the package gguf: pip install 'draftproof[gguf]'") from cause
-    from transformers import GgufConfig
-
-    return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
-
-
-def parse_dtype(name: str) -> torch.dtype | str:
-    """The torch dtype of a name; "auto" stays.
-
-    Raises:
-        UserError: unknown name.
-    """
-    legal = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in legal:
-        raise UserError(f"dtype is {name!r}: legal are {', '.join(legal)}")
-    return legal[name]  # type: ignore[return-value]
-
-
-def parse_device(name: str | None) -> torch.device:
-    """The torch device of a name; None picks an accelerator when there is one.
-
-    Raises:
-        UserError: not a device of this machine.
-    """
-    if name is None:
-        return (
-            torch.accelerator.current_accelerator() or torch.device("cpu")
-            if torch.accelerator.is_available()
-            else torch.device("cpu")
-        )
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as cause:
-        raise UserError(f"device {name!r} is not available here: {reason(cause)}") from cause
-    return device

@@ -51,7 +51,7 @@ def _is_native(layer: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Run:
+class _LayerRun:
     """Neighbouring layers that see the same slots.
 
     Attributes:
@@ -69,7 +69,7 @@ class _Run:
     room: int
 
     @classmethod
-    def of(cls, layers: Sequence[Any]) -> _Run:
+    def of(cls, layers: Sequence[Any]) -> _LayerRun:
         first = layers[0]
         heads, size, inner = first.heads, first.out.weight.outs, first.down.weight.ins
         return cls(
@@ -90,7 +90,7 @@ class _Places:
         like: a tensor of the keys' dtype.
     """
 
-    def __init__(self, run: _Run, cache: SlotCache, like: Tensor) -> None:
+    def __init__(self, run: _LayerRun, cache: SlotCache, like: Tensor) -> None:
         heads = run.attention.heads
         self.cache, self.extent = cache, cache.extent
         pairs = [cache.buffers(number, heads.keys, heads.dim, like) for number in run.numbers]
@@ -112,7 +112,7 @@ class NativeLayers:
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
         groups = itertools.groupby(layers, lambda layer: (layer.kind, layer.heads, layer.down.weight.ins))
-        self._runs = [_Run.of(list(group)) for _, group in groups]
+        self._runs = [_LayerRun.of(list(group)) for _, group in groups]
         self._places: list[_Places | None] = [None] * len(self._runs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayers:

@@ -36,7 +36,7 @@ class Cells(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class WritePlan:
     """Where one forward pass writes and what it reads back.
 
     Attributes:
@@ -189,14 +189,14 @@ class SlotCache:
     def write(
         self,
         layer: int,
-        plan: Plan,
+        plan: WritePlan,
         keys: Float[Tensor, "rows heads width dim"],
         values: Float[Tensor, "rows heads width vdim"],
     ) -> tuple[Tensor, Tensor]:
         """Store a layer's new keys and values and return everything up to the plan's horizon for its rows."""
         return self._exchange(self._keys, layer, plan, keys), self._exchange(self._values, layer, plan, values)
 
-    def _exchange(self, store: dict[int, Tensor], layer: int, plan: Plan, new: Tensor) -> Tensor:
+    def _exchange(self, store: dict[int, Tensor], layer: int, plan: WritePlan, new: Tensor) -> Tensor:
         buffer = self._fit(store, layer, new.shape[1], new.shape[3], new)
         seen = buffer.narrow(0, plan.slots[0], len(plan.slots)).narrow(2, 0, plan.horizon) if plan.contiguous else None
         if seen is not None and plan.aligned:
@@ -227,7 +227,7 @@ class CacheView:
     is_compileable = False
     is_sliding = (False,)
 
-    def __init__(self, cache: SlotCache, plan: Plan) -> None:
+    def __init__(self, cache: SlotCache, plan: WritePlan) -> None:
         self._cache = cache
         self._plan = plan
 

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from draftproof.engine.compose import BACKENDS
+from draftproof.backends.loading import BACKENDS
 from draftproof.engine.engine import Engine
-from draftproof.engine.parts import (
+from draftproof.engine.registry import (
     DEFAULT_CONSTANT_STOPPER,
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
@@ -26,9 +26,9 @@ from draftproof.engine.parts import (
     numbers,
 )
 from draftproof.errors import UserError
+from draftproof.provenance import digest
 from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
-from draftproof.training.provenance import digest
 
 OURS = "draftproof"
 ENGINES = {

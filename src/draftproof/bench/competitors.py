@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 from draftproof.bench.cell import Cell
+from draftproof.bench.model_cache import Answerer, ModelCache, Stopwatch
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
-from draftproof.bench.workbench import Answerer, Stopwatch, Workbench
 from draftproof.errors import UserError
+from draftproof.progress import Watch, silent
 from draftproof.sampling import SamplingParams
-from draftproof.training.progress import Watch, silent
 
 # What the search for a best setting tries; the defaults of transformers are measured beside it.
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -195,23 +195,23 @@ def _reached(lengths: Sequence[int], drafted: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(length > place for length in lengths) for place in range(max(drafted, default=0)))
 
 
-def _plain(bench: Workbench, cell: Cell) -> Answerer:
+def _plain(bench: ModelCache, cell: Cell) -> Answerer:
     return _make(bench, cell)
 
 
-def _assisted(bench: Workbench, cell: Cell) -> Answerer:
+def _assisted(bench: ModelCache, cell: Cell) -> Answerer:
     if cell.draft is None:
         raise UserError("transformers' assisted generation needs a draft model: name one with draft (--draft)")
     bench.refuse_strangers(cell.target, cell.draft)
     return _make(bench, cell, assistant=bench.model(cell.draft, cell.dtype))
 
 
-def _lookup(bench: Workbench, cell: Cell) -> Answerer:
+def _lookup(bench: ModelCache, cell: Cell) -> Answerer:
     return _make(bench, cell, {"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
 
 
 def _make(
-    bench: Workbench, cell: Cell, setting: Mapping[str, Any] | None = None, *, assistant: Any = None
+    bench: ModelCache, cell: Cell, setting: Mapping[str, Any] | None = None, *, assistant: Any = None
 ) -> Transformers:
     return Transformers(
         bench.model(cell.target, cell.dtype),
@@ -223,14 +223,14 @@ def _make(
     )
 
 
-COMPETITORS: dict[str, Callable[[Workbench, Cell], Answerer]] = {
+COMPETITORS: dict[str, Callable[[ModelCache, Cell], Answerer]] = {
     "transformers": _plain,
     "transformers-assisted": _assisted,
     "transformers-lookup": _lookup,
 }
 
 
-def search(bench: Workbench, cell: Cell, questions: Sequence[Question], *, watch: Watch = silent) -> dict[str, float]:
+def search(bench: ModelCache, cell: Cell, questions: Sequence[Question], *, watch: Watch = silent) -> dict[str, float]:
     """Tokens a second of a competitor under each setting of its grid, the median over a few questions.
 
     Args:

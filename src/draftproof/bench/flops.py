@@ -1,4 +1,4 @@
-"""Floating-point operations of a forward pass and of a whole answer, as seed 004 (A.8) counts them.
+"""Floating-point operations of a forward pass and of a whole answer, as SPRINTER (arXiv 2502.04557) counts them.
 
 Knows: the sizes of a decoder. Does not know: models, clocks.
 

@@ -67,12 +67,12 @@ def block_efficiency(records: Iterable[Record]) -> Estimate:
 
 
 def verification_rate(records: Iterable[Record]) -> Estimate:
-    """Target calls per token (seed 003, section 2.3)."""
+    """Target calls per token (SpecDec++, arXiv 2405.19715, section 2.3)."""
     return bootstrap(by_question(records), _ratio("num_target_calls", "num_tokens"))
 
 
 def discard_rate(records: Iterable[Record]) -> Estimate:
-    """Discarded drafted tokens per emitted token (seed 003, section 2.3)."""
+    """Discarded drafted tokens per emitted token (SpecDec++, arXiv 2405.19715, section 2.3)."""
     drafted, accepted = _ratio("num_draft_tokens", "num_tokens"), _ratio("num_accepted_tokens", "num_tokens")
     return bootstrap(by_question(records), lambda rows: drafted(rows) - accepted(rows))
 
@@ -164,7 +164,7 @@ def same_tokens(own: Iterable[Record], base: Iterable[Record]) -> tuple[int, int
 
 
 def flops_per_token(records: Iterable[Record], shapes: Mapping[str, Shape | None]) -> float | None:
-    """Operations a token by seed 004's counting (A.8); None where a model's sizes are not known."""
+    """Operations a token by SPRINTER's counting (A.8); None where a model's sizes are not known."""
     spent, tokens = 0.0, 0
     for record in first(records):
         target = shapes.get(record.cell.target)
@@ -178,7 +178,7 @@ def flops_per_token(records: Iterable[Record], shapes: Mapping[str, Shape | None
 
 @dataclass(frozen=True)
 class Regression:
-    """T = draft * N_draft + target * N_target, fitted to answers (seed 003, section 4.2).
+    """T = draft * N_draft + target * N_target, fitted to answers (SpecDec++, arXiv 2405.19715, section 4.2).
 
     Attributes:
         draft, target: seconds of a drafted token and of a target call.

@@ -16,11 +16,11 @@ from typing import Any
 from draftproof import models
 from draftproof.bench.cell import Cell
 from draftproof.bench.flops import shape_of
-from draftproof.bench.peak import process_peak
 from draftproof.bench.questions import Question, data_digest
 from draftproof.errors import UserError
 from draftproof.files import whole_file
-from draftproof.training.provenance import FILE, command, digest, fingerprint, machine, versions, write_json
+from draftproof.profiling.peak import process_peak
+from draftproof.provenance import FILE, command, digest, fingerprint, machine, versions, write_json
 
 SAME = ("cells", "data", "repeats", "warmup", "models", "versions", "machine")
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from draftproof.bench.cell import ENGINES, OURS, Cell, matrix
 from draftproof.bench.competitors import GRIDS, search
+from draftproof.bench.model_cache import ModelCache
+from draftproof.bench.options import BenchOptions, parts
 from draftproof.bench.questions import Question, read_questions
-from draftproof.bench.wanted import Wanted, parts
-from draftproof.bench.workbench import Workbench
 from draftproof.errors import UserError
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import digest
+from draftproof.progress import Watch, silent
+from draftproof.provenance import digest
 from draftproof.training.sweep import remembered
 
 SEARCHED = "settings"  # folder of what searches found, within a run's
@@ -28,7 +28,7 @@ Search = Callable[[Cell, Sequence[Question]], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What `run` is given.
 
     Attributes:
@@ -42,7 +42,9 @@ class Plan:
     notes: list[str]
 
 
-def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = None, watch: Watch = silent) -> Plan:
+def plan(
+    wanted: BenchOptions, out: Path, bench: ModelCache, *, profile: str | None = None, watch: Watch = silent
+) -> BenchPlan:
     """Cells and questions for what is wanted.
 
     Args:
@@ -74,7 +76,7 @@ def plan(wanted: Wanted, out: Path, bench: Workbench, *, profile: str | None = N
             theirs |= dict.fromkeys(matrix(**_lists(part), draft=part.draft, engine=engine, strict=True).cells)
     best, found = _tuned(list(theirs), questions, out, partial(search, bench, watch=watch))
     repeats = max(_said(part.repeats) for part in asked)
-    return Plan([*ours, *theirs, *best], questions, repeats, list(dict.fromkeys([*notes, *found])))
+    return BenchPlan([*ours, *theirs, *best], questions, repeats, list(dict.fromkeys([*notes, *found])))
 
 
 def _said(number: int | None) -> int:
@@ -82,13 +84,13 @@ def _said(number: int | None) -> int:
     return number
 
 
-def _lists(part: Wanted) -> dict[str, Any]:
+def _lists(part: BenchOptions) -> dict[str, Any]:
     """What our engine and others share."""
     names = ("target", "dtype", "temperature", "top_k", "top_p", "seed", "dataset", "max_tokens")
     return {name: getattr(part, name) for name in names}
 
 
-def _own(part: Wanted) -> dict[str, Any]:
+def _own(part: BenchOptions) -> dict[str, Any]:
     """What is ours alone; plain decoding always runs."""
     names = ("draft", "backend", "stopper", "verifier")
     return {"drafter": ["none", *(part.drafter or ())], **{name: getattr(part, name) for name in names}}

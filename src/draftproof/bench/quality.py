@@ -15,15 +15,15 @@ import torch
 from draftproof.bench.cell import Cell
 from draftproof.bench.estimate import Estimate, bootstrap
 from draftproof.bench.measures import asked, first, paired
+from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Record
-from draftproof.bench.workbench import Workbench
 from draftproof.files import whole_file
+from draftproof.progress import Watch, silent
+from draftproof.provenance import write_json
 from draftproof.sampling import SamplingParams
-from draftproof.training.features import Pair
+from draftproof.training.features import ModelPair
 from draftproof.training.metrics import rouge_scores
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import write_json
 from draftproof.training.responses import Response
 
 FILE = "likelihoods.json"
@@ -40,7 +40,7 @@ def score(
     records: Iterable[Record],
     questions: Mapping[str, Sequence[Question]],
     out: Path,
-    bench: Workbench,
+    bench: ModelCache,
     *,
     watch: Watch = silent,
 ) -> None:
@@ -76,11 +76,11 @@ def read_scores(out: Path) -> Scores:
     return found
 
 
-def log_likelihood(bench: Workbench, cell: Cell, question: Question, tokens: Sequence[int]) -> float:
+def log_likelihood(bench: ModelCache, cell: Cell, question: Question, tokens: Sequence[int]) -> float:
     """Mean log-probability of an answer's tokens under the target's own law, at temperature 1, nothing cut off."""
     target = bench.plain(cell).target
     response = Response(tuple(bench.encode(cell, question)), tuple(tokens))
-    (rows,) = Pair(target, target, SamplingParams()).p([response])
+    (rows,) = ModelPair(target, target, SamplingParams()).p([response])
     chosen = rows[:-1].gather(-1, torch.tensor(response.tokens).unsqueeze(-1))
     return float(chosen.double().clamp(min=1e-30).log().mean())
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError, reason
+from draftproof.provenance import digest
 from draftproof.training.data import FORMS, read_text
-from draftproof.training.provenance import digest
 
 SHIPPED = Path(__file__).parent / "data"
 HUB = "hub:"

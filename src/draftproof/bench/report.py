@@ -201,7 +201,7 @@ def _marked(one: Summary) -> str:
 
 
 def _regression(found: Sequence[Summary]) -> list[str]:
-    """Seed 003's cost model fitted to our engine's answers, a line a pair and kind of drafter."""
+    """SpecDec++'s cost model fitted to our engine's answers, a line a pair and kind of drafter."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for one in found:
         if one.cell.engine == OURS:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 from draftproof.bench.cell import OURS, Cell, datasets
 from draftproof.bench.competitors import COMPETITORS
+from draftproof.bench.model_cache import Answerer, ModelCache, Ours
 from draftproof.bench.origin import begin, finish, known, origin
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Log, Record
-from draftproof.bench.workbench import Answerer, Ours, Workbench
 from draftproof.errors import UserError
+from draftproof.progress import Watch, silent
+from draftproof.provenance import digest
 from draftproof.rng import fold
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import digest
 
 Questions = Mapping[str, Sequence[Question]]
 
@@ -49,7 +49,7 @@ def run(
     warmup: int = 1,
     notes: Sequence[str] = (),
     watch: Watch = silent,
-    bench: Workbench | None = None,
+    bench: ModelCache | None = None,
 ) -> list[Record]:
     """Measure what is not measured yet, and write `records.jsonl` and `provenance.json` into a folder.
 
@@ -72,7 +72,7 @@ def run(
     if repeats < 1 or warmup < 0:
         raise UserError(f"repeats is {repeats} and warmup {warmup}: legal are 1 or more, and 0 or more")
     asked = {name: _questions_of(name, questions) for name in datasets(cells)}
-    bench = bench or Workbench()
+    bench = bench or ModelCache()
     begun = known(out, origin(cells, asked, repeats=repeats, warmup=warmup, device=bench.device, notes=notes))
     log = Log(out)
     done = {record.key for record in log.records}
@@ -116,7 +116,7 @@ def question_seed(cell: Cell, question: Question) -> int:
 class _Stage:
     """Answerers, prompts and what is warm already."""
 
-    def __init__(self, bench: Workbench, warmup: int) -> None:
+    def __init__(self, bench: ModelCache, warmup: int) -> None:
         self._bench, self._warmup = bench, warmup
         self._prompts: dict[tuple[str, Question], list[int]] = {}
         self._warm: set[Cell] = set()

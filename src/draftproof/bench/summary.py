@@ -56,7 +56,7 @@ class Summary:
         gain: tokens per target call over those of rule token on one chain with the same stopper; None where that was
             not measured, or is this.
         agrees: answers with the tokens of plain decoding, and of how many; None when sampling.
-        flops: operations a token by seed 004's counting; None where not known.
+        flops: operations a token by SPRINTER's counting; None where not known.
         likelihood: log-probability a token under the target; None where it was not scored.
         rouge: ROUGE-L against plain answers, where likelihood is; None without the package.
     """

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from draftproof.engine.engine import Engine, Prompt
-from draftproof.engine.sequence import Output
+from draftproof.engine.engine import Engine
+from draftproof.engine.loop import Prompt
+from draftproof.engine.request import Output
 from draftproof.sampling import SamplingParams
 
 FEWEST, MOST, SECONDS = 3, 9, 3.0

@@ -19,14 +19,14 @@ _KEYS = ("prompt", "text", "turns", "instruction")
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptText:
     """A prompt and where it stood ("FILE, line 3"; empty for the argument and stdin), for errors."""
 
     text: str
     where: str = ""
 
 
-def gather(argument: str | None, file: Path | None) -> list[Source]:
+def gather(argument: str | None, file: Path | None) -> list[PromptText]:
     """The prompts asked for: those of the file, or the one of the argument or stdin.
 
     Raises:
@@ -48,7 +48,7 @@ def _stdin() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def read_prompts(file: Path) -> list[Source]:
+def read_prompts(file: Path) -> list[PromptText]:
     """The prompts of a file: one a line; in .jsonl the prompt, text, first of turns, or instruction of each object.
 
     Raises:
@@ -91,7 +91,7 @@ def _of_json(line: str, where: str) -> str:
     return value
 
 
-def _checked(text: str, where: str = "") -> Source:
+def _checked(text: str, where: str = "") -> PromptText:
     """A prompt that can be tokenized."""
     problem = None if text else "is empty: give some text"
     try:
@@ -100,4 +100,4 @@ def _checked(text: str, where: str = "") -> Source:
         problem = "is not valid Unicode: it holds lone surrogates"
     if problem:
         raise UserError(f"{where}{': ' if where else ''}the prompt {problem}")
-    return Source(text, where)
+    return PromptText(text, where)

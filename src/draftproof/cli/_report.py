@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftproof.cli._compare import Comparison, block_efficiency
-from draftproof.engine.sequence import Output
+from draftproof.engine.request import Output
 from draftproof.engine.stats import Seconds
 
 

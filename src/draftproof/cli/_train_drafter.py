@@ -85,10 +85,10 @@ def drafter(
 ) -> None:
     """Train a Llama-shaped model: from scratch on text, or with --distil to draft for a target."""
     from draftproof.cli.generate import quiet_libraries
+    from draftproof.progress import bar, silent
     from draftproof.training.drafter_artefact import make_drafter
     from draftproof.training.drafter_options import DrafterJob, Imitation, Shape, Texts
-    from draftproof.training.loop import Plan
-    from draftproof.training.progress import bar, silent
+    from draftproof.training.loop import TrainingPlan
 
     if distil is None and on_policy is not None:
         raise typer.BadParameter("--on-policy needs a target to imitate: name one with --distil")
@@ -116,7 +116,7 @@ def drafter(
         config=config,
         init=init,
         imitation=None if distil is None else Imitation(distil, loss, on_policy or "text", on_policy_share),
-        plan=Plan(
+        plan=TrainingPlan(
             steps=steps,
             learning_rate=learning_rate,
             warmup=min(warmup, steps // 10),

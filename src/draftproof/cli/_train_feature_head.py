@@ -69,11 +69,11 @@ def feature_head(
     """Train a drafter of one layer on the target's last hidden states (EAGLE's idea): feature_head:DIR."""
     from draftproof.cli._figures import show
     from draftproof.cli.generate import quiet_libraries
+    from draftproof.progress import bar, silent
     from draftproof.training.feature_head import FeatureJob, make_feature_head
-    from draftproof.training.loop import Plan
-    from draftproof.training.progress import bar, silent
+    from draftproof.training.loop import TrainingPlan
 
-    plan = Plan(
+    plan = TrainingPlan(
         steps=steps,
         learning_rate=learning_rate,
         warmup=min(50, steps // 10),

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftproof.cli._bench_reproduce import reproduce
 from draftproof.cli._report import tell
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ _timing = partial(typer.Option, rich_help_panel="Timing")
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
 Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures too, where matplotlib is installed.")]
 TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
-
-
-app.command("reproduce")(reproduce)
 
 
 @app.command("run")
@@ -87,15 +83,15 @@ def run_(
 
     Without options the embedded pair is measured on openings of children's stories.
     """
+    from draftproof.bench.model_cache import ModelCache
+    from draftproof.bench.options import BenchOptions
     from draftproof.bench.plan import plan
     from draftproof.bench.quality import score
     from draftproof.bench.run import run
-    from draftproof.bench.wanted import Wanted
-    from draftproof.bench.workbench import Workbench
     from draftproof.cli.generate import quiet_libraries
-    from draftproof.training.progress import bar, silent
+    from draftproof.progress import bar, silent
 
-    wanted = Wanted(
+    wanted = BenchOptions(
         target=target,
         draft=draft,
         dtype=dtype,
@@ -114,7 +110,7 @@ def run_(
         repeats=repeats,
     )
     with quiet_libraries():
-        bench = Workbench(device=device, trust_remote_code=trust_remote_code)
+        bench = ModelCache(device=device, trust_remote_code=trust_remote_code)
         watch = silent if quiet else bar
         made = plan(wanted, out, bench, profile=profile, watch=watch)
         if not quiet:

@@ -19,15 +19,15 @@ from typing import Annotated, Any
 
 import typer
 
+from draftproof.backends.loading import BACKENDS
 from draftproof.cli import _report
 from draftproof.cli._compare import compare
-from draftproof.cli._prompts import Source, gather
+from draftproof.cli._prompts import PromptText, gather
 from draftproof.cli._sampling import sampling_options
-from draftproof.engine.compose import BACKENDS
-from draftproof.engine.engine import Engine, Prompt
-from draftproof.engine.parts import DRAFTERS, STOPPERS, VERIFIERS
-from draftproof.engine.sequence import Output
-from draftproof.engine.sequence import Sequence as Request
+from draftproof.engine.engine import Engine
+from draftproof.engine.loop import Prompt
+from draftproof.engine.registry import DRAFTERS, STOPPERS, VERIFIERS
+from draftproof.engine.request import Output, Request
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 
@@ -113,7 +113,7 @@ def generate(
         if with_plain and engine.drafter.name == "none":
             raise typer.BadParameter("--compare needs a drafter, and none is in effect: name one with --draft")
         asked = [Asked(as_prompt(engine, source, chat=chat, system=system), source.where) for source in sources]
-        Run(engine, asked, sampling, as_json=as_json, with_plain=with_plain, quiet=quiet)()
+        GenerateRun(engine, asked, sampling, as_json=as_json, with_plain=with_plain, quiet=quiet)()
 
 
 def default_draft(target: str | None, drafter: str | None) -> str | None:
@@ -172,7 +172,7 @@ class Asked:
     where: str
 
 
-def as_prompt(engine: Engine, source: Source, *, chat: bool | None, system: str | None) -> Prompt:
+def as_prompt(engine: Engine, source: PromptText, *, chat: bool | None, system: str | None) -> Prompt:
     """The text as it stands, or as a user's message where a chat is asked for or the target has a template."""
     wanted = bool(getattr(engine.tokenizer, "chat_template", None)) if chat is None else chat
     if not wanted and system is None:
@@ -182,7 +182,7 @@ def as_prompt(engine: Engine, source: Source, *, chat: bool | None, system: str 
 
 
 @dataclass(frozen=True)
-class Run:
+class GenerateRun:
     """One call of the command, after everything is loaded: decode, print, compare."""
 
     engine: Engine

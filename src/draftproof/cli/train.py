@@ -183,10 +183,10 @@ def verifier(
 def _run(make: Callable[..., dict[str, Any]], job: Callable[..., Any], given: dict[str, Any]) -> None:
     """Do a job with the options that both commands have, and print what came of it."""
     from draftproof.cli.generate import quiet_libraries
+    from draftproof.progress import bar, silent
     from draftproof.sampling import SamplingParams
-    from draftproof.training.loop import Plan
-    from draftproof.training.progress import bar, silent
-    from draftproof.training.workshop import Material
+    from draftproof.training.loop import TrainingPlan
+    from draftproof.training.pair_data import Material
 
     same = ("target", "draft", "form", "opening", "prompts", "starts", "seed", "dtype", "device", "cache")
     sampling = {name: given[name] for name in ("temperature", "top_k", "top_p", "max_tokens")}
@@ -196,7 +196,9 @@ def _run(make: Callable[..., dict[str, Any]], job: Callable[..., Any], given: di
     wanted = job(
         material=material,
         out=given["out"],
-        plan=Plan(steps=given["steps"], learning_rate=given["learning_rate"], warmup=min(50, given["steps"] // 10)),
+        plan=TrainingPlan(
+            steps=given["steps"], learning_rate=given["learning_rate"], warmup=min(50, given["steps"] // 10)
+        ),
         batch=given["batch"],
         trial_prompts=given["trial_prompts"],
     )

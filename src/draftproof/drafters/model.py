@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.base import Feed, Output, unread
+from draftproof.backends.base import Feed, FeedOutput, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
@@ -95,7 +95,7 @@ class ModelDrafter(ModelBacked):
         return _Chain(row, request, self.model.depth(request, self.stopper.wanted(request.id)))
 
     def _extend(
-        self, live: list[_Chain], outputs: Sequence[Output], rng: RoundRng, step: int
+        self, live: list[_Chain], outputs: Sequence[FeedOutput], rng: RoundRng, step: int
     ) -> Float[Tensor, " live"] | None:
         """Draw the next token of every live chain; returns what the stopper makes of them."""
         q = torch.cat([self._row(chain, output) for chain, output in zip(live, outputs, strict=True)])
@@ -120,7 +120,7 @@ class ModelDrafter(ModelBacked):
                     chain.size = seen
         unseen.clear()
 
-    def _row(self, chain: _Chain, output: Output) -> Float[Tensor, "1 vocab"]:
+    def _row(self, chain: _Chain, output: FeedOutput) -> Float[Tensor, "1 vocab"]:
         """The next token's row of q; drafted ids are read back only when a transform looks at them."""
         path = [int(token) for token in chain.tokens] if self.model.path_dependent(chain.request) else []
         return self.model.rows(chain.request, output.logits[-1:], [path], output.ids)

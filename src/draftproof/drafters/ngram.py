@@ -43,14 +43,14 @@ class NgramDrafter:
         self.name = f"ngram:{length}"
         self.limit = length
         self._sizes = range(longest, shortest - 1, -1)
-        self._seen: dict[int, _Index] = {}
+        self._seen: dict[int, _NgramIndex] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
         """See Drafter."""
         return [self._lookup(request) for request in requests]
 
     def _lookup(self, request: DraftRequest) -> Draft:
-        index = self._seen.setdefault(request.id, _Index(self._sizes))
+        index = self._seen.setdefault(request.id, _NgramIndex(self._sizes))
         index.extend(request.tokens)
         start = index.find(request.tokens)
         found = [] if start is None else request.tokens[start : start + max(min(self.limit, request.limit), 0)]
@@ -69,7 +69,7 @@ def point_chain(tokens: Sequence[int]) -> Draft:
     return Draft(TokenTree.chain(torch.tensor(tokens, dtype=torch.int64)), None)
 
 
-class _Index:
+class _NgramIndex:
     """Where each run of tokens was last followed by something, kept up to date as the sequence grows."""
 
     def __init__(self, sizes: Sequence[int]) -> None:

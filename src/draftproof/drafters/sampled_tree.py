@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Feed, Output, Session, unread
+from draftproof.backends.base import Feed, FeedOutput, Session, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
@@ -87,7 +87,7 @@ class SampledTreeDrafter(ModelBacked):
         stopper: asked after each new node; a node it stops at gets no children.
         chains: K i.i.d. chains: K draws at the root, or as many as the stopper wants, then one for each draw that
             landed on a node.
-        factors: instead of chains, a prefix tree: that many draws at every node of each depth (seed 002, Algorithm 5).
+        factors: instead of chains, a prefix tree: that many draws at every node of each depth (SpecTr, Algorithm 5).
 
     Raises:
         UserError: numbers out of range, a backend without tree attention, a stopper that needs what it cannot return.
@@ -150,7 +150,7 @@ class SampledTreeDrafter(ModelBacked):
         times = tree.chains if depth == 0 else 1
         return [node for node, landed in tree.frontier.items() for _ in range(landed * times)]
 
-    def _grow(self, live: Sequence[_Growing], outputs: Sequence[Output], rng: RoundRng, depth: int) -> None:
+    def _grow(self, live: Sequence[_Growing], outputs: Sequence[FeedOutput], rng: RoundRng, depth: int) -> None:
         """Draw a level for every live tree, and let the stopper look at its new nodes."""
         for tree, output in zip(live, outputs, strict=True):
             self._take(tree, output)
@@ -163,7 +163,7 @@ class SampledTreeDrafter(ModelBacked):
                 tree.frontier[node] = tree.frontier.get(node, 0) + 1
         self._judge(live, outputs)
 
-    def _take(self, tree: _Growing, output: Output) -> None:
+    def _take(self, tree: _Growing, output: FeedOutput) -> None:
         """Rows of q after the nodes just read."""
         first = len(tree.session.tail) - output.logits.shape[0]
         nodes = [ROOT] if not tree.tokens else list(range(first, len(tree.session.tail)))
@@ -171,7 +171,7 @@ class SampledTreeDrafter(ModelBacked):
         rows = self.model.rows(tree.request, output.logits, paths, output.ids)
         tree.rows = dict(zip(nodes, rows, strict=True))
 
-    def _judge(self, live: Sequence[_Growing], outputs: Sequence[Output]) -> None:
+    def _judge(self, live: Sequence[_Growing], outputs: Sequence[FeedOutput]) -> None:
         """Take the new nodes that the stopper stops at out of their trees' frontiers."""
         new = [(tree, node) for tree in live for node in tree.frontier]
         signal = self.stopper.signal(self._step(live, outputs, new))
@@ -183,7 +183,7 @@ class SampledTreeDrafter(ModelBacked):
                 del tree.frontier[node]
 
     def _step(
-        self, live: Sequence[_Growing], outputs: Sequence[Output], new: Sequence[tuple[_Growing, int]]
+        self, live: Sequence[_Growing], outputs: Sequence[FeedOutput], new: Sequence[tuple[_Growing, int]]
     ) -> DraftStep:
         """What the stopper is shown of new nodes: what the model made of their parents."""
         tokens = torch.tensor([tree.tokens[node] for tree, node in new], device=self.model.backend.device)

@@ -77,7 +77,7 @@ class SuffixDrafter:
         self.name = f"suffix:{length}"
         self.limit = length
         self._context, self._factor, self._threshold = context, factor, threshold
-        self._memory = _Memory(context, capacity) if shared else None
+        self._memory = _FinishedRequests(context, capacity) if shared else None
         self._running: dict[int, _Row] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
@@ -145,14 +145,14 @@ class _Row:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.read: list[int] = []
-        self.own = _Index()
+        self.own = _ContextTree()
 
 
-class _Memory:
+class _FinishedRequests:
     """The index of all requests, running and finished, and which finished ones are still in it."""
 
     def __init__(self, context: int, capacity: int) -> None:
-        self.index = _Index()
+        self.index = _ContextTree()
         self.finished: deque[list[int]] = deque()
         self.size = 0
         self._context, self._capacity = context, capacity
@@ -177,7 +177,7 @@ def _contexts(tokens: list[int], start: int, size: int) -> Iterator[tuple[tuple[
         yield back[newest : newest + size], tokens[place]
 
 
-class _Index:
+class _ContextTree:
     """Which tokens followed each context of up to `size` tokens, and how often: a path-compressed tree of contexts.
 
     A context is written newest token first, so what followed its shorter suffixes stands on the way from the root; a

@@ -1,378 +1,142 @@
-"""The one decode loop: draft, verify, commit - for every drafter, stopper, rule and batch size.
-
-Knows: the order of a round and who runs in it. Does not know: how drafts are made or verified, how models compute,
-what the parts are called.
-"""
+"""Engine: the decoding loop, made from names of models and parts."""
 
 from __future__ import annotations
 
-import itertools
-import numbers
-import secrets
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Items
 from typing import Any
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from draftproof.backends.base import Backend, Feed, unread
-from draftproof.backends.base import Output as Rows
-from draftproof.draft import Draft
-from draftproof.drafters.base import Drafter
-from draftproof.drafters.none import NoDrafter
-from draftproof.engine.sequence import Chunk, Output, Sequence
-from draftproof.engine.stats import Seconds
-from draftproof.errors import UserError, reason
-from draftproof.finish import Cutter
-from draftproof.rng import CounterRoundRng, Purpose, RoundRng, fold
-from draftproof.sampling import SamplingParams, check_logits, probabilities
+from draftproof import models
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.loading import load_backend
+from draftproof.engine.calibration import known_acceptance, known_costs
+from draftproof.engine.loop import DecodingLoop
+from draftproof.engine.registry import (
+    DEFAULT_TREE_VERIFIER,
+    DEFAULT_VERIFIER,
+    default_stopper,
+    make_drafter,
+    make_stopper,
+    make_verifier,
+)
+from draftproof.stoppers.auto import Auto
+from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.verifiers.base import Verifier
-from draftproof.verifiers.chain import block_verifier
-
-Prompt = str | Items[int] | Items[Mapping[str, str]]
-RoundRngFactory = Callable[[Items[int], Items[int]], RoundRng]
-_UNBOUNDED = 1 << 30
 
 
-class Engine:
-    """Generates from a target model, speculatively when it is given a drafter.
-
-    Args:
-        target: the model whose law the output has.
-        drafter: where drafts come from; default none (plain decoding).
-        verifier: the rule; default block verification.
-        tokenizer: a transformers tokenizer; without one, prompts are token ids and there is no text.
-        eos_token_ids: tokens that end a sequence.
-        max_batch: sequences decoded together; further ones wait.
-        round_rng: makes a round's randomness from the rows' seeds and rounds; tests put an EnumeratingRng here.
-
-    Raises:
-        UserError: drafter and verifier do not fit together, or the target cannot do what they need.
-    """
-
-    def __init__(
-        self,
-        target: Backend,
-        drafter: Drafter | None = None,
-        verifier: Verifier | None = None,
-        *,
-        tokenizer: Any = None,
-        eos_token_ids: Items[int] = (),
-        max_batch: int = 8,
-        round_rng: RoundRngFactory = CounterRoundRng,
-    ) -> None:
-        self.target = target
-        self.drafter = NoDrafter() if drafter is None else drafter
-        self.verifier = block_verifier() if verifier is None else verifier
-        self.tokenizer = tokenizer
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.max_batch = max_batch
-        self._round_rng = round_rng
-        self._ids = itertools.count()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._refuse_impossible()
+class Engine(DecodingLoop):
+    """Generates from a target model, speculatively when it is given a drafter; arguments as of `DecodingLoop`."""
 
     @classmethod
-    def load(cls, target: str, draft: str | None = None, **options: Any) -> Engine:
-        """Build an engine from names; see `draftproof.engine.compose.load` for the options."""
-        from draftproof.engine.compose import load  # compose knows every part, and this file none
-
-        return load(target, draft, **options)
-
-    def _refuse_impossible(self) -> None:
-        drafter, verifier = self.drafter, self.verifier
-        if drafter.branching and not verifier.branching:
-            raise UserError(f"drafter {drafter.name} drafts trees, and rule {verifier.name} verifies chains only")
-        if drafter.branching and not self.target.capabilities.trees:
-            raise UserError(f"drafter {drafter.name} drafts trees, and {self.target.name} cannot read them")
-        if drafter.point_masses and not verifier.point_masses:
-            raise UserError(
-                f"rule {verifier.name} needs the draft's probabilities, and drafter {drafter.name} has none"
-            )
-        if verifier.constant_length and not drafter.constant:
-            raise UserError(
-                f"rule {verifier.name} is exact for drafts of constant length only, and {drafter.name} varies"
-            )
-        if self.max_batch < 1:
-            raise UserError(f"max_batch is {self.max_batch}: legal is 1 or more")
-
-    # --- requests -------------------------------------------------------------------------------------------------
-
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt: a text, token ids, or chat messages (needs a chat template).
-
-        Raises:
-            UserError: nothing in it, token ids outside the vocabulary, or no tokenizer to read it with.
-        """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise UserError("the prompt is empty: give some text, or token ids to start from a special token")
-            return prompt, [int(token) for token in self._tokenizer()(prompt)["input_ids"]]
-        items = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            text = self.chat_text(items)  # type: ignore[arg-type]
-            return text, [int(token) for token in self._tokenizer()(text, add_special_tokens=False)["input_ids"]]
-        for place, token in enumerate(items):
-            if not isinstance(token, numbers.Integral):
-                raise UserError(f"token {place} of the prompt is {token!r}: legal are whole numbers")
-        return None, [int(token) for token in items]  # type: ignore[call-overload]
-
-    def chat_text(self, messages: Items[Mapping[str, str]]) -> str:
-        """The model's chat template applied to messages, ready for an answer.
-
-        Raises:
-            UserError: the tokenizer has no chat template, or the template refuses the messages.
-        """
-        tokenizer = self._tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise UserError(f"{self.target.name} has no chat template: give the prompt as plain text")
-        try:
-            return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
-        except Exception as cause:
-            raise UserError(f"the chat template of {self.target.name} refuses the messages: {reason(cause)}") from cause
-
-    def _tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise UserError("the engine has no tokenizer: give prompts as token ids")
-        return self.tokenizer
-
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Sequence]:
-        """Queue a request; it runs when `step` has room.
-
-        Returns:
-            Its `params.n` sequences; each collects chunks, and is done when `finished`.
-
-        Raises:
-            UserError: a prompt that cannot be decoded from.
-        """
-        params = params or SamplingParams()
-        text, ids = self.encode(prompt)
-        self._check_prompt(ids)
-        room = self._room(len(ids))
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        transforms = params.bind(
-            vocab_size=self.target.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-            prompt_ids=ids,
-            encode=None if self.tokenizer is None else self._encode_plain,
-        )
-        made = [
-            Sequence(
-                id=next(self._ids),
-                prompt=text,
-                index=index,
-                tokens=list(ids),
-                prompt_length=len(ids),
-                seed=seed if index == 0 else fold(seed, index) >> 1,
-                transforms=transforms,
-                cutter=Cutter(params, self.eos_token_ids, self.tokenizer, room=room),
-                max_tokens=limit,
-            )
-            for index in range(params.n)
-        ]
-        self._waiting.extend(made)
-        return made
-
-    def _room(self, length: int) -> int:
-        """Tokens that fit after a prompt; a rule for constant drafts needs room for a whole one to the end."""
-        bounds = [self.target.max_positions]
-        if self.verifier.constant_length:
-            bounds.append(self.drafter.max_positions)
-        most = min((bound for bound in bounds if bound is not None), default=_UNBOUNDED)
-        return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
-
-    def _encode_plain(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer()(text, add_special_tokens=False)["input_ids"]]
-
-    def _check_prompt(self, ids: list[int]) -> None:
-        if not ids:
-            raise UserError("the prompt is empty: a sequence needs at least one token")
-        for place, token in enumerate(ids):
-            if not 0 <= token < self.target.vocab_size:
-                raise UserError(
-                    f"token {place} of the prompt is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
-                )
-        if self._room(len(ids)) < 1:
-            longest = len(ids) + self._room(len(ids)) - 1
-            raise UserError(
-                f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
-            )
-
-    def abort(self, sequence: Sequence) -> None:
-        """Drop a request and give back what it holds; finished ones are left alone."""
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        if sequence in self._running:
-            self._retire(sequence)
-
-    def _retire(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self.drafter.release(sequence.id)
-        sequence.verifier_state = None  # callers may hold sequences for long
-        if sequence.session is not None:
-            sequence.session.close()
-            sequence.session = None
-
-    # --- the loop -------------------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """Whether a call of `step` has something to do."""
-        return bool(self._waiting or self._running)
-
-    @torch.inference_mode()
-    def step(self) -> None:
-        """One round for every running sequence: draft, verify, commit.
-
-        Should a part raise, no token of the round is committed; the next round rolls every session back to what is.
-        """
-        self._admit()
-        rows = list(self._running)
-        if not rows:
-            return
-        start, seconds = time.perf_counter(), Seconds()
-        rng = self._round_rng([row.seed for row in rows], [row.round for row in rows])
-        with seconds.measure("draft"):
-            asked = [row.draft_request(self._draft_limit(row)) for row in rows]
-            drafts = [draft.to(self.target.device) for draft in self.drafter.propose(asked, rng)]
-        with seconds.measure("target"):
-            outputs = self.target.forward([self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)])
-        with seconds.measure("verify"):
-            target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
-            states = [row.verifier_state for row in rows]
-            verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
-        for row, draft, output, verdict in zip(rows, drafts, outputs, verdicts, strict=True):
-            self.drafter.observe(row.id, draft.depth, len(verdict.path))
-            cut = row.commit(draft, verdict, output.logits)
-            if row.finished:
-                self._retire(row)
-            self._publish(row, cut.text, verdict.emitted[: cut.kept])
-        seconds.total = time.perf_counter() - start
-        for row in rows:
-            row.stats.seconds.add(seconds)
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_batch:
-            sequence = self._waiting.popleft()
-            sequence.session = self.target.open()
-            self._running.append(sequence)
-
-    def _draft_limit(self, row: Sequence) -> int:
-        """Longest useful draft: the bonus token takes one place; rules of constant length are cut after the fact."""
-        room = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
-        return room if self.verifier.constant_length else min(room, row.remaining - 1)
-
-    @staticmethod
-    def _feed(row: Sequence, draft: Draft) -> Feed:
-        assert row.session is not None, "running sequences have a session"
-        return Feed(row.session, unread(row.session, row.tokens), draft.tree if len(draft) else None)
-
-    def _target_probs(self, row: Sequence, draft: Draft, output: Rows) -> Float[Tensor, "rows vocab"]:
-        check_logits(output.logits, f"the target's ({self.target.name}) for request {row.id}")
-        outputs, paths = row.contexts(draft)
-        return probabilities(output.logits, row.transforms, outputs, paths)
-
-    def _publish(self, row: Sequence, text: str, kept: tuple[int, ...]) -> None:
-        reason = row.cutter.finish
-        row.chunks.append(Chunk(text, kept, None if reason is None else str(reason)))
-
-    # --- front doors ----------------------------------------------------------------------------------------------
-
-    def generate(
-        self, prompts: Prompt | Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
-    ) -> list[Output]:
-        """Continue every prompt; blocks until all are finished.
+    def load(
+        cls,
+        target: str,
+        draft: str | None = None,
+        *,
+        drafter: str | None = None,
+        verifier: str | None = None,
+        stopper: str | None = None,
+        dtype: str = "auto",
+        device: str | None = None,
+        draft_temperature: float | None = None,
+        draft_top_k: int | None = None,
+        max_batch: int = 8,
+        trust_remote_code: bool = False,
+        check: bool = True,
+        backend: str = "auto",
+    ) -> Engine:
+        """An engine from names.
 
         Args:
-            prompts: one prompt or several; a prompt is a text, token ids or chat messages.
-            params: for all prompts, or one for each.
-
-        Returns:
-            For each prompt its n continuations, in order.
-
-        Raises:
-            UserError: a prompt or parameters that make no sense; nothing is decoded then.
-        """
-        many = as_prompts(prompts)
-        each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(many):
-            raise UserError(f"{len(each)} SamplingParams for {len(many)} prompts: give one, or one for each")
-        sequences: list[Sequence] = []
-        try:
-            for prompt, own in zip(many, each, strict=True):
-                sequences.extend(self.add(prompt, own))
-            while not all(sequence.finished for sequence in sequences):
-                self.step()
-        finally:
-            for sequence in sequences:
-                self.abort(sequence)
-        return [self.output(sequence) for sequence in sequences]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continue one prompt and yield each round's text as it is committed; the last chunk carries the Output.
+            target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
+            draft: the draft model, named likewise; its tokenizer must be the target's.
+            drafter: a name of DRAFTERS, with its argument; default "model" when a draft is named, else "none".
+            verifier: a name of VERIFIERS; default "block", and "trie_block" for drafters of several drafts.
+            stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens. Default "auto": as many as pay by
+                costs that are measured at the first use of a pair; "fixed:4" for rules that want constant lengths.
+            dtype: "auto", "float32", "bfloat16" or "float16", for both models.
+            device: for both models; default an accelerator when there is one.
+            draft_temperature: of the draft, when it is not each request's own; the output stays the target's.
+            draft_top_k: of the draft, likewise.
+            max_batch: sequences decoded together.
+            trust_remote_code: run code that comes with a model; off unless asked for.
+            check: probe each model for rollback at construction (a few short forward passes).
+            backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, else "hf".
 
         Raises:
-            UserError: as `generate`; also for n > 1, which has no single stream.
+            UserError: a name that is none, a model that cannot be had, parts that do not fit together.
         """
-        if params is not None and params.n != 1:
-            raise UserError(f"n is {params.n}: a stream has one continuation; use generate")
-        (sequence,) = self.add(prompt, params)
-        try:
-            while not sequence.finished or sequence.chunks:
-                if not sequence.chunks:
-                    self.step()
-                while sequence.chunks:
-                    chunk = sequence.chunks.popleft()
-                    last = sequence.finished and not sequence.chunks
-                    yield Chunk(
-                        chunk.text, chunk.token_ids, chunk.finish_reason, self.output(sequence) if last else None
-                    )
-        finally:
-            self.abort(sequence)
-
-    def output(self, sequence: Sequence) -> Output:
-        """The Output of a finished sequence."""
-        assert sequence.finished, "only finished sequences have an output"
-        stopper = getattr(self.drafter, "stopper", None)
-        return Output(
-            prompt=sequence.prompt,
-            index=sequence.index,
-            text=sequence.cutter.text,
-            token_ids=tuple(sequence.output_ids),
-            finish_reason=str(sequence.cutter.finish),
-            stop_reason=sequence.cutter.stop_reason,
-            lossless=self.verifier.lossless,
-            drafter=self.drafter.name,
-            stopper=None if stopper is None else stopper.name,
-            verifier=self.verifier.name,
-            seed=sequence.seed,
-            stats=sequence.stats,
-            logprobs=None if sequence.params.logprobs is None else tuple(sequence.logprobs),
+        chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
+        if stopper is not None:
+            make_stopper(stopper, draft or drafter)
+        options: dict[str, Any] = {
+            "device": device,
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "check": check,
+            "backend": backend,
+        }
+        tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
+        if draft is not None:
+            theirs = load_tokenizer(models.resolve(draft), trust_remote_code=trust_remote_code)
+            refuse_different(tokenizer, theirs, target_name=target, draft_name=draft)
+        main = load_backend(target, **options)
+        small = None if draft is None or drafter == "none" else load_backend(draft, **options)
+        return cls.assemble(
+            main,
+            small,
+            tokenizer,
+            drafter=drafter,
+            stopper=stopper,
+            rule=chosen,
+            draft_temperature=draft_temperature,
+            draft_top_k=draft_top_k,
+            max_batch=max_batch,
         )
 
+    @classmethod
+    def assemble(
+        cls,
+        target: HFBackend,
+        draft: HFBackend | None,
+        tokenizer: Any,
+        *,
+        drafter: str | None = None,
+        stopper: str | None = None,
+        rule: Verifier | None = None,
+        draft_temperature: float | None = None,
+        draft_top_k: int | None = None,
+        max_batch: int = 8,
+    ) -> Engine:
+        """An engine around models that are loaded already; several may share them, one at a time.
 
-def as_prompts(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt.
+        Args:
+            target: loaded.
+            draft: loaded, where the drafter reads one.
+            tokenizer: the target's.
+            drafter: as in `load`.
+            stopper: as in `load`.
+            rule: made by `make_verifier`; default as in `load`.
+            draft_temperature: as in `load`.
+            draft_top_k: as in `load`.
+            max_batch: as in `load`.
 
-    Raises:
-        UserError: no prompt, or something that is none.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise UserError(f"prompts is {prompts!r}: legal are a text, token ids, chat messages, or a list of those")
-    items: list[Any] = list(prompts)
-    if not items:
-        raise UserError("no prompt given")
-    if isinstance(items[0], int | Mapping):
-        return [items]
-    for item in items:
-        if not isinstance(item, str | list | tuple):
-            raise UserError(f"a prompt is {item!r}: legal are a text, token ids, or chat messages")
-    return items
+        Raises:
+            UserError: parts that do not fit together.
+        """
+        part = make_drafter(
+            drafter,
+            target=target,
+            draft=draft,
+            stopper=stopper or default_stopper(rule),
+            temperature=draft_temperature,
+            top_k=draft_top_k,
+        )
+        chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
+        eos = dict.fromkeys(
+            (*target.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]))
+        )
+        engine = cls(target, part, chosen, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)
+        ends = getattr(part, "stopper", None)
+        if isinstance(ends, Auto) and ends.costs is None:
+            file = models.home().parent / "round-costs.json"
+            ends.costs, ends.assumed = known_costs(engine, file), known_acceptance(engine, file)
+        return engine

@@ -100,12 +100,12 @@ class Stats:
 
     @property
     def discard_rate(self) -> float:
-        """Discarded drafted tokens per emitted token (seed 003, section 2.3)."""
+        """Discarded drafted tokens per emitted token (SpecDec++, arXiv 2405.19715, section 2.3)."""
         return (self.num_draft_tokens - self.num_accepted_tokens) / max(self.num_tokens, 1)
 
     @property
     def verification_rate(self) -> float:
-        """Target calls per emitted token (seed 003, section 2.3)."""
+        """Target calls per emitted token (SpecDec++, arXiv 2405.19715, section 2.3)."""
         return self.num_target_calls / max(self.num_tokens, 1)
 
     @property

@@ -40,7 +40,7 @@ def log_ratios(
 
 
 def running_ratios(log_ratio: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
-    """P_i = min(1, P_{i-1} p/q) with P_0 = 1 (seed 001, Algorithm 2), without a loop.
+    """P_i = min(1, P_{i-1} p/q) with P_0 = 1 (Block Verification, arXiv 2403.10444, Algorithm 2), without a loop.
 
     A walk that may not rise above 0 equals the free walk less its running maximum (counting the start): log P_i = c_i -
     max(0, max_{j<=i} c_j) with c the cumulative sum.
@@ -146,7 +146,7 @@ def token_verify(
         lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
         validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
 
-    Source: Leviathan et al. 2023; seed 001, Algorithm 1.
+    Source: Leviathan et al. 2023; Block Verification, arXiv 2403.10444, Algorithm 1.
     """
     if validate:
         check_chain(tokens, q, p, lengths)
@@ -187,7 +187,7 @@ def block_acceptance(
     p: Float[Tensor, "B m V"],
     lengths: Int[Tensor, " B"],
 ) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n"]]:
-    """P_i and h_i for i = 1..n (seed 001, Algorithm 2): h_i = S_i / (S_i + 1 - P_i), h_length = P_length.
+    """P_i and h_i for i = 1..n (Block Verification, Algorithm 2): h_i = S_i / (S_i + 1 - P_i), h_length = P_length.
 
     S_i = sum_x max(P_i p(x|x_<=i) - q(x|x_<=i), 0). Where S_i = 0 and P_i = 1 any h_i will do, since a longer block is
     then accepted with certainty; 1 is taken. Beyond a row's length h is 0.
@@ -226,7 +226,7 @@ def block_verify(
     Every prefix is tested with its own h_i and the LARGEST success wins; Pr(at least i accepted | x) = P_i. In
     expectation it never accepts less than token verification. Arguments as for `token_verify`.
 
-    Source: seed 001, Algorithm 2 and Lemma 3.
+    Source: Block Verification, arXiv 2403.10444, Algorithm 2 and Lemma 3.
     """
     if validate:
         check_chain(tokens, q, p, lengths)

@@ -111,7 +111,7 @@ def kseq_gamma(
         weight: a, when the coupling is with the sub-distribution a p; 1 when left out.
         passes: evaluations, each one pass over [R, V]; twelve lose 4e-5 of acceptance at most, 1e-6 on average.
 
-    Source: seed 002, Algorithm 2, equation (6) and Lemma 3.
+    Source: SpecTr, arXiv 2310.15141, Algorithm 2, equation (6) and Lemma 3.
     """
     draws, weight = _columns(p, k, weight)
     if isinstance(k, int) and k == 1:
@@ -134,7 +134,10 @@ def kseq_plan(
     *,
     gamma: Float[Tensor, " R"] | None = None,
 ) -> KSeqPlan:
-    """K-SEQ's acceptance on rows, at the factor `kseq_gamma` finds or at a given one (seed 002, Algorithm 2)."""
+    """K-SEQ's acceptance on rows, at the factor `kseq_gamma` finds or at a given one.
+
+    Source: SpecTr, arXiv 2310.15141, Algorithm 2.
+    """
     draws, weight = _columns(p, k, weight)
     factor = kseq_gamma(p, q, k, weight) if gamma is None else gamma
     return KSeqPlan(factor, *_acceptance(p, q, draws, weight, factor))
@@ -158,7 +161,10 @@ def kseq_residual(
     plan: KSeqPlan,
     weight: Float[Tensor, " R"] | None = None,
 ) -> Float[Tensor, "R V"]:
-    """max(a p - min(q, a p / g) acc / beta, 0), falling back to p where nothing is left (seed 002, equation (5))."""
+    """max(a p - min(q, a p / g) acc / beta, 0), falling back to p where nothing is left.
+
+    Source: SpecTr, arXiv 2310.15141, equation (5).
+    """
     whole = torch.ones_like(plan.gamma) if weight is None else weight
     left = p * (whole / plan.gamma).to(p.dtype).unsqueeze(-1)
     torch.minimum(left, q, out=left)
@@ -183,7 +189,7 @@ def kseq_select(
         rng: source of all randomness.
         validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
 
-    Source: seed 002, Algorithm 2. It accepts at least 1 - (1 - 1/K)^K of what the best coupling accepts (its Theorem
+    Source: SpecTr, Algorithm 2. It accepts at least 1 - (1 - 1/K)^K of what the best coupling accepts (its Theorem
     2).
     """
     draws = tokens.shape[1]
@@ -274,7 +280,7 @@ def _descend(
     """Select a token at the root, go on with the draws that start with it, stop when there are none.
 
     A draw that starts with the selected token is kept whether or not it was rejected on the way, and also when the
-    token came from the residual (seed 002, Algorithm 3).
+    token came from the residual (SpecTr, arXiv 2310.15141, Algorithm 3).
 
     Args:
         tries: the drafts.
@@ -333,7 +339,7 @@ def spectr_on_tries(
         rng: source of all randomness.
         validate: check rows and tokens first; raises ValueError naming the row.
 
-    Source: seed 002, Algorithms 2, 3 and 5.
+    Source: SpecTr, arXiv 2310.15141, Algorithms 2, 3 and 5.
     """
     if validate:
         tries.check(q, p)
@@ -435,7 +441,7 @@ def spectr_verify(
         lengths: tokens in each chain when chains differ; entries beyond a chain's length are padding.
         validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
 
-    Source: seed 002, Algorithms 2 and 3, and Theorem 3.
+    Source: SpecTr, arXiv 2310.15141, Algorithms 2 and 3, and Theorem 3.
     """
     if validate:
         check_chain(tokens, q, p, lengths)

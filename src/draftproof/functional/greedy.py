@@ -104,7 +104,7 @@ def modified_target(
         q: the draft model's distribution before each drafted token.
         tokens: the drafted tokens, along which every window's ratio advances.
 
-    Source: seed 001, Algorithms 5 and 6; the last row is never inside a window (see the module's docstring).
+    Source: Block Verification, Algorithms 5 and 6; the last row is never inside a window (see the module's docstring).
     """
     n = tokens.shape[1]
     place = torch.arange(n, device=tokens.device)
@@ -165,7 +165,7 @@ def advance(
 def greedy_acceptance(
     tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"], p: Float[Tensor, "B m V"], lengths: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, "B n+1"], Float[Tensor, "B n"]]:
-    """log r_i for i = 0..n and h_i for i = 1..n (seed 001, Algorithm 4).
+    """log r_i for i = 0..n and h_i for i = 1..n (Block Verification, arXiv 2403.10444, Algorithm 4).
 
     h_i = min(1, sum max(r_i p - q, 0) / sum max(q - r_i p, 0)), and min(1, r) at a row's length. Where both sums are
     0 a longer prefix is accepted with certainty and 1 is taken.
@@ -197,7 +197,7 @@ def greedy_block_verify(
 
     Lossless only together with `modified_target` and `advance`: the tokens after the bonus token must come from the
     modified target, n - accepted - 1 of them. It accepts more than block verification in one round and fewer over
-    many (seed 001, table 4).
+    many (Block Verification, arXiv 2403.10444, table 4).
 
     Args:
         tokens: drafted token ids.
@@ -207,7 +207,7 @@ def greedy_block_verify(
         lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
         validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
 
-    Source: seed 001, Algorithm 4; seed 000, Algorithm 3.
+    Source: Block Verification, arXiv 2403.10444, Algorithm 4; Block Verification v1, arXiv 2403.10444v1, Algorithm 3.
     """
     if validate:
         check_chain(tokens, q, p, lengths)

@@ -59,11 +59,11 @@ def last_token_verify(
 
     It belongs with a stopper that ends the draft at the first token it refuses. Known law: with a stopper that lets
     acceptable tokens (q <= p) pass and refuses the others but for a fraction eta, each position has law (1 - eta) p +
-    eta q given its prefix (seed 004, Theorem 3.1), read so that the token is kept when the target accepts it. With
+    eta q given its prefix (SPRINTER, Theorem 3.1), read so that the token is kept when the target accepts it. With
     any other stopper, or at a length limit, the law is not known in closed form. Arguments as for
     `draftproof.functional.chain.token_verify`.
 
-    Source: seed 004, Algorithm 1 and Theorem 3.1.
+    Source: SPRINTER, arXiv 2502.04557, Algorithm 1 and Theorem 3.1.
     """
     if validate:
         check_chain(tokens, q, p, lengths)
@@ -141,7 +141,7 @@ def mixture_verify(
     Raises:
         ValueError: epsilon outside [0, 1], or what `validate` finds.
 
-    Source: the law of seed 004, Theorem 3.1, made a rule of its own.
+    Source: the law of SPRINTER, arXiv 2502.04557, Theorem 3.1, made a rule of its own.
     """
     if not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon is {epsilon}: legal are 0 (lossless) to 1 (accept everything)")

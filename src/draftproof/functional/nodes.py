@@ -4,7 +4,7 @@ Knows: parents, the order of the draws, where a node's rows are. Does not know: 
 
 Slot 0 of a trie is its root (the context before the draft), slot i + 1 its node i. The draws at a slot are the drafted
 tokens that were drawn in that context, in order; a slot without draws is a leaf. K i.i.d. chains, chains that stopped
-early and prefix trees (seed 002, Algorithm 5) differ only in the table of draws. How many draws a context gets may
+early and prefix trees (SpecTr, Algorithm 5) differ only in the table of draws. How many draws a context gets may
 depend on anything drawn before them and on nothing drawn after: then every rule on tries stays exact.
 """
 

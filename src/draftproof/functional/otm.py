@@ -78,7 +78,7 @@ def otm_plan(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, *, support:
         ImportError: scipy is missing (extra `audit`).
         ValueError: too many multisets; the message says how many.
 
-    Source: seed 002, equations (3) and (4).
+    Source: SpecTr, arXiv 2310.15141, equations (3) and (4).
     """
     target, draft = p.double(), q.double()
     worth = torch.minimum(target, k * draft)

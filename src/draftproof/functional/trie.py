@@ -10,7 +10,7 @@ when none is accepted the node itself is, with what is left of a. Trie block ver
 coupling inside block verification), traversal verification by recursive rejection (the bottom-up form of multi-round
 selection).
 
-Relatives: block verification (seed 001), SpecTr (seed 002), traversal verification (arXiv 2505.12398), greedy
+Relatives: block verification (Block Verification, SpecTr (SpecTr, traversal verification, greedy
 multi-path block verification (arXiv 2602.16961), SpecTr-GBV (arXiv 2604.25925).
 """
 

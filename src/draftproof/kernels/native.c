@@ -331,7 +331,7 @@ static double surplus(const float *p, const float *q, float scale, long dim) {
   return total;
 }
 
-/* Seed 001, Algorithm 2, for chains of up to `places` tokens: running[b, i] = P_{i+1} and h[b, i] = h_{i+1}, zeros
+/* Block Verification, arXiv 2403.10444, Algorithm 2, for chains of up to `places` tokens: running[b, i] = P_{i+1} and h[b, i] = h_{i+1}, zeros
    beyond a chain's length. p is [batch, more than places, dim], q [batch, places, dim], or 0 for point masses. 0 where lengths or tokens are none. */
 int draftproof_block(const int64_t *tokens, const float *q, const float *p, const int64_t *lengths, double *running,
                       double *h, long batch, long places, long more, long dim) {

@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _RowType:
     """What is built for a type of rows.
 
     Attributes:
@@ -66,8 +66,8 @@ class _Kind:
 
 
 _KINDS = {
-    torch.bfloat16: _Kind(("-mavx512bf16",), frozenset({"avx512_bf16"}), 2),
-    torch.float32: _Kind(("-DFLOAT32",), frozenset(), 1),
+    torch.bfloat16: _RowType(("-mavx512bf16",), frozenset({"avx512_bf16"}), 2),
+    torch.float32: _RowType(("-DFLOAT32",), frozenset(), 1),
 }
 
 
@@ -320,7 +320,7 @@ class Operations:
         p: Float32[Tensor, "B m V"],
         lengths: Int[Tensor, " B"],
     ) -> tuple[Float64[Tensor, "B n"], Float64[Tensor, "B n"]]:
-        """P_i and h_i of seed 001, Algorithm 2; see `functional.chain.block_acceptance`.
+        """P_i and h_i of Block Verification, arXiv 2403.10444, Algorithm 2; see `functional.chain.block_acceptance`.
 
         Raises:
             ValueError: shapes, lengths or tokens that do not belong together; C would read past their ends.

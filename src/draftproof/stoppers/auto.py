@@ -34,7 +34,7 @@ FORGET = 64  # rounds after which a number of drafts that was not used is tried 
 
 
 @dataclass(frozen=True)
-class Acceptance:
+class AcceptanceRates:
     """How often drafted tokens are accepted; the defaults are hopeful, since a rate that is thought low is never seen.
 
     Attributes:
@@ -45,12 +45,12 @@ class Acceptance:
     first: float = 0.5
     later: float = 0.7
 
-    def or_better(self, other: Acceptance) -> Acceptance:
+    def or_better(self, other: AcceptanceRates) -> AcceptanceRates:
         """The higher of each."""
-        return Acceptance(max(self.first, other.first), max(self.later, other.later))
+        return AcceptanceRates(max(self.first, other.first), max(self.later, other.later))
 
 
-ASSUMED = Acceptance()
+ASSUMED = AcceptanceRates()
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _Rates:
 
 
 @dataclass
-class _Memory:
+class _RequestRates:
     """A request's rates by the number of drafts, how many it got, and how long it got none.
 
     Attributes:
@@ -87,7 +87,7 @@ class _Memory:
         chosen: what was chosen since it last learnt, by number of requests and of drafts there can be.
     """
 
-    assumed: Acceptance
+    assumed: AcceptanceRates
     rates: dict[int, _Rates] = field(default_factory=dict)
     drafts: int = 1
     idle: int = 0
@@ -147,14 +147,14 @@ class Auto(StopperBase):
         costs: RoundCosts | BatchCosts | None = None,
         limit: int = 16,
         name: str = "auto",
-        assumed: Acceptance = ASSUMED,
+        assumed: AcceptanceRates = ASSUMED,
     ) -> None:
         if not 1 <= limit <= MAX_LENGTH:
             raise UserError(f"auto drafts at most {limit} tokens: legal are 1 to {MAX_LENGTH}")
         super().__init__(name, limit)
         self.costs = costs
         self.assumed = assumed
-        self._rows: dict[int, _Memory] = {}
+        self._rows: dict[int, _RequestRates] = {}
         self._best: dict[tuple[int, Rates], tuple[int, int]] = {}  # by number of requests and rates
         self._together, self._most = 1, 1
         self._common: tuple[int, int] | None = None
@@ -195,13 +195,13 @@ class Auto(StopperBase):
         """Forget the row."""
         self._rows.pop(row, None)
 
-    def _of(self, row: int) -> _Memory:
+    def _of(self, row: int) -> _RequestRates:
         known = self._rows.get(row)
         if known is None:
-            known = self._rows[row] = _Memory(ASSUMED.or_better(self.assumed))
+            known = self._rows[row] = _RequestRates(ASSUMED.or_better(self.assumed))
         return known
 
-    def _own(self, known: _Memory) -> tuple[int, int]:
+    def _own(self, known: _RequestRates) -> tuple[int, int]:
         """What is best for a request by itself."""
         case = self._together, self._most
         found = known.chosen.get(case)
@@ -209,7 +209,7 @@ class Auto(StopperBase):
             found = known.chosen[case] = self._choice([known])
         return found
 
-    def _waited(self, known: _Memory) -> bool:
+    def _waited(self, known: _RequestRates) -> bool:
         """Whether it is time to look again."""
         if known.idle < known.patience * PAUSES[0]:
             return False
@@ -218,7 +218,7 @@ class Auto(StopperBase):
         pause = max(PAUSES[0], (costs.of(PROBE) / costs.of(0) - 1) / LOOK)
         return known.idle >= known.patience * pause
 
-    def _choice(self, members: Sequence[_Memory]) -> tuple[int, int]:
+    def _choice(self, members: Sequence[_RequestRates]) -> tuple[int, int]:
         """Length and number of drafts that are best for all of them together."""
         if self.costs is None:
             raise RuntimeError("stopper auto was not told what a round costs: Engine.load measures that, or give costs")

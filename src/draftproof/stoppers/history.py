@@ -59,7 +59,7 @@ class Oracle(StopperBase):
             output; what is not recorded counts as a disagreement.
         limit: longest chain.
 
-    Source: seed 003, Lemma 2.1.
+    Source: SpecDec++, arXiv 2405.19715, Lemma 2.1.
     """
 
     def __init__(self, agreements: Mapping[int, Sequence[bool]], limit: int = MAX_LENGTH) -> None:

@@ -19,7 +19,7 @@ from draftproof.heads import Head
 from draftproof.stoppers.base import StopperBase
 from draftproof.stoppers.probability import check_threshold, probs_of
 
-LIMIT = 20  # seed 003, section 4.1
+LIMIT = 20  # SpecDec++, arXiv 2405.19715, section 4.1
 
 
 class _HeadStopper(StopperBase):
@@ -71,7 +71,7 @@ class Acceptance(_HeadStopper):
     Raises:
         UserError: a head of another kind, or a threshold out of range.
 
-    Source: seed 003, Algorithm 2.
+    Source: SpecDec++, arXiv 2405.19715, Algorithm 2.
     """
 
     kind = "acceptance"
@@ -99,7 +99,7 @@ class Ratio(_HeadStopper):
     Raises:
         UserError: a head of another kind, or a threshold out of range.
 
-    Source: seed 001, Algorithm 2 for P; seed 003 for the policy.
+    Source: Block Verification, arXiv 2403.10444, Algorithm 2 for P; SpecDec++, arXiv 2405.19715 for the policy.
     """
 
     kind = "log_ratio"
@@ -131,7 +131,7 @@ class Approximate(_HeadStopper):
     Raises:
         UserError: a head of another kind, or a threshold out of range.
 
-    Source: seed 004, Algorithm 1.
+    Source: SPRINTER, arXiv 2502.04557, Algorithm 1.
     """
 
     kind = "verifier"

@@ -29,7 +29,7 @@ def match_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"]) -> Float[
 
 
 def kseq_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
-    """Acceptance of K-SEQ at its best division factor (seed 002, Algorithm 2 and Theorem 2).
+    """Acceptance of K-SEQ at its best division factor (SpecTr, arXiv 2310.15141, Algorithm 2 and Theorem 2).
 
     Counts accepted draws only; a token that comes from the residual and happens to have been drawn adds to it.
     """
@@ -51,7 +51,7 @@ def optimal_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int)
     """The acceptance of the best coupling of k i.i.d. draws, without a linear program: O(V log V) a row.
 
     alpha_k = 1 - max_H [q(H)^k - p(H)]: whenever all draws fall into H the token must be in H to be one of them. The
-    best H is a prefix of the tokens in ascending order of p/q. Equal to the linear program of seed 002, equation (4),
+    best H is a prefix of the tokens in ascending order of p/q. Equal to the linear program of SpecTr, equation (4),
     on every model tried.
     """
     p64, q64 = p.double(), q.double()
@@ -61,13 +61,16 @@ def optimal_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int)
 
 
 def union_bound(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
-    """sum_x min(p, 1 - (1 - q)^k): no coupling accepts more (seed 002, Theorem 1 with all tokens in the subset)."""
+    """sum_x min(p, 1 - (1 - q)^k): no coupling accepts more.
+
+    Source: SpecTr, arXiv 2310.15141, Theorem 1 with all tokens in the subset.
+    """
     seen = -torch.expm1(k * torch.log1p(-q.double()))
     return torch.minimum(p.double(), seen).sum(-1)
 
 
 def subset_bound(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, subset: Collection[int]) -> float:
-    """Theorem 1 of seed 002 for one subset, by enumerating all V^k draws: for tests and small vocabularies.
+    """Theorem 1 of SpecTr for one subset, by enumerating all V^k draws: for tests and small vocabularies.
 
     Args:
         p: the target's distribution.
@@ -86,15 +89,21 @@ def subset_bound(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, subset:
 
 
 def kseq_guarantee(k: int) -> float:
-    """1 - (1 - 1/k)^k: the fraction of the optimum that K-SEQ reaches at least; above 1 - 1/e (seed 002, Theorem 2)."""
+    """1 - (1 - 1/k)^k: the fraction of the optimum that K-SEQ reaches at least; above 1 - 1/e.
+
+    Source: SpecTr, arXiv 2310.15141, Theorem 2.
+    """
     return 1.0 - (1.0 - 1.0 / k) ** k
 
 
 def uniform_acceptance(ratio: int, k: int) -> float:
-    """alpha_k for q uniform on d tokens, p uniform on d / ratio of them; K-SEQ reaches it (seed 002, D.1)."""
+    """alpha_k for q uniform on d tokens, p uniform on d / ratio of them; K-SEQ reaches it.
+
+    Source: SpecTr, arXiv 2310.15141, D.1.
+    """
     return 1.0 - (1.0 - 1.0 / ratio) ** k
 
 
 def uniform_gamma(ratio: int, k: int) -> float:
-    """K-SEQ's division factor for that pair (seed 002, appendix D.1)."""
+    """K-SEQ's division factor for that pair (SpecTr, arXiv 2310.15141, appendix D.1)."""
     return ratio * uniform_acceptance(ratio, k)

@@ -1,4 +1,4 @@
-"""What a run costs: seed 003's model of time, and the best constant draft length under it.
+"""What a run costs: SpecDec++'s model of time, and the best constant draft length under it.
 
 Knows: counts and seconds. Does not know: models. It assumes that one forward pass takes the same time whatever it
 reads, and that a round of n drafted tokens takes n draft passes and one target pass.
@@ -92,12 +92,12 @@ class BatchCosts:
 
 
 def total_time(costs: PassCosts, drafted: int, target_calls: int) -> float:
-    """T = t_draft N_draft + t_target N_target (seed 003, equation (2.1))."""
+    """T = t_draft N_draft + t_target N_target (SpecDec++, arXiv 2405.19715, equation (2.1))."""
     return costs.draft * drafted + costs.target * target_calls
 
 
 def total_time_by_waste(costs: PassCosts, emitted: int, discarded: int, target_calls: int) -> float:
-    """T = t_draft N + t_draft N_discarded + (t_target - t_draft) N_target (seed 003, equation (2.2)).
+    """T = t_draft N + t_draft N_discarded + (t_target - t_draft) N_target (SpecDec++, equation (2.2)).
 
     The same time, since N_draft + N_target = N + N_discarded: every round emits its accepted tokens and one from the
     target.
@@ -106,7 +106,7 @@ def total_time_by_waste(costs: PassCosts, emitted: int, discarded: int, target_c
 
 
 def latency(costs: PassCosts, discard_rate: float, verification_rate: float) -> float:
-    """Seconds a token from the discard rate and the verification rate (seed 003, equation (2.3))."""
+    """Seconds a token from the discard rate and the verification rate (SpecDec++, arXiv 2405.19715, equation (2.3))."""
     return costs.draft * (1 + discard_rate) + (costs.target - costs.draft) * verification_rate
 
 

@@ -1,4 +1,4 @@
-"""When to stop drafting: the best policy by dynamic programming, SpecDec++'s theorem, and the greedy oracle (seed 003).
+"""When to stop drafting: the best policy by dynamic programming, SpecDec++'s theorem, and the greedy oracle (SpecDec++.
 
 Knows: next-token distributions as functions of the context, two costs, recorded agreements. Does not know: tensors of a
 batch, stoppers, the engine. Drafts are checked by token verification. A round of a run that has R tokens to go drafts
@@ -61,7 +61,10 @@ class Problem:
         return self.costs.target - self.costs.draft
 
     def seconds(self, cost: float) -> float:
-        """Time of the whole run from its cost in the decision process: t_draft N more (seed 003, equation (2.2))."""
+        """Time of the whole run from its cost in the decision process: t_draft N more.
+
+        Source: SpecDec++, arXiv 2405.19715, equation (2.2).
+        """
         return self.costs.draft * self.tokens + cost
 
 
@@ -102,7 +105,7 @@ class _Ahead(NamedTuple):
 
 
 class Values:
-    """Expected costs under a policy, solved from the last token back (seed 003, section 3.1).
+    """Expected costs under a policy, solved from the last token back (SpecDec++, arXiv 2405.19715, section 3.1).
 
     What follows a rejection does not depend on the decisions after it, so a state needs two numbers: its cost if all
     its candidates are accepted and its cost if one is not.
@@ -167,7 +170,7 @@ class Values:
         return replaced + self._mean(state, stop=True), replaced + go_on
 
     def gaps(self, state: State) -> list[float]:
-        """E[Delta_1 | E_2] and E[Delta_2 | E_3] of seed 003, appendix D, given the candidates; none if impossible.
+        """E[Delta_1 | E_2] and E[Delta_2 | E_3] of SpecDec++, appendix D, given the candidates; none if impossible.
 
         E_2: Y_1 .. Y_(k+1) are accepted and Y_(k+2) is not. E_3: all of them are. Delta_1 is the cost after stopping
         less the cost after the rejection of Y_(k+2). Delta_2 is the cost after stopping less the cost of the state
@@ -276,7 +279,10 @@ class Values:
 
 
 class Rates(NamedTuple):
-    """Tokens discarded and target calls, each divided by the tokens emitted (seed 003, section 2)."""
+    """Tokens discarded and target calls, each divided by the tokens emitted.
+
+    Source: SpecDec++, arXiv 2405.19715, section 2.
+    """
 
     discard: float
     verification: float
@@ -295,7 +301,7 @@ def fixed_length(length: int) -> Policy:
 
 
 def acceptance_threshold(h: float) -> Policy:
-    """SpecDec++ with the exact acceptance probabilities: stop when 1 - prod P > h (seed 003, section 3.2).
+    """SpecDec++ with the exact acceptance probabilities: stop when 1 - prod P > h (SpecDec++, section 3.2).
 
     The candidate drawn last is submitted unseen, so that even h = 0 drafts two tokens where there is room.
     """
@@ -345,7 +351,7 @@ def choices(values: Values) -> list[Choice]:
 
 
 def delta(values: Values) -> float:
-    """Delta of seed 003, Theorem 3.1: the least bound from 0 up on E[Delta_1 | E_2] and E[Delta_2 | E_3] in any state.
+    """Delta of SpecDec++, Theorem 3.1: the least bound from 0 up on E[Delta_1 | E_2] and E[Delta_2 | E_3] in any state.
 
     The proof asks for a bound that holds almost surely (appendix D); `Values.gaps` has the two expectations.
     """
@@ -359,7 +365,7 @@ def stop_threshold(values: Values) -> float:
 
 
 def settled_stops(values: Values) -> list[Choice]:
-    """The choices that Theorem 3.1 of seed 003 settles: stopping costs no more than going on (it can cost as much)."""
+    """The choices that Theorem 3.1 of SpecDec++ settles: stopping costs no more than going on (it can cost as much)."""
     threshold = stop_threshold(values)
     return [choice for choice in choices(values) if choice.rejected >= threshold]
 
@@ -384,7 +390,7 @@ class Counts:
         return self.drafted + self.target_calls - self.emitted
 
     def seconds(self, costs: PassCosts) -> float:
-        """Time of the run (seed 003, equation (2.1))."""
+        """Time of the run (SpecDec++, arXiv 2405.19715, equation (2.1))."""
         return total_time(costs, self.drafted, self.target_calls)
 
 
@@ -404,7 +410,7 @@ def fixed_counts(agrees: Sequence[bool], length: int) -> Counts:
 
 
 def oracle_counts(agrees: Sequence[bool]) -> Counts:
-    """A greedy run in which every round stops just before the first disagreement (seed 003, Lemma 2.1).
+    """A greedy run in which every round stops just before the first disagreement (SpecDec++, Lemma 2.1).
 
     No sequence of lengths takes less time unless a draft pass takes longer than a target pass. The lemma's |S| + 1
     calls are |S| when the last token disagrees: the call that emits it ends the run. Arguments as for `fixed_counts`.

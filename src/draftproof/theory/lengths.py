@@ -41,7 +41,9 @@ def token_length(p: Model, q: Model, drafted: int, context: Context = ()) -> flo
 
 
 def block_length(p: Model, q: Model, drafted: int, context: Context = (), running: float = 1.0) -> float:
-    """E[accepted] of block verification: the sum over i of E[P_i] (seed 001, Lemma 3). Arguments as for `token_length`.
+    """E[accepted] of block verification: the sum over i of E[P_i]. Arguments as for `token_length`.
+
+    Source: Block Verification, arXiv 2403.10444, Lemma 3.
 
     `running` is P at the context.
     """
@@ -57,7 +59,9 @@ def block_length(p: Model, q: Model, drafted: int, context: Context = (), runnin
 def full_information_length(
     p: Model, q: Model, drafted: int, context: Context = (), joint: tuple[float, float] = (1.0, 1.0)
 ) -> float:
-    """The bound no rule exceeds in one round: the sum over prefixes of min(p(x^i), q(x^i)) (seed 001, Lemma 10).
+    """The bound no rule exceeds in one round: the sum over prefixes of min(p(x^i), q(x^i)).
+
+    Source: Block Verification, arXiv 2403.10444, Lemma 10.
 
     Greedy block verification reaches it, at the cost of a modified target afterwards. `joint` holds the joint
     probabilities of the context. Arguments as for `token_length`.

@@ -1,4 +1,4 @@
-"""SPRINTER in closed form: lengths, stopping times, acceptance and drift from the verifier's error rates (seed 004).
+"""SPRINTER in closed form: lengths, stopping times, acceptance and drift from the verifier's error rates (SPRINTER.
 
 Knows: rates. Does not know: models, verifiers. `true_positive` is the rate at which the small verifier accepts
 acceptable tokens (q <= p), `false_positive` the rate at which it accepts the others, decisions being independent;
@@ -12,31 +12,40 @@ import math
 
 
 def accepted_pmf(count: int, run: int, true_positive: float, false_positive: float) -> float:
-    """Pr(the verifier accepts exactly `count` tokens) (seed 004, Theorem 3.3)."""
+    """Pr(the verifier accepts exactly `count` tokens) (SPRINTER, arXiv 2502.04557, Theorem 3.3)."""
     if count < run:
         return true_positive**count * (1 - true_positive)
     return true_positive**run * false_positive ** (count - run) * (1 - false_positive)
 
 
 def expected_accepted(run: int, true_positive: float, false_positive: float) -> float:
-    """E[tokens the verifier accepts]; infinite if it never refuses (seed 004, Theorem 3.3, equation (3))."""
+    """E[tokens the verifier accepts]; infinite if it never refuses.
+
+    Source: SPRINTER, arXiv 2502.04557, Theorem 3.3, equation (3).
+    """
     before = math.fsum(true_positive**i for i in range(run))
     return before - 1 + true_positive**run * _reciprocal(1 - false_positive)
 
 
 def expected_stopping_time(run: int, true_positive: float, false_positive: float, draft_seconds: float) -> float:
-    """E[time until the target is called], one draft step for each token seen (seed 004, Theorem 3.4, equation (4))."""
+    """E[time until the target is called], one draft step for each token seen.
+
+    Source: SPRINTER, arXiv 2502.04557, Theorem 3.4, equation (4).
+    """
     before = math.fsum(true_positive**i for i in range(run))
     return draft_seconds * (before + true_positive**run * _reciprocal(1 - false_positive))
 
 
 def acceptance_rate(false_positive: float, total_variation: float) -> float:
-    """Pr(a draft token is kept) = 1 - (1 - eta_FP) TV(p, q) (seed 004, Theorem A.4)."""
+    """Pr(a draft token is kept) = 1 - (1 - eta_FP) TV(p, q) (SPRINTER, arXiv 2502.04557, Theorem A.4)."""
     return 1 - (1 - false_positive) * total_variation
 
 
 def drift(false_positive: float, total_variation: float) -> float:
-    """Total variation between the law of a position and the target: eta_FP TV(p, q) (seed 004, Theorem 3.1)."""
+    """Total variation between the law of a position and the target: eta_FP TV(p, q).
+
+    Source: SPRINTER, arXiv 2502.04557, Theorem 3.1.
+    """
     return false_positive * total_variation
 
 

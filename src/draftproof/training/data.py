@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from draftproof.errors import UserError, reason
 from draftproof.files import whole_file
-from draftproof.training.provenance import digest
+from draftproof.provenance import digest
 
 KEYS = ("prompt", "text", "turns", "question", "instruction", "content")
 SPLITS = ("train", "valid", "test")
@@ -38,7 +38,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataFile:
     """A data file, as provenance tells of it: its name without folders, its bytes, its texts."""
 
     name: str
@@ -77,7 +77,7 @@ FORMS: dict[str, Callable[[str], list[str]]] = {
 
 def read_examples(
     files: Iterable[str | Path], *, form: str = "lines", opening: int | None = None
-) -> tuple[list[Example], list[Source]]:
+) -> tuple[list[Example], list[DataFile]]:
     """The distinct examples of files, in order, and what to say of the files in a provenance.
 
     Args:
@@ -99,7 +99,7 @@ def read_examples(
             raise UserError(f"{file} holds no text: legal is .txt, or .jsonl with one of {', '.join(KEYS)}")
         sentences = default if opening is None else opening
         found |= {Example(_opening(text, sentences), text): None for text in texts}
-        sources.append(Source(file.name, hashlib.sha256(raw).hexdigest(), len(raw), len(texts)))
+        sources.append(DataFile(file.name, hashlib.sha256(raw).hexdigest(), len(raw), len(texts)))
     if not found:
         raise UserError("no data: name at least one .txt or .jsonl file")
     return list(found), sources

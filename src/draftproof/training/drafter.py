@@ -20,18 +20,18 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.hf import load_model
+from draftproof.backends.loading import load_model
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
+from draftproof.progress import Watch, silent
+from draftproof.provenance import digest, file_digest, fingerprint
 from draftproof.rng import fold
 from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.training import distil
 from draftproof.training.corpus import Batches, Stream, held_out, stream
 from draftproof.training.data import Example, read_examples, split
 from draftproof.training.drafter_options import PROMPT, DrafterJob, settings_of
-from draftproof.training.loop import Loss, Plan, Record, train
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import digest, file_digest, fingerprint
+from draftproof.training.loop import Loss, Record, TrainingPlan, train
 from draftproof.training.tokenizer import train_tokenizer
 
 
@@ -174,7 +174,7 @@ class Studio:
     # --- training -------------------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """The job's plan; the weights of the best of twenty looks at held-out text are the result."""
         plan = self.job.plan
         every = plan.evaluate_every or max(plan.steps // 20, 1)

@@ -16,18 +16,17 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from draftproof.backends.hf import load_model
-from draftproof.engine.compose import load_backend
+from draftproof.backends.loading import load_backend, load_model
 from draftproof.files import whole_directory
+from draftproof.progress import Watch, silent
+from draftproof.provenance import FILE, fingerprint, provenance, write_json
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.training import distil
 from draftproof.training.drafter import Studio
 from draftproof.training.drafter_options import PROMPT, DrafterJob
-from draftproof.training.features import Pair
+from draftproof.training.features import ModelPair
 from draftproof.training.loop import Record
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import FILE, fingerprint, provenance, write_json
 from draftproof.training.sweep import Trial
 
 METRICS = "metrics.json"
@@ -82,7 +81,7 @@ def appraise(studio: Studio, folder: Path) -> dict[str, Any]:
     own = _own(studio, windows)
     found["on_own_samples"] = distil.agreement(studio.target, draft, own, skip=PROMPT)
     target, drafts = (load_backend(name, **options) for name in (studio.job.imitation.target, str(folder)))
-    trial = _trial(studio, Pair(target, drafts, SamplingParams()))
+    trial = _trial(studio, ModelPair(target, drafts, SamplingParams()))
     with studio.watch("block efficiency", len(LENGTHS), 0) as tick:
         for number, length in enumerate(LENGTHS, 1):
             rates = trial.rates(FixedLength(length), "block")
@@ -100,7 +99,7 @@ def _own(studio: Studio, windows: Int[Tensor, "windows length"]) -> Int[Tensor, 
         return distil.sampled(studio.target, prompts, windows.shape[1])
 
 
-def _trial(studio: Studio, pair: Pair) -> Trial:
+def _trial(studio: Studio, pair: ModelPair) -> Trial:
     """The openings of test texts, for runs of the engine."""
     prompts = [example.prompt for example in studio.parts["test"]]
     ids = [studio.tokenizer(prompt)["input_ids"] for prompt in prompts]

@@ -12,7 +12,7 @@ from typing import Any
 
 from draftproof.errors import UserError, reason
 from draftproof.training.distil import LOSSES
-from draftproof.training.loop import Plan
+from draftproof.training.loop import TrainingPlan
 
 POLICIES = ("text", "draft", "target")
 PROMPT = 16  # tokens of a text that a model continues, where it is trained on what it writes
@@ -141,7 +141,7 @@ class DrafterJob:
     config: Path | None = None
     init: str | None = None
     imitation: Imitation | None = None
-    plan: Plan = Plan(steps=2000, learning_rate=2e-3, warmup=100)  # noqa: RUF009 - frozen
+    plan: TrainingPlan = TrainingPlan(steps=2000, learning_rate=2e-3, warmup=100)  # noqa: RUF009 - frozen
     rows: int = 8
     length: int = 256
     held: int = 16384

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 from draftproof import models
 from draftproof.backends.feature_head import output_rows, refuse_other_target
 from draftproof.backends.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
+from draftproof.backends.loading import load_backend
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
-from draftproof.engine.compose import load_backend
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
+from draftproof.progress import Watch, silent
+from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tokenization import load_tokenizer
-from draftproof.training.data import Example, Source, read_examples, split
+from draftproof.training.data import DataFile, Example, read_examples, split
 from draftproof.training.feature_loss import Frame, acceptance, feature_loss
-from draftproof.training.feature_rows import Row, Rows, Store, frequent, windows
-from draftproof.training.loop import Plan, Record, train
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
+from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
+from draftproof.training.loop import Record, TrainingPlan, train
 from draftproof.training.responses import sample_responses
 
 _TOGETHER = 32  # answers sampled at once: one reading of the weights serves all
@@ -72,7 +72,7 @@ class FeatureJob:
 
     target: str
     out: Path
-    plan: Plan
+    plan: TrainingPlan
     data: tuple[Path, ...]
     held_out: tuple[Path, ...] = ()
     prompts: tuple[Path, ...] = ()
@@ -156,7 +156,7 @@ class _Shop:
         self.tokenizer = load_tokenizer(models.resolve(job.target))
         self.target = load_backend(job.target, dtype=job.dtype, device=job.device)
         self.print = fingerprint(job.target)
-        self._sources: list[Source] = []
+        self._sources: list[DataFile] = []
 
     # --- data -----------------------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class _Shop:
         return Store(self.target, kinds, length=self.job.length, cache=self.cache, key=key)
 
     @cached_property
-    def held_out(self) -> dict[str, Rows]:
+    def held_out(self) -> dict[str, StateRows]:
         """Rows to measure on, by kind: a shard of each."""
         kinds = {"text": self._windows(self._texts[1], 32), "answers": self.answer_rows["test"][:32]}
         return {name: self._store(rows).shard(0).to(self.target.device) for name, rows in kinds.items() if rows}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, smooth_l1_loss
 
 from draftproof.backends.feature_net import FeatureNet
-from draftproof.training.feature_rows import Rows
+from draftproof.training.feature_rows import StateRows
 from draftproof.training.loop import Loss
 
 _CHUNK = 64  # rows of logits that are worked on at once
@@ -80,7 +80,7 @@ def _shift(x: Float[Tensor, "*batch width dim"], by: int) -> Float[Tensor, "*bat
     return pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
 
 
-def steps(net: FeatureNet, rows: Rows, frame: Frame, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def steps(net: FeatureNet, rows: StateRows, frame: Frame, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each unrolled step the output states and which positions count.
 
     Args:
@@ -166,13 +166,13 @@ def against(
     return found
 
 
-def wanted_rows(rows: Rows, frame: Frame) -> Float[Tensor, "positions ids"]:
+def wanted_rows(rows: StateRows, frame: Frame) -> Float[Tensor, "positions ids"]:
     """The target's probabilities of the head's tokens at every position."""
     logits = linear(rows.states.flatten(0, 1).to(frame.output.dtype), frame.output).float()
     return logits.sub_(rows.log_mass.flatten().unsqueeze(-1)).exp_()
 
 
-def feature_loss(net: FeatureNet, rows: Rows, frame: Frame) -> Loss:
+def feature_loss(net: FeatureNet, rows: StateRows, frame: Frame) -> Loss:
     """The mean loss of all unrolled steps on a batch."""
     with torch.no_grad():
         wanted = wanted_rows(rows, frame)
@@ -195,7 +195,7 @@ def _weight(net: FeatureNet, frame: Frame) -> Float[Tensor, "ids dim"]:
 
 
 @torch.no_grad()
-def acceptance(net: FeatureNet, rows: Rows, frame: Frame, positions: int = 4) -> dict[str, float]:
+def acceptance(net: FeatureNet, rows: StateRows, frame: Frame, positions: int = 4) -> dict[str, float]:
     """Expected acceptance, 1 - TV at temperature 1, of each drafted position along known tokens.
 
     Args:
@@ -217,7 +217,7 @@ def acceptance(net: FeatureNet, rows: Rows, frame: Frame, positions: int = 4) ->
     return {name: float(torch.cat(values).mean()) for name, values in sums.items()}
 
 
-def _judged(net: FeatureNet, rows: Rows, frame: Frame, positions: int) -> Iterator[tuple[str, Tensor]]:
+def _judged(net: FeatureNet, rows: StateRows, frame: Frame, positions: int) -> Iterator[tuple[str, Tensor]]:
     """The figures of `acceptance` at every position of some rows."""
     wanted = wanted_rows(rows, frame)
     for step, (out, counts) in enumerate(steps(net, rows, frame, positions), 1):

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from draftproof.backends.hf import HFBackend
 from draftproof.files import whole_file
+from draftproof.provenance import digest
 from draftproof.rng import fold
-from draftproof.training.provenance import digest
 
 SHARD = 32  # rows
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class StateRows:
     """Rows of one length with what the target makes of them.
 
     Attributes:
@@ -55,14 +55,14 @@ class Rows:
     states: Float[Tensor, "rows length dim"]
     log_mass: Float[Tensor, "rows length"]
 
-    def pick(self, index: Sequence[int]) -> Rows:
+    def pick(self, index: Sequence[int]) -> StateRows:
         """Some of the rows."""
         where = list(index)
-        return Rows(self.ids[where], self.counts[where], self.states[where], self.log_mass[where])
+        return StateRows(self.ids[where], self.counts[where], self.states[where], self.log_mass[where])
 
-    def to(self, device: torch.device) -> Rows:
+    def to(self, device: torch.device) -> StateRows:
         """The same rows on another device."""
-        return Rows(*(part.to(device) for part in (self.ids, self.counts, self.states, self.log_mass)))
+        return StateRows(*(part.to(device) for part in (self.ids, self.counts, self.states, self.log_mass)))
 
 
 def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, seed: int) -> list[Row]:
@@ -150,12 +150,12 @@ class Store:
         self._names = [digest(key, length, rows)[:24] for rows in told]
         self.key = digest(self._names)
         self.folder = cache / "feature-rows"
-        self._last: tuple[int, Rows] | None = None
+        self._last: tuple[int, StateRows] | None = None
 
     def __len__(self) -> int:
         return len(self._shards)
 
-    def shard(self, number: int) -> Rows:
+    def shard(self, number: int) -> StateRows:
         """The rows of a shard, on the host."""
         if self._last is None or self._last[0] != number:
             file = self.folder / f"{self._names[number]}.safetensors"
@@ -163,10 +163,10 @@ class Store:
                 made = self._make(self._shards[number])
                 with whole_file(file) as work:
                     save_file({name: value.cpu().contiguous() for name, value in vars(made).items()}, work)
-            self._last = (number, Rows(**load_file(file)))
+            self._last = (number, StateRows(**load_file(file)))
         return self._last[1]
 
-    def batch(self, step: int, size: int, seed: int) -> Rows:
+    def batch(self, step: int, size: int, seed: int) -> StateRows:
         """The rows of a training step: shards in order at first, then in another order each time round.
 
         A function of its arguments alone. Rows of a shard come together, in an order of their own.
@@ -185,7 +185,7 @@ class Store:
         return shard.pick(chosen)
 
     @torch.inference_mode()
-    def _make(self, rows: Sequence[Row]) -> Rows:
+    def _make(self, rows: Sequence[Row]) -> StateRows:
         size, device = self.length, self.target.device
         ids = torch.tensor([[*row.tokens[:size], *[0] * (size - len(row.tokens))] for row in rows], dtype=torch.int64)
         ends = torch.tensor([min(len(row.tokens), size) for row in rows]).unsqueeze(1)
@@ -194,7 +194,7 @@ class Store:
         parts = [self._states(part) for part in torch.split(ids.to(device), 8)]
         states = torch.cat([part[0] for part in parts])
         mass = torch.cat([part[1] for part in parts])
-        return Rows(ids, (places >= starts) & (places < ends), states, mass)
+        return StateRows(ids, (places >= starts) & (places < ends), states, mass)
 
     def _states(self, ids: Int[Tensor, "rows length"]) -> tuple[Tensor, Tensor]:
         """Last hidden states, and log of the mass of all logits; full rows of logits exist a few at a time."""

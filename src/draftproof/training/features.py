@@ -5,9 +5,9 @@ Knows: which state a kind of head reads, token mixing, prefix categories, shards
 Everything is teacher-forced: one forward pass of each model over a prompt and the tokens after it. The draft tokens y
 that are judged come from q in one of three ways:
 - mixed: y_i ~ q(.|x, X_<i) beside a response X of the target; the state is the one at y_i after (x, Z_<i), where Z has
-  a share of its tokens from X and the others from y; only places taken from y count (seed 003, section 3.3);
+  a share of its tokens from X and the others from y; only places taken from y count (SpecDec++, section 3.3);
 - drafted: y is what the draft model itself continues a prefix with, so states, labels and prefixes are those of a run;
-- before: y_i ~ q(.|S_<i) along any tokens S; the state is the one before y_i, which it was drawn from (seed 004, 3.2).
+- before: y_i ~ q(.|S_<i) along any tokens S; the state is the one before y_i, which it was drawn from (SPRINTER, 3.2).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import Tensor
 from draftproof.backends.base import Backend, Feed
 from draftproof.drafters.draft_model import DraftModel, fit_width
 from draftproof.files import whole_file
+from draftproof.progress import Watch, silent
 from draftproof.rng import TorchRng, fold
 from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
-from draftproof.training.progress import Watch, silent
 from draftproof.training.responses import Response
 from draftproof.tree import TokenTree
 
@@ -37,7 +37,7 @@ _LEAST = 1e-30
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class JudgeRows:
     """Judged tokens, one a row.
 
     Attributes:
@@ -64,18 +64,20 @@ class Rows:
         """Probability that token verification accepts: min(1, p/q)."""
         return self.log_ratio.clamp(max=0).exp()
 
-    def pick(self, index: Tensor) -> Rows:
+    def pick(self, index: Tensor) -> JudgeRows:
         """Some of the rows."""
-        return Rows(**{field.name: getattr(self, field.name)[index] for field in fields(Rows)})
+        return JudgeRows(**{field.name: getattr(self, field.name)[index] for field in fields(JudgeRows)})
 
 
-def join(parts: Sequence[Rows]) -> Rows:
+def join(parts: Sequence[JudgeRows]) -> JudgeRows:
     """Rows one after another."""
-    return Rows(**{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Rows)})
+    return JudgeRows(
+        **{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(JudgeRows)}
+    )
 
 
 @dataclass(frozen=True)
-class Pair:
+class ModelPair:
     """Two models and how both are sampled.
 
     Attributes:
@@ -139,13 +141,13 @@ def fit(responses: Sequence[Response], *models: Backend) -> list[Response]:
     return [row for row in cut if row.tokens]
 
 
-Build = Callable[[Sequence[Response], int], list[Rows]]  # responses, number of the first
+Build = Callable[[Sequence[Response], int], list[JudgeRows]]  # responses, number of the first
 
 
-def mixed(pair: Pair, mix: float, seed: int) -> Build:
-    """Rows as in seed 003, section 3.3: `mix` is the share r of tokens that Z takes from the target's response."""
+def mixed(pair: ModelPair, mix: float, seed: int) -> Build:
+    """Rows as in SpecDec++, section 3.3: `mix` is the share r of tokens that Z takes from the target's response."""
 
-    def build(responses: Sequence[Response], first: int) -> list[Rows]:
+    def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), [probs for probs, _ in pair.q(responses)]
         drawn, taken = [], []
         for number, (row, probs) in enumerate(zip(responses, q, strict=True), first):
@@ -164,7 +166,7 @@ def mixed(pair: Pair, mix: float, seed: int) -> Build:
     return build
 
 
-def drafted(pair: Pair, *, above: bool = False) -> Build:
+def drafted(pair: ModelPair, *, above: bool = False) -> Build:
     """Rows of tokens that the draft model sampled itself, one after another, after each prompt.
 
     Args:
@@ -172,7 +174,7 @@ def drafted(pair: Pair, *, above: bool = False) -> Build:
         above: read the state before each token, as a verifier does, and not the one at it.
     """
 
-    def build(responses: Sequence[Response], first: int) -> list[Rows]:
+    def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), pair.q(responses)
         return [
             _rows(p[i][:-1], q[i][0][:-1], torch.tensor(row.tokens), q[i][1][:-1] if above else q[i][1][1:], first + i)
@@ -182,10 +184,10 @@ def drafted(pair: Pair, *, above: bool = False) -> Build:
     return build
 
 
-def before(pair: Pair, seed: int) -> Build:
+def before(pair: ModelPair, seed: int) -> Build:
     """Rows with the state before a token that is drawn from q afresh at every place of the responses."""
 
-    def build(responses: Sequence[Response], first: int) -> list[Rows]:
+    def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), pair.q(responses)
         made = []
         for i in range(len(responses)):
@@ -203,11 +205,11 @@ def _rows(
     y: Int[Tensor, " tokens"],
     hidden: Float[Tensor, "tokens dim"],
     group: int,
-) -> Rows:
+) -> JudgeRows:
     """Labels of drawn tokens; y_i was drawn from q_i."""
     log_p, log_q = (probs.gather(-1, y.unsqueeze(-1)).squeeze(-1).clamp(min=_LEAST).log() for probs in (p, q))
     places = torch.arange(len(y), dtype=torch.int32)
-    return Rows(
+    return JudgeRows(
         hidden=hidden.half(),
         log_ratio=(log_p - log_q).float(),
         log_q=log_q.float(),
@@ -224,7 +226,7 @@ def collect(
     *,
     watch: Watch = silent,
     title: str = "reading features",
-) -> Rows:
+) -> JudgeRows:
     """The rows of all responses, from shards on disk as far as they are there.
 
     Args:
@@ -242,16 +244,16 @@ def collect(
             fresh = not file.exists()
             if fresh:
                 _write_shard(file, _shard(build, responses[start : start + SHARD], start))
-            parts.append(Rows(**load_file(file)))
+            parts.append(JudgeRows(**load_file(file)))
             tick(number + 1, tokens=len(parts[-1]) if fresh else 0)
     return join(parts)
 
 
-def _shard(build: Build, responses: Sequence[Response], first: int) -> Rows:
+def _shard(build: Build, responses: Sequence[Response], first: int) -> JudgeRows:
     starts = range(0, len(responses), BATCH)
     return join([rows for start in starts for rows in build(responses[start : start + BATCH], first + start)])
 
 
-def _write_shard(file: Path, rows: Rows) -> None:
+def _write_shard(file: Path, rows: JudgeRows) -> None:
     with whole_file(file) as work:
-        save_file({field.name: getattr(rows, field.name).contiguous() for field in fields(Rows)}, work)
+        save_file({field.name: getattr(rows, field.name).contiguous() for field in fields(JudgeRows)}, work)

@@ -17,11 +17,11 @@ from torch.nn.functional import huber_loss, softplus
 
 from draftproof.errors import UserError
 from draftproof.heads import Head, HeadConfig
+from draftproof.progress import Watch, silent
 from draftproof.rng import fold
-from draftproof.training.features import Rows
-from draftproof.training.loop import Loss, Plan, Record, train
+from draftproof.training.features import JudgeRows
+from draftproof.training.loop import Loss, Record, TrainingPlan, train
 from draftproof.training.metrics import auc, probability_report, rates_at, roc
-from draftproof.training.progress import Watch, silent
 
 RATIO_LIMIT = 5.0  # beyond e^5 a ratio has decided: the running probability is below 1% or back at 1
 
@@ -31,8 +31,8 @@ class Labels:
     """What a head learns.
 
     Attributes:
-        w_acc, w_rej: weights of the two halves of the cross-entropy (seed 003, section 3.3); acceptance only.
-        lam: a token is acceptable if q <= lam p (seed 004, section 3.2); verifier only.
+        w_acc, w_rej: weights of the two halves of the cross-entropy (SpecDec++, section 3.3); acceptance only.
+        lam: a token is acceptable if q <= lam p (SPRINTER, arXiv 2502.04557, section 3.2); verifier only.
     """
 
     w_acc: float = 1.0
@@ -53,7 +53,10 @@ class Labels:
 def weighted_bce(
     output: Float[Tensor, " rows"], label: Float[Tensor, " rows"], w_acc: float = 1.0, w_rej: float = 1.0
 ) -> Float[Tensor, ""]:
-    """Mean of -w_acc P log P^ - w_rej (1 - P) log(1 - P^), P^ = sigmoid(output) (seed 003, section 3.3)."""
+    """Mean of -w_acc P log P^ - w_rej (1 - P) log(1 - P^), P^ = sigmoid(output).
+
+    Source: SpecDec++, arXiv 2405.19715, section 3.3.
+    """
     return (w_acc * label * softplus(-output) + w_rej * (1 - label) * softplus(output)).mean()
 
 
@@ -62,7 +65,7 @@ def ratio_loss(output: Float[Tensor, " rows"], log_ratio: Float[Tensor, " rows"]
     return huber_loss(output, log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT))
 
 
-def head_loss(output: Float[Tensor, " rows"], rows: Rows, kind: str, labels: Labels) -> Float[Tensor, ""]:
+def head_loss(output: Float[Tensor, " rows"], rows: JudgeRows, kind: str, labels: Labels) -> Float[Tensor, ""]:
     """The loss of a kind of head on its outputs for rows."""
     if kind == "acceptance":
         return weighted_bce(output, rows.accept, labels.w_acc, labels.w_rej)
@@ -71,7 +74,7 @@ def head_loss(output: Float[Tensor, " rows"], rows: Rows, kind: str, labels: Lab
     return weighted_bce(output, labels.acceptable(rows.log_ratio).float())
 
 
-def run_head(head: Head, rows: Rows) -> Float[Tensor, " rows"]:
+def run_head(head: Head, rows: JudgeRows) -> Float[Tensor, " rows"]:
     """The head's outputs for rows."""
     made: Tensor = head(rows.hidden, rows.log_q if head.config.reads_draw else None)
     return made
@@ -79,9 +82,9 @@ def run_head(head: Head, rows: Rows) -> Float[Tensor, " rows"]:
 
 def train_head(
     config: HeadConfig,
-    rows: Rows,
-    valid: Rows,
-    plan: Plan,
+    rows: JudgeRows,
+    valid: JudgeRows,
+    plan: TrainingPlan,
     labels: Labels,
     *,
     batch: int = 512,
@@ -89,7 +92,7 @@ def train_head(
     identity: str = "",
     watch: Watch = silent,
 ) -> tuple[Head, list[Record]]:
-    """Train a head; the weights with the lowest validation loss are its own (seed 004, appendix A.5).
+    """Train a head; the weights with the lowest validation loss are its own (SPRINTER, arXiv 2502.04557, appendix A.5).
 
     Args:
         config: its kind and shape.
@@ -109,9 +112,9 @@ def train_head(
         raise UserError(f"{len(rows)} rows to train on and {len(valid)} to validate on: legal is 1 or more of each")
     head = fresh_head(config, plan.seed)
     every = max(plan.steps // 20, 1)
-    plan = Plan(**{**plan.__dict__, "evaluate_every": every, "keep_best": "valid_loss"})
+    plan = TrainingPlan(**{**plan.__dict__, "evaluate_every": every, "keep_best": "valid_loss"})
 
-    def loss(module: nn.Module, picked: Rows) -> Loss:
+    def loss(module: nn.Module, picked: JudgeRows) -> Loss:
         assert isinstance(module, Head), "heads are trained here"
         return Loss(head_loss(run_head(module, picked), picked, config.kind, labels), len(picked))
 
@@ -138,10 +141,10 @@ def fresh_head(config: HeadConfig, seed: int) -> Head:
         return Head(config)
 
 
-def row_batches(rows: Rows, size: int, seed: int) -> Callable[[int], Rows]:
+def row_batches(rows: JudgeRows, size: int, seed: int) -> Callable[[int], JudgeRows]:
     """Batches of rows by step, drawn with replacement."""
 
-    def batch(step: int) -> Rows:
+    def batch(step: int) -> JudgeRows:
         generator = torch.Generator().manual_seed(fold(seed, 2, step) >> 1)
         return rows.pick(torch.randint(len(rows), (min(size, len(rows)),), generator=generator))
 
@@ -149,7 +152,9 @@ def row_batches(rows: Rows, size: int, seed: int) -> Callable[[int], Rows]:
 
 
 @torch.no_grad()
-def judge(head: Head, rows: Rows, known: Rows, labels: Labels, threshold: float | None = None) -> dict[str, Any]:
+def judge(
+    head: Head, rows: JudgeRows, known: JudgeRows, labels: Labels, threshold: float | None = None
+) -> dict[str, Any]:
     """What a head is worth on held-out rows.
 
     Args:
@@ -169,7 +174,7 @@ def judge(head: Head, rows: Rows, known: Rows, labels: Labels, threshold: float 
     return _judge_verifier(output.sigmoid(), rows, known, labels, tau)
 
 
-def _judge_acceptance(output: Tensor, rows: Rows, known: Rows, labels: Labels) -> dict[str, Any]:
+def _judge_acceptance(output: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
     """As predicted, and with the odds multiplied by w_rej / w_acc.
 
     The weighted loss is smallest at odds P w_acc / ((1 - P) w_rej), so the second is what it says of P.
@@ -182,7 +187,7 @@ def _judge_acceptance(output: Tensor, rows: Rows, known: Rows, labels: Labels) -
     return made | {f"{name}_unweighted": without[name] for name in ("kl", "ece", "calibration")}
 
 
-def _judge_ratio(output: Tensor, rows: Rows, known: Rows) -> dict[str, Any]:
+def _judge_ratio(output: Tensor, rows: JudgeRows, known: JudgeRows) -> dict[str, Any]:
     """Errors of log(p/q) beside those of the training median."""
     label = rows.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT)
     middle = known.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT).median().expand(len(rows))
@@ -197,7 +202,7 @@ def _judge_ratio(output: Tensor, rows: Rows, known: Rows) -> dict[str, Any]:
     }
 
 
-def _judge_verifier(score: Tensor, rows: Rows, known: Rows, labels: Labels, tau: float) -> dict[str, Any]:
+def _judge_verifier(score: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels, tau: float) -> dict[str, Any]:
     good = labels.acceptable(rows.log_ratio)
     made = probability_report(good.float(), score, rows.top, labels.acceptable(known.log_ratio).float(), known.top)
     true, false = rates_at(score, good, tau)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from draftproof.errors import UserError, reason
 from draftproof.files import whole_file
+from draftproof.progress import Watch, silent
 from draftproof.rng import fold
-from draftproof.training.progress import Watch, silent
 from draftproof.training.signals import deferred_signals, raise_for
 
 Batch = TypeVar("Batch")
@@ -48,7 +48,7 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long and how a module is trained.
 
     Attributes:
@@ -98,7 +98,7 @@ def train(
     module: nn.Module,
     batches: Callable[[int], Batch],
     loss: Callable[[nn.Module, Batch], Loss],
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     checkpoint: Path | None = None,
     identity: str = "",
@@ -125,7 +125,7 @@ def train(
         KeyboardInterrupt: SIGINT came; the checkpoint is written.
         SystemExit: SIGTERM came; the checkpoint is written.
     """
-    run = _Run(module, plan, checkpoint, identity)
+    run = _TrainingRun(module, plan, checkpoint, identity)
     run.restore()
     with deferred_signals() as caught, watch("training", plan.steps, run.state.step) as tick:
         while run.state.step < plan.steps:
@@ -152,10 +152,10 @@ class _State:
     best: float | None = None
 
 
-class _Run:
+class _TrainingRun:
     """A module, its optimiser and its counters while they advance."""
 
-    def __init__(self, module: nn.Module, plan: Plan, checkpoint: Path | None, identity: str) -> None:
+    def __init__(self, module: nn.Module, plan: TrainingPlan, checkpoint: Path | None, identity: str) -> None:
         self.module = module
         self.plan = plan
         self.checkpoint = checkpoint

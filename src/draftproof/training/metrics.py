@@ -17,7 +17,7 @@ _EDGE = 1e-6
 
 
 def kl_rows(label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """KL(Bernoulli(label) || Bernoulli(predicted)) of each row, in nats (seed 003, appendix C.3)."""
+    """KL(Bernoulli(label) || Bernoulli(predicted)) of each row, in nats (SpecDec++, arXiv 2405.19715, appendix C.3)."""
     p, q = label.double(), predicted.double().clamp(_EDGE, 1 - _EDGE)
     rows: Tensor = xlogy(p, p) + xlogy(1 - p, 1 - p) - p * q.log() - (1 - p) * (1 - q).log()
     return rows
@@ -75,7 +75,10 @@ def auc(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"]) -> float
 
 
 def rates_at(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], threshold: float) -> tuple[float, float]:
-    """eta_TP and eta_FP: the shares of acceptable and of other tokens whose score exceeds a threshold (seed 004)."""
+    """eta_TP and eta_FP: the shares of acceptable and of other tokens whose score exceeds a threshold.
+
+    Source: SPRINTER, arXiv 2502.04557.
+    """
     above = (score > threshold).double()
     return float(above[positive].mean()), float(above[~positive].mean())
 

@@ -17,15 +17,15 @@ from typing import Any
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
 from draftproof.heads import Head, HeadConfig, save_head
+from draftproof.progress import Watch, silent
+from draftproof.provenance import FILE, digest, provenance, write_json
 from draftproof.theory.cost import PassCosts
 from draftproof.training import sprinter, sweep
-from draftproof.training.features import Rows
+from draftproof.training.features import JudgeRows
 from draftproof.training.heads import Labels, judge, train_head
-from draftproof.training.loop import Plan, Record
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import FILE, digest, provenance, write_json
+from draftproof.training.loop import Record, TrainingPlan
+from draftproof.training.pair_data import Material, PairData
 from draftproof.training.sweep import Trial, remembered
-from draftproof.training.workshop import Material, Workshop
 
 METRICS = "metrics.json"
 RULES = {"acceptance": "token", "log_ratio": "block"}  # the rule that a kind of head predicts
@@ -46,7 +46,7 @@ class HeadJob:
         labels: weights and lambda.
         plan: steps and learning rate.
         batch: rows a step.
-        mix: share r of the target's tokens in token mixing (0.15 in seed 003); None: on the draft's own continuations.
+        mix: share r of the target's tokens in token mixing (0.15 in SpecDec++; None: on the draft's own continuations.
         threshold: h or tau; None picks h by the cost model.
         sweep: try every depth and weight, and take the best.
         cost_ratio: t_draft/t_target; None measures both.
@@ -61,7 +61,7 @@ class HeadJob:
     shared_blocks: bool = False
     reads_draw: bool = False
     labels: Labels = Labels()  # noqa: RUF009 - frozen
-    plan: Plan = Plan(steps=4000, learning_rate=3e-3, warmup=50)  # noqa: RUF009 - frozen
+    plan: TrainingPlan = TrainingPlan(steps=4000, learning_rate=3e-3, warmup=50)  # noqa: RUF009 - frozen
     batch: int = 512
     mix: float | None = None
     threshold: float | None = None
@@ -147,7 +147,7 @@ class _Job:
         self.job = job
         self.watch = watch
         self.config(64)  # refuses impossible shapes before models are loaded
-        self.shop = Workshop(job.material, watch)
+        self.shop = PairData(job.material, watch)
 
     def config(self, width: int) -> HeadConfig:
         """The head's, named for its models without the folders they are in."""
@@ -171,7 +171,7 @@ class _Job:
         facts = (job.kind, job.depth, job.shared_blocks, job.reads_draw, job.mix, job.batch, job.sweep)
         return digest(self.shop.identity, facts, asdict(job.labels))
 
-    def train(self, rows: dict[str, Rows]) -> tuple[Head, list[Record]]:
+    def train(self, rows: dict[str, JudgeRows]) -> tuple[Head, list[Record]]:
         """Train a head of the job's shape, from its checkpoint if there is one."""
         job = self.job
         plan = replace(job.plan, seed=job.material.seed)
@@ -231,7 +231,7 @@ class _Job:
             "heads": sweep.beside_fixed(fixed, table),
         }
 
-    def sweep(self, rows: dict[str, Rows], trial: Trial) -> dict[str, Any]:
+    def sweep(self, rows: dict[str, JudgeRows], trial: Trial) -> dict[str, Any]:
         """Every depth and loss weight at every threshold (weights mean nothing to a log_ratio head)."""
         asked, table = self.job, []
         weights = sweep.WEIGHTS if asked.kind == "acceptance" else (asked.labels.w_rej,)
@@ -242,7 +242,7 @@ class _Job:
         self.job = asked
         return self._chosen(trial, table)
 
-    def _cell(self, rows: dict[str, Rows], trial: Trial) -> list[dict[str, Any]]:
+    def _cell(self, rows: dict[str, JudgeRows], trial: Trial) -> list[dict[str, Any]]:
         """One head of the sweep: its rates at every threshold, beside its validation KL."""
         job = self.job
         (job.work / "checkpoint.safetensors").unlink(missing_ok=True)

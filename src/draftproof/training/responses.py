@@ -15,10 +15,10 @@ from pathlib import Path
 
 from draftproof.engine.engine import Engine
 from draftproof.files import whole_file
+from draftproof.progress import Watch, silent
+from draftproof.provenance import digest
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
-from draftproof.training.progress import Watch, silent
-from draftproof.training.provenance import digest
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What SPRINTER's verifier does to a run: tokens per target call against Theorem 3.3, and what it costs in quality.
 
-Knows: seed 004's quantities, measured. Does not know: how the verifier was trained.
+Knows: SPRINTER's quantities, measured. Does not know: how the verifier was trained.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from draftproof.engine.sequence import Output
+from draftproof.engine.request import Output
 from draftproof.heads import Head
 from draftproof.stoppers.trained import LIMIT, Approximate
-from draftproof.training.features import Pair, Rows
+from draftproof.training.features import JudgeRows, ModelPair
 from draftproof.training.heads import Labels, run_head
 from draftproof.training.metrics import rates_at
 from draftproof.training.responses import Response
@@ -37,7 +37,7 @@ def expected_drafted(run: int, true_positive: float, false_positive: float, limi
     return 1 + math.fsum(true_positive ** min(k, run) * false_positive ** max(k - run, 0) for k in range(1, limit))
 
 
-def runs(good: Bool[Tensor, " rows"], rows: Rows, limit: int = LIMIT) -> list[int]:
+def runs(good: Bool[Tensor, " rows"], rows: JudgeRows, limit: int = LIMIT) -> list[int]:
     """Acceptable tokens before the first unacceptable one, for each drafted sequence of at least `limit` tokens."""
     found = []
     for number in torch.unique(rows.group).tolist():
@@ -49,7 +49,7 @@ def runs(good: Bool[Tensor, " rows"], rows: Rows, limit: int = LIMIT) -> list[in
 
 
 @torch.no_grad()
-def predict(head: Head, rows: Rows, labels: Labels) -> dict[str, float]:
+def predict(head: Head, rows: JudgeRows, labels: Labels) -> dict[str, float]:
     """Tokens per target call by Theorem 3.3, from error rates and runs on drafted sequences.
 
     Args:
@@ -93,7 +93,7 @@ def position_law(
 
 
 @torch.no_grad()
-def drift(head: Head, pair: Pair, responses: Sequence[Response]) -> dict[str, float]:
+def drift(head: Head, pair: ModelPair, responses: Sequence[Response]) -> dict[str, float]:
     """Exact total variation from the target at every position of given texts, by summing over the vocabulary.
 
     Returns:
@@ -119,7 +119,7 @@ def accepted_at(head: Head, q: Float[Tensor, "rows vocab"], hidden: Float[Tensor
     return made
 
 
-def log_likelihood(pair: Pair, outputs: Sequence[Output], prompts: Sequence[Sequence[int]]) -> float:
+def log_likelihood(pair: ModelPair, outputs: Sequence[Output], prompts: Sequence[Sequence[int]]) -> float:
     """Mean log-probability a token under the target's own distribution."""
     rows = [Response(tuple(prompt), out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)]
     total, count = 0.0, 0

@@ -1,6 +1,6 @@
 """What stopping rules come to in the real engine, and the threshold that the cost model picks.
 
-Knows: the engine, discard and verification rates, seed 003's cost model. Does not know: how heads are trained.
+Knows: the engine, discard and verification rates, SpecDec++'s cost model. Does not know: how heads are trained.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.parts import make_verifier
-from draftproof.engine.sequence import Output
+from draftproof.engine.registry import make_verifier
+from draftproof.engine.request import Output
 from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
 from draftproof.files import whole_file
 from draftproof.heads import Head
+from draftproof.progress import Watch, silent
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.trained import Acceptance, Ratio
 from draftproof.theory.cost import PassCosts, latency
-from draftproof.training.features import Pair
-from draftproof.training.progress import Watch, silent
+from draftproof.training.features import ModelPair
 
-# Seed 003, section 4.1, with some more where small pairs have their best: lengths 1, 3 and 5, thresholds 0.8 and 0.95.
+# SpecDec++, section 4.1, with some more where small pairs have their best: lengths 1, 3 and 5, thresholds 0.8 and 0.95.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 DEPTHS = (0, 1, 2, 3, 4)
@@ -48,7 +48,7 @@ class Trial:
         seed: of the draws; every rule gets the same seeds.
     """
 
-    pair: Pair
+    pair: ModelPair
     prompts: Sequence[Sequence[int]]
     eos_token_ids: tuple[int, ...]
     tokens: int = 64
@@ -142,7 +142,7 @@ def remembered(file: Path, make: Callable[[], Any]) -> Any:
 
 
 def with_latency(rows: Sequence[dict[str, Any]], costs: PassCosts) -> list[dict[str, Any]]:
-    """The rows with seconds a token by the cost model (seed 003, equation (2.3))."""
+    """The rows with seconds a token by the cost model (SpecDec++, arXiv 2405.19715, equation (2.3))."""
     return [row | {"latency": latency(costs, row["discard_rate"], row["verification_rate"])} for row in rows]
 
 

@@ -91,12 +91,12 @@ class ChainVerifier:
 
 
 def token_verifier() -> ChainVerifier:
-    """Token verification (Leviathan et al. 2023; seed 001, Algorithm 1)."""
+    """Token verification (Leviathan et al. 2023; Block Verification, arXiv 2403.10444, Algorithm 1)."""
     return ChainVerifier("token", token_verify)
 
 
 def block_verifier() -> ChainVerifier:
-    """Block verification (seed 001, Algorithm 2): never accepts less than token verification in expectation."""
+    """Block verification (arXiv 2403.10444, Algorithm 2): never accepts less than token verification in expectation."""
     return ChainVerifier("block", block_verify)
 
 

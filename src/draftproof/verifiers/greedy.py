@@ -19,7 +19,10 @@ from draftproof.verifiers.chain import pad_chains
 
 
 class GreedyBlockVerifier:
-    """Greedy block verification (seed 001, Appendix C; seed 000, Algorithm 3); drafts of one constant length only."""
+    """Greedy block verification; for drafts of one constant length only.
+
+    Source: Block Verification, arXiv 2403.10444, appendix C; Block Verification v1, arXiv 2403.10444v1, Algorithm 3.
+    """
 
     name = "greedy_block"
     lossless = True

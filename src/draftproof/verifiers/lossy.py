@@ -13,7 +13,7 @@ from draftproof.verifiers.chain import ChainVerifier
 
 
 def last_token_verifier() -> ChainVerifier:
-    """SPRINTER's rule: every drafted token but the last unseen, the last one verified (seed 004)."""
+    """SPRINTER's rule: every drafted token but the last unseen, the last one verified (SPRINTER, arXiv 2502.04557)."""
     return ChainVerifier("last_token", last_token_verify, lossless=False)
 
 

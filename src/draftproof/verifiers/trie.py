@@ -59,7 +59,7 @@ def _verdict(draft: Draft, node: int, token: int) -> Verdict:
 
 
 def spectr_verifier() -> TrieVerifier:
-    """SpecTr's DraftSelection with K-SEQ (seed 002)."""
+    """SpecTr's DraftSelection with K-SEQ (SpecTr, arXiv 2310.15141)."""
     return TrieVerifier("spectr", spectr_on_tries)
 
 

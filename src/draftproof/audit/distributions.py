@@ -1,0 +1,277 @@
+"""The exact law of a rule on a toy model: every draft, every choice of the rule, every continuation.
+
+Knows: how to enumerate. Does not know: what any rule does, which law is wanted of it beyond the target's. A chain rule
+is a path rule with one chain (`as_paths`).
+
+Two ways to enumerate a rule. `verdicts` runs it on all drafts at once and gives every row the same choices: fast, for
+rules that treat rows apart and draw with one leading row for each. `verdicts_alone` runs it on one draft at a time, for
+rules of which nothing is known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from draftproof.audit.suite import Context, ToyPair
+from draftproof.functional.nodes import PathVerdict
+from draftproof.rng import Rng
+from draftproof.testing import exact_distribution, total_variation
+
+Law = dict[Context, float]
+PathRule = Callable[..., PathVerdict]
+
+
+class Drafts(NamedTuple):
+    """All ways to draw K i.i.d. chains of n tokens.
+
+    Attributes:
+        tokens: of each way and chain.
+        q: the draft's row before each token.
+        p: the target's row before each token and after the last.
+        weight: probability of each way.
+    """
+
+    tokens: Int[Tensor, "B K n"]
+    q: Float[Tensor, "B K n V"]
+    p: Float[Tensor, "B K m V"]
+    weight: Float[Tensor, " B"]
+
+
+class WorstOutcome(NamedTuple):
+    """The outcome on which two laws differ most."""
+
+    outcome: Context
+    expected: float
+    found: float
+
+
+class Finding(NamedTuple):
+    """What enumeration says of a rule on one pair.
+
+    Attributes:
+        distance: total variation from the target's law of the first n + 1 tokens.
+        worst: where it differs most.
+        accepted: expected number of accepted tokens.
+        lost: probability that the rule returned nothing usable, and why.
+    """
+
+    distance: float
+    worst: WorstOutcome
+    accepted: float
+    lost: dict[str, float]
+
+
+def all_drafts(pair: ToyPair, chains: int, length: int) -> Drafts:
+    """Every group of chains that the draft model can draw, with its probability."""
+    single = _chains(pair, length)
+    groups = list(itertools.product(single, repeat=chains))
+    tokens = torch.tensor([[seq for seq, _ in group] for group in groups]).reshape(len(groups), chains, length)
+    weight = torch.tensor([[w for _, w in group] for group in groups], dtype=torch.float64).prod(-1)
+    return Drafts(tokens, *_rows(pair, tokens), weight)
+
+
+def _chains(pair: ToyPair, length: int) -> list[tuple[Context, float]]:
+    found: list[tuple[Context, float]] = [((), 1.0)]
+    for _ in range(length):
+        grown = ((seq, w, normal(pair.q(seq))) for seq, w in found)
+        found = [((*seq, x), w * row[x]) for seq, w, row in grown for x in range(pair.vocab) if row[x] > 0]
+    return found
+
+
+def normal(row: Float[Tensor, " V"]) -> list[float]:
+    """A row as numbers that sum to 1 in float64, whatever it was rounded to."""
+    wide = row.double()
+    return [float(x) for x in wide / wide.sum()]
+
+
+def _rows(pair: ToyPair, tokens: Int[Tensor, "B K n"]) -> tuple[Tensor, Tensor]:
+    """q [B, K, n, V] and p [B, K, n + 1, V] along the chains."""
+    ways, chains, n = tokens.shape
+    flat = [tuple(seq) for seq in tokens.reshape(-1, n).tolist()]
+    q = torch.stack([torch.stack([pair.q(seq[:i]) for i in range(n)]) for seq in flat])
+    p = torch.stack([torch.stack([pair.p(seq[:i]) for i in range(n + 1)]) for seq in flat])
+    return q.view(ways, chains, n, -1), p.view(ways, chains, n + 1, -1)
+
+
+def as_paths(rule: Callable[..., Any]) -> PathRule:
+    """A chain rule on [B, n] as a path rule on [B, 1, n]."""
+
+    def run(
+        tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"], p: Float[Tensor, "B K m V"], **options: Any
+    ) -> PathVerdict:
+        accepted, token = rule(tokens[:, 0], q[:, 0], p[:, 0], **options)
+        return PathVerdict(torch.zeros_like(accepted), accepted, token)
+
+    return run
+
+
+class SharedRng:
+    """An Rng that gives all rows of a batch the same choices and keeps each row's probability of having made them.
+
+    A row that took a turn it could not take has weight 0, and what becomes of it is nobody's business.
+    """
+
+    def __init__(self, script: tuple[int, ...], rows: int) -> None:
+        self._script = script
+        self.taken: list[tuple[int, list[int]]] = []
+        self.weight = torch.ones(rows, dtype=torch.float64)
+
+    def _choose(self, probs: Float[Tensor, "B options"]) -> int:
+        live = (probs * self.weight.unsqueeze(-1) > 0).any(0).nonzero().flatten().tolist() or [0]
+        choice = live[0]
+        if len(live) > 1:
+            step = len(self.taken)
+            choice = self._script[step] if step < len(self._script) else choice
+            self.taken.append((choice, live))
+        self.weight = self.weight * probs[:, choice]
+        return int(choice)
+
+    def _clean(self, rows: Tensor) -> Tensor:
+        """Rows in float64, zeros for those without weight; refuses what is no probability in the others."""
+        dead = (self.weight <= 0).reshape(-1, *[1] * (rows.ndim - 1))
+        clean = rows.double().masked_fill(dead, 0)
+        if not (torch.isfinite(clean).all() and (clean >= 0).all()):
+            raise ValueError(f"a draw from {clean.tolist()}: probabilities are finite and not negative")
+        return clean
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Each column is a choice between no and yes."""
+        flat = self._clean(prob).reshape(prob.shape[0], -1)
+        if (flat > 1).any():
+            raise ValueError(f"a decision with probability {float(flat.max())}: legal are 0 to 1")
+        picks = [self._choose(torch.stack([1 - x, x], -1)) for x in flat.T]
+        return torch.tensor(picks, dtype=torch.bool).reshape(1, *prob.shape[1:]).expand(prob.shape)
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        """Each column is a choice among the indices with weight in some row."""
+        rows = self._clean(weights).reshape(weights.shape[0], -1, weights.shape[-1])
+        total = rows.sum(-1, keepdim=True)
+        if ((total <= 0).squeeze(-1) & (self.weight > 0).unsqueeze(-1)).any():
+            raise ValueError("a draw from weights without mass")
+        rows = rows / total.masked_fill(total <= 0, 1)
+        picks = [self._choose(rows[:, i]) for i in range(rows.shape[1])]
+        shape = weights.shape[:-1]
+        return torch.tensor(picks, dtype=torch.int64).reshape(1, *shape[1:]).expand(shape)
+
+
+def _walk(program: Callable[[Rng], PathVerdict], rows: int) -> Iterator[tuple[Tensor, PathVerdict]]:
+    """Every outcome of a vectorised rule: the weight of each row, what was returned."""
+    script: tuple[int, ...] | None = ()
+    while script is not None:
+        rng = SharedRng(script, rows)
+        verdict = program(rng)
+        yield rng.weight, verdict
+        script = _next(rng.taken)
+
+
+def _next(taken: list[tuple[int, list[int]]]) -> tuple[int, ...] | None:
+    """The depth-first successor of a walk; None after the last."""
+    for step in range(len(taken) - 1, -1, -1):
+        choice, options = taken[step]
+        after = options.index(choice) + 1
+        if after < len(options):
+            return (*(c for c, _ in taken[:step]), options[after])
+    return None
+
+
+def verdicts(rule: PathRule, drafts: Drafts, **options: Any) -> Float[Tensor, "B K m V"]:
+    """The joint law of (draft, path, accepted, token), all drafts enumerated together."""
+    ways, chains, m, vocab = drafts.p.shape
+    law = torch.zeros(ways * chains * m * vocab, dtype=torch.float64)
+    base = torch.arange(ways)
+    tokens, q, p, weight = drafts
+    for chance, (path, accepted, token) in _walk(lambda rng: rule(tokens, q, p, rng=rng, **options), ways):
+        at = ((base * chains + path) * m + accepted) * vocab + token
+        law.index_add_(0, at, chance * weight)
+    return law.view(ways, chains, m, vocab)
+
+
+def verdicts_alone(rule: PathRule, drafts: Drafts) -> tuple[Float[Tensor, "B K m V"], dict[str, float]]:
+    """The same with one draft a call, for any rule whose randomness is the Rng; and what it failed with, how often.
+
+    The total of the law and of the failures is 1.
+    """
+    law, lost = torch.zeros(drafts.p.shape, dtype=torch.float64), dict[str, float]()
+    for b in range(drafts.tokens.shape[0]):
+        tokens, q, p = (x[b : b + 1] for x in drafts[:3])
+        found = exact_distribution(lambda rng, inputs=(tokens, q, p): _attempt(rule, inputs, rng))  # type: ignore[misc]
+        for outcome, chance in found.items():
+            if isinstance(outcome, str):
+                lost[outcome] = lost.get(outcome, 0.0) + chance * float(drafts.weight[b])
+            else:
+                law[b][outcome] += chance * drafts.weight[b]
+    return law, lost
+
+
+def _attempt(rule: PathRule, inputs: tuple[Tensor, Tensor, Tensor], rng: Rng) -> tuple[int, int, int] | str:
+    """(path, accepted, token) of a single draft, or in words why there is none."""
+    tokens, q, p = (x.clone() for x in inputs)
+    try:
+        path, accepted, token = (int(x) for x in rule(tokens, q, p, rng=rng))
+    except Exception as error:  # noqa: BLE001 - the rule is anyone's; what it raises is a finding
+        return f"raised {type(error).__name__}: {error}"
+    return illegal(path, accepted, token, p.shape) or (path, accepted, token)
+
+
+def illegal(path: int, accepted: int, token: int, shape: torch.Size) -> str:
+    """What is wrong with a verdict, "" for nothing; `shape` is that of p, [B, K, n + 1, V]."""
+    for name, value, limit in zip(("path", "accepted", "token"), (path, accepted, token), shape[1:], strict=True):
+        if not 0 <= value < limit:
+            return f"returned {name} {value}: legal are 0 to {limit - 1}"
+    return ""
+
+
+def complete(pair: ToyPair, law: Law, length: int) -> Law:
+    """Continue emitted sequences with the target up to a length."""
+    full: Law = {}
+    todo = list(law.items())
+    while todo:
+        seq, weight = todo.pop()
+        if len(seq) == length:
+            full[seq] = full.get(seq, 0.0) + weight
+            continue
+        row = normal(pair.p(seq))
+        todo += [((*seq, x), weight * chance) for x, chance in enumerate(row) if chance > 0]
+    return full
+
+
+def target_law(pair: ToyPair, length: int) -> Law:
+    """The target's law of the first tokens."""
+    return complete(pair, {(): 1.0}, length)
+
+
+def emitted(drafts: Drafts, law: Float[Tensor, "B K m V"]) -> Law:
+    """The law of what a rule emits in its round: accepted tokens and the bonus token."""
+    found: Law = {}
+    tokens = drafts.tokens.tolist()
+    for at in law.nonzero().tolist():
+        b, path, accepted, token = at
+        seq = (*tokens[b][path][:accepted], token)
+        found[seq] = found.get(seq, 0.0) + float(law[tuple(at)])
+    return found
+
+
+def expected_accepted(law: Float[Tensor, "B K m V"]) -> float:
+    """The expected number of accepted tokens."""
+    return float((law.sum((0, 1, 3)) * torch.arange(law.shape[2])).sum())
+
+
+def worst_cell(found: Law, wanted: Law) -> WorstOutcome:
+    """The outcome on which two laws differ most."""
+    at = max({*found, *wanted}, key=lambda seq: abs(found.get(seq, 0.0) - wanted.get(seq, 0.0)))
+    return WorstOutcome(at, wanted.get(at, 0.0), found.get(at, 0.0))
+
+
+def judge(
+    pair: ToyPair, drafts: Drafts, law: Float[Tensor, "B K m V"], lost: dict[str, float] | None = None
+) -> Finding:
+    """Compare what a rule emits, continued by the target, with the target's law."""
+    length = law.shape[2]
+    found, wanted = complete(pair, emitted(drafts, law), length), target_law(pair, length)
+    return Finding(total_variation(found, wanted), worst_cell(found, wanted), expected_accepted(law), lost or {})

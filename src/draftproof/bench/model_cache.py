@@ -1,0 +1,194 @@
+"""Models on the bench: loaded once, shared by every cell that reads them.
+
+Knows: what has been loaded, how a question becomes token ids, our engine as one of those that answer. Does not know:
+the order of measurements, other engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from draftproof import models
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.loading import load_backend, load_model, parse_device
+from draftproof.bench.cell import OURS, Cell, canonical
+from draftproof.bench.questions import Question
+from draftproof.bench.record import Answer
+from draftproof.engine.engine import Engine
+from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, make_verifier
+from draftproof.errors import UserError
+from draftproof.profiling.peak import Peak
+from draftproof.sampling import SamplingParams
+from draftproof.tokenization import load_tokenizer, refuse_different
+
+
+@runtime_checkable
+class Answerer(Protocol):
+    """Anything that continues a prompt and says what that took: our engine, or a competitor."""
+
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+        """Continue one prompt; `seconds["total"]` runs from token ids to text."""
+        ...
+
+
+class ModelCache:
+    """Loads models and tokenizers when a cell first wants them, and keeps them.
+
+    Args:
+        device: for all models; default an accelerator when there is one.
+        trust_remote_code: run code that comes with a model; off unless asked for.
+
+    Attributes:
+        device: the device of all models.
+    """
+
+    def __init__(self, *, device: str | None = None, trust_remote_code: bool = False) -> None:
+        self.device = str(parse_device(device))
+        self._options: dict[str, Any] = {"device": self.device, "trust_remote_code": trust_remote_code}
+        self._backends: dict[tuple[str, ...], HFBackend] = {}
+        self._models: dict[tuple[str, str], Any] = {}
+        self._tokenizers: dict[str, Any] = {}
+        self._engines: dict[tuple[str | None, ...], Engine] = {}
+
+    def tokenizer(self, name: str) -> Any:
+        """The tokenizer of a model."""
+        if name not in self._tokenizers:
+            trusted = self._options["trust_remote_code"]
+            self._tokenizers[name] = load_tokenizer(models.resolve(name), trust_remote_code=trusted)
+        return self._tokenizers[name]
+
+    def model(self, name: str, dtype: str) -> Any:
+        """A transformers model as transformers made it, for engines that are not ours.
+
+        Our lean forward takes the weights of its model apart, so this is a copy of its own, of the same files.
+        """
+        key = (name, dtype)
+        if key not in self._models:
+            self._models[key] = load_model(models.resolve(name), dtype=dtype, **self._options)
+        return self._models[key]
+
+    def backend(self, name: str, dtype: str, backend: str, purpose: str = "") -> HFBackend:
+        """A model as our engine reads it; one for each purpose."""
+        key = (name, dtype, backend, purpose)
+        if key not in self._backends:
+            self._backends[key] = load_backend(name, dtype=dtype, backend=backend, **self._options)
+        return self._backends[key]
+
+    def engine(self, cell: Cell) -> Engine:
+        """Our engine for a cell; cells that differ in questions and sampling alone share it.
+
+        Drafters that learn from one request for the next begin anew each time: what a cell gains must not hang on
+        which of its answers were measured before a kill.
+
+        Raises:
+            UserError: models that cannot be had or do not fit together.
+        """
+        key = (cell.target, cell.draft, cell.drafter, cell.stopper, cell.verifier, cell.dtype, cell.backend)
+        if key not in self._engines or cell.drafter.startswith("suffix"):
+            self._engines[key] = self._assembled(cell)
+        return self._engines[key]
+
+    def _assembled(self, cell: Cell) -> Engine:
+        # A feature head has its target hold every hidden state, which would slow all other cells on it.
+        purpose = "states" if cell.drafter.startswith("feature_head") else ""
+        tokenizer, draft = self.tokenizer(cell.target), None
+        if cell.draft is not None:
+            self.refuse_strangers(cell.target, cell.draft)
+            draft = self.backend(cell.draft, cell.dtype, cell.backend)
+        return Engine.assemble(
+            self.backend(cell.target, cell.dtype, cell.backend, purpose),
+            draft,
+            tokenizer,
+            drafter=cell.drafter,
+            stopper=cell.stopper or DEFAULT_CONSTANT_STOPPER,
+            rule=make_verifier(cell.verifier) if cell.verifier else None,
+            max_batch=1,
+        )
+
+    def refuse_strangers(self, target: str, draft: str) -> None:
+        """Refuse a draft model with another tokenizer.
+
+        Raises:
+            UserError: naming a token that differs.
+        """
+        refuse_different(self.tokenizer(target), self.tokenizer(draft), target_name=target, draft_name=draft)
+
+    def plain(self, cell: Cell) -> Engine:
+        """Plain decoding on a cell's target: it says for every engine how prompts are read and where answers end."""
+        return self.engine(canonical(replace(cell, engine=OURS, drafter="none")))
+
+    def encode(self, cell: Cell, question: Question) -> list[int]:
+        """Token ids of a question: a user's message where it is one and the target has a chat template.
+
+        Raises:
+            UserError: it leaves no room for the answer in the target's context: engines would end at different places.
+        """
+        engine = self.plain(cell)
+        templated = question.chat and getattr(engine.tokenizer, "chat_template", None)
+        _, ids = engine.encode([{"role": "user", "content": question.prompt}] if templated else question.prompt)
+        most = engine.target.max_positions
+        if most is not None and len(ids) + cell.max_tokens > most:
+            raise UserError(
+                f"question {question.id!r} of {cell.dataset} has {len(ids)} tokens, and {cell.target} reads {most}: "
+                f"with {cell.max_tokens} to come, legal are {most - cell.max_tokens}; ask for fewer tokens"
+            )
+        return ids
+
+
+class Ours:
+    """Our engine as one that answers.
+
+    Args:
+        engine: with the tokenizer of its target.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+        """Continue one prompt."""
+        watch = Stopwatch(self._engine.target.device)
+        (out,) = self._engine.generate([list(prompt_ids)], params)
+        total, peak = watch.stop()
+        stats, spent = out.stats, out.stats.seconds
+        named = {part: getattr(spent, part) for part in ("draft", "target", "verify")}
+        seconds = {**named, "other": max(total - sum(named.values()), 0.0), "total": total}
+        parts = (out.drafter, out.stopper, out.verifier) if out.drafter != "none" else ("plain",)
+        return Answer(
+            token_ids=out.token_ids,
+            text=out.text,
+            finish_reason=out.finish_reason,
+            method=", ".join(part for part in parts if part),
+            tokens=stats.num_tokens,
+            target_calls=stats.num_target_calls,
+            rounds=stats.num_drafts,
+            draft_tokens=stats.num_draft_tokens,
+            accepted=stats.num_accepted_tokens,
+            accepted_per_position=tuple(stats.num_accepted_tokens_per_pos),
+            drafted_per_position=tuple(stats.num_drafts_per_pos),
+            seconds=seconds,
+            peak_memory=peak,
+        )
+
+
+class Stopwatch:
+    """Wall-clock seconds and peak memory from its making to `stop`, the accelerator's work included.
+
+    Args:
+        device: where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        # A CPU has its peak for the process only, which other cells' models share; it would say nothing of this one.
+        self._peak = Peak(device) if device.type == "cuda" else None
+        self._start = time.perf_counter()
+
+    def stop(self) -> tuple[float, int | None]:
+        """Seconds, and bytes on the accelerator; None on a CPU."""
+        peak = None if self._peak is None else self._peak.stop()
+        return time.perf_counter() - self._start, peak

@@ -1,0 +1,90 @@
+"""`draftproof reproduce`: the papers' tables and figures on the pairs at hand.
+
+Knows: its options, how recipes are listed and outcomes summed up. Does not know: how anything is measured.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftproof.cli._report import tell
+from draftproof.errors import UserError
+
+if TYPE_CHECKING:
+    from draftproof.reproduction.run import Finished
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RECIPE]...", help="Names of recipes; all without one.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report, pictures and records; a run that stopped goes on there.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="How much is measured: quick (minutes) or full.")] = "quick",
+    as_json: Annotated[bool, typer.Option("--json", help="Print outcomes as JSON.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Run the papers' tables and figures on the pairs at hand, their numbers beside ours.
+
+    A recipe is one table or figure; --list names them. Claims of direction are judged by intervals: holds, not
+    distinguishable, violated. A finished recipe is not measured again in the same folder.
+    """
+    if list_:
+        _list(as_json=as_json)
+        return
+    from draftproof.cli.generate import quiet_libraries
+    from draftproof.reproduction import run as recipes
+
+    if out is None:
+        raise UserError("no folder: say where the report goes with --out")
+    chosen = recipes.profile_named(profile)
+    with quiet_libraries():
+        made = recipes.reproduce(names or [], out, chosen, tell=_nothing if quiet else _progress)
+    if as_json:
+        typer.echo(json.dumps([each.content for each in made]))
+        return
+    for each in made:
+        typer.echo(_line(each))
+    typer.echo(f"written: {out / recipes.REPORT}.md")
+
+
+def _progress(line: str) -> None:
+    """A recipe that is begun stands out from what is measured for it."""
+    tell(line, dim=not line.startswith("["))
+
+
+def _nothing(line: str) -> None:
+    """Nobody wants to know."""
+
+
+def _list(*, as_json: bool) -> None:
+    from draftproof.reproduction.recipes.index import RECIPES
+
+    if as_json:
+        told = [
+            {"name": r.name, "how": r.how, "title": r.paper.title, "place": r.paper.place} for r in RECIPES.values()
+        ]
+        typer.echo(json.dumps(told))
+        return
+    for recipe in RECIPES.values():
+        typer.echo(f"{recipe.name:13} {recipe.how:7} {recipe.paper.title}")
+
+
+def _line(made: Finished) -> str:
+    """A recipe's marks, and its claims that must hold and do not."""
+    cells, claims = made.content["cells"], made.content["claims"]
+    marks = [sum(cell["mark"] == mark for cell in cells) for mark in ("reproduced", "direction only", "not reproduced")]
+    held = sum(claim["verdict"] == "holds" for claim in claims)
+    line = f"{made.name}: {marks[0]} reproduced, {marks[1]} direction only, {marks[2]} not reproduced; "
+    line += f"{held} of {len(claims)} claims hold"
+    broken = [claim for claim in claims if claim["kind"] == "must hold" and claim["verdict"] != "holds"]
+    return line + "".join(f"\n  {claim['verdict']}: {claim['text']}" for claim in broken)

@@ -1,0 +1,178 @@
+"""Request: one request while it is decoded, and Output: what becomes of it.
+
+Knows: committed tokens, the request's seed and round, when it is finished. Does not know: models, rules, other rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.base import Session
+from draftproof.draft import Draft, Verdict
+from draftproof.drafters.base import DraftRequest
+from draftproof.engine.stats import Stats
+from draftproof.finish import Cut, Cutter
+from draftproof.sampling import SamplingParams, TokenLogprob, Transforms, top_logprobs
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed answer.
+
+    Attributes:
+        text: text that no later token can change.
+        token_ids: tokens committed in the round.
+        finish_reason: None until the last chunk.
+        output: the whole answer, with the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+    output: Output | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One finished continuation.
+
+    Attributes:
+        prompt: the text, or None when token ids were given.
+        index: which of the request's n continuations.
+        text: the generated text; empty without a tokenizer.
+        token_ids: the generated tokens.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or token id that ended it; None for EOS and length.
+        lossless: whether the output law is exactly the target's.
+        drafter, stopper, verifier: the parts that were in effect.
+        seed: of this request; the same seed gives the same draws.
+        logprobs: for each token, when asked for.
+        stats: counts, rates, times.
+    """
+
+    prompt: str | None
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    stop_reason: int | str | None
+    lossless: bool
+    drafter: str
+    stopper: str | None
+    verifier: str
+    seed: int
+    stats: Stats
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, one object a continuation."""
+        made: dict[str, Any] = {
+            "prompt": self.prompt,
+            "index": self.index,
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "stop_reason": self.stop_reason,
+            "lossless": self.lossless,
+            "drafter": self.drafter,
+            "stopper": self.stopper,
+            "verifier": self.verifier,
+            "seed": self.seed,
+            "stats": self.stats.to_dict(),
+        }
+        if self.logprobs is not None:
+            made["logprobs"] = [entry.__dict__ | {"top": [list(pair) for pair in entry.top]} for entry in self.logprobs]
+        return made
+
+
+@dataclass(eq=False)
+class Request:
+    """A request in flight.
+
+    Attributes:
+        id: names it to the drafter.
+        prompt: its text, if it came as text.
+        index: which of the n continuations.
+        tokens: prompt and committed tokens.
+        prompt_length: how many of them are the prompt.
+        seed: of all its draws.
+        transforms: its sampling parameters, bound to the target's vocabulary.
+        cutter: decides what of a round is kept.
+        session: what the target has read; None before it runs and after it ends.
+        round: rounds done; part of the key of every draw.
+        verifier_state: what a rule with memory wants back with the next draft.
+        chunks: committed pieces that a stream has not taken yet.
+    """
+
+    id: int
+    prompt: str | None
+    index: int
+    tokens: list[int]
+    prompt_length: int
+    seed: int
+    transforms: Transforms
+    cutter: Cutter
+    max_tokens: int
+    session: Session | None = None
+    round: int = 0
+    verifier_state: object = None
+    stats: Stats = field(default_factory=Stats)
+    chunks: deque[Chunk] = field(default_factory=deque)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def params(self) -> SamplingParams:
+        """The request's sampling parameters."""
+        return self.transforms.params
+
+    @property
+    def finished(self) -> bool:
+        """Whether its last token is committed."""
+        return self.cutter.finish is not None
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Committed tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens it may still emit."""
+        return self.max_tokens - (len(self.tokens) - self.prompt_length)
+
+    def draft_request(self, limit: int) -> DraftRequest:
+        """What the drafter is told."""
+        return DraftRequest(self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session)
+
+    def contexts(self, draft: Draft) -> tuple[list[int], Sequence[Sequence[int]]]:
+        """Output tokens, and the drafted path above each row of the target's logits, when a transform reads them."""
+        if not self.transforms.path_dependent:
+            return [], ()
+        ids = draft.tree.ids
+        return self.output_ids, [(), *[[ids[node] for node in path] for path in draft.tree.paths]]
+
+    def commit(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "rows vocab"]) -> Cut:
+        """Take over what the cut leaves of a verdict: tokens, text, statistics and log-probabilities, all here.
+
+        The session is left as it is: the next round's `unread` keeps the accepted path and forgets the rest.
+        """
+        cut = self.cutter.cut(verdict.emitted)
+        kept = verdict.emitted[: cut.kept]
+        accepted = verdict.path[: cut.kept]
+        if self.params.logprobs is not None:
+            above = [0, *[node + 1 for node in verdict.path]]
+            self.logprobs.extend(
+                top_logprobs(logits[above[i]], token, self.params.logprobs) for i, token in enumerate(kept)
+            )
+        self.tokens.extend(kept)
+        self.round += 1
+        self.verifier_state = verdict.state
+        depth = max(draft.tree.depths, default=0)
+        self.stats.record(drafted=len(draft), depth=depth, accepted=len(accepted), emitted=len(kept))
+        return cut

@@ -1,0 +1,1 @@
+"""The papers' own figures, typed in, each with the place it comes from."""

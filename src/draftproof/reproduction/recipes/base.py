@@ -1,0 +1,268 @@
+"""What a recipe gives: our rows, judged claims, and a mark for every cell of the paper.
+
+Knows: when a cell counts as reproduced. Does not know: how anything is measured, reports.
+
+A cell is `reproduced` if our number equals the paper's within the tolerance that stands beside it, `direction only` if
+it does not and every claim that the cell is part of holds here, and `not reproduced` otherwise, with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from draftproof.reproduction.claims import Claim, Interval, Judgement
+from draftproof.reproduction.experiments import Experiments
+from draftproof.reproduction.papers.base import PaperTable, Value
+from draftproof.theory.lengths import iid_block_efficiency
+
+ANY = "*"  # every row of a column
+CLOSE = 0.05  # tolerance of a block efficiency, as a share of the paper's
+POINTS = 1.5  # tolerance of a gain, in percentage points
+
+
+class Mark(StrEnum):
+    """What became of a cell."""
+
+    REPRODUCED = "reproduced"
+    DIRECTION = "direction only"
+    NOT = "not reproduced"
+
+
+@dataclass(frozen=True)
+class PaperCell:
+    """A number of the paper beside ours.
+
+    Attributes:
+        row, column: where it stands.
+        paper: the paper's.
+        ours: ours, None where there is none.
+        tolerance: by how much they may differ.
+        mark: see the module.
+        reason: why not more.
+        timed: whether seconds are in it, which differ from run to run.
+    """
+
+    row: str
+    column: str
+    paper: Value
+    ours: Interval | None
+    tolerance: float
+    mark: Mark
+    reason: str
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class OurNumber:
+    """What we have to say of a cell.
+
+    Attributes:
+        ours: our number.
+        tolerance: in the cell's unit; as a share of the paper's number if `relative`.
+        claims: those that the cell is part of.
+        why: what makes our number another one, measured.
+        relative: see tolerance.
+        timed: see Cell.
+    """
+
+    ours: Interval
+    tolerance: float
+    claims: tuple[Claim, ...] = ()
+    why: str = ""
+    relative: bool = False
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Why there is nothing to say of a cell."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class OurRow:
+    """A row of our table."""
+
+    label: str
+    values: dict[str, Interval | str]
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a figure.
+
+    Attributes:
+        label: in the legend.
+        x, y: its points.
+        error: how far intervals reach below and above the points, where all points have one.
+        line: whether the points are joined.
+    """
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    error: tuple[tuple[float, ...], ...] = ()
+    line: bool = True
+
+    @classmethod
+    def through(cls, label: str, x: Iterable[int], found: Sequence[Interval]) -> Series:
+        """A line through estimates, with their intervals where every one has an interval."""
+        below = tuple(max(each.value - each.low, 0.0) for each in found)
+        above = tuple(max(each.high - each.value, 0.0) for each in found)
+        known = all(math.isfinite(reach) for each in found for reach in (each.value - each.low, each.high - each.value))
+        return cls(label, tuple(map(float, x)), tuple(each.value for each in found), (below, above) if known else ())
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture's data.
+
+    Attributes:
+        x, y: what the axes show.
+        series: its lines.
+        bars: whether it is a bar chart.
+    """
+
+    x: str
+    y: str
+    series: tuple[Series, ...]
+    bars: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a recipe."""
+
+    rows: tuple[OurRow, ...]
+    claims: tuple[Claim, ...]
+    cells: tuple[PaperCell, ...]
+    figure: Figure | None = None
+    notes: tuple[str, ...] = ()
+    timed_claims: tuple[Claim, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; None for what is no number."""
+        made: dict[str, Any] = _finite(asdict(self))
+        return made
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A table or figure and how we measure it.
+
+    Attributes:
+        paper: the paper's own figures.
+        measure: ours.
+        how: "exact", "counts" (of sampled tokens) or "times".
+    """
+
+    paper: PaperTable
+    measure: Callable[[Experiments], Outcome]
+    how: str = "counts"
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return self.paper.name
+
+
+@dataclass
+class OutcomeBuilder:
+    """An outcome in the making."""
+
+    paper: PaperTable
+    rows: list[OurRow] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    timed_claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    figure: Figure | None = None
+
+    def row(self, label: str, values: Mapping[str, Interval | str], *, timed: bool = False) -> None:
+        """Add a row of ours."""
+        self.rows.append(OurRow(label, dict(values), timed))
+
+    def finish(self, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> Outcome:
+        """The outcome, every cell of the paper marked."""
+        cells = mark_cells(self.paper, answers)
+        if self.paper.picture:
+            cells += picture_cells(self.claims)
+        return Outcome(
+            rows=tuple(self.rows),
+            claims=tuple(self.claims),
+            cells=tuple(cells),
+            figure=self.figure,
+            notes=tuple(self.notes),
+            timed_claims=tuple(self.timed_claims),
+        )
+
+
+def mark_cells(paper: PaperTable, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> list[PaperCell]:
+    """A marked cell for every value of a paper's table.
+
+    Args:
+        paper: the table.
+        answers: by (row, column), a row of ANY for the whole column.
+    """
+    cells = []
+    for row, values in paper.rows.items():
+        for name, value in zip(paper.columns, values, strict=True):
+            if value is None:
+                continue
+            found = answers.get((row, name), answers.get((ANY, name), answers.get((row, ANY))))
+            cells.append(_cell(row, name, value, found or Missing("no counterpart is measured here")))
+    return cells
+
+
+def _cell(row: str, column: str, value: float | str, found: OurNumber | Missing) -> PaperCell:
+    if isinstance(found, Missing) or isinstance(value, str):
+        reason = found.reason if isinstance(found, Missing) else "a formula: nothing to compare with"
+        return PaperCell(row, column, value, None, 0.0, Mark.NOT, reason)
+    tolerance = abs(value) * found.tolerance if found.relative else found.tolerance
+    if abs(found.ours.value - value) <= tolerance:
+        share = f"{found.tolerance:.0%} of the paper's" if found.relative else f"{tolerance:.3g}"
+        mark, reason = Mark.REPRODUCED, f"within {share}"
+    elif broken := [each for each in found.claims if each.verdict is not Judgement.HOLDS]:
+        mark = Mark.NOT
+        reason = "; ".join(f"{each.text}: {each.verdict} ({each.interval})" for each in broken)
+    elif not found.claims:
+        mark, reason = Mark.NOT, found.why or "our models and data are others"
+    else:
+        mark, reason = Mark.DIRECTION, found.why or "our models and data are others"
+    return PaperCell(row, column, value, found.ours, tolerance, mark, reason, found.timed)
+
+
+def picture_cells(claims: Iterable[Claim]) -> list[PaperCell]:
+    """A cell for each claim that stands for a picture: reproduced where it was computed exactly."""
+    made = []
+    for each in claims:
+        exact = each.interval.clusters == 0
+        if each.verdict is Judgement.HOLDS:
+            mark = Mark.REPRODUCED if exact else Mark.DIRECTION
+            reason = "computed exactly" if exact else "by an interval, on models of ours"
+        else:
+            mark, reason = Mark.NOT, f"{each.verdict}: {each.interval}"
+        made.append(PaperCell("picture", each.text, "picture", each.interval, 0.0, mark, reason))
+    return made
+
+
+def implied_acceptance(efficiency: float, n: int) -> float:
+    """The constant acceptance rate that gives a block efficiency with drafts of n tokens (Leviathan et al. 2023)."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if iid_block_efficiency(middle, n) < efficiency else (low, middle)
+    return low

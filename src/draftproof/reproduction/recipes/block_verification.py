@@ -1,0 +1,332 @@
+"""Block Verification: token, block, greedy block, SpecTr and SpecInfer by n and temperature, and the toy pair.
+
+Knows: which runs answer which cell. Does not know: how runs are made, how intervals are taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
+from draftproof.reproduction.expected_accepted import CHAIN_RULES, key
+from draftproof.reproduction.experiments import Experiments, Names, Row
+from draftproof.reproduction.papers import block_verification as papers
+from draftproof.reproduction.recipes.base import (
+    ANY,
+    CLOSE,
+    POINTS,
+    Figure,
+    Missing,
+    OurNumber,
+    Outcome,
+    OutcomeBuilder,
+    Recipe,
+    Series,
+)
+from draftproof.reproduction.recipes.sums import (
+    TIMED,
+    AtPlaces,
+    apart,
+    efficiency,
+    faster,
+    gain,
+    less,
+    run_efficiency,
+    run_sums,
+    several,
+    speed,
+    why_other,
+)
+
+Answers = dict[tuple[str, str], OurNumber | Missing]
+LENGTHS = (1, 4, 6, 8)
+PAPER_N = 8
+
+
+def at_places(lab: Experiments, names: Names, temperature: float, **other: int) -> AtPlaces:
+    """The rules for single drafts on the same drafts."""
+    asked = lab.scaled_places(names, lengths=LENGTHS, temperature=temperature, **other)
+    return AtPlaces(lab, asked, [key(rule, n) for rule in CHAIN_RULES for n in LENGTHS])
+
+
+def _gain_answers(
+    found: dict[str, Interval], claims: Sequence[Claim], timed: Sequence[Claim], why: str, row: str = ANY
+) -> Answers:
+    """Answers for the six columns of a table of gains."""
+    be, ws = tuple(claims), tuple(timed)
+    made: Answers = {
+        (row, "BE token"): OurNumber(found["BE token"], CLOSE, be, why, relative=True),
+        (row, "BE block"): OurNumber(found["BE block"], CLOSE, be, why, relative=True),
+        (row, "BE gain %"): OurNumber(found["BE gain %"], POINTS, be, why),
+    }
+    for column in ("WS token", "WS block", "WS gain %"):
+        if column in found:
+            tolerance = POINTS if "gain" in column else CLOSE
+            told = "seconds of this machine and these models"
+            made[row, column] = OurNumber(found[column], tolerance, ws, told, relative="gain" not in column, timed=True)
+        else:
+            made[row, column] = Missing("time is measured for tables 1, 2 and 5 only")
+    return made
+
+
+def whole_runs(lab: Experiments, names: Names, temperature: float, n: int) -> list[list[Row]]:
+    """Plain decoding, token, block and greedy block verification in turns."""
+    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=temperature)
+    drafting = [replace(plain, drafter="model", stopper=f"fixed:{n}", verifier=rule) for rule in CHAIN_RULES]
+    return lab.in_turns([plain, *drafting])
+
+
+def _times(lab: Experiments, names: Names, temperature: float, n: int) -> tuple[dict[str, Interval], Claim, Claim]:
+    """Whole runs of plain, token and block: speeds over plain, and what the runs say of block against token."""
+    runs = whole_runs(lab, names, temperature, n)[:3]
+    sums = run_sums(runs, TIMED)
+    found = {
+        "WS token": bootstrap(sums, speed(1, 0)),
+        "WS block": bootstrap(sums, speed(2, 0)),
+        "WS gain %": bootstrap(sums, faster(2, 1, 100)),
+        "BE token in runs": bootstrap(sums, run_efficiency(1, 3)),
+        "BE block in runs": bootstrap(sums, run_efficiency(2, 3)),
+    }
+    counts = bootstrap(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
+    label = f"{names.label}, T = {temperature:g}, n = {n}"
+    return (
+        found,
+        claim(f"whole runs: BE block - BE token > 0 ({label})", Kind.MODELS, counts),
+        claim(
+            f"time: speed of block over token - 1 > 0 ({label})",
+            Kind.MODELS,
+            bootstrap(sums, faster(2, 1)),
+        ),
+    )
+
+
+def table1(lab: Experiments) -> Outcome:
+    """Token and block at n = 8."""
+    draft, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    for place, names in enumerate(lab.profile.pairs):
+        at = at_places(lab, names, 1.0)
+        found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
+        found["BE gain %"] = at.gain(PAPER_N)
+        held = at.at_least(
+            f"BE block - BE token > 0 ({names.label}, n = {PAPER_N})", key("block", PAPER_N), key("token", PAPER_N)
+        )
+        times, counted, timed = _times(lab, names, 1.0, PAPER_N)
+        draft.claims += [held, counted]
+        draft.timed_claims.append(timed)
+        draft.row(names.label, found)
+        draft.row(
+            f"{names.label}, whole runs",
+            {name.removesuffix(" in runs"): value for name, value in times.items() if "BE" in name},
+        )
+        draft.row(f"{names.label}, times", {name: value for name, value in times.items() if "WS" in name}, timed=True)
+        if place == 0:
+            why = why_other(
+                float(papers.TABLE1.value("Average", "BE token") or 0), found["BE token"], PAPER_N, names.label
+            )
+            speeds = {name: value for name, value in times.items() if "WS" in name}
+            answers = _gain_answers(found | speeds, [held], [timed], why)
+    draft.notes.append("Every data set of the paper stands beside the same prompts of ours, beginnings of stories.")
+    return draft.finish(answers)
+
+
+def table2(lab: Experiments) -> Outcome:
+    """Token and block by temperature."""
+    draft, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    for place, names in enumerate(lab.profile.pairs):
+        sums: dict[float, AtPlaces] = {}
+        for heat in (0.2, 0.6, 1.0):
+            at = sums[heat] = at_places(lab, names, heat)
+            found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
+            found["BE gain %"] = at.gain(PAPER_N)
+            text = f"BE block - BE token > 0 ({names.label}, T = {heat:g}, n = {PAPER_N})"
+            held = at.at_least(text, key("block", PAPER_N), key("token", PAPER_N))
+            draft.claims.append(held)
+            draft.row(f"{names.label}, T = {heat:g}", found)
+            if place == 0:
+                times, counted, timed = _times(lab, names, heat, PAPER_N)
+                draft.claims.append(counted)
+                draft.timed_claims.append(timed)
+                speeds = {name: value for name, value in times.items() if "WS" in name}
+                draft.row(f"{names.label}, T = {heat:g}, times", speeds, timed=True)
+                row = f"T = {heat:.1f}"
+                why = why_other(
+                    float(papers.TABLE2.value(row, "BE token") or 0), found["BE token"], PAPER_N, names.label
+                )
+                answers |= _gain_answers(found | speeds, [held], [timed], why, row)
+        draft.claims += [_hotter(names, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
+        cold = at_places(lab, names, 0.0, places=4, seeds=1)  # nothing is drawn
+        equal = bootstrap(cold.sums, apart(cold, PAPER_N))
+        draft.claims.append(
+            claim(f"-|BE block - BE token| >= 0 at T = 0 ({names.label})", Kind.MUST, equal, at_least=True)
+        )
+    return draft.finish(answers)
+
+
+def _hotter(names: Names, sums: dict[float, AtPlaces], low: float, high: float) -> Claim:
+    """That the gain grows with temperature: both are of the same prompts, so prompts are resampled together."""
+    one, other = sums[high], sums[low]
+    both = torch.cat([one.sums, other.sums], -1)
+    width = one.sums.shape[1]
+
+    def difference(totals: torch.Tensor) -> torch.Tensor:
+        parts = (totals[:, :width], totals[:, width:])
+        hot, cold = (
+            gain(each[key("block", PAPER_N)], each[key("token", PAPER_N)])(part)
+            for each, part in zip((one, other), parts, strict=True)
+        )
+        return hot - cold
+
+    text = f"gain at T = {high:g} - gain at T = {low:g} > 0 ({names.label})"
+    return claim(text, Kind.MODELS, bootstrap(both, difference))
+
+
+def figure4(lab: Experiments) -> Outcome:
+    """Token and block by n."""
+    draft, answers = OutcomeBuilder(papers.FIGURE4), Answers()
+    lines = []
+    for place, names in enumerate(lab.profile.pairs):
+        at = at_places(lab, names, 1.0)
+        equal = bootstrap(at.sums, apart(at, 1))
+        grown = [
+            claim(
+                f"gain at n = {b} - gain at n = {a} > 0 ({names.label})",
+                Kind.MUST,
+                bootstrap(at.sums, less(_gain(at, b), _gain(at, a))),
+            )
+            for a, b in itertools.pairwise(LENGTHS)
+        ]
+        longer = [
+            at.at_least(f"BE {rule} at n = {b} - at n = {a} > 0 ({names.label})", key(rule, b), key(rule, a))
+            for rule in ("token", "block")
+            for a, b in itertools.pairwise(LENGTHS)
+        ]
+        same = claim(f"-|BE block - BE token| >= 0 at n = 1 ({names.label})", Kind.MUST, equal, at_least=True)
+        draft.claims += [*grown, *longer, same]
+        lines.append(Series.through(names.label, LENGTHS, [at.gain(n) for n in LENGTHS]))
+        for n in LENGTHS[1:]:
+            found = {
+                "BE token": at.efficiency("token", n),
+                "BE block": at.efficiency("block", n),
+                "BE gain %": at.gain(n),
+            }
+            draft.row(f"{names.label}, n = {n}", found)
+            if place < 2:
+                row = f"{('XXS', 'XXXS')[place]}, n = {n}"
+                why = why_other(float(papers.FIGURE4.value(row, "BE token") or 0), found["BE token"], n, names.label)
+                answers |= _gain_answers(found, [*grown, *longer], [], why, row)
+    lines.append(Series("paper, XXS", (4.0, 6.0, 8.0), (3.36, 6.10, 8.30)))
+    lines.append(Series("paper, XXXS", (4.0, 6.0, 8.0), (3.16, 5.07, 6.27)))
+    draft.figure = Figure("n", "gain of block over token verification, %", tuple(lines))
+    draft.notes.append("Beside XXS stands our first pair, beside XXXS the second; they differ in target as well.")
+    return draft.finish(answers)
+
+
+def _gain(at: AtPlaces, n: int) -> Statistic:
+    return gain(at[key("block", n)], at[key("token", n)])
+
+
+def table4(lab: Experiments) -> Outcome:
+    """Greedy block verification beside the others: in one round and over whole runs."""
+    draft, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    rules = CHAIN_RULES
+    for place, names in enumerate(lab.profile.pairs):
+        at = at_places(lab, names, 1.0)
+        one = [
+            at.at_least(
+                f"one round: BE {a} - BE {b} >= 0 ({names.label}, n = {PAPER_N})",
+                key(a, PAPER_N),
+                key(b, PAPER_N),
+                strict=False,
+            )
+            for a, b in (("greedy_block", "block"), ("block", "token"))
+        ]
+        runs = whole_runs(lab, names, 1.0, PAPER_N)[1:]
+        sums = run_sums(runs)
+        found = {f"BE {rule.replace('_', ' ')}": bootstrap(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
+        whole = [
+            claim(
+                f"whole runs: BE {rules[a]} - BE {rules[b]} > 0 ({names.label})",
+                Kind.MODELS,
+                bootstrap(sums, less(run_efficiency(a), run_efficiency(b))),
+            )
+            for a, b in ((1, 0), (2, 0), (1, 2))
+        ]
+        draft.claims += [*one, *whole]
+        draft.row(f"{names.label}, whole runs", found)
+        draft.row(
+            f"{names.label}, one round",
+            {f"BE {rule.replace('_', ' ')}": at.efficiency(rule, PAPER_N) for rule in rules},
+        )
+        if place == 0:
+            why = why_other(3.21, found["BE token"], PAPER_N, names.label)
+            order = {
+                "BE token": (whole[0], whole[1]),
+                "BE block": (whole[0], whole[2]),
+                "BE greedy block": (whole[1], whole[2]),
+            }
+            for column, value in found.items():
+                answers[ANY, column] = OurNumber(value, CLOSE, order[column], why, relative=True)
+    return draft.finish(answers)
+
+
+def table5(lab: Experiments) -> Outcome:
+    """One draft against two."""
+    draft, answers = OutcomeBuilder(papers.TABLE5), Answers()
+    columns = {"token": key("token", PAPER_N), "block": key("block", PAPER_N)}
+    columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
+    for place, names in enumerate(lab.profile.pairs):
+        at = AtPlaces(lab, several(lab, names), list(columns.values()))
+        found = {f"BE {name}": bootstrap(at.sums, efficiency(at[column])) for name, column in columns.items()}
+        order = [
+            ("SpecTr", "SpecInfer", Kind.MODELS),
+            ("SpecInfer", "block", Kind.MODELS),
+            ("block", "token", Kind.MUST),
+            ("SpecTr", "token", Kind.MUST),
+        ]
+        held = [
+            at.at_least(f"BE {a} - BE {b} > 0 ({names.label})", columns[a], columns[b], kind) for a, b, kind in order
+        ]
+        draft.claims += held
+        draft.row(names.label, found)
+        if place == 0:
+            why = why_other(3.394, found["BE token"], PAPER_N, names.label)
+            for name in columns:
+                mine = tuple(each for each, pair in zip(held, order, strict=True) if name in pair[:2])
+                answers[ANY, f"BE {name}"] = OurNumber(found[f"BE {name}"], CLOSE, mine, why, relative=True)
+            speeds, timed = _batch_speeds(lab, names)
+            draft.timed_claims += timed
+            draft.row(f"{names.label}, times in batches of 8", speeds, timed=True)
+            for column, value in speeds.items():
+                told = "seconds of this machine and these models"
+                answers[ANY, column] = OurNumber(value, CLOSE, tuple(timed), told, relative=True, timed=True)
+    return draft.finish(answers)
+
+
+def _batch_speeds(lab: Experiments, names: Names) -> tuple[dict[str, Interval], list[Claim]]:
+    """Speed over plain decoding in batches of 8."""
+    parts = {"token": ("model", "token"), "block": ("model", "block")}
+    parts |= {"SpecTr": ("chains:2", "spectr"), "SpecInfer": ("chains:2", "multi_round")}
+    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=1.0)
+    drafting = [replace(plain, drafter=d, stopper=f"fixed:{PAPER_N}", verifier=v) for d, v in parts.values()]
+    runs = lab.in_turns([plain, *drafting])
+    sums = run_sums(runs, TIMED)
+    found = {f"WS {name}": bootstrap(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
+    timed = [
+        claim(f"time: speed of block over {name} - 1 > 0 ({names.label})", Kind.MODELS, bootstrap(sums, faster(2, at)))
+        for at, name in enumerate(parts, 1)
+        if name in {"SpecTr", "SpecInfer"}
+    ]
+    return found, timed
+
+
+RECIPES = (
+    Recipe(papers.TABLE1, table1),
+    Recipe(papers.TABLE2, table2),
+    Recipe(papers.TABLE4, table4),
+    Recipe(papers.TABLE5, table5),
+    Recipe(papers.FIGURE4, figure4),
+)

@@ -1,0 +1,50 @@
+"""Every recipe by its name.
+
+Knows: the modules that hold recipes. Does not know: what any of them measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draftproof.errors import UserError
+from draftproof.reproduction.recipes import (
+    block_verification,
+    block_verification_v1,
+    couplings,
+    heads,
+    passes,
+    small_verifiers,
+    specdec_pp,
+    spectr,
+    sprinter,
+)
+from draftproof.reproduction.recipes.base import Recipe
+
+_MODULES = (
+    couplings,
+    block_verification_v1,
+    block_verification,
+    spectr,
+    specdec_pp,
+    passes,
+    heads,
+    sprinter,
+    small_verifiers,
+)
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in sorted((recipe for module in _MODULES for recipe in module.RECIPES), key=lambda each: each.name)
+}
+
+
+def chosen(names: Sequence[str]) -> list[Recipe]:
+    """Recipes by name, in their own order; all of them without a name.
+
+    Raises:
+        UserError: a name that is none, saying which there are.
+    """
+    for name in names:
+        if name not in RECIPES:
+            raise UserError(f"recipe is {name!r}: legal are {', '.join(RECIPES)}")
+    return [recipe for name, recipe in RECIPES.items() if not names or name in names]

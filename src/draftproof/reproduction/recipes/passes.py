@@ -1,0 +1,154 @@
+"""SpecDec++, table 2 and figure 3: seconds of a pass, by regression of time on what was drafted and verified.
+
+Knows: which runs are timed. Does not know: stoppers, how a run is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from draftproof.bench.measures import fit_times
+from draftproof.reproduction.claims import Claim, Interval, Kind, claim, resampled, shifted
+from draftproof.reproduction.experiments import SMALL, Experiments, Names, PlannedRun, Row
+from draftproof.reproduction.papers import specdec_pp as papers
+from draftproof.reproduction.recipes.base import Figure, Missing, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.specdec_pp import TOP_K
+
+Answers = dict[tuple[str, str], OurNumber | Missing]
+
+STOPPERS = {
+    "SpecDec": tuple(f"fixed:{length}" for length in (2, 6, 10)),
+    "SpecDec++": tuple(f"acceptance:{h}" for h in (0.3, 0.7, 0.9)),
+}
+TIMED = ("stand-alone", *STOPPERS)
+SECONDS = 0.0005  # tolerance
+
+
+Parts = Sequence[list[tuple[float, float, float]]]  # (drafted, target calls, seconds) of each prompt's answers
+
+
+def _timed(lab: Experiments) -> dict[str, Parts]:
+    """Answers by setting, one sequence at a time, all settings in turns; models by themselves at two lengths."""
+    size = {"batch": 1, "prompts": min(lab.profile.prompts, 12), "seeds": 1, "top_k": TOP_K, "verifier": "token"}
+    asked: dict[str, list[PlannedRun]] = {}
+    for name, names in (("draft", Names(SMALL.draft, SMALL.draft)), ("target", SMALL)):
+        plain = lab.scaled_run(names, **size, drafter="none", stopper="")
+        asked[name] = [replace(plain, tokens=tokens) for tokens in (plain.tokens // 3, plain.tokens)]
+    for setting, stoppers in STOPPERS.items():
+        asked[setting] = [lab.scaled_run(SMALL, **size, stopper=stopper) for stopper in stoppers]
+    rows = iter(lab.in_turns([run for runs in asked.values() for run in runs]))
+    return {name: _by_prompt([next(rows) for _ in runs]) for name, runs in asked.items()}
+
+
+def _by_prompt(runs: Sequence[Sequence[Row]]) -> Parts:
+    found: list[list[tuple[float, float, float]]] = [[] for _ in runs[0]]
+    for row in itertools.chain(*runs):
+        counts = (float(row["num_draft_tokens"]), float(row["num_target_calls"]), float(row["seconds"]["total"]))
+        found[row["prompt"]].append(counts)
+    return found
+
+
+def _slope(parts: Parts, side: int) -> float:
+    """Seconds of a pass of either model, by regression on both counts."""
+    fitted = fit_times(list(itertools.chain(*parts)))
+    return math.nan if fitted is None else (fitted.draft, fitted.target, fitted.r_squared)[side]
+
+
+def _line(parts: Parts, side: int) -> float:
+    """Seconds of a pass and R squared of a model by itself, whose calls are the only count."""
+    rows = torch.tensor(list(itertools.chain(*parts)), dtype=torch.float64)
+    calls, seconds = rows[:, 1], rows[:, 2]
+    slope = float((calls * seconds).sum() / (calls**2).sum())
+    spread = float(((seconds - seconds.mean()) ** 2).sum())
+    return (slope, 1 - float(((seconds - slope * calls) ** 2).sum()) / spread)[side]
+
+
+def passes(lab: Experiments) -> dict[str, dict[str, Interval]]:
+    """Seconds of a pass by setting."""
+    timed = _timed(lab)
+    found = {
+        "stand-alone": {
+            "t_draft": resampled(timed["draft"], lambda parts: _line(parts, 0)),
+            "t_target": resampled(timed["target"], lambda parts: _line(parts, 0)),
+            "R squared": resampled(timed["target"], lambda parts: _line(parts, 1)),
+        }
+    }
+    for setting in STOPPERS:
+        parts = timed[setting]
+        found[setting] = {
+            name: resampled(parts, partial(_slope, side=side))
+            for side, name in enumerate(("t_draft", "t_target", "R squared"))
+        }
+    return found
+
+
+def fits(found: dict[str, dict[str, Interval]]) -> dict[str, Claim]:
+    """By setting, whether the model of time fits."""
+    return {
+        setting: claim(
+            f"R squared - 0.98 >= 0 ({setting})",
+            Kind.MODELS,
+            shifted(found[setting]["R squared"], -0.98),
+            at_least=True,
+        )
+        for setting in TIMED
+    }
+
+
+def head_costs(found: dict[str, dict[str, Interval]]) -> Claim:
+    """That the acceptance head costs less than a tenth of a draft pass."""
+    plain, headed = found["SpecDec"]["t_draft"], found["SpecDec++"]["t_draft"]
+    value, low, high = headed.value / plain.value, headed.low / plain.high, headed.high / plain.low
+    gap = Interval(1.1 - value, 1.1 - high, 1.1 - low, headed.level, headed.clusters)
+    return claim("1.1 - t_draft with the head over t_draft without > 0", Kind.MODELS, gap)
+
+
+OTHER_SECONDS = (
+    "models of 260 thousand parameters on a CPU take milliseconds where the paper's take a tenth of a second"
+)
+
+
+def table2(lab: Experiments) -> Outcome:
+    """Seconds of a pass."""
+    draft, answers, found = OutcomeBuilder(papers.TABLE2), Answers(), passes(lab)
+    fitted = fits(found)
+    for setting, values in found.items():
+        draft.row(f"{SMALL.label}, {setting}", values, timed=True)
+        for row in papers.TABLE2.rows:
+            if row.split(",")[0] == setting:
+                answers |= {
+                    (row, name): _answer(value, 0.02 if name == "R squared" else SECONDS, fitted[setting])
+                    for name, value in values.items()
+                }
+    draft.timed_claims += [*fitted.values(), head_costs(found)]
+    return draft.finish(answers)
+
+
+def _answer(value: Interval, tolerance: float, fitted: Claim) -> OurNumber:
+    return OurNumber(value, tolerance, (fitted,), OTHER_SECONDS, timed=True)
+
+
+def figure3(lab: Experiments) -> Outcome:
+    """The same as bars."""
+    draft, answers, found = OutcomeBuilder(papers.FIGURE3), Answers(), passes(lab)
+    fitted = fits(found)
+    for setting, values in found.items():
+        own = {name: values[name] for name in ("t_draft", "t_target")}
+        draft.row(f"{SMALL.label}, {setting}", own, timed=True)
+        answers |= {(setting, name): _answer(value, SECONDS, fitted[setting]) for name, value in own.items()}
+    draft.timed_claims += [*fitted.values(), head_costs(found)]
+    lines = [
+        Series(name, tuple(map(float, range(3))), tuple(1000 * found[setting][name].value for setting in TIMED))
+        for name in ("t_draft", "t_target")
+    ]
+    draft.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)
+    return draft.finish(answers)
+
+
+RECIPES = (Recipe(papers.TABLE2, table2, "times"), Recipe(papers.FIGURE3, figure3, "times"))

@@ -1,0 +1,175 @@
+"""SpecTr: SpecTr by number of drafts, length and draft model, and the time of a pass over more tokens.
+
+Knows: which runs answer which cell. Does not know: how runs are made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.base import Feed
+from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim
+from draftproof.reproduction.expected_accepted import key
+from draftproof.reproduction.experiments import SMALL, Experiments, Names
+from draftproof.reproduction.papers import spectr as papers
+from draftproof.reproduction.recipes.base import (
+    CLOSE,
+    Figure,
+    Missing,
+    OurNumber,
+    Outcome,
+    OutcomeBuilder,
+    Recipe,
+    Series,
+)
+from draftproof.reproduction.recipes.sums import AtPlaces, efficiency, several, why_other
+from draftproof.tree import TokenTree
+
+Answers = dict[tuple[str, str], OurNumber | Missing]
+DRAFTS, LENGTHS = (1, 2, 4, 8), (4, 8)
+PASSES = 30  # timed, of each shape
+
+
+def _column(k: int, n: int) -> str:
+    return key("spectr", n, k)
+
+
+def _grid(lab: Experiments, names: Names, **asked: Any) -> AtPlaces:
+    """SpecTr by K and n on the same drafts; at K = 1 it is token verification."""
+    return AtPlaces(lab, several(lab, names, **asked), [_column(k, n) for n in LENGTHS for k in DRAFTS])
+
+
+def _growth(at: AtPlaces, label: str) -> list[Claim]:
+    """That efficiency grows with K and with L."""
+    with_k = [
+        at.at_least(f"BE at K = {b} - at K = {a} > 0 ({label}, L = {n})", _column(b, n), _column(a, n))
+        for n in LENGTHS
+        for a, b in itertools.pairwise(DRAFTS)
+    ]
+    with_n = [
+        at.at_least(f"BE at L = 8 - at L = 4 > 0 ({label}, K = {k})", _column(k, 8), _column(k, 4)) for k in DRAFTS
+    ]
+    return [*with_k, *with_n]
+
+
+def table2(lab: Experiments) -> Outcome:
+    """Tokens a call by K and L."""
+    draft, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    lines = []
+    for place, names in enumerate(lab.profile.pairs):
+        at = _grid(lab, names)
+        held = _growth(at, names.label)
+        draft.claims += held
+        for n in LENGTHS:
+            found = [at.efficiency("spectr", n, k) for k in DRAFTS]
+            draft.row(f"{names.label}, L = {n}", {f"K = {k}": value for k, value in zip(DRAFTS, found, strict=True)})
+            lines.append(Series.through(f"{names.label}, L = {n}", DRAFTS, found))
+            if place > 0:
+                continue
+            for k, value in zip(DRAFTS, found, strict=True):
+                row = f"{'speculative' if k == 1 else 'SpecTr'} K={k} L={n}"
+                why = why_other(2.2 if n == 4 else 2.3, found[0], n, f"at K = 1 {names.label}")
+                answers[row, "BE"] = OurNumber(value, CLOSE, tuple(held), why, relative=True)
+    draft.figure = Figure("K", "tokens a target call", tuple(lines))
+    return draft.finish(answers)
+
+
+def table4(lab: Experiments) -> Outcome:
+    """Three draft models of different strength: early exits of the same target."""
+    draft, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    names = SMALL
+    layers = dict(zip(("2M", "6M", "20M"), (2, 3, 4), strict=True))
+    grids = {size: _grid(lab, names, drafter=f"early_exit:{count}", seeds=1) for size, count in layers.items()}
+    held = [each for size, at in grids.items() for each in _growth(at, f"first {layers[size]} layers")]
+    better = [_better(grids[a], grids[b], layers[a], layers[b]) for a, b in itertools.pairwise(grids)]
+    draft.claims += [*held, *better]
+    for size, at in grids.items():
+        found = {f"K={k} L={n}": at.efficiency("spectr", n, k) for n in LENGTHS for k in DRAFTS}
+        draft.row(f"{names.target}, first {layers[size]} of 5 layers", found)
+        paper = float(papers.TABLE4.value(size, "K=1 L=8") or 0)
+        why = why_other(paper, found["K=1 L=8"], 8, f"at K = 1 the exit after {layers[size]} layers")
+        for name, value in found.items():
+            mine = tuple(each for each in held if f"first {layers[size]} layers" in each.text)
+            answers[size, name] = OurNumber(value, CLOSE, (*mine, *better), why, relative=True)
+    draft.notes.append("Our three drafts are the first 2, 3 and 4 of the target's 5 layers, weaker to stronger.")
+    return draft.finish(answers)
+
+
+def _better(one: AtPlaces, other: AtPlaces, fewer: int, more: int) -> Claim:
+    """That the deeper exit is the better draft, averaged over K and L; prompts are resampled together."""
+    width = one.sums.shape[1]
+    both = torch.cat([one.sums, other.sums], -1)
+
+    def difference(totals: Float[Tensor, "draws columns"]) -> Float[Tensor, " draws"]:
+        weak, strong = (
+            torch.stack([efficiency(at)(part) for at in range(1, width)]).mean(0)
+            for part in (totals[:, :width], totals[:, width:])
+        )
+        return strong - weak
+
+    text = f"mean BE with {more} layers - with {fewer} > 0"
+    return claim(text, Kind.MODELS, bootstrap(both, difference))
+
+
+def table1(lab: Experiments) -> Outcome:
+    """The time of a pass by tokens and batch."""
+    draft, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    why = "a CPU has no idle arithmetic to read more tokens with"
+    for place, names in enumerate(lab.profile.pairs):
+        found = _passes(lab, names)
+        base = statistics.median(found["4x1"])
+        for length in (4, 8):
+            told: dict[str, Interval | str] = {}
+            for batch in (1, 2, 4, 8):
+                low, middle, high = (each / base for each in statistics.quantiles(found[f"{length}x{batch}"], n=4))
+                told[f"batch {batch}"] = ours = Interval(middle, low, high, 0.5, PASSES)
+                if place == 0:
+                    answers[f"length {length}", f"batch {batch}"] = OurNumber(ours, 0.15, (), why, timed=True)
+            draft.row(f"{names.target}, length {length}", told, timed=True)
+        sums = torch.tensor([found["8x8"], found["4x1"]]).T
+        text = f"1.5 - time of a pass over 8 x 8 tokens relative to 4 x 1 > 0 ({names.target})"
+        kept = bootstrap(sums, lambda totals: 1.5 - totals[:, 0] / totals[:, 1])
+        draft.timed_claims.append(claim(text, Kind.MODELS, kept))
+    draft.notes.append(
+        "Median of passes over new tokens after 64 known ones; brackets: quartiles. Claim: ratio of means."
+    )
+    return draft.finish(answers)
+
+
+def _passes(lab: Experiments, names: Names) -> dict[str, list[float]]:
+    """Seconds of passes by length x batch, from the records if they are there."""
+    asked = {"names": names.label, "dtype": names.dtype}
+    found: dict[str, list[float]] = lab.remembered("passes", asked, lambda: _time_passes(lab, names))
+    return found
+
+
+def _time_passes(lab: Experiments, names: Names) -> dict[str, list[float]]:
+    """Shapes take turns, so that a machine that slows down meets all of them."""
+    model = lab.backend(names.target, names.dtype)
+    prompt = (lab.prompts(names.target, 8)[0] * 64)[:64]
+    shapes = [(length, batch) for length in (4, 8) for batch in (1, 2, 4, 8)]
+    seconds: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
+    for repeat in range(PASSES + 3):
+        for length, batch in shapes:
+            sessions = [model.open() for _ in range(batch)]
+            with torch.inference_mode():
+                model.forward([Feed(session, prompt) for session in sessions])
+                tree = TokenTree.chain(torch.tensor(prompt[:length], device=model.device))
+                start = time.perf_counter()
+                model.forward([Feed(session, (), tree) for session in sessions])
+                spent = time.perf_counter() - start
+            for session in sessions:
+                session.close()
+            if repeat >= 3:
+                seconds[length, batch].append(spent)
+    return {f"{length}x{batch}": times for (length, batch), times in seconds.items()}
+
+
+RECIPES = (Recipe(papers.TABLE1, table1, "times"), Recipe(papers.TABLE2, table2), Recipe(papers.TABLE4, table4))

@@ -1,0 +1,308 @@
+"""SPRINTER, arXiv 2502.04557: SPRINTER beside lossless and lossy methods, in calls, time, operations and quality.
+
+Knows: which runs answer which cell, how quality is judged without a judge model. Does not know: how runs are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.bench.flops import pass_flops, shape_of
+from draftproof.embedded import heads_dir
+from draftproof.heads import load_head
+from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, column
+from draftproof.reproduction.draft_samples import pair_of
+from draftproof.reproduction.experiments import SMALL, Experiments, Names, PlannedRun, Row
+from draftproof.reproduction.papers import sprinter as papers
+from draftproof.reproduction.recipes.base import ANY, Missing, OurNumber, Outcome, OutcomeBuilder, Recipe
+from draftproof.reproduction.recipes.sums import run_sums
+from draftproof.training.features import ModelPair
+from draftproof.training.responses import Response
+from draftproof.training.sprinter import drift
+
+Answers = dict[tuple[str, str], OurNumber | Missing]
+SD = "fixed:4"  # the paper does not name its length
+METHODS: dict[str, dict[str, str]] = {
+    "SD": {"stopper": SD, "verifier": "token"},
+    "SpecDec++": {"stopper": "acceptance:0.7", "verifier": "token"},
+    "AdaEDL": {"stopper": "entropy:0.4", "verifier": "token"},
+    "mentored": {"stopper": SD, "verifier": "mentored:0.1"},
+    "SPRINTER": {"stopper": "approximate:0.5", "verifier": "last_token"},
+    "SPRINTER, tau 0.4": {"stopper": "approximate:0.4", "verifier": "last_token"},
+    "SPRINTER, tau 0.3": {"stopper": "approximate:0.3", "verifier": "last_token"},
+    "SPRINTER's drafts, lossless": {"stopper": "approximate:0.5", "verifier": "token"},
+}
+PLAIN = {"drafter": "none", "stopper": ""}
+FIELDS = ("num_tokens", "num_target_calls", "num_accepted_tokens", "num_draft_tokens", "seconds")
+WIDTH = len(FIELDS)
+
+
+def asked(lab: Experiments, parts: Mapping[str, str]) -> PlannedRun:
+    """A run of a method."""
+    return lab.scaled_run(SMALL, **parts)
+
+
+def accepted(run: int) -> Statistic:
+    """Draft tokens kept a target call: the paper's average tokens."""
+    return lambda t: t[:, WIDTH * run + 2] / t[:, WIDTH * run + 1]
+
+
+def calls(run: int) -> Statistic:
+    """Target calls a token."""
+    return lambda t: t[:, WIDTH * run + 1] / t[:, WIDTH * run]
+
+
+def milliseconds(run: int) -> Statistic:
+    """Wall-clock time a token."""
+    return lambda t: 1000 * t[:, WIDTH * run + 4] / t[:, WIDTH * run]
+
+
+def over(run: int, base: int) -> Statistic:
+    """Speed over another run."""
+    return lambda t: milliseconds(base)(t) / milliseconds(run)(t)
+
+
+def minus(one: Statistic, other: Statistic) -> Statistic:
+    """A difference."""
+    return lambda t: one(t) - other(t)
+
+
+def likelihoods(lab: Experiments, run: PlannedRun) -> list[float]:
+    """Log-probability of each answer under the target at temperature 1, row by row of the run."""
+
+    def score() -> list[float]:
+        pair, rows = pair_of(lab, SMALL), lab.runs(run)
+        prompts = lab.prompts(SMALL.target, run.prompts, run.dataset)
+        with torch.inference_mode():
+            return [_likelihood(pair, prompts[row["prompt"]], row["token_ids"]) for row in rows]
+
+    found: list[float] = lab.remembered("likelihood", run, score)
+    return found
+
+
+def _likelihood(pair: ModelPair, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    (p,) = pair.p([Response(tuple(prompt), tuple(tokens))])
+    return float(p[:-1].gather(-1, torch.tensor(tokens).unsqueeze(-1)).double().clamp(min=1e-30).log().sum())
+
+
+def quality_sums(lab: Experiments, runs: Sequence[PlannedRun]) -> Float[Tensor, "prompts columns"]:
+    """For each prompt and run: tokens, log-likelihood; run after run."""
+    parts = [
+        [{**row, "likelihood": value} for row, value in zip(lab.runs(run), likelihoods(lab, run), strict=True)]
+        for run in runs
+    ]
+    return run_sums(parts, ("num_tokens", "likelihood"))
+
+
+def a_token(run: int) -> Statistic:
+    """Log-likelihood a token."""
+    return lambda t: t[:, 2 * run + 1] / t[:, 2 * run]
+
+
+def table2(lab: Experiments) -> Outcome:
+    """Calls, time and quality of each method."""
+    draft, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    names = list(METHODS)
+    runs = [asked(lab, parts) for parts in METHODS.values()]
+    sums = run_sums(lab.in_turns(runs), FIELDS)
+    at = {name: place for place, name in enumerate(names)}
+    held = _counting_claims(sums, at)
+    faster = [
+        claim(
+            f"time: speed of SPRINTER over {name} - 1 > 0",
+            Kind.MODELS,
+            bootstrap(sums, _faster(at["SPRINTER"], at[name])),
+        )
+        for name in ("SD", "SpecDec++", "AdaEDL", "mentored")
+    ]
+    draft.claims += held.values()
+    draft.timed_claims += faster
+    for name, place in at.items():
+        told = {"tokens": bootstrap(sums, accepted(place)), "calls a token": bootstrap(sums, calls(place))}
+        times = {"ms": bootstrap(sums, milliseconds(place)), "speed-up": bootstrap(sums, over(place, at["SD"]))}
+        draft.row(f"{SMALL.label}, {name}", told)
+        draft.row(f"{SMALL.label}, {name}, times", times, timed=True)
+        mine = tuple(each for key, each in held.items() if name in key) or tuple(held.values())
+        for family in ("GPT-Neo", "GPT2"):
+            for data in ("Wiki", "LM1B"):
+                row = f"{family} {name}"
+                answers[row, f"tokens {data}"] = OurNumber(told["tokens"], 0.25, mine, "another pair, another text")
+                why = "seconds of this machine and these models"
+                answers[row, f"ms {data}"] = OurNumber(times["ms"], 0.05, tuple(faster), why, timed=True)
+                answers[row, f"speed-up {data}"] = OurNumber(times["speed-up"], 0.05, tuple(faster), why, timed=True)
+    draft.claims += _quality_claims(lab, runs, at, draft)
+    draft.notes.append(
+        "Tokens: draft tokens kept a target call. SPRINTER's verifier is the shipped one (threshold 0.5, at most 20 "
+        "tokens a draft). Quality is the answers' log-probability under the target at temperature 1."
+    )
+    return draft.finish(answers)
+
+
+def _faster(run: int, base: int) -> Statistic:
+    return lambda t: over(run, base)(t) - 1
+
+
+def _counting_claims(sums: Tensor, at: Mapping[str, int]) -> dict[tuple[str, str], Claim]:
+    """Who calls the target less."""
+    fewer = [
+        ("SPRINTER's drafts, lossless", "SPRINTER", Kind.MUST),
+        ("SD", "SPRINTER", Kind.MODELS),
+        ("SpecDec++", "SPRINTER", Kind.MODELS),
+        ("AdaEDL", "SPRINTER", Kind.MODELS),
+        ("mentored", "SPRINTER", Kind.MODELS),
+        ("SD", "SPRINTER, tau 0.4", Kind.MODELS),
+        ("SD", "SPRINTER, tau 0.3", Kind.MODELS),
+        ("SD", "mentored", Kind.MUST),
+    ]
+    return {
+        (more, less): claim(
+            f"calls a token of {more} - of {less} > 0", kind, bootstrap(sums, minus(calls(at[more]), calls(at[less])))
+        )
+        for more, less, kind in fewer
+    }
+
+
+def _quality_claims(
+    lab: Experiments, runs: Sequence[PlannedRun], at: Mapping[str, int], draft: OutcomeBuilder
+) -> list[Claim]:
+    """What SPRINTER costs in likelihood and at a position; both are bounded by what the draft model by itself costs."""
+    alone = replace(lab.scaled_run(SMALL, **PLAIN), names=Names(SMALL.draft, SMALL.draft))
+    lossy = [name for name in at if name.startswith("SPRINTER") and "lossless" not in name]
+    sums = quality_sums(lab, [runs[at["SD"]], alone, runs[at["mentored"]], *(runs[at[name]] for name in lossy)])
+    made = []
+    for place, name in enumerate(("SD", "the draft model by itself", "mentored", *lossy)):
+        draft.row(f"{SMALL.label}, {name}, quality", {"log-likelihood": bootstrap(sums, a_token(place))})
+    for place, name in enumerate(lossy, 3):
+        text = f"a quarter of what the draft model loses on SD, in log-likelihood a token, - what {name} loses > 0"
+        made.append(claim(text, Kind.MODELS, bootstrap(sums, _bounded(place))))
+    better = bootstrap(sums, minus(a_token(3), a_token(1)))
+    made.append(claim("log-likelihood a token of SPRINTER - of the draft model by itself > 0", Kind.MUST, better))
+    text = "TV(p, q) - TV(p, SPRINTER's law) at the same positions > 0"
+    made.append(claim(text, Kind.MUST, bootstrap(drifts(lab), minus(column(1), column(0)))))
+    return made
+
+
+def _bounded(place: int) -> Statistic:
+    return lambda t: (a_token(0)(t) - a_token(1)(t)) / 4 - (a_token(0)(t) - a_token(place)(t))
+
+
+def drifts(lab: Experiments) -> Float[Tensor, "prompts columns"]:
+    """For each prompt the mean exact drift of SPRINTER's law and of q from the target, along the target's text."""
+    run = lab.scaled_run(SMALL, **PLAIN)
+    head, pair, prompts = (
+        load_head(heads_dir() / "approximate"),
+        pair_of(lab, SMALL),
+        lab.prompts(SMALL.target, run.prompts),
+    )
+
+    def measure() -> list[dict[str, float]]:
+        rows: list[Row] = lab.runs(run)
+        texts: dict[int, list[Response]] = {}
+        for row in rows:
+            texts.setdefault(row["prompt"], []).append(Response(tuple(prompts[row["prompt"]]), tuple(row["token_ids"])))
+        return [drift(head, pair, texts[number]) for number in sorted(texts)]
+
+    found = lab.remembered("drift", run, measure)
+    return torch.tensor([[each["position_tv"], each["draft_tv"]] for each in found], dtype=torch.float64) / len(found)
+
+
+# --- against each method ----------------------------------------------------------------------------------------------
+
+
+def table3(lab: Experiments) -> Outcome:
+    """Preference, speed and operations against each method."""
+    draft, answers = OutcomeBuilder(papers.TABLE3), Answers()
+    ours = asked(lab, METHODS["SPRINTER"])
+    for name in ("SD", "mentored"):
+        other = asked(lab, METHODS[name])
+        wins = wins_over(lab, ours, other)
+        sums = run_sums(lab.in_turns([ours, other]), FIELDS)
+        speed = bootstrap(sums, over(0, 1))
+        work = _work(lab, sums)
+        timed = claim(f"time: speed of SPRINTER over {name} - 1 > 0", Kind.MODELS, bootstrap(sums, _faster(0, 1)))
+        close = claim(
+            f"win-tie rate against {name} - 30 > 0",
+            Kind.MODELS,
+            Interval(wins.value - 30, wins.low - 30, wins.high - 30, wins.level, wins.clusters),
+        )
+        draft.claims += [close, *(claim(text, kind, found) for text, kind, found in _work_claims(name, work, sums))]
+        draft.timed_claims.append(timed)
+        draft.row(
+            f"{SMALL.label}, against {name}",
+            {"win-tie %": wins, **{text: bootstrap(sums, each) for text, each in work.items()}},
+        )
+        draft.row(f"{SMALL.label}, against {name}, times", {"speed-up": speed}, timed=True)
+        why = "the judge is the target's own log-likelihood, not a language model"
+        answers[name, "win-tie %"] = OurNumber(wins, 3.0, (close,), why)
+        answers[name, "FLOPs of the method"] = Missing("a formula; what both took is counted below")
+        answers[name, "speed-up"] = OurNumber(speed, 0.05, (timed,), "seconds of this machine", timed=True)
+    for name in ("Medusa", "Eagle2"):
+        answers[name, ANY] = Missing(f"no {name} heads for a pair at hand: they would have to be trained")
+    draft.notes.append(
+        "A win is an answer of higher log-probability under the target, a tie counts half; where SPRINTER is no worse "
+        "the rate is 50%. Operations are counted as in appendix A.8, with a cache, in millions a token. By the paper's "
+        "count SPRINTER's target reads one position a round; the unseen tokens must be read as well, or the next "
+        "position has nothing to attend to, and they are in `target, all positions`."
+    )
+    return draft.finish(answers)
+
+
+def wins_over(lab: Experiments, ours: PlannedRun, other: PlannedRun) -> Interval:
+    """Per cent of answers that the target finds likelier than another method's to the same prompt and seed."""
+    mine, theirs = likelihoods(lab, ours), likelihoods(lab, other)
+    rows = lab.runs(ours)
+    sums = torch.zeros(ours.prompts, 2, dtype=torch.float64)
+    for row, a, b in zip(rows, mine, theirs, strict=True):
+        sums[row["prompt"]] += torch.tensor([100.0 if a > b else 50.0 if a == b else 0.0, 1.0], dtype=torch.float64)
+    return bootstrap(sums, lambda t: t[:, 0] / t[:, 1])
+
+
+def _work(lab: Experiments, sums: Tensor) -> dict[str, Statistic]:  # noqa: ARG001 - the columns are those of FIELDS
+    """Millions of operations a token: of SPRINTER (run 0) and the other method (run 1)."""
+    sizes = {
+        side: shape_of(lab.backend(name).model.config)
+        for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
+    }
+    per = {side: pass_flops(shape, 1, 32) / 1e6 for side, shape in sizes.items()}
+
+    def target(run: int, *, unseen: bool) -> Statistic:
+        def of(t: Tensor) -> Tensor:
+            read = t[:, WIDTH * run + 1] + (t[:, WIDTH * run + 3] if unseen else 0)
+            return per["target"] * read / t[:, WIDTH * run]
+
+        return of
+
+    def drafting(run: int) -> Statistic:
+        return lambda t: per["draft"] * t[:, WIDTH * run + 3] / t[:, WIDTH * run]
+
+    return {
+        "SPRINTER, target, one position a round": target(0, unseen=False),
+        "SPRINTER, target, all positions": target(0, unseen=True),
+        "other, target, all positions": target(1, unseen=True),
+        "SPRINTER, draft": drafting(0),
+        "other, draft": drafting(1),
+    }
+
+
+def _work_claims(name: str, work: Mapping[str, Statistic], sums: Tensor) -> list[tuple[str, Kind, Interval]]:
+    paper, whole, other = (work[key] for key in list(work)[:3])
+    return [
+        (
+            f"target's operations of {name} - of SPRINTER by the paper's count > 0",
+            Kind.MUST,
+            bootstrap(sums, minus(other, paper)),
+        ),
+        (
+            f"target's operations of {name} - of SPRINTER with all positions > 0",
+            Kind.MODELS,
+            bootstrap(sums, minus(other, whole)),
+        ),
+    ]
+
+
+RECIPES = (Recipe(papers.TABLE2, table2), Recipe(papers.TABLE3, table3))

@@ -1,0 +1,121 @@
+"""Sums of records to numbers with intervals: block efficiencies, gains, speeds, and claims about them.
+
+Knows: which columns make which number. Does not know: papers, how records were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
+from draftproof.reproduction.expected_accepted import key
+from draftproof.reproduction.experiments import Experiments, Names, Places, Row
+from draftproof.reproduction.recipes.base import implied_acceptance
+
+TIMED = ("num_tokens", "num_target_calls", "seconds")
+
+
+def place_sums(rows: Sequence[Row], columns: Sequence[str]) -> Float[Tensor, "prompts columns"]:
+    """For each prompt the number of places, then the accepted tokens of each column."""
+    return torch.tensor(
+        [[row["places"], *(row["accepted"][name] for name in columns)] for row in rows], dtype=torch.float64
+    )
+
+
+def run_sums(
+    parts: Sequence[Sequence[Row]], fields: Sequence[str] = ("num_tokens", "num_target_calls")
+) -> Float[Tensor, "prompts columns"]:
+    """For each prompt the named counts of every run, seeds added up: columns run after run."""
+    count = 1 + max(row["prompt"] for row in parts[0])
+    sums = torch.zeros(count, len(parts) * len(fields), dtype=torch.float64)
+    for number, rows in enumerate(parts):
+        for row in rows:
+            for place, field in enumerate(fields):
+                value = row["seconds"]["total"] if field == "seconds" else row[field]
+                sums[row["prompt"], number * len(fields) + place] += value
+    return sums
+
+
+def efficiency(column: int) -> Statistic:
+    """1 + accepted tokens a place; column 0 counts the places."""
+    return lambda totals: 1 + totals[:, column] / totals[:, 0]
+
+
+def gain(above: int, below: int) -> Statistic:
+    """By how many per cent one column's block efficiency exceeds another's."""
+    return lambda totals: 100 * (efficiency(above)(totals) / efficiency(below)(totals) - 1)
+
+
+def speed(run: int, plain: int) -> Statistic:
+    """Tokens a second of a run over those of another; three columns a run: tokens, calls, seconds."""
+    return lambda t: (t[:, 3 * run] / t[:, 3 * run + 2]) / (t[:, 3 * plain] / t[:, 3 * plain + 2])
+
+
+def faster(run: int, other: int, unit: float = 1.0) -> Statistic:
+    """By how much a run is faster than another, as a share or in the unit given."""
+    return lambda totals: unit * (speed(run, other)(totals) - 1)
+
+
+def run_efficiency(run: int, fields: int = 2) -> Statistic:
+    """Tokens a target call of a whole run."""
+    return lambda totals: totals[:, fields * run] / totals[:, fields * run + 1]
+
+
+def less(one: Statistic, other: Statistic) -> Statistic:
+    """The difference of two statistics."""
+    return lambda totals: one(totals) - other(totals)
+
+
+class AtPlaces:
+    """Sums over places of what each column accepts, by the column's name.
+
+    Args:
+        lab: measures them.
+        asked: what.
+        columns: those wanted.
+    """
+
+    def __init__(self, lab: Experiments, asked: Places, columns: Sequence[str]) -> None:
+        self.columns = list(columns)
+        self.sums: Float[Tensor, "prompts columns"] = place_sums(lab.places(asked), columns)
+
+    def __getitem__(self, name: str) -> int:
+        """The number of a column."""
+        return 1 + self.columns.index(name)
+
+    def efficiency(self, rule: str, n: int, drafts: int = 1) -> Interval:
+        """Of a rule."""
+        return bootstrap(self.sums, efficiency(self[key(rule, n, drafts)]))
+
+    def gain(self, n: int) -> Interval:
+        """Of block over token verification, in per cent."""
+        return bootstrap(self.sums, gain(self[key("block", n)], self[key("token", n)]))
+
+    def at_least(self, text: str, one: str, other: str, kind: Kind = Kind.MUST, *, strict: bool = True) -> Claim:
+        """The claim that one column is above another (or not below it)."""
+        found = bootstrap(self.sums, less(efficiency(self[one]), efficiency(self[other])))
+        return claim(text, kind, found, at_least=not strict)
+
+
+def why_other(paper: float, ours: Interval, n: int, label: str) -> str:
+    """Acceptance rates that explain different block efficiencies."""
+    return (
+        f"{label} accepts as if each token passed with probability {implied_acceptance(ours.value, n):.2f}, "
+        f"the paper's pair with {implied_acceptance(paper, n):.2f}"
+    )
+
+
+def several(lab: Experiments, names: Names, **asked: Any) -> Places:
+    """Rules for several drafts: what Block Verification's table 5 and SpecTr's tables share; other wishes by name."""
+    return lab.scaled_places(names, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, **asked)
+
+
+def apart(at: AtPlaces, n: int) -> Statistic:
+    """Minus the distance of the block rule's and the token rule's efficiency: 0 where they are one."""
+    one, other = efficiency(at[key("block", n)]), efficiency(at[key("token", n)])
+    return lambda totals: -(one(totals) - other(totals)).abs()

@@ -1,0 +1,268 @@
+"""A pair of models, its data and everything that is made of them once and kept: tokens, responses, features.
+
+Knows: names to models, splits to rows, which hash names which cache. Does not know: heads, losses, artefacts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof import models
+from draftproof.backends.base import Backend
+from draftproof.backends.feature_net import load_net
+from draftproof.backends.followed import FollowedHead
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.loading import load_backend
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.feature_head import FeatureModel
+from draftproof.engine.engine import Engine
+from draftproof.errors import UserError
+from draftproof.progress import Watch, silent
+from draftproof.provenance import digest, fingerprint
+from draftproof.rng import fold
+from draftproof.sampling import SamplingParams
+from draftproof.tokenization import load_tokenizer, refuse_different
+from draftproof.training import features
+from draftproof.training.data import read_examples, split, tokenize
+from draftproof.training.features import Build, JudgeRows, ModelPair, collect, fit, join
+from draftproof.training.responses import Response, sample_responses
+from draftproof.training.sweep import Trial
+
+DRAFTED = 24  # tokens of each such draft: more than any stopper lets pass
+CATEGORIES = ("original", "draft", "target", "mixed")  # SPRINTER, arXiv 2502.04557, section 3.2
+
+
+@dataclass(frozen=True)
+class Material:
+    """What something is trained on.
+
+    Attributes:
+        target, draft: names of models; the draft can be `feature_head:DIR`, too.
+        data: files.
+        form: how texts stand in .txt files.
+        opening: sentences of a text that are its prompt.
+        prompts: how many texts to use; None is all.
+        params: temperature, top_k, top_p and max_tokens of the responses.
+        starts: places in a response that the draft model continues.
+        seed: of everything.
+        dtype, device: of both models.
+        cache: folder for what can be used again; default beside the pulled models.
+    """
+
+    target: str
+    draft: str
+    data: tuple[Path, ...]
+    form: str = "lines"
+    opening: int | None = None
+    prompts: int | None = None
+    params: SamplingParams = SamplingParams(max_tokens=128)  # noqa: RUF009 - frozen
+    starts: int = 4
+    seed: int = 0
+    dtype: str = "auto"
+    device: str | None = None
+    cache: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.starts < 1 or (self.prompts is not None and self.prompts < 1):
+            raise UserError(f"starts is {self.starts}, prompts {self.prompts}: legal are 1 or more")
+        if self.opening is not None and self.opening < 0:
+            raise UserError(f"opening is {self.opening}: legal are 0 (all of a text) or more sentences")
+
+
+class PairData:
+    """Loads the models and the data, and makes rows of them.
+
+    Args:
+        material: names and options.
+        watch: shows progress.
+
+    Raises:
+        UserError: files or models that cannot be used, or that do not fit together.
+    """
+
+    def __init__(self, material: Material, watch: Watch = silent) -> None:
+        self.material = material
+        self.watch = watch
+        self.cache = material.cache or models.home().parent / "training"
+        examples, self.sources = read_examples(material.data, form=material.form, opening=material.opening)
+        self.parts = split(examples, material.prompts)
+        self.tokenizer = self._tokenizer()
+        self.target = self._load(material.target)
+        self.head = _feature_head(material.draft)
+        self.draft: Backend = (
+            FollowedHead(self.target, load_net(self.head)) if self.head else self._load(material.draft)
+        )
+        self.pair = ModelPair(
+            self.target, self.draft, replace(material.params, seed=None), self._model if self.head else None
+        )
+        self.prints = {material.target: fingerprint(material.target)}
+        self.prints[material.draft] = fingerprint(self.head or material.draft)
+
+    def _tokenizer(self) -> Any:
+        if _feature_head(self.material.draft):
+            return load_tokenizer(models.resolve(self.material.target))  # it has none of its own
+        names = (self.material.target, self.material.draft)
+        ours, theirs = (load_tokenizer(models.resolve(name)) for name in names)
+        refuse_different(ours, theirs, target_name=names[0], draft_name=names[1])
+        return ours
+
+    def _load(self, name: str) -> HFBackend:
+        return load_backend(name, dtype=self.material.dtype, device=self.material.device)
+
+    def _model(self) -> DraftModel:
+        """The feature head as drafters use it."""
+        assert self.head is not None, "asked for only then"
+        return FeatureModel(self.target, load_net(self.head))
+
+    @cached_property
+    def eos(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        own = self.tokenizer.eos_token_id
+        return tuple(dict.fromkeys((*getattr(self.target, "eos_token_ids", ()), *([] if own is None else [own]))))
+
+    @property
+    def identity(self) -> str:
+        """A hash of the data, the models and how they are sampled."""
+        told = asdict(self.material.params)
+        sources = [asdict(source) for source in self.sources]
+        m = self.material
+        facts = (
+            m.form,
+            m.opening,
+            m.prompts,
+            m.starts,
+            m.seed,
+            m.dtype,
+            str(self.target.device),
+            list(self.prints.values()),
+        )
+        return digest(told, sources, facts)
+
+    @property
+    def told(self) -> list[dict[str, Any]]:
+        """The data files as provenance tells of them."""
+        return [asdict(source) for source in self.sources]
+
+    # --- sequences ------------------------------------------------------------------------------------------------
+
+    def prompts(self, part: str) -> list[list[int]]:
+        """Token ids of a part's prompts that leave room for a response.
+
+        Raises:
+            UserError: all of them are too long.
+        """
+        ids = self._ids([example.prompt for example in self.parts[part]])
+        bounds = [model.max_positions for model in (self.target, self.draft) if model.max_positions is not None]
+        room = min(bounds, default=1 << 30) - DRAFTED
+        found = [row for row in ids if 0 < len(row) < room]
+        if not found:
+            raise UserError(
+                f"all {len(ids)} prompts of the part {part} are longer than the models read ({room} tokens)"
+            )
+        return found
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return tokenize(texts, self.tokenizer, cache=self.cache, key=self.prints[self.material.target])
+
+    def responses(self, part: str) -> list[Response]:
+        """What the target makes of a part's prompts."""
+        return self._continue(self.target, self.prompts(part), self.material.params, f"responses ({part})")
+
+    def drafts(self, part: str) -> list[Response]:
+        """What the draft model makes of prefixes that end somewhere in the target's responses."""
+        rows = [row for row in fit(self.responses(part), self.target, self.draft) for _ in range(self.material.starts)]
+        return self._onward(rows, f"drafts ({part})")
+
+    def _onward(self, rows: Sequence[Response], title: str) -> list[Response]:
+        """What the draft model makes of prefixes that end somewhere in the given rows."""
+        chooser = random.Random(fold(self.material.seed, 4))
+        prefixes = [[*row.prompt, *row.tokens[: chooser.randrange(len(row.tokens))]] for row in rows]
+        return self._continue(self.draft, self._short(prefixes), self._brief, title)
+
+    def completed(self, part: str) -> list[Response]:
+        """What the target makes of what the draft model made: prefixes with tokens of both."""
+        prefixes = [row.whole for row in self.drafts(part) if row.tokens and row.tokens[-1] not in self.eos]
+        return self._continue(self.target, self._short(prefixes), self._brief, f"mixed ({part})")
+
+    def originals(self, part: str) -> list[Response]:
+        """A part's own texts, read from their first token on."""
+        limit = (self.material.params.max_tokens or 128) * 2
+        ids = self._ids([example.text for example in self.parts[part]])
+        return [Response(tuple(row[:1]), tuple(row[1:limit])) for row in ids if len(row) > 1]
+
+    @property
+    def _brief(self) -> SamplingParams:
+        return replace(self.material.params, max_tokens=DRAFTED)
+
+    def _short(self, prefixes: list[list[int]]) -> list[list[int]]:
+        bounds = [model.max_positions for model in (self.target, self.draft) if model.max_positions is not None]
+        return [row for row in prefixes if len(row) + DRAFTED < min(bounds, default=1 << 30)]
+
+    def _continue(self, model: Backend, prompts: list[list[int]], params: SamplingParams, title: str) -> list[Response]:
+        name = self.material.target if model is self.target else self.material.draft
+        engine = Engine(model, tokenizer=self.tokenizer, eos_token_ids=self.eos)
+        key = digest(self.prints[name], self.material.dtype, model.device.type, self.eos)
+        options: dict[str, Any] = {"seed": self.material.seed, "watch": self.watch, "title": title}
+        return sample_responses(engine, prompts, params, cache=self.cache, key=key, **options)
+
+    # --- rows -----------------------------------------------------------------------------------------------------
+
+    def head_rows(self, part: str, mix: float | None) -> JudgeRows:
+        """Rows for heads that read the state at a token: of drafts, or token-mixed with this share of the target's."""
+        if mix is None:
+            return self._rows(part, "drafted", features.drafted(self.pair), self.drafts)
+        build = features.mixed(self.pair, mix, fold(self.material.seed, 5))
+        return self._rows(part, f"mixed {mix:g}", build, self.responses)
+
+    def verifier_rows(self, part: str) -> tuple[JudgeRows, dict[str, int]]:
+        """Rows for verifiers, as many of each category of prefixes, and how many that is.
+
+        A feature head can judge its own drafts only, so it continues the prefixes of each category.
+        """
+        makers = (self.originals, self.drafts, self.responses, self.completed)
+        found = [self._prefix_rows(part, name, make) for name, make in zip(CATEGORIES, makers, strict=True)]
+        size = min(map(len, found))
+        generator = torch.Generator().manual_seed(fold(self.material.seed, 7) >> 1)
+        picked = [rows.pick(torch.randperm(len(rows), generator=generator)[:size]) for rows in found]
+        return join(picked), dict.fromkeys(CATEGORIES, size)
+
+    def _prefix_rows(self, part: str, name: str, make: Callable[[str], list[Response]]) -> JudgeRows:
+        """Rows of tokens that the draft model draws at places of one category."""
+        if self.head is None:
+            return self._rows(part, name, features.before(self.pair, fold(self.material.seed, 6)), make)
+
+        def onward(part: str) -> list[Response]:
+            return self._onward(fit(make(part), self.target, self.draft), f"drafts ({part}, {name})")
+
+        return self._rows(part, f"above {name}", features.drafted(self.pair, above=True), onward)
+
+    def placed(self, part: str) -> list[Response]:
+        """Texts at whose every place the draft model's state is one of a run: a feature head's own drafts, or any."""
+        return self.responses(part) if self.head is None else self.drafts(part)
+
+    def draft_rows_above(self, part: str) -> JudgeRows:
+        """Rows of drafts with the state before each token: what a verifier sees in a run."""
+        return self._rows(part, "above", features.drafted(self.pair, above=True), self.drafts)
+
+    def _rows(self, part: str, name: str, build: Build, make: Callable[[str], list[Response]]) -> JudgeRows:
+        key = digest(self.identity, name, part)[:24]
+        responses = fit(make(part), self.target, self.draft)
+        title = f"features ({part}, {name})"
+        return collect(build, responses, self.cache / "features" / key, watch=self.watch, title=title)
+
+    def trial(self, prompts: int, tokens: int, part: str = "valid") -> Trial:
+        """The first prompts of a held-out part, for runs of the engine."""
+        return Trial(self.pair, self.prompts(part)[:prompts], self.eos, tokens, self.material.seed)
+
+
+def _feature_head(name: str) -> str | None:
+    """The directory that `feature_head:DIR` names; None for a model's name."""
+    kind, _, where = name.partition(":")
+    return where if kind == "feature_head" else None

@@ -1,0 +1,368 @@
+"""Exact laws for the tests of rules: toy models, enumeration over a whole batch of drafts at once.
+
+`BatchEnumeratingRng` gives every row of a batch the same choices and keeps one weight a row, so a vectorised rule is
+run once for each pattern of choices and not once for each draft and pattern.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+
+import jaxtyping
+import torch
+
+from draftproof.functional import PathVerdict, Tries, greedy
+from draftproof.tree import TokenTree
+
+KINDS = ("dense", "sparse", "peaked", "ties", "onehot", "equal", "near", "disjoint")
+
+
+class BatchEnumeratingRng:
+    def __init__(self, script, rows):
+        self.script, self.taken, self.options = script, [], []
+        self.weight = torch.ones(rows, dtype=torch.float64)
+
+    def _choose(self, probs):  # [rows, options]
+        live = (probs * self.weight.unsqueeze(-1) > 0).any(0)
+        open_choices = [i for i, on in enumerate(live.tolist()) if on] or [0]
+        if len(open_choices) == 1:
+            choice = open_choices[0]
+        else:
+            step = len(self.taken)
+            choice = self.script[step] if step < len(self.script) else open_choices[0]
+            self.taken.append(choice)
+            self.options.append(open_choices)
+        self.weight = self.weight * probs[:, choice]
+        return choice
+
+    def _alive(self, rows):
+        """A row that took a turn it could not take has weight 0; what becomes of it is nobody's business."""
+        alive = rows[self.weight > 0]
+        if not (torch.isfinite(alive).all() and (alive >= 0).all()):
+            raise ValueError(f"a draw from {alive}")
+        shape = (-1, *[1] * (rows.ndim - 1))
+        return torch.where(self.weight.reshape(shape) > 0, rows, 0.0), alive
+
+    def bernoulli(self, prob):
+        rows, alive = self._alive(prob.double().reshape(prob.shape[0], -1))
+        if (alive > 1).any():
+            raise ValueError(f"a draw from {alive}")
+        flat = [self._choose(torch.stack([1 - x, x], -1)) for x in rows.T]
+        return torch.tensor(flat, dtype=torch.bool).reshape(1, *prob.shape[1:]).expand(prob.shape)
+
+    def categorical(self, weights):
+        rows, alive = self._alive(weights.double().reshape(weights.shape[0], -1, weights.shape[-1]))
+        total = rows.sum(-1, keepdim=True)
+        if not (alive.sum(-1) > 0).all():
+            raise ValueError("a draw from weights without mass")
+        rows = rows / total.masked_fill(total == 0, 1)
+        picks = [self._choose(rows[:, i]) for i in range(rows.shape[1])]
+        return torch.tensor(picks).reshape(1, *weights.shape[1:-1]).expand(weights.shape[:-1])
+
+
+def walk(program, rows):
+    """Every outcome of a vectorised program: pairs (weight of each row, what it returned).
+
+    Shapes and types are checked on the first walk only: they are the same on all, and checks cost five times the rest.
+    """
+    script, checked = (), False
+    while script is not None:
+        rng = BatchEnumeratingRng(script, rows)
+        with checks_off(off=checked):
+            outcome = program(rng)
+        checked = True
+        yield rng.weight, outcome
+        script = _next(rng)
+
+
+@contextlib.contextmanager
+def checks_off(*, off=True):
+    """Shapes and types unchecked: they are the same on every branch of a walk, and checks cost five times the rest."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", off or before)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def _next(rng):
+    for step in range(len(rng.taken) - 1, -1, -1):
+        place = rng.options[step].index(rng.taken[step])
+        if place + 1 < len(rng.options[step]):
+            return (*rng.taken[:step], rng.options[step][place + 1])
+    return None
+
+
+class Toy:
+    """Target and draft models over V tokens: one row of p and of q for each context."""
+
+    def __init__(self, p, q, vocab):  # functions from a context to a row
+        self.p, self.q, self.vocab = p, q, vocab
+
+    @classmethod
+    def constant(cls, p, q):
+        p, q = torch.tensor(p, dtype=torch.float64), torch.tensor(q, dtype=torch.float64)
+        return cls(lambda _: p, lambda _: q, p.shape[0])
+
+    @classmethod
+    def random(cls, seed, *, kind="dense", vocab=3, depth=3, dtype=torch.float64, order=None):
+        """order: how many tokens of the context matter; all when None."""
+        gen = torch.Generator().manual_seed(seed)
+        rows = {
+            context: _pair(kind, vocab, gen, dtype)
+            for length in range(depth + 1)
+            for context in itertools.product(range(vocab), repeat=length)
+        }
+
+        def at(context):
+            return context if order is None else context[len(context) - min(order, len(context)) :]
+
+        return cls(lambda c: rows[at(c)][0], lambda c: rows[at(c)][1], vocab)
+
+    def law_of(self, length):
+        """The target's law of sequences."""
+        return complete(self, {(): 1.0}, length)
+
+    def single(self, length, stop=None):
+        """All chains of one draw with their length and probability; stop(prefix) ends a chain."""
+        found = []
+        for seq in itertools.product(range(self.vocab), repeat=length):
+            weight, size = 1.0, 0
+            for i, token in enumerate(seq):
+                if stop is not None and stop(seq[:i]):
+                    break
+                q = self.q(seq[:i]).double()
+                weight, size = weight * float(q[token] / q.sum()), i + 1
+            if weight > 0 and not any(seq[size:]):
+                found.append((seq, size, weight))
+        return found
+
+    def chains(self, count, length, stop=None):
+        """All ways to draw `count` i.i.d. chains: tokens [B, K, n], lengths, probability."""
+        groups = list(itertools.product(self.single(length, stop), repeat=count))
+        tokens = torch.tensor([[c[0] for c in g] for g in groups]).reshape(len(groups), count, length)
+        lengths = torch.tensor([[c[1] for c in g] for g in groups]).reshape(len(groups), count)
+        return tokens, lengths, torch.tensor([[c[2] for c in g] for g in groups], dtype=torch.float64).prod(-1)
+
+    def rows(self, tokens):
+        """q [B, K, n, V] and p [B, K, n + 1, V] of chains."""
+        b, k, n = tokens.shape
+        flat = tokens.reshape(-1, n).tolist()
+        q = torch.stack([torch.stack([self.q(tuple(seq[:i])) for i in range(n)]) for seq in flat])
+        p = torch.stack([torch.stack([self.p(tuple(seq[:i])) for i in range(n + 1)]) for seq in flat])
+        return q.reshape(b, k, n, self.vocab), p.reshape(b, k, n + 1, self.vocab)
+
+
+def _row(kind, vocab, gen):
+    x = -torch.rand(vocab, generator=gen, dtype=torch.float64).log()
+    if kind == "sparse":
+        x = x * (torch.rand(vocab, generator=gen) < 0.6)
+        x[int(torch.randint(vocab, (1,), generator=gen))] += 0.1
+    if kind == "peaked":
+        x = x**4
+    if kind == "ties":
+        x = torch.randint(1, 3, (vocab,), generator=gen).double()
+    if kind == "onehot":
+        x = torch.zeros(vocab, dtype=torch.float64)
+        x[int(torch.randint(vocab, (1,), generator=gen))] = 1
+    return x / x.sum()
+
+
+def _pair(kind, vocab, gen, dtype):
+    p, q = _row(kind, vocab, gen), _row(kind, vocab, gen)
+    if kind == "equal":
+        q = p
+    if kind == "near":  # equal but for the last bits of float32
+        q = p * (1 + 1e-7 * torch.randn(vocab, generator=gen, dtype=torch.float64))
+        q = q / q.sum()
+    if kind == "disjoint":
+        p, q = torch.zeros(vocab).double(), torch.zeros(vocab).double()
+        q[0], p[1:] = 1, 1 / (vocab - 1)
+    return p.to(dtype), q.to(dtype)
+
+
+def complete(toy, law, length):
+    """Continue emitted prefixes with the target up to `length`, cut longer ones."""
+    full = defaultdict(float)
+    todo = [(seq[:length], w) for seq, w in law.items()]
+    while todo:
+        seq, weight = todo.pop()
+        if len(seq) == length:
+            full[seq] += weight
+            continue
+        row = toy.p(seq).double()
+        row = (row / row.sum()).tolist()
+        todo += [((*seq, x), weight * row[x]) for x in range(toy.vocab) if row[x] > 0]
+    return full
+
+
+def emitted_law(toy, tokens, draft_weight, walks, length):
+    """Law of the first `length` tokens: what the rule emits, continued by the target where it is shorter."""
+    law = defaultdict(float)
+    chains = tokens.tolist()
+    for weight, (path, accepted, token) in walks:
+        both = (weight * draft_weight).tolist()
+        triples = zip(path.tolist(), accepted.tolist(), token.tolist(), strict=True)
+        for b, (j, n, y) in enumerate(triples):
+            if both[b] > 0:
+                law[(*chains[b][j][:n], y)] += both[b]
+    return complete(toy, law, length)
+
+
+def as_paths(rule):
+    """A chain rule on [B, n] as a rule on [B, 1, n]."""
+
+    def run(tokens, q, p, *, rng, lengths=None, **options):
+        size = None if lengths is None else lengths[:, 0]
+        q = None if q is None else q[:, 0]
+        verdict = rule(tokens[:, 0], q, p[:, 0], rng=rng, lengths=size, **options)
+        return PathVerdict(torch.zeros_like(verdict.accepted), *verdict)
+
+    return run
+
+
+def rule_law(rule, toy, count, length, *, horizon=None, stop=None, lengths=None, **options):
+    """The exact law of the first tokens that a rule emits, drafts included."""
+    tokens, sizes, weight = toy.chains(count, length, stop)
+    q, p = toy.rows(tokens)
+    if stop is not None:
+        options["lengths"] = sizes
+    if lengths is not None:
+        options["lengths"] = torch.tensor([lengths]).expand(tokens.shape[0], -1)
+    walks = walk(lambda rng: rule(tokens, q, p, rng=rng, **options), tokens.shape[0])
+    return emitted_law(toy, tokens, weight, walks, length + 1 if horizon is None else horizon)
+
+
+def rule_length(rule, toy, count, length, **options):
+    """The exact expected number of tokens a rule accepts."""
+    tokens, _, weight = toy.chains(count, length)
+    q, p = toy.rows(tokens)
+    walks = walk(lambda rng: rule(tokens, q, p, rng=rng, **options), tokens.shape[0])
+    return sum(float((w * weight * v.accepted).sum()) for w, v in walks)
+
+
+def verdict_laws(rule, tokens, q, p, **options):
+    """For each row the law of (accepted, token)."""
+    laws = [defaultdict(float) for _ in range(tokens.shape[0])]
+    for weight, verdict in walk(lambda rng: rule(tokens, q, p, rng=rng, **options), tokens.shape[0]):
+        pairs = zip(verdict.accepted.tolist(), verdict.token.tolist(), strict=True)
+        for law, w, pair in zip(laws, weight.tolist(), pairs, strict=True):
+            if w > 0:
+                law[pair] += w
+    return laws
+
+
+def _greedy_rows(toy, drafted, population):
+    """Every draft of every member: (prefix, draft, state, probability)."""
+    for seq, state, weight in population:
+        for draft in itertools.product(range(toy.vocab), repeat=drafted):
+            chance = weight
+            for j, x in enumerate(draft):
+                chance *= float(toy.q(seq + draft[:j])[x])
+            if chance > 0:
+                yield seq, draft, state, chance
+
+
+def _greedy_round(toy, drafted, rows):
+    """Outcomes of one round: (row, probability, emitted sequence, state)."""
+    tokens = torch.tensor([r[1] for r in rows])
+    q = torch.stack([torch.stack([toy.q(s + d[:j]) for j in range(drafted)]) for s, d, _, _ in rows])
+    p = torch.stack([torch.stack([toy.p(s + d[:j]) for j in range(drafted + 1)]) for s, d, _, _ in rows])
+    state = greedy.GreedyState.stack([r[2] for r in rows])
+    chances = torch.tensor([r[3] for r in rows], dtype=torch.float64)
+
+    def play(rng):
+        target = greedy.modified_target(state, p, q, tokens)
+        verdict = greedy.greedy_block_verify(tokens, q, target.rows, rng=rng, validate=False)
+        return verdict, greedy.advance(state, target, q, tokens, verdict)
+
+    for weight, (verdict, after) in walk(play, len(rows)):
+        for b, w in enumerate((weight * chances).tolist()):
+            if w > 0:
+                seq = rows[b][0] + rows[b][1][: verdict.accepted[b]] + (int(verdict.token[b]),)
+                yield w, seq, after.rows(torch.tensor([b]))
+
+
+def greedy_law(toy, drafted, horizon, *, keep=True):
+    """Exact law of a sequence made by as many rounds as it takes; equal (prefix, state) are merged between rounds."""
+    population, done = [((), greedy.GreedyState.fresh(1, drafted), 1.0)], defaultdict(float)
+    while population:
+        merged = {}
+        for w, seq, after in _greedy_round(toy, drafted, list(_greedy_rows(toy, drafted, population))):
+            if len(seq) >= horizon:
+                done[seq[:horizon]] += w
+                continue
+            state = after if keep else greedy.GreedyState.fresh(1, drafted)
+            key = (seq, tuple(state.remaining[0].tolist()), tuple(round(x, 9) for x in state.log_r[0].tolist()))
+            merged[key] = (seq, state, w + (merged[key][2] if key in merged else 0.0))
+        population = list(merged.values())
+    return done
+
+
+class Forest:
+    """All ways to draw a prefix tree: for each, the tree, its draws, its probability, and the rows of its nodes.
+
+    factors: draws at each node of each depth; `merged` gives a node its own draws once however often it was drawn
+    (SpecTr's Algorithm 5 on sets), else as often as it was drawn. Without `replacement` siblings differ.
+    """
+
+    def __init__(self, toy, factors, *, merged=True, replacement=True):
+        self.toy, self.replacement = toy, replacement
+        states = [((), (), 1.0)]  # nodes (as contexts), draws, weight
+        frontier = {(): [()]}
+        for factor in factors:
+            grown = []
+            for nodes, draws, weight in states:
+                parents = frontier[draws] if draws else [()]
+                counts = [factor if merged or not c else factor * draws.count(c) for c in parents]
+                for picks in itertools.product(*(self._draws(c, m) for c, m in zip(parents, counts, strict=True))):
+                    new = [(*c, x) for c, (xs, _) in zip(parents, picks, strict=True) for x in xs]
+                    order = (*draws, *new)
+                    seen = tuple(dict.fromkeys((*nodes, *new)))
+                    frontier[order] = list(dict.fromkeys(new))
+                    chance = weight
+                    for _, w in picks:
+                        chance *= w
+                    grown.append((seen, order, chance))
+            states = grown
+        self.nodes = [s[0] for s in states]
+        self.weight = torch.tensor([s[2] for s in states], dtype=torch.float64)
+        at = [{c: i for i, c in enumerate(nodes)} for nodes in self.nodes]
+        trees = [
+            TokenTree(torch.tensor([c[-1] for c in nodes]), tuple(-1 if len(c) == 1 else i[c[:-1]] for c in nodes))
+            for nodes, i in zip(self.nodes, at, strict=True)
+        ]
+        self.tries = Tries.from_trees(trees, [tuple(i[c] for c in s[1]) for i, s in zip(at, states, strict=True)])
+        self.q = torch.stack([toy.q(c[:-1]) for nodes in self.nodes for c in nodes])
+        self.p = torch.stack([toy.p(c) for nodes in self.nodes for c in ((), *nodes)])
+
+    def _draws(self, context, count):
+        q = self.toy.q(context).double().tolist()
+        for tokens in itertools.product(range(self.toy.vocab), repeat=count):
+            if not self.replacement and len(set(tokens)) < count:
+                continue
+            weight, left = 1.0, 1.0
+            for x in tokens:
+                weight *= q[x] / left
+                left -= 0.0 if self.replacement else q[x]
+            if weight > 0:
+                yield tokens, weight
+
+    def law(self, rule, length, **options):
+        """Exact law of the first tokens under a rule on tries."""
+        law = defaultdict(float)
+        rows = len(self.nodes)
+        for weight, verdict in walk(lambda rng: rule(self.tries, self.q, self.p, rng=rng, **options), rows):
+            both = (weight * self.weight).tolist()
+            for b, (node, y) in enumerate(zip(verdict.node.tolist(), verdict.token.tolist(), strict=True)):
+                if both[b] > 0:
+                    law[(*(self.nodes[b][node] if node >= 0 else ()), y)] += both[b]
+        return complete(self.toy, law, length)
+
+    def leaf_chains(self):
+        """The trees as chains, one for each leaf in the order of drawing; all leaves must be equally deep and many."""
+        deepest = max(len(c) for nodes in self.nodes for c in nodes)
+        return torch.tensor([[c for c in nodes if len(c) == deepest] for nodes in self.nodes])
