@@ -8,6 +8,7 @@ Arguments after `--` go to pytest. Minutes: sanitized code is slow.
 """
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def run(arguments: list[str]) -> int:
             raise library.UnavailableError(f"only {level.name} is checked")
         return level
 
-    library.choose, library.load = choose, lambda _: loaded
+    library.choose, library.load = choose, functools.cache(lambda _: loaded)
     sys.path.insert(0, str(ROOT / "tests"))
     return int(
         pytest.main(["-q", "-W", "ignore", "-m", "not builds", str(ROOT / "tests" / "test_native.py"), *arguments])

@@ -8,6 +8,7 @@ are fine; truly different ones are refused (docs/log.md says why).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,14 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as cause:
         raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
+
+
+def end_tokens(*found: int | Sequence[int] | None) -> tuple[int, ...]:
+    """Tokens that end a text: every id that a config, a generation config or a tokenizer names, each once, in order."""
+    ids: list[int] = []
+    for each in found:
+        ids += [each] if isinstance(each, int) else each or ()
+    return tuple(dict.fromkeys(ids))
 
 
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:

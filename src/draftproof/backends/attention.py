@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.hf import Layout
+from draftproof.backends.layout import Layout
 from draftproof.backends.slot_cache import SlotCache, WritePlan
 from draftproof.kernels import native
 from draftproof.kernels.operations import AttentionArguments, Operations, PassMask

@@ -1,8 +1,5 @@
 """Linear layers in the layout that the CPU multiplies fastest, several with the same input as one product.
 
-Knows: the layouts there are (oneDNN's, `native`), fused weights. Does not know: which layers a model has, or when they
-run.
-
 torch re-lays a plain weight on every call on the CPU; here that is done once. Weights are never held twice: where they
 are packed the plain ones are let go and the model's own modules become `Part`s of the packed product, and elsewhere
 the model's parameters become views of the fused weight.
@@ -96,6 +93,10 @@ class Product:
         """The product with every row."""
         return self._multiply(x, self.weight, self.bias)
 
+    def dense(self) -> Float[Tensor, "out in"]:
+        """The weight in its plain layout; a copy where it is packed."""
+        return self.weight if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn else self.weight.to_dense()
+
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
         """The product with every row, rounded and then added to `rows`."""
         if self.layout == "native":
@@ -146,13 +147,15 @@ def fuse(owner: Any, names: Sequence[str], *, pack: bool = True) -> Product:
 
     Args:
         owner: the module.
-        names: its linear layers, all with a bias or all without; their outputs follow one another in the product.
+        names: its linear layers; their outputs follow one another in the product, and where some have a bias the
+            others get one of zeros.
         pack: as `Product` has it.
     """
     layers = [getattr(owner, name) for name in names]
     weight, bias = _joined([layer.weight for layer in layers]), None
-    if layers[0].bias is not None:
-        bias = _joined([layer.bias for layer in layers])
+    if any(layer.bias is not None for layer in layers):
+        each = (layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
+        bias = _joined(list(each))
     product, start = Product(weight, bias, pack=pack), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features

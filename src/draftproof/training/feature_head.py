@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.feature_head import output_rows, refuse_other_target
+from draftproof.backends.feature_head import refuse_other_target
 from draftproof.backends.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.loading import load_backend
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
@@ -303,7 +303,7 @@ class _Shop:
             net = FeatureNet(config)
         net.ids.copy_(self._ids(config))
         if net.output is not None:
-            net.output.weight.data.copy_(output_rows(self.target, net))
+            net.output.weight.data.copy_(self.target.output_rows(net.ids))
         return net.to(self.target.device)
 
     def _ids(self, config: FeatureConfig) -> Int[Tensor, " ids"]:
@@ -316,7 +316,7 @@ class _Shop:
         job = self.job
         return Frame(
             embed=self.target.model.get_input_embeddings(),
-            output=output_rows(self.target, net),
+            output=self.target.output_rows(net.ids),
             unroll=job.unroll,
             tv=job.tv,
             states=job.states,

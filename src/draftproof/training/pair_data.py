@@ -18,8 +18,8 @@ from draftproof import models
 from draftproof.backends.base import Backend
 from draftproof.backends.feature_net import load_net
 from draftproof.backends.followed import FollowedHead
-from draftproof.backends.hf import HFBackend
 from draftproof.backends.loading import load_backend
+from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.feature_head import FeatureModel
 from draftproof.engine.engine import Engine
@@ -113,7 +113,7 @@ class PairData:
         refuse_different(ours, theirs, target_name=names[0], draft_name=names[1])
         return ours
 
-    def _load(self, name: str) -> HFBackend:
+    def _load(self, name: str) -> SlotBackend:
         return load_backend(name, dtype=self.material.dtype, device=self.material.device)
 
     def _model(self) -> DraftModel:
