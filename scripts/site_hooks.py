@@ -1,7 +1,7 @@
 """What mkdocs adds to the files in docs/: the front page, the pages of the command line, and the lists of pages.
 
-The front page is README.md, the changelog and the notices are the files of the repository, and the pages of commands are
-made from the commands themselves, so that none of them can go out of date.
+The front page is README.md, the changelog and the notices are the files of the repository, and the pages of commands
+are made from the commands themselves, so that none of them can go out of date.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def _page(name: str, command: Any, context: Any) -> str:
     if name == "draftproof":
         rows = [f"| [`draftproof {each}`]({each}.md) | {_cell(line)} |" for each, line in COMMANDS.items()]
         parts += [_table(("command", "what it does"), rows), *_options(command, context, hidden=set())]
+        parts.append("`--help` and `--debug` also follow every command.")
     else:
         parts += _options(command, context)
         for each in below.values():
@@ -146,15 +147,25 @@ def _row(parameter: Any, context: Any) -> str:
     if parameter.param_type_name == "argument":
         names = [parameter.display_name_raw]
     flag = getattr(parameter, "is_flag", False)
-    value = "" if flag else parameter.display_type_rich(context) or ""
-    said = [parameter.help or ""]
-    if parameter.required:
-        said.append("Required.")
-    default = parameter.default
-    if not callable(default) and default not in (None, [], ()) and not flag:
-        said.append(f"Default: {default}.")
-    cells = (", ".join(f"`{name}`" for name in names), f"`{value}`" if value else "", " ".join(filter(None, said)))
-    return f"| {cells[0]} | {_cell(cells[1])} | {_cell(cells[2])} |"
+    value = "" if flag else str(parameter.display_type_rich(context) or "").strip("<>")
+    said = [parameter.help or "", "Required." if parameter.required else "", _default(parameter, flag=flag)]
+    shown = ", ".join(f"`{name}`" for name in names)
+    return f"| {shown} | {_code(value)} | {_cell(' '.join(filter(None, said)))} |"
+
+
+def _default(parameter: Any, *, flag: bool) -> str:
+    """What holds where an option is not given, for options that have such a value."""
+    value = parameter.default
+    if callable(value) or value in (None, [], ()):
+        return ""
+    if flag:  # of --this/--no-this; an option without an opposite is off
+        sides = (parameter.opts if value else parameter.secondary_opts) if parameter.secondary_opts else []
+        return f"Default: {sides[0]}." if sides else ""
+    return f"Default: {value}."
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", r"\|") if text else ""
 
 
 def _table(head: tuple[str, ...], rows: list[str]) -> str:
@@ -165,4 +176,3 @@ def _table(head: tuple[str, ...], rows: list[str]) -> str:
 def _cell(text: str) -> str:
     """Text that may stand in a cell of a table."""
     return " ".join(html.escape(text, quote=False).replace("|", r"\|").split())
-
