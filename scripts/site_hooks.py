@@ -73,14 +73,18 @@ def _expanded(nav: Any, docs: Path) -> Any:
 
 
 def pages_of(pattern: str, docs: Path) -> list[Any]:
-    """The pages of a folder, its README first; a report in a folder of its own is called as that folder is."""
+    """The pages of a folder, its README first, by the names of their files (of a folder of their own, if they have one)."""
     folder = pattern.removesuffix("/*")
     if folder == COMMAND_PAGES:
         return list(command_paths())
     found = sorted(path.relative_to(docs) for path in (docs / folder).rglob("*.md"))
     found.sort(key=lambda path: (len(path.parts), path.name != "README.md"))
     depth = len(Path(folder).parts) + 1
-    return [str(path) if len(path.parts) == depth else {path.parent.name: str(path)} for path in found]
+    return [str(path) if path.name == "README.md" else {_title(path, depth): str(path)} for path in found]
+
+
+def _title(path: Path, depth: int) -> str:
+    return path.stem if len(path.parts) == depth else path.parent.name
 
 
 # --- the command line ---------------------------------------------------------------------------------------------
@@ -165,7 +169,7 @@ def _default(parameter: Any, *, flag: bool) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", r"\|") if text else ""
+    return f"<code>{_cell(text)}</code>" if text else ""
 
 
 def _table(head: tuple[str, ...], rows: list[str]) -> str:
@@ -175,4 +179,4 @@ def _table(head: tuple[str, ...], rows: list[str]) -> str:
 
 def _cell(text: str) -> str:
     """Text that may stand in a cell of a table."""
-    return " ".join(html.escape(text, quote=False).replace("|", r"\|").split())
+    return " ".join(html.escape(text, quote=False).replace("|", "&#124;").split())
