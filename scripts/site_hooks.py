@@ -73,7 +73,7 @@ def _expanded(nav: Any, docs: Path) -> Any:
 
 
 def pages_of(pattern: str, docs: Path) -> list[Any]:
-    """The pages of a folder, its README first, by the names of their files (of a folder of their own, if they have one)."""
+    """The pages of a folder, its README first, named as their files are, or as their own folder is."""
     folder = pattern.removesuffix("/*")
     if folder == COMMAND_PAGES:
         return list(command_paths())
