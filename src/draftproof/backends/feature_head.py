@@ -103,9 +103,9 @@ class LeanNet:
         """See `FeatureNet.forward`; keys and values go to the cache."""
         rows, width, _ = states.shape
         at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        sights = {_KIND: self._attention.sight(layout, self._window, states.dtype)}
+        masks = {_KIND: self._attention.mask(layout, self._window, states.dtype)}
         x = self._fuse(torch.cat([self._states(states), self._embedded(embedded)], -1).flatten(0, 1))
-        return self._last(self._run_layers(x, at, sights)).view(states.shape)
+        return self._last(self._run_layers(x, at, masks)).view(states.shape)
 
 
 def _llama_layer(net: FeatureNet) -> SimpleNamespace:

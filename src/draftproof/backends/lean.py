@@ -152,8 +152,8 @@ class Lean:
         x = F.embedding(layout.ids.view(-1), self.embedding)
         at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
         attention = self.layers[0].attention
-        sights = {kind: attention.sight(layout, window, x.dtype) for kind, window in self.windows.items()}
-        states = self.norm(self.run_layers(x, at, sights)).view(rows, width, -1)
+        masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.items()}
+        states = self.norm(self.run_layers(x, at, masks)).view(rows, width, -1)
         columns = len(layout.columns)
         chosen = states if columns == width else states.index_select(1, layout.wanted)
         logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
@@ -268,14 +268,14 @@ class Layer:
         """Whether rows are gated by `native`."""
         return self.gated is not gated
 
-    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: Any) -> Float[Tensor, "tokens dim"]:
+    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Any) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
         heads = self.heads
         fused = self.qkv(self.before(x)).view(x.shape[0], -1, heads.dim)
         if self.qk_norm is not None:
             turned = fused.narrow(1, 0, heads.queries + heads.keys)
             turned.copy_(self.qk_norm(turned))
-        x = self.out.onto(self.attention(self.number, fused, at, sight), x)
+        x = self.out.onto(self.attention(self.number, fused, at, mask), x)
         return self.down.onto(self.gated(self.gate_up(self.between(x))), x)
 
 
@@ -284,9 +284,9 @@ def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, An
     return native_layers(layers) or partial(_one_by_one, layers)
 
 
-def _one_by_one(layers: Sequence[Layer], x: Tensor, at: Pass, sights: Mapping[str, Any]) -> Float[Tensor, "tokens dim"]:
+def _one_by_one(layers: Sequence[Layer], x: Tensor, at: Pass, masks: Mapping[str, Any]) -> Float[Tensor, "tokens dim"]:
     for layer in layers:
-        x = layer(x, at, sights[layer.kind])
+        x = layer(x, at, masks[layer.kind])
     return x
 
 

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof.kernels import native
+from draftproof.kernels.operations import Interleaved
 
 _ROWS = 9  # the packed layout depends on the rows expected: a verification, which is as fast for one row
 
@@ -77,11 +78,11 @@ class Product:
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
         self.bias, self.layout = bias, "plain"
-        self.weight: Tensor | native.Interleaved = weight
+        self.weight: Tensor | Interleaved = weight
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations(weight) if pack else None
         if operations is not None and operations.multiplies(weight.shape[1]):
-            self.layout, self.weight, self._multiply = "native", native.Interleaved.of(weight), operations.product
+            self.layout, self.weight, self._multiply = "native", Interleaved.of(weight), operations.product
         elif pack and packs(weight.dtype, weight.device.type):
             self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
         self._latest: tuple[Tensor, Tensor] | None = None
