@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from draftproof.engine import engine
-from draftproof.stoppers.auto import AcceptanceRates
+from draftproof.stoppers.base import AcceptanceRates
 from draftproof.theory.cost import RoundCosts
 
 torch.set_num_threads(1)

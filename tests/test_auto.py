@@ -20,7 +20,8 @@ from draftproof.engine.calibration import known_acceptance, known_costs, measure
 from draftproof.engine.registry import make_drafter, make_stopper, make_verifier
 from draftproof.engine.stats import Seconds, Stats
 from draftproof.rng import CounterRoundRng
-from draftproof.stoppers.auto import LOOK, PAUSES, PROBE, AcceptanceRates, Auto
+from draftproof.stoppers.auto import LOOK, PAUSES, PROBE, Auto
+from draftproof.stoppers.base import AcceptanceRates
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, exact_distribution, target_distribution, total_variation
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length, expected_tokens

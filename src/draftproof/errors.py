@@ -5,12 +5,43 @@ Knows: nothing but the sentence. Does not know: who prints it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 
 class UserError(ValueError):
     """A mistake the user can mend, told in one line: cause, offending value, what is legal, next step.
 
     The command line prints it on stderr and exits with code 1; no traceback is shown.
     """
+
+
+class RequestError(UserError):
+    """One request cannot go on; the others that share its rounds are not touched.
+
+    Attributes:
+        request_id: of the request, as `Request.id` has it.
+        outputs: where `generate` raises it, the outputs of all requests, None for those that failed.
+    """
+
+    def __init__(self, request_id: int, message: str) -> None:
+        super().__init__(f"request {request_id} failed: {message}")
+        self.request_id = request_id
+        self.outputs: tuple[Any, ...] = ()
+
+
+@contextmanager
+def blamed_on(request_id: int) -> Iterator[None]:
+    """Turn an error inside into a `RequestError` of this request; where memory has run out, it stays as it is."""
+    try:
+        yield
+    except (RequestError, MemoryError):
+        raise
+    except Exception as cause:
+        if type(cause).__name__ == "OutOfMemoryError":  # torch's, which is a RuntimeError
+            raise
+        raise RequestError(request_id, reason(cause)) from cause
 
 
 def reason(cause: BaseException) -> str:

@@ -90,6 +90,7 @@ class TextDecoder:
 class Finish(StrEnum):
     """Why a generation ended; the values are OpenAI's and vLLM's finish_reason."""
 
+    ERROR = "error"
     LENGTH = "length"
     STOP = "stop"
 

@@ -106,6 +106,15 @@ _REALS: dict[str, tuple[Callable[[float], bool], str]] = {
     "presence_penalty": (lambda x: -2 <= x <= 2, "-2 <= presence_penalty <= 2"),
     "frequency_penalty": (lambda x: -2 <= x <= 2, "-2 <= frequency_penalty <= 2"),
 }
+SHAPING = (  # parameters that change the distribution of every token
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL = ("max_tokens", "seed", "logprobs")
 
@@ -211,6 +220,32 @@ class SamplingParams:
         """
         words = bad_word_ids(self.bad_words, encode)
         return Transforms(self, vocab_size, tuple(eos_token_ids), tuple(prompt_ids), words)
+
+
+_GENERATION_CONFIG = {  # a generation config's names for these
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+
+
+def default_params(generation_config: Mapping[str, Any], model: str = "the model") -> SamplingParams:
+    """The sampling parameters that a checkpoint's generation config asks for; all others at their defaults.
+
+    As in vLLM these are temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens. `do_sample` is not
+    looked at: temperature 0 is how greedy decoding is asked for.
+
+    Args:
+        generation_config: the fields that the checkpoint sets.
+        model: its name, for errors.
+
+    Raises:
+        UserError: a value that no request could have.
+    """
+    names = {ours: generation_config.get(theirs) for theirs, ours in _GENERATION_CONFIG.items()}
+    try:
+        return SamplingParams(**{name: value for name, value in names.items() if value is not None})
+    except UserError as cause:
+        raise UserError(f"the generation config of {model}: {cause}; generation_config none leaves it alone") from None
 
 
 def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -41,6 +41,7 @@ _TINY, _AFFORDABLE = (
 _ROPE = "original_max_position_embeddings"
 
 
+@runtime_checkable
 class Checked(Backend, Protocol):
     """A backend that can be checked: one whose findings the check may write down."""
 
@@ -254,9 +255,8 @@ class Probe:
         except Exception as cause:
             if scenario.limit is not None:
                 return math.inf
-            raise UserError(
-                f"{self._name} cannot be read piece by piece: {self._suspicion()}{reason(cause)}; {ADVICE}"
-            ) from cause
+            why = self._suspicion() or f"{reason(cause)}; "
+            raise UserError(f"{self._name} cannot be read piece by piece: {why}{ADVICE}") from cause
 
     def _bound(self, backend: Checked, limit: Limit, why: str) -> None:
         if backend.max_positions is None or limit.value < backend.max_positions:

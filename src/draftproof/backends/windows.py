@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+KNOWN = {FULL, SLIDING}
 _FACTORIES = {
     "create_causal_mask": FULL,
     "create_sliding_window_causal_mask": SLIDING,
@@ -45,7 +46,7 @@ class Windows:
     @property
     def foreign(self) -> list[str]:
         """Kinds that the slot cache has no mask for."""
-        return sorted(self.kinds - {FULL, SLIDING})
+        return sorted(self.kinds - KNOWN)
 
     def now(self) -> dict[str, int | None]:
         """The window of each kind; None sees everything before."""
@@ -58,8 +59,14 @@ def windows_of(model: Any) -> Windows:
     with _ONE_AT_A_TIME, _watched(model, found), torch.inference_mode():
         ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_input_embeddings().weight.device)
         model(input_ids=ids, use_cache=False)
-    config = next((config for kind, config in found if kind == SLIDING), model.config.get_text_config())
-    return Windows(frozenset(kind for kind, _ in found) or frozenset({FULL}), config)
+    text = model.config.get_text_config()
+    config = next((config for kind, config in found if kind == SLIDING), text)
+    kinds = {kind for kind, _ in found}
+    if (
+        set(getattr(text, "layer_types", None) or {None}) <= KNOWN
+    ):  # a family may make masks that none of its layers use
+        kinds &= KNOWN
+    return Windows(frozenset(kinds or {FULL}), config)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from draftproof.engine.engine import Engine
-from draftproof.engine.loop import Prompt
+from draftproof.engine.prompts import Prompt
 from draftproof.engine.request import Output
 from draftproof.sampling import SamplingParams
 

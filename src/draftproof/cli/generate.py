@@ -25,7 +25,7 @@ from draftproof.cli._compare import compare
 from draftproof.cli._prompts import PromptText, gather
 from draftproof.cli._sampling import sampling_options
 from draftproof.engine.engine import Engine
-from draftproof.engine.loop import Prompt
+from draftproof.engine.prompts import Prompt
 from draftproof.engine.registry import DRAFTERS, STOPPERS, VERIFIERS
 from draftproof.engine.request import Output, Request
 from draftproof.errors import UserError

@@ -13,6 +13,7 @@ from draftproof.backends.base import Session
 from draftproof.draft import Draft
 from draftproof.rng import RoundRng
 from draftproof.sampling import Transforms
+from draftproof.stoppers.base import Stopper
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Drafter(Protocol):
     @property
     def max_positions(self) -> int | None:
         """Longest sequence it can draft for; None when unbounded."""
+        ...
+
+    @property
+    def stopper(self) -> Stopper | None:
+        """What ends its drafts; None where it has no stopper."""
         ...
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:

@@ -5,6 +5,7 @@ Knows: sessions by request, how logits become q, what a stopper may ask of a mod
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftproof.backends.base import Backend, Session
-from draftproof.drafters.base import DraftRequest
-from draftproof.errors import UserError
+from draftproof.drafters.base import Drafter, DraftRequest
+from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
 from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities, shaped
 from draftproof.stoppers.base import Stopper
@@ -100,10 +101,20 @@ class DraftModel:
             paths: for each row; not looked at unless q is `path_dependent`.
             ids: the tokens of the logits' columns; see `Output`.
         """
+        with blamed_on(request.id):
+            return self._rows(request, logits, paths, ids)
+
+    def _rows(
+        self,
+        request: DraftRequest,
+        logits: Float[Tensor, "rows width"],
+        paths: Sequence[Sequence[int]],
+        ids: Int[Tensor, " width"] | None,
+    ) -> Float[Tensor, "rows vocab"]:
         transforms = self._transforms[request.id]
         apart = None if transforms.edits else ids  # tokens it does not speak of stay out of all but the result
         fitted = fit_width(logits, self._vocab_size, ids) if apart is None else logits
-        check_logits(fitted, f"the drafter's ({self.backend.name}) for request {request.id}")
+        check_logits(fitted, f"the drafter ({self.backend.name})")
         if apart is not None:
             narrow = shaped(fitted.to(torch.promote_types(fitted.dtype, torch.float32)), transforms.params)
             return native.spread(narrow, apart, self._vocab_size)
@@ -136,6 +147,13 @@ class ModelBacked:
         self.model = model
         self.stopper = stopper
 
+    def with_stopper(self, stopper: Stopper) -> Drafter:
+        """The same drafter, on the same model, with another stopper."""
+        made: Any = copy.copy(self)
+        made.stopper = stopper
+        drafter: Drafter = made
+        return drafter
+
     @property
     def constant(self) -> bool:
         """As constant as its stopper, if the model knows every token: it cannot draft after one that it does not."""
@@ -145,6 +163,11 @@ class ModelBacked:
     def limit(self) -> int:
         """As deep as its stopper lets it."""
         return self.stopper.limit
+
+    @property
+    def most(self) -> int:
+        """Drafts that a row can get."""
+        return 1
 
     @property
     def max_positions(self) -> int | None:

@@ -34,6 +34,7 @@ class NgramDrafter:
     point_masses = True
     constant = False
     max_positions = None
+    stopper = None
 
     def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:
         if not 1 <= length <= 64:

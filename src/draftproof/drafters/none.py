@@ -21,6 +21,7 @@ class NoDrafter:
     constant = True
     limit = 0
     max_positions = None
+    stopper = None
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
         """Empty drafts."""

@@ -53,6 +53,7 @@ class SuffixDrafter:
     point_masses = True
     constant = False
     max_positions = None
+    stopper = None
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ with token 1 (`<s>`, which also begins the next one), so both count it as an end
 and it costs less than `draft/`. `stories/target` and `stories/draft` are a larger pair, trained here on TinyStories and
 on stories that stories260K wrote; `draftproof generate` uses it where no other is named. docs/results/trained_pair.md
 says how all three were made with `draftproof train drafter`, and what they are worth. The heads of `draft/` are in
-`heads/`, those of `stories/draft` in `stories/heads/`.
+`heads/`, those of `stories/draft` in `stories/heads/`. `smollm2_feature_head/` drafts for SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 __all__ = [
     "draft_dir",
     "fast_draft_dir",
+    "feature_head_dir",
     "heads_dir",
     "stories_draft_dir",
     "stories_heads_dir",
@@ -45,6 +46,11 @@ def draft_dir() -> Path:
 def fast_draft_dir() -> Path:
     """The directory of the one-layer draft that was trained to imitate the embedded target."""
     return _directory("fast_draft")
+
+
+def feature_head_dir() -> Path:
+    """The directory of the feature head for smollm2-135m, which was trained here."""
+    return _directory("smollm2_feature_head")
 
 
 def heads_dir() -> Path:

@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 import torch
 
 from draftproof.backends.base import Backend, Feed
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.draft_model import ModelBacked
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.stats import Stats
 from draftproof.errors import reason
 from draftproof.files import whole_file
 from draftproof.sampling import SamplingParams
-from draftproof.stoppers.auto import AcceptanceRates
+from draftproof.stoppers.base import AcceptanceRates
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.theory.cost import BatchCosts, RoundCosts
 
@@ -64,8 +64,8 @@ def known_acceptance(engine: DecodingLoop, file: Path) -> AcceptanceRates:
         engine: as for `known_costs`.
         file: likewise.
     """
-    model = getattr(engine.drafter, "model", None)
-    drawn = "" if model is None else f"{_fingerprint(model.backend)} {model.changes}"
+    model = _stopped(engine).model
+    drawn = f"{_fingerprint(model.backend)} {model.changes}"
     what = f"accepted | {engine.verifier.name} | {_fingerprint(engine.target)} | {drawn}"
     return _known(engine, file, what, AcceptanceRates, measured_acceptance)
 
@@ -107,50 +107,43 @@ def measured_acceptance(engine: DecodingLoop) -> AcceptanceRates:
     """Rates of first tokens and of those after an accepted one, with drafts of a few tokens at temperature 1.
 
     The texts begin at the tokenizer's first token, so that they are of the kind the target writes by itself; prompts to
-    come may do better or worse. The engine is left as it was.
+    come may do better or worse.
 
     Args:
         engine: idle, with a drafter that has a stopper.
     """
-    drafter: Any = engine.drafter
+    drafter = _stopped(engine)
     begins = (getattr(engine.tokenizer, "bos_token_id", None), *engine.eos_token_ids, 0)
     prompt = [next(id_ for id_ in begins if id_ is not None and 0 <= id_ < engine.target.vocab_size)]
-    kept, watching = drafter.stopper, _Watching(min(DRAFTED, drafter.limit))
+    watching = _Watching(min(DRAFTED, drafter.limit))
     room = max(min(TOKENS, (engine.target.max_positions or TOKENS) - 2), 1)
-    drafter.stopper = watching
-    try:
-        engine.generate([prompt] * TEXTS, [SamplingParams(max_tokens=room, seed=1 + row) for row in range(TEXTS)])
-    finally:
-        drafter.stopper = kept
+    params = [SamplingParams(max_tokens=room, seed=1 + row) for row in range(TEXTS)]
+    engine.sibling(drafter.with_stopper(watching)).generate([prompt] * TEXTS, params)
     return watching.seen
 
 
 def measured_costs(engine: DecodingLoop, rows: int = 1) -> RoundCosts:
     """Seconds of rounds without a draft, of beginning one, of a drafted token, and of what it and further drafts add.
 
-    Some short runs with constant lengths, and with all drafts that the drafter makes, in turns. The engine is left as
-    it was.
+    Some short runs with constant lengths, and with all drafts that the drafter makes, in turns.
 
     Args:
         engine: idle, with a drafter that has a stopper.
         rows: requests that share a round.
     """
-    drafter: Any = engine.drafter
-    kept, most = drafter.stopper, getattr(drafter, "most", 1)
+    drafter = _stopped(engine)
+    most = drafter.most
     lengths = sorted({min(length, drafter.limit) for length in LENGTHS})  # prefix trees may be less deep
     single = [(length, 1) for length in lengths]
     several = [(lengths[-1], most)] if most > 1 else []
     ways = [(0, 1), *single, *several]
     turns: list[dict[tuple[int, int], tuple[float, float]]] = []
-    try:
-        start = time.perf_counter()
-        for repeat in range(MOST + 1):
-            if repeat > REPEATS and time.perf_counter() - start > SECONDS:
-                break
-            turn = {way: _split(_rounds(engine, drafter, way, rows), way[0]) for way in ways}
-            turns += [turn] if repeat else []  # the first one warms up
-    finally:
-        drafter.stopper = kept
+    start = time.perf_counter()
+    for repeat in range(MOST + 1):
+        if repeat > REPEATS and time.perf_counter() - start > SECONDS:
+            break
+        turn = {way: _split(_rounds(engine, drafter, way, rows), way[0]) for way in ways}
+        turns += [turn] if repeat else []  # the first one warms up
     whole = [turn for turn in turns if all(rest for _, rest in turn.values())]
     if not whole:  # nothing was drafted, say after a prompt that the draft cannot read
         target = statistics.median([sum(turn[0, 1]) for turn in turns]) or 1.0
@@ -197,30 +190,36 @@ def _slope(lengths: Sequence[int], seconds: Sequence[float], *, least: float) ->
     return min(max((seconds[-1] - seconds[0]) / (lengths[-1] - lengths[0]), least * whole), whole)
 
 
-def _rounds(engine: DecodingLoop, drafter: Any, way: tuple[int, int], rows: int) -> list[Stats]:
+def _stopped(engine: DecodingLoop) -> ModelBacked:
+    drafter = engine.drafter
+    assert isinstance(drafter, ModelBacked), "only drafts of a model are measured: others have no stopper"
+    return drafter
+
+
+def _rounds(engine: DecodingLoop, drafter: ModelBacked, way: tuple[int, int], rows: int) -> list[Stats]:
     """Statistics of each round of a short run as its first request has them, without those that warm up.
 
     Where the context ends before that is over, without the first two only.
     """
-    drafter.stopper = _Bounded(*way)
+    loop = engine.sibling(drafter.with_stopper(_Bounded(*way)))
     width = engine.target.vocab_size
     requests = []
     for row in range(rows):
         prompt = [(7919 * place + row + 1) % width for place in range(PROMPT)]
-        requests += engine.add(prompt, SamplingParams(max_tokens=None, seed=1 + row, ignore_eos=True))
+        requests += loop.add(prompt, SamplingParams(max_tokens=None, seed=1 + row, ignore_eos=True))
     first, warm = requests[0], 0
     found: list[Stats] = []
     start = time.perf_counter()
     try:
         while len(found) < warm + ROUNDS and not any(request.finished for request in requests):
             first.stats = Stats()
-            engine.step()
+            loop.step()
             found.append(first.stats)
             if len(found) <= 2 or time.perf_counter() - start < WARM:
                 warm = len(found)
     finally:
         for request in requests:
-            engine.abort(request)
+            loop.abort(request)
     return found[warm:] if len(found) == warm + ROUNDS else found[2:]
 
 
@@ -273,11 +272,10 @@ class _Bounded(FixedLength):
 
 def _key(engine: DecodingLoop) -> str:
     """Names the models, how they are run, and the machine's threads."""
-    drafter: Drafter = engine.drafter
-    target = engine.target
-    backend = getattr(getattr(drafter, "model", None), "backend", target)
+    drafter, target = _stopped(engine), engine.target
+    backend = drafter.model.backend
     dtype, products = getattr(target, "dtype", ""), getattr(target, "products", "")
-    names = (target.name, type(target).__name__, products, backend.name, drafter.name, dtype, target.device)
+    names = (target.name, type(target).__name__, products, backend.name, engine.drafter.name, dtype, target.device)
     return " | ".join(map(str, (_VERSION, *names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))
 
 

@@ -17,8 +17,9 @@ from draftproof.engine.registry import (
     make_stopper,
     make_verifier,
 )
-from draftproof.stoppers.auto import Auto
-from draftproof.tokenization import load_tokenizer, refuse_different
+from draftproof.errors import UserError
+from draftproof.sampling import default_params
+from draftproof.tokenization import end_tokens, load_tokenizer, refuse_different
 from draftproof.verifiers.base import Verifier
 
 
@@ -42,6 +43,7 @@ class Engine(DecodingLoop):
         trust_remote_code: bool = False,
         check: bool = True,
         backend: str = "auto",
+        generation_config: str = "auto",
     ) -> Engine:
         """An engine from names.
 
@@ -60,10 +62,14 @@ class Engine(DecodingLoop):
             trust_remote_code: run code that comes with a model; off unless asked for.
             check: probe each model for rollback at construction (a few short forward passes).
             backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, else "hf".
+            generation_config: "auto" takes the sampling parameters of the target's generation config as defaults, as
+                vLLM and transformers do (`default_params`); "none" leaves them alone.
 
         Raises:
             UserError: a name that is none, a model that cannot be had, parts that do not fit together.
         """
+        if generation_config not in ("auto", "none"):
+            raise UserError(f"generation_config is {generation_config!r}: legal are auto and none")
         chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
         if stopper is not None:
             make_stopper(stopper, draft or drafter)
@@ -90,6 +96,7 @@ class Engine(DecodingLoop):
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
             max_batch=max_batch,
+            generation_config=generation_config,
         )
 
     @classmethod
@@ -105,8 +112,9 @@ class Engine(DecodingLoop):
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         max_batch: int = 8,
+        generation_config: str = "auto",
     ) -> Engine:
-        """An engine around models that are loaded already; several may share them, one at a time.
+        """An engine around models that are loaded already; several engines may share them.
 
         Args:
             target: loaded.
@@ -118,6 +126,7 @@ class Engine(DecodingLoop):
             draft_temperature: as in `load`.
             draft_top_k: as in `load`.
             max_batch: as in `load`.
+            generation_config: as in `load`.
 
         Raises:
             UserError: parts that do not fit together.
@@ -131,12 +140,17 @@ class Engine(DecodingLoop):
             top_k=draft_top_k,
         )
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
-        eos = dict.fromkeys(
-            (*target.eos_token_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]))
+        defaults = target.facts.sampling_defaults if generation_config == "auto" else {}
+        engine = cls(
+            target,
+            part,
+            chosen,
+            tokenizer=tokenizer,
+            eos_token_ids=end_tokens(target.eos_token_ids, tokenizer.eos_token_id),
+            max_batch=max_batch,
+            default_params=default_params(defaults, target.name),
         )
-        engine = cls(target, part, chosen, tokenizer=tokenizer, eos_token_ids=tuple(eos), max_batch=max_batch)
-        ends = getattr(part, "stopper", None)
-        if isinstance(ends, Auto) and ends.costs is None:
+        if part.stopper is not None and part.stopper.needs_costs:
             file = models.home().parent / "round-costs.json"
-            ends.costs, ends.assumed = known_costs(engine, file), known_acceptance(engine, file)
+            part.stopper.calibrate(known_costs(engine, file), known_acceptance(engine, file))
         return engine

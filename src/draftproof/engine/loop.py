@@ -1,17 +1,13 @@
-"""The one decode loop: draft, verify, commit - for every drafter, stopper, rule and batch size.
-
-Knows: the order of a round and who runs in it. Does not know: how drafts are made or verified, how models compute,
-what the parts are called.
-"""
+"""The one decode loop: draft, verify, commit; for every drafter, stopper, rule and batch size."""
 
 from __future__ import annotations
 
 import itertools
-import numbers
 import secrets
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,19 +15,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Feed, FeedOutput, unread
-from draftproof.draft import Draft
+from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
+from draftproof.engine.composition import misfit
+from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
-from draftproof.errors import UserError, reason
-from draftproof.finish import Cutter
+from draftproof.errors import RequestError, UserError, blamed_on
+from draftproof.finish import Cutter, Finish
 from draftproof.rng import CounterRoundRng, Purpose, RoundRng, fold
 from draftproof.sampling import SamplingParams, check_logits, probabilities
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 RoundRngFactory = Callable[[Sequence[int], Sequence[int]], RoundRng]
 _UNBOUNDED = 1 << 30
 
@@ -39,13 +36,16 @@ _UNBOUNDED = 1 << 30
 class DecodingLoop:
     """Generates from a target model, speculatively when it is given a drafter.
 
+    Two threads may use one loop: `add`, `step` and `abort` hold its lock, and requests of both share rounds.
+
     Args:
-        target: the model whose law the output has.
+        target: the model whose output distribution the text has.
         drafter: where drafts come from; default none (plain decoding).
         verifier: the rule; default block verification.
         tokenizer: a transformers tokenizer; without one, prompts are token ids and there is no text.
-        eos_token_ids: tokens that end a request.
+        eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
+        default_params: sampling parameters of requests that bring none.
         round_rng: makes a round's randomness from the rows' seeds and rounds; tests put an EnumeratingRng here.
 
     Raises:
@@ -61,36 +61,47 @@ class DecodingLoop:
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
         max_batch: int = 8,
+        default_params: SamplingParams | None = None,
         round_rng: RoundRngFactory = CounterRoundRng,
     ) -> None:
         self.target = target
         self.drafter = NoDrafter() if drafter is None else drafter
         self.verifier = block_verifier() if verifier is None else verifier
-        self.tokenizer = tokenizer
         self.eos_token_ids = tuple(eos_token_ids)
         self.max_batch = max_batch
+        self.default_params = default_params or SamplingParams()
+        self.prompts = PromptReader(tokenizer, target.name)
         self._round_rng = round_rng
         self._ids = itertools.count()
+        self._lock = threading.RLock()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._refuse_impossible()
 
     def _refuse_impossible(self) -> None:
-        drafter, verifier = self.drafter, self.verifier
-        if drafter.branching and not verifier.branching:
-            raise UserError(f"drafter {drafter.name} drafts trees, and rule {verifier.name} verifies chains only")
-        if drafter.branching and not self.target.capabilities.trees:
-            raise UserError(f"drafter {drafter.name} drafts trees, and {self.target.name} cannot read them")
-        if drafter.point_masses and not verifier.point_masses:
-            raise UserError(
-                f"rule {verifier.name} needs the draft's probabilities, and drafter {drafter.name} has none"
-            )
-        if verifier.constant_length and not drafter.constant:
-            raise UserError(
-                f"rule {verifier.name} is exact for drafts of constant length only, and {drafter.name} varies"
-            )
+        if why := misfit(self.drafter, self.verifier):
+            raise UserError(why)
+        if self.drafter.branching and not self.target.capabilities.trees:
+            raise UserError(f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them")
         if self.max_batch < 1:
             raise UserError(f"max_batch is {self.max_batch}: legal is 1 or more")
+
+    def sibling(self, drafter: Drafter) -> DecodingLoop:
+        """A loop like this one with another drafter: same target, rule, tokenizer and batch size."""
+        return DecodingLoop(
+            self.target,
+            drafter,
+            self.verifier,
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            max_batch=self.max_batch,
+            default_params=self.default_params,
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer; None where there is none."""
+        return self.prompts.tokenizer
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -98,50 +109,20 @@ class DecodingLoop:
         """Text and token ids of a prompt: a text, token ids, or chat messages (needs a chat template).
 
         Raises:
-            UserError: nothing in it, token ids outside the vocabulary, or no tokenizer to read it with.
+            UserError: nothing in it, something that is no prompt, or no tokenizer to read it with.
         """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise UserError("the prompt is empty: give some text, or token ids to start from a special token")
-            return prompt, [int(token) for token in self._tokenizer()(prompt)["input_ids"]]
-        items = list(prompt)
-        if items and isinstance(items[0], Mapping):
-            text = self.chat_text(items)  # type: ignore[arg-type]
-            return text, [int(token) for token in self._tokenizer()(text, add_special_tokens=False)["input_ids"]]
-        for place, token in enumerate(items):
-            if not isinstance(token, numbers.Integral):
-                raise UserError(f"token {place} of the prompt is {token!r}: legal are whole numbers")
-        return None, [int(token) for token in items]  # type: ignore[call-overload]
-
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The model's chat template applied to messages, ready for an answer.
-
-        Raises:
-            UserError: the tokenizer has no chat template, or the template refuses the messages.
-        """
-        tokenizer = self._tokenizer()
-        if not getattr(tokenizer, "chat_template", None):
-            raise UserError(f"{self.target.name} has no chat template: give the prompt as plain text")
-        try:
-            return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
-        except Exception as cause:
-            raise UserError(f"the chat template of {self.target.name} refuses the messages: {reason(cause)}") from cause
-
-    def _tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise UserError("the engine has no tokenizer: give prompts as token ids")
-        return self.tokenizer
+        return self.prompts.read(prompt)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Request]:
-        """Queue a request; it runs when `step` has room.
+        """Queue a prompt; it runs when `step` has room.
 
         Returns:
-            Its `params.n` requests; each collects chunks, and is done when `finished`.
+            `params.n` requests; each collects chunks, and is done when `finished`.
 
         Raises:
             UserError: a prompt that cannot be decoded from.
         """
-        params = params or SamplingParams()
+        params = params or self.default_params
         text, ids = self.encode(prompt)
         self._check_prompt(ids)
         room = self._room(len(ids))
@@ -151,23 +132,24 @@ class DecodingLoop:
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
-            encode=None if self.tokenizer is None else self._encode_plain,
+            encode=None if self.tokenizer is None else self.prompts.plain,
         )
-        made = [
-            Request(
-                id=next(self._ids),
-                prompt=text,
-                index=index,
-                tokens=list(ids),
-                prompt_length=len(ids),
-                seed=seed if index == 0 else fold(seed, index) >> 1,
-                transforms=transforms,
-                cutter=Cutter(params, self.eos_token_ids, self.tokenizer, room=room),
-                max_tokens=limit,
-            )
-            for index in range(params.n)
-        ]
-        self._waiting.extend(made)
+        with self._lock:
+            made = [
+                Request(
+                    id=next(self._ids),
+                    prompt=text,
+                    index=index,
+                    tokens=list(ids),
+                    prompt_length=len(ids),
+                    seed=seed if index == 0 else fold(seed, index) >> 1,
+                    transforms=transforms,
+                    cutter=Cutter(params, self.eos_token_ids, self.tokenizer, room=room),
+                    max_tokens=limit,
+                )
+                for index in range(params.n)
+            ]
+            self._waiting.extend(made)
         return made
 
     def _room(self, length: int) -> int:
@@ -177,9 +159,6 @@ class DecodingLoop:
             bounds.append(self.drafter.max_positions)
         most = min((bound for bound in bounds if bound is not None), default=_UNBOUNDED)
         return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
-
-    def _encode_plain(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer()(text, add_special_tokens=False)["input_ids"]]
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:
@@ -191,16 +170,19 @@ class DecodingLoop:
                 )
         if self._room(len(ids)) < 1:
             longest = len(ids) + self._room(len(ids)) - 1
+            bounded_by = getattr(self.target, "bounded_by", "")
             raise UserError(
                 f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
+                + (f" ({bounded_by})" if bounded_by else "")
             )
 
     def abort(self, request: Request) -> None:
         """Drop a request and give back what it holds; finished ones are left alone."""
-        if request in self._waiting:
-            self._waiting.remove(request)
-        if request in self._running:
-            self._retire(request)
+        with self._lock:
+            if request in self._waiting:
+                self._waiting.remove(request)
+            if request in self._running:
+                self._retire(request)
 
     def _retire(self, request: Request) -> None:
         self._running.remove(request)
@@ -221,12 +203,21 @@ class DecodingLoop:
     def step(self) -> None:
         """One round for every running request: draft, verify, commit.
 
-        Should a part raise, no token of the round is committed; the next round rolls every session back to what is.
+        A request that cannot go on (NaN logits, a transform that raises) fails alone: the round is made again without
+        it, with the same draws for the others. Should anything else raise, no token of the round is committed, and the
+        next round rolls every session back to what is.
         """
-        self._admit()
-        rows = list(self._running)
-        if not rows:
-            return
+        with self._lock:
+            self._admit()
+            while self._running:
+                try:
+                    self._round(list(self._running))
+                except RequestError as error:
+                    self._fail(error)
+                else:
+                    return
+
+    def _round(self, rows: list[Request]) -> None:
         start, seconds = time.perf_counter(), Seconds()
         rng = self._round_rng([row.seed for row in rows], [row.round for row in rows])
         with seconds.measure("draft"):
@@ -238,15 +229,31 @@ class DecodingLoop:
             target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
             states = [row.verifier_state for row in rows]
             verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
-        for row, draft, output, verdict in zip(rows, drafts, outputs, verdicts, strict=True):
-            self.drafter.observe(row.id, draft.depth, len(verdict.path))
-            cut = row.commit(draft, verdict, output.logits)
-            if row.finished:
-                self._retire(row)
-            self._publish(row, cut.text, verdict.emitted[: cut.kept])
+        for each in zip(rows, drafts, outputs, verdicts, strict=True):
+            self._commit(*each)
         seconds.total = time.perf_counter() - start
         for row in rows:
             row.stats.seconds.add(seconds)
+
+    def _commit(self, row: Request, draft: Draft, output: FeedOutput, verdict: Verdict) -> None:
+        self.drafter.observe(row.id, draft.depth, len(verdict.path))
+        try:
+            with blamed_on(row.id):
+                cut = row.commit(draft, verdict, output.logits)
+        except RequestError as error:  # the others are committed all the same
+            self._fail(error)
+            return
+        if row.finished:
+            self._retire(row)
+        finish = row.cutter.finish
+        row.chunks.append(Chunk(cut.text, verdict.emitted[: cut.kept], None if finish is None else str(finish)))
+
+    def _fail(self, error: RequestError) -> None:
+        """End one request with an error."""
+        row = next(row for row in self._running if row.id == error.request_id)
+        row.error = error
+        self._retire(row)
+        row.chunks.append(Chunk("", (), str(Finish.ERROR)))
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_batch:
@@ -265,13 +272,10 @@ class DecodingLoop:
         return Feed(row.session, unread(row.session, row.tokens), draft.tree if len(draft) else None)
 
     def _target_probs(self, row: Request, draft: Draft, output: FeedOutput) -> Float[Tensor, "rows vocab"]:
-        check_logits(output.logits, f"the target's ({self.target.name}) for request {row.id}")
-        outputs, paths = row.contexts(draft)
-        return probabilities(output.logits, row.transforms, outputs, paths)
-
-    def _publish(self, row: Request, text: str, kept: tuple[int, ...]) -> None:
-        reason = row.cutter.finish
-        row.chunks.append(Chunk(text, kept, None if reason is None else str(reason)))
+        with blamed_on(row.id):
+            check_logits(output.logits, f"the target ({self.target.name})")
+            outputs, paths = row.contexts(draft)
+            return probabilities(output.logits, row.transforms, outputs, paths)
 
     # --- front doors ----------------------------------------------------------------------------------------------
 
@@ -282,13 +286,14 @@ class DecodingLoop:
 
         Args:
             prompts: one prompt or several; a prompt is a text, token ids or chat messages.
-            params: for all prompts, or one for each.
+            params: for all prompts, or one for each; default `default_params`.
 
         Returns:
             For each prompt its n continuations, in order.
 
         Raises:
             UserError: a prompt or parameters that make no sense; nothing is decoded then.
+            RequestError: a request that failed on the way; its `outputs` are those of all requests, None for failures.
         """
         many = as_prompts(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -303,6 +308,10 @@ class DecodingLoop:
         finally:
             for request in requests:
                 self.abort(request)
+        failed = next((request.error for request in requests if request.error is not None), None)
+        if failed is not None:
+            failed.outputs = tuple(None if request.error else self.output(request) for request in requests)
+            raise failed
         return [self.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -310,6 +319,7 @@ class DecodingLoop:
 
         Raises:
             UserError: as `generate`; also for n > 1, which has no single stream.
+            RequestError: the request failed on the way.
         """
         if params is not None and params.n != 1:
             raise UserError(f"n is {params.n}: a stream has one continuation; use generate")
@@ -328,9 +338,15 @@ class DecodingLoop:
             self.abort(request)
 
     def output(self, request: Request) -> Output:
-        """The Output of a finished request."""
+        """The Output of a finished request.
+
+        Raises:
+            RequestError: it failed.
+        """
         assert request.finished, "only finished requests have an output"
-        stopper = getattr(self.drafter, "stopper", None)
+        if request.error is not None:
+            raise request.error
+        stopper = self.drafter.stopper
         return Output(
             prompt=request.prompt,
             index=request.index,
@@ -343,27 +359,7 @@ class DecodingLoop:
             stopper=None if stopper is None else stopper.name,
             verifier=self.verifier.name,
             seed=request.seed,
+            params=request.params,
             stats=request.stats,
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
         )
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt.
-
-    Raises:
-        UserError: no prompt, or something that is none.
-    """
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise UserError(f"prompts is {prompts!r}: legal are a text, token ids, chat messages, or a list of those")
-    items: list[Any] = list(prompts)
-    if not items:
-        raise UserError("no prompt given")
-    if isinstance(items[0], int | Mapping):
-        return [items]
-    for item in items:
-        if not isinstance(item, str | list | tuple):
-            raise UserError(f"a prompt is {item!r}: legal are a text, token ids, or chat messages")
-    return items

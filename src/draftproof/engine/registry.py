@@ -1,13 +1,13 @@
-"""Names to parts: the one file that knows every drafter, stopper and rule, and what each is made of.
+"""Every drafter, stopper and verifier, declared once: its name and argument, what it reads, what it composes with.
 
-Knows: names, arguments, which part needs what. Does not know: how models are loaded, how a round goes.
+Parsing, help texts, the table of compositions, the benchmark and the documentation are made from these declarations.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.embedded import heads_dir, stories_heads_dir
+from draftproof.embedded import feature_head_dir, heads_dir, stories_heads_dir
+from draftproof.engine.composition import DrafterTraits, VerifierTraits, misfit
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
 from draftproof.stoppers.auto import Auto
@@ -37,27 +38,309 @@ from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
 from draftproof.verifiers.greedy import GreedyBlockVerifier
 from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
-from draftproof.verifiers.trie import (
-    multi_round_verifier,
-    spectr_verifier,
-    traversal_verifier,
-    trie_block_verifier,
-)
+from draftproof.verifiers.trie import multi_round_verifier, spectr_verifier, traversal_verifier, trie_block_verifier
 
 DEFAULT_STOPPER, DEFAULT_CONSTANT_STOPPER = "auto", "fixed:4"
-DEFAULT_VERIFIER = "block"
-DEFAULT_TREE_VERIFIER = "trie_block"
-
-
-StopperMaker = Callable[[str, str | None], Stopper]  # from the argument and the name of the draft model
+DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
 SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
     "embedded:draft": heads_dir(),
     "embedded:stories-draft": stories_heads_dir(),
 }
+SHIPPED_FEATURE_HEADS = {"smollm2-135m": feature_head_dir()}  # by target
 OWN_HEADS = "heads"  # a feature head's directory may hold such a directory of its own
 
 
-def _length(make: Callable[..., Stopper], example: str) -> StopperMaker:
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What every part declares.
+
+    Attributes:
+        name: as users write it.
+        about: one line for help texts.
+        argument: what stands after "name:", as help texts call it; empty where nothing does.
+        example: a whole specification that works.
+    """
+
+    name: str
+    about: str
+    argument: str = ""
+    example: str = ""
+
+    @property
+    def form(self) -> str:
+        """How a specification looks."""
+        return f"{self.name}:{self.argument}" if self.argument else self.name
+
+    def refuse(self, argument: str) -> UserError:
+        """The error for an argument that this part does not take."""
+        if not self.argument:
+            return UserError(f"{self.name} takes no argument, and was given {argument!r}")
+        return UserError(f"{self.name} cannot read {argument!r}: legal is {self.form}, for example {self.example}")
+
+
+@dataclass(frozen=True)
+class Materials:
+    """What a drafter can be made of.
+
+    Attributes:
+        target: the target's backend.
+        draft: the draft model's, where there is one.
+        stopper: its specification.
+        spec: the drafter's own specification.
+        changes: temperature and top_k of the draft, where they differ from the request's.
+    """
+
+    target: Backend
+    draft: Backend | None
+    stopper: str
+    spec: str
+    changes: dict[str, Any]
+
+    def ends(self) -> Stopper:
+        """The stopper."""
+        return make_stopper(self.stopper, self.spec if self.draft is None else self.draft.name)
+
+    def model(self) -> DraftModel:
+        """The draft model."""
+        assert self.draft is not None, "checked by make_drafter"
+        return DraftModel(self.draft, vocab_size=self.target.vocab_size, **self.changes)
+
+    def own_model(self, name: str) -> SlotBackend:
+        """The target, for drafters that work inside it.
+
+        Raises:
+            UserError: it has no slot cache.
+        """
+        if not isinstance(self.target, SlotBackend):
+            raise UserError(f"drafter {name} works inside a model's cache, and {self.target.name} has none")
+        return self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterPart(Part):
+    """A drafter.
+
+    Attributes:
+        make: from materials and argument.
+        reads_draft: whether it needs a draft model.
+        stops: whether a stopper ends its drafts.
+        point_masses: whether its tokens come without probabilities.
+        covers: whether it can draft after every token, so that its lengths are as constant as its stopper's.
+        several: from the argument, whether its drafts may branch.
+    """
+
+    make: Callable[[Materials, str], Drafter]
+    reads_draft: bool = False
+    stops: bool = True
+    point_masses: bool = False
+    covers: bool = True
+    several: Callable[[str], bool] = field(default=lambda _: False)
+
+    def traits(self, argument: str, stopper: StopperPart | None) -> DrafterTraits:
+        """What a rule must know of it."""
+        constant = not self.stops if self.name == "none" else self.covers and stopper is not None and stopper.constant
+        name = f"{self.name}:{argument}" if argument else self.name
+        return DrafterTraits(name, self.several(argument), self.point_masses, constant and not self.point_masses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopperPart(Part):
+    """A stopper.
+
+    Attributes:
+        make: from the argument and the name of the draft model.
+        constant: whether every draft has the same length.
+        head: the kind of trained head that it needs; empty for none.
+        offered: whether it can be made from a name; the oracle needs a recorded run.
+    """
+
+    make: Callable[[str, str | None], Stopper]
+    constant: bool = False
+    head: str = ""
+    offered: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierPart(Part):
+    """A verification rule.
+
+    Attributes:
+        make: from the argument.
+        traits: what it takes.
+        lossless: whether the output distribution stays the target's.
+    """
+
+    make: Callable[[str], Verifier]
+    traits: VerifierTraits
+    lossless: bool = True
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def numbers(text: str, example: str) -> list[int]:
+    """Whole numbers joined by x, such as "4x2x1"; none in an empty text.
+
+    Raises:
+        UserError: something else.
+    """
+    try:
+        return [int(part) for part in text.split("x")] if text else []
+    except ValueError:
+        raise UserError(f"{text!r} is not a row of whole numbers: legal is for example {example}") from None
+
+
+def _number(text: str, example: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is no number: legal is for example {example}") from None
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _directory(argument: str) -> tuple[Path, str]:
+    """The directory of DIR or DIRxK, and K."""
+    where, _, chains = argument.rpartition("x")
+    if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
+        where, chains = argument, "1"
+    return Path(where).expanduser(), chains
+
+
+# --- drafters ---------------------------------------------------------------------------------------------------------
+
+
+def _model(parts: Materials, argument: str) -> Drafter:
+    if argument:
+        raise UserError(f"drafter model takes no argument, and was given {argument!r}")
+    return ModelDrafter(parts.model(), parts.ends())
+
+
+def _chains(parts: Materials, argument: str) -> Drafter:
+    chains = (numbers(argument, "chains:4") or [4])[0]
+    return SampledTreeDrafter(parts.model(), parts.ends(), chains=chains)
+
+
+def _tree(parts: Materials, argument: str) -> Drafter:
+    factors = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
+    return SampledTreeDrafter(parts.model(), parts.ends(), factors=factors)
+
+
+def _early_exit(parts: Materials, argument: str) -> Drafter:
+    found = numbers(argument, "early_exit:20x4")
+    if not 1 <= len(found) <= 2:
+        raise UserError("drafter early_exit takes a number of layers: legal is for example early_exit:20")
+    model = EarlyExitModel(parts.own_model("early_exit"), found[0], **parts.changes)
+    return early_exit_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
+
+
+def _feature_head(parts: Materials, argument: str) -> Drafter:
+    where, chains = _directory(argument) if argument else (SHIPPED_FEATURE_HEADS.get(parts.target.name), "1")
+    if where is None:
+        raise UserError(
+            f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
+            f"{parts.target.name} (legal without one: {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
+        )
+    model = FeatureModel(parts.own_model("feature_head"), load_net(where), **parts.changes)
+    return feature_drafter(model, parts.ends(), chains=int(chains))
+
+
+def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[Materials, str], Drafter]:
+    """A drafter that reads tokens only, with its longest draft as its argument."""
+
+    def build(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
+        found = numbers(argument, example)
+        if len(found) > 1:
+            raise UserError(f"{argument!r} is not one whole number: legal is for example {example}")
+        return make(*found)
+
+    return build
+
+
+def _none(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
+    if argument:
+        raise UserError(f"drafter none takes no argument, and was given {argument!r}")
+    return NoDrafter()
+
+
+def _makes_several(argument: str) -> bool:
+    """Whether LxK or DIRxK asks for more than one chain."""
+    return argument.rpartition("x")[2].isdecimal() and "x" in argument and not argument.endswith("x1")
+
+
+DRAFTERS: dict[str, DrafterPart] = {
+    part.name: part
+    for part in (
+        DrafterPart(name="none", about="nothing is drafted: plain decoding", make=_none, stops=False),
+        DrafterPart(name="model", about="one chain from the draft model", make=_model, reads_draft=True),
+        DrafterPart(
+            name="chains",
+            argument="K",
+            example="chains:4",
+            about="K i.i.d. chains from the draft model, equal prefixes merged",
+            make=_chains,
+            reads_draft=True,
+            several=lambda _: True,
+        ),
+        DrafterPart(
+            name="tree",
+            argument="AxBxC",
+            example="tree:4x2x1",
+            about="a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
+            make=_tree,
+            reads_draft=True,
+            several=lambda _: True,
+        ),
+        DrafterPart(
+            name="early_exit",
+            argument="L",
+            example="early_exit:20",
+            about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
+            make=_early_exit,
+            several=_makes_several,
+        ),
+        DrafterPart(
+            name="feature_head",
+            argument="DIR",
+            example="feature_head:heads/mine",
+            about="one chain from a trained layer over the target's states; feature_head:DIRxK makes K chains; "
+            f"without DIR the one that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
+            make=_feature_head,
+            covers=False,
+            several=_makes_several,
+        ),
+        DrafterPart(
+            name="ngram",
+            argument="N",
+            example="ngram:8",
+            about="up to N tokens that followed an earlier occurrence of the last ones; no draft model",
+            make=_lookup(NgramDrafter, "ngram:8"),
+            stops=False,
+            point_masses=True,
+        ),
+        DrafterPart(
+            name="suffix",
+            argument="N",
+            example="suffix:16",
+            about="up to N tokens that most often followed the longest suffix known from this and other requests",
+            make=_lookup(SuffixDrafter, "suffix:16"),
+            stops=False,
+            point_masses=True,
+        ),
+    )
+}
+
+
+# --- stoppers ---------------------------------------------------------------------------------------------------------
+
+
+def _length(make: Callable[..., Stopper], example: str) -> Callable[[str, str | None], Stopper]:
     """A stopper with a whole number as its argument."""
 
     def build(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
@@ -72,23 +355,23 @@ def _length(make: Callable[..., Stopper], example: str) -> StopperMaker:
     return build
 
 
-def _threshold(make: Callable[..., Stopper]) -> StopperMaker:
+def _threshold(make: Callable[..., Stopper], example: str) -> Callable[[str, str | None], Stopper]:
     """A stopper with a threshold as its argument."""
 
     def build(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
-        return make(_number(argument, "confidence:0.4")) if argument else make()
+        return make(_number(argument, example)) if argument else make()
 
     return build
 
 
-def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> StopperMaker:
-    """A stopper with a trained head: its directory, and a threshold if wanted; default the draft's own shipped head."""
+def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Callable[[str, str | None], Stopper]:
+    """A stopper with a trained head: its directory, a threshold, both or none; default the draft's own shipped head."""
     name = example.partition(":")[0]
 
     def build(argument: str, draft: str | None) -> Stopper:
         where, _, last = argument.rpartition(":")
         path, threshold = (where, last) if _is_number(last) else (argument, "")
-        shelf = None if path else _shelf(draft)
+        shelf = None if path else _heads_of(draft)
         if shelf is not None:
             path = str(shelf / name) if (shelf / name).is_dir() else ""
         if not path:
@@ -101,33 +384,15 @@ def _headed(make: Callable[[Head, float | None], Stopper], example: str) -> Stop
     return build
 
 
-def _shelf(draft: str | None) -> Path | None:
+def _heads_of(draft: str | None) -> Path | None:
     """Where the heads lie that ship for a draft model, or for a feature head beside its own files."""
     kind, _, argument = (draft or "").partition(":")
-    return _directory(argument)[0] / OWN_HEADS if kind == "feature_head" else SHIPPED_HEADS.get(draft or "")
-
-
-def _directory(argument: str) -> tuple[Path, str]:
-    """The directory of DIR or DIRxK, and K."""
-    where, _, chains = argument.rpartition("x")
-    if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
-        where, chains = argument, "1"
-    return Path(where).expanduser(), chains
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _number(text: str, example: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{text!r} is no number: legal is for example {example}") from None
+    if kind != "feature_head":
+        return SHIPPED_HEADS.get(draft or "")
+    if argument:
+        return _directory(argument)[0] / OWN_HEADS
+    (shipped,) = SHIPPED_FEATURE_HEADS.values()
+    return shipped / OWN_HEADS
 
 
 def _refuse_oracle(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
@@ -149,64 +414,189 @@ def _auto(argument: str, draft: str | None) -> Stopper:  # noqa: ARG001
     return Auto(RoundCosts(target=1.0, draft=share), name=f"auto:{share:g}")
 
 
-STOPPERS: dict[str, StopperMaker] = {
-    "fixed": _length(lambda length=4: FixedLength(length), "fixed:4"),
-    "confidence": _threshold(Confidence),
-    "entropy": _threshold(Entropy),
-    "schedule": _length(Schedule, "schedule:5"),
-    "auto": _auto,
-    "acceptance": _headed(Acceptance, "acceptance:heads/mine:0.7"),
-    "ratio": _headed(Ratio, "ratio:heads/mine:0.7"),
-    "approximate": _headed(Approximate, "approximate:heads/mine:0.5"),
-    "oracle": _refuse_oracle,
+STOPPERS: dict[str, StopperPart] = {
+    part.name: part
+    for part in (
+        StopperPart(
+            name="auto",
+            argument="R",
+            example="auto:0.1",
+            about="as many tokens as pay, by measured costs (or with a draft pass at R target passes) and acceptance",
+            make=_auto,
+        ),
+        StopperPart(
+            name="fixed",
+            argument="N",
+            example="fixed:4",
+            about="N tokens every round",
+            make=_length(lambda length=4: FixedLength(length), "fixed:4"),
+            constant=True,
+        ),
+        StopperPart(
+            name="schedule",
+            argument="N",
+            example="schedule:5",
+            about="N tokens at first; two more after a draft that was accepted whole, one less after any other",
+            make=_length(Schedule, "schedule:5"),
+        ),
+        StopperPart(
+            name="confidence",
+            argument="T",
+            example="confidence:0.4",
+            about="until the draft model's largest probability is below T",
+            make=_threshold(Confidence, "confidence:0.4"),
+        ),
+        StopperPart(
+            name="entropy",
+            argument="T",
+            example="entropy:0.4",
+            about="until the entropy's bound on acceptance is below a threshold that starts at T (AdaEDL)",
+            make=_threshold(Entropy, "entropy:0.4"),
+        ),
+        StopperPart(
+            name="acceptance",
+            argument="DIR:H",
+            example="acceptance:heads/mine:0.7",
+            about="until a rejection is predicted with a probability above H (SpecDec++)",
+            make=_headed(Acceptance, "acceptance:heads/mine:0.7"),
+            head="acceptance",
+        ),
+        StopperPart(
+            name="ratio",
+            argument="DIR:H",
+            example="ratio:heads/mine:0.7",
+            about="until the predicted running probability of block verification is below 1 - H",
+            make=_headed(Ratio, "ratio:heads/mine:0.7"),
+            head="log_ratio",
+        ),
+        StopperPart(
+            name="approximate",
+            argument="DIR:T",
+            example="approximate:heads/mine:0.5",
+            about="until a small verifier refuses a token: its probability is at most T (SPRINTER)",
+            make=_headed(Approximate, "approximate:heads/mine:0.5"),
+            head="verifier",
+        ),
+        StopperPart(
+            name="oracle",
+            about="up to the next rejection, by hindsight on a recorded run; for analysis in Python",
+            make=_refuse_oracle,
+            offered=False,
+        ),
+    )
 }
+OFFERED_STOPPERS = {name: part for name, part in STOPPERS.items() if part.offered}
 
 
-def _plain(make: Callable[[], Verifier]) -> Callable[[str], Verifier]:
-    """A rule without a parameter."""
-
-    def build(argument: str) -> Verifier:
-        if argument:
-            raise UserError(f"verifier {make().name} takes no parameter, and was given {argument!r}")
-        return make()
-
-    return build
+# --- verifiers --------------------------------------------------------------------------------------------------------
 
 
-def _tuned(make: Callable[..., Verifier]) -> Callable[[str], Verifier]:
-    """A rule with one number as its parameter."""
+def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", example: str = "") -> VerifierPart:
+    """A rule; its traits are those of what `make` makes."""
+    made = make()
 
-    def build(argument: str) -> Verifier:
-        return make(_number(argument, "mixture:0.1")) if argument else make()
+    def build(given: str) -> Verifier:
+        if not given:
+            return make()
+        if not argument:
+            raise UserError(f"verifier {made.name} takes no parameter, and was given {given!r}")
+        return make(_number(given, example))
 
-    return build
+    name = made.name.partition(":")[0]
+    traits = VerifierTraits(name, made.branching, made.point_masses, made.constant_length)
+    return VerifierPart(
+        name=name, about=about, argument=argument, example=example, make=build, traits=traits, lossless=made.lossless
+    )
 
 
-VERIFIERS: dict[str, Callable[[str], Verifier]] = {
-    "block": _plain(block_verifier),
-    "token": _plain(token_verifier),
-    "greedy_block": _plain(GreedyBlockVerifier),
-    "match": _plain(match_verifier),
-    "trie_block": _plain(trie_block_verifier),
-    "spectr": _plain(spectr_verifier),
-    "multi_round": _plain(multi_round_verifier),
-    "traversal": _plain(traversal_verifier),
-    "last_token": _plain(last_token_verifier),
-    "typical": _tuned(typical_verifier),
-    "mixture": _tuned(mixture_verifier),
-    "mentored": _tuned(mentored_verifier),
+VERIFIERS: dict[str, VerifierPart] = {
+    part.name: part
+    for part in (
+        _rule(block_verifier, "keeps the longest prefix that passes a joint test; never worse than token"),
+        _rule(token_verifier, "keeps each token with min(1, p/q) until the first refusal"),
+        _rule(GreedyBlockVerifier, "as block, with a memory; constant lengths only"),
+        _rule(match_verifier, "draws from the target and keeps the draft while it is the same"),
+        _rule(trie_block_verifier, "block verification of several drafts: SpecTr's coupling inside it"),
+        _rule(spectr_verifier, "SpecTr: K-SEQ at each place of several drafts"),
+        _rule(multi_round_verifier, "SpecInfer's recursive rejection of several drafts"),
+        _rule(traversal_verifier, "the bottom-up form of multi_round"),
+        _rule(last_token_verifier, "lossy, SPRINTER's rule: only the last drafted token is verified"),
+        _rule(
+            typical_verifier,
+            "lossy: keeps tokens that the target finds plausible",
+            argument="EPSILON",
+            example="typical:0.09",
+        ),
+        _rule(
+            mixture_verifier,
+            "lossy: the mixture (1 - EPSILON) p + EPSILON q",
+            argument="EPSILON",
+            example="mixture:0.1",
+        ),
+        _rule(
+            mentored_verifier,
+            "lossy: as much acceptance as BUDGET nats of divergence allow",
+            argument="BUDGET",
+            example="mentored:0.1",
+        ),
+    )
 }
-LOSSY = ("last_token", "typical", "mixture", "mentored")
-DRAFTERS = {
-    "none": "nothing is drafted: plain decoding",
-    "model": "one chain from the draft model",
-    "chains:K": "K i.i.d. chains from the draft model, equal prefixes merged",
-    "tree:AxBxC": "a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
-    "early_exit:L": "one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
-    "feature_head:DIR": "one chain from a trained layer over the target's states; feature_head:DIRxK makes K chains",
-    "ngram:N": "up to N tokens that followed an earlier occurrence of the last ones; no draft model",
-    "suffix:N": "up to N tokens that most often followed the longest suffix known from this and other requests",
-}
+LOSSY = tuple(name for name, part in VERIFIERS.items() if not part.lossless)
+
+
+# --- from names -------------------------------------------------------------------------------------------------------
+
+
+def find_drafter(spec: str) -> tuple[DrafterPart, str]:
+    """The part that "name" or "name:argument" names, and the argument.
+
+    Raises:
+        UserError: unknown name.
+    """
+    name, _, argument = spec.partition(":")
+    if name not in DRAFTERS:
+        raise UserError(f"drafter is {name!r}: legal are {', '.join(part.form for part in DRAFTERS.values())}")
+    return DRAFTERS[name], argument
+
+
+def find_stopper(spec: str) -> tuple[StopperPart, str]:
+    """The part that "name" or "name:argument" names, and the argument.
+
+    Raises:
+        UserError: unknown name.
+    """
+    name, _, argument = spec.partition(":")
+    if name not in STOPPERS:
+        forms = ", ".join(part.form for part in OFFERED_STOPPERS.values())
+        raise UserError(f"stopper is {name!r}: legal are {forms} (the argument may be left out)")
+    return STOPPERS[name], argument
+
+
+def find_verifier(spec: str) -> tuple[VerifierPart, str]:
+    """The part that "name" or "name:parameter" names, and the parameter.
+
+    Raises:
+        UserError: unknown name.
+    """
+    name, _, argument = spec.partition(":")
+    if name not in VERIFIERS:
+        lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
+        raise UserError(f"verifier is {name!r}: legal are {lossless}, and the lossy {', '.join(LOSSY)}")
+    return VERIFIERS[name], argument
+
+
+def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
+    """Why parts of these names do not compose, in the engine's words; None where they do. Nothing is loaded.
+
+    Raises:
+        UserError: unknown names.
+    """
+    part, argument = find_drafter(drafter)
+    ends = find_stopper(stopper)[0] if stopper else None
+    rule = find_verifier(verifier)[0]
+    if stopper and not part.stops:
+        return f"drafter {part.name} takes no stopper"
+    return misfit(part.traits(argument, ends), rule.traits)
 
 
 def make_stopper(spec: str, draft: str | None = None) -> Stopper:
@@ -219,14 +609,12 @@ def make_stopper(spec: str, draft: str | None = None) -> Stopper:
     Raises:
         UserError: unknown name or a bad argument.
     """
-    name, _, argument = spec.partition(":")
-    if name not in STOPPERS:
-        raise UserError(f"stopper is {name!r}: legal are {', '.join(STOPPERS)} (as name:argument, for example fixed:4)")
-    return STOPPERS[name](argument, draft)
+    part, argument = find_stopper(spec)
+    return part.make(argument, draft)
 
 
 def default_stopper(rule: Verifier | None) -> str:
-    """The stopper of an engine for which none is named: what pays, or a constant length where the rule wants one."""
+    """The stopper of an engine for which none is named: what pays, or a constant length where the rule needs one."""
     return DEFAULT_CONSTANT_STOPPER if rule is not None and rule.constant_length else DEFAULT_STOPPER
 
 
@@ -236,11 +624,8 @@ def make_verifier(spec: str) -> Verifier:
     Raises:
         UserError: unknown name or a bad parameter.
     """
-    name, _, argument = spec.partition(":")
-    if name not in VERIFIERS:
-        lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
-        raise UserError(f"verifier is {name!r}: legal are {lossless}, and the lossy {', '.join(LOSSY)}")
-    return VERIFIERS[name](argument)
+    part, argument = find_verifier(spec)
+    return part.make(argument)
 
 
 def make_drafter(
@@ -258,106 +643,11 @@ def make_drafter(
         UserError: unknown name, or a draft model missing or left over.
     """
     spec = name or ("none" if draft is None else "model")
-    chosen, _, argument = spec.partition(":")
-    if chosen == "none":
-        return NoDrafter()
-    if chosen not in _DRAFTER_MAKERS:
-        raise UserError(f"drafter is {chosen!r}: legal are {', '.join(DRAFTERS)}")
-    needs_draft, make = _DRAFTER_MAKERS[chosen]
-    if needs_draft and draft is None:
-        raise UserError(f"drafter {chosen} needs a draft model: name one with draft (--draft)")
-    if not needs_draft and draft is not None:
-        raise UserError(f"drafter {chosen} reads no draft model: leave out {draft.name!r}, or choose another drafter")
-    return make(_Parts(target, draft, spec, stopper, {"temperature": temperature, "top_k": top_k}), argument)
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What a drafter may be made of."""
-
-    target: Backend
-    draft: Backend | None
-    drafter: str
-    stopper: str
-    changes: dict[str, Any]
-
-    def ends(self) -> Stopper:
-        """The stopper."""
-        return make_stopper(self.stopper, self.drafter if self.draft is None else self.draft.name)
-
-    def model(self) -> DraftModel:
-        """The draft model."""
-        assert self.draft is not None, "checked by make_drafter"
-        return DraftModel(self.draft, vocab_size=self.target.vocab_size, **self.changes)
-
-
-def _model(parts: _Parts, argument: str) -> Drafter:
-    if argument:
-        raise UserError(f"drafter model takes no argument, and was given {argument!r}")
-    return ModelDrafter(parts.model(), parts.ends())
-
-
-def _chains(parts: _Parts, argument: str) -> Drafter:
-    chains = (numbers(argument, "chains:4") or [4])[0]
-    return SampledTreeDrafter(parts.model(), parts.ends(), chains=chains)
-
-
-def _tree(parts: _Parts, argument: str) -> Drafter:
-    factors = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
-    return SampledTreeDrafter(parts.model(), parts.ends(), factors=factors)
-
-
-def _early_exit(parts: _Parts, argument: str) -> Drafter:
-    found = numbers(argument, "early_exit:20x4")
-    if not 1 <= len(found) <= 2:
-        raise UserError("drafter early_exit takes a number of layers: legal is for example early_exit:20")
-    if not isinstance(parts.target, SlotBackend):
-        raise UserError(f"drafter early_exit needs a transformers model, and {parts.target.name} is none")
-    model = EarlyExitModel(parts.target, found[0], **parts.changes)
-    return early_exit_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
-
-
-def _feature_head(parts: _Parts, argument: str) -> Drafter:
-    if not argument:
-        raise UserError("drafter feature_head takes the directory of one: for example feature_head:heads/mine")
-    if not isinstance(parts.target, SlotBackend):
-        raise UserError(f"drafter feature_head needs a transformers model, and {parts.target.name} is none")
-    where, chains = _directory(argument)
-    model = FeatureModel(parts.target, load_net(where), **parts.changes)
-    return feature_drafter(model, parts.ends(), chains=int(chains))
-
-
-def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[_Parts, str], Drafter]:
-    """A drafter that reads tokens only, with its longest draft as its argument."""
-
-    def build(parts: _Parts, argument: str) -> Drafter:  # noqa: ARG001
-        found = numbers(argument, example)
-        if len(found) > 1:
-            raise UserError(f"{argument!r} is not one whole number: legal is for example {example}")
-        return make(*found)
-
-    return build
-
-
-# name -> whether it reads a draft model, and its maker
-_DRAFTER_MAKERS: dict[str, tuple[bool, Callable[[_Parts, str], Drafter]]] = {
-    "model": (True, _model),
-    "chains": (True, _chains),
-    "tree": (True, _tree),
-    "early_exit": (False, _early_exit),
-    "feature_head": (False, _feature_head),
-    "ngram": (False, _lookup(NgramDrafter, "ngram:8")),
-    "suffix": (False, _lookup(SuffixDrafter, "suffix:16")),
-}
-
-
-def numbers(text: str, example: str) -> list[int]:
-    """Whole numbers joined by x, such as "4x2x1"; none in an empty text.
-
-    Raises:
-        UserError: something else.
-    """
-    try:
-        return [int(part) for part in text.split("x")] if text else []
-    except ValueError:
-        raise UserError(f"{text!r} is not a row of whole numbers: legal is for example {example}") from None
+    part, argument = find_drafter(spec)
+    if part.reads_draft and draft is None:
+        raise UserError(f"drafter {part.name} needs a draft model: name one with draft (--draft)")
+    if not part.reads_draft and draft is not None and part.name != "none":
+        raise UserError(
+            f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
+        )
+    return part.make(Materials(target, draft, stopper, spec, {"temperature": temperature, "top_k": top_k}), argument)

@@ -17,8 +17,9 @@ from draftproof.backends.base import Session
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import DraftRequest
 from draftproof.engine.stats import Stats
+from draftproof.errors import RequestError
 from draftproof.finish import Cut, Cutter
-from draftproof.sampling import SamplingParams, TokenLogprob, Transforms, top_logprobs
+from draftproof.sampling import SHAPING, SamplingParams, TokenLogprob, Transforms, top_logprobs
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,10 @@ class Output:
         token_ids: the generated tokens.
         finish_reason: "stop" or "length".
         stop_reason: the stop string or token id that ended it; None for EOS and length.
-        lossless: whether the output law is exactly the target's.
+        lossless: whether the output distribution is exactly the target's.
         drafter, stopper, verifier: the parts that were in effect.
         seed: of this request; the same seed gives the same draws.
+        params: the sampling parameters that were in effect, those of the checkpoint's generation config included.
         logprobs: for each token, when asked for.
         stats: counts, rates, times.
     """
@@ -67,6 +69,7 @@ class Output:
     stopper: str | None
     verifier: str
     seed: int
+    params: SamplingParams
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] | None = None
 
@@ -84,6 +87,7 @@ class Output:
             "stopper": self.stopper,
             "verifier": self.verifier,
             "seed": self.seed,
+            "sampling": {name: getattr(self.params, name) for name in SHAPING},
             "stats": self.stats.to_dict(),
         }
         if self.logprobs is not None:
@@ -108,6 +112,7 @@ class Request:
         round: rounds done; part of the key of every draw.
         verifier_state: what a rule with memory wants back with the next draft.
         chunks: committed pieces that a stream has not taken yet.
+        error: why it cannot go on; None while it can.
     """
 
     id: int
@@ -125,6 +130,7 @@ class Request:
     stats: Stats = field(default_factory=Stats)
     chunks: deque[Chunk] = field(default_factory=deque)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: RequestError | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -133,8 +139,8 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether its last token is committed."""
-        return self.cutter.finish is not None
+        """Whether its last token is committed, or it failed."""
+        return self.error is not None or self.cutter.finish is not None
 
     @property
     def output_ids(self) -> list[int]:
@@ -147,7 +153,7 @@ class Request:
         return self.max_tokens - (len(self.tokens) - self.prompt_length)
 
     def draft_request(self, limit: int) -> DraftRequest:
-        """What the drafter is told."""
+        """What the drafter gets to know of it."""
         return DraftRequest(self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session)
 
     def contexts(self, draft: Draft) -> tuple[list[int], Sequence[Sequence[int]]]:

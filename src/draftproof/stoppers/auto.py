@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftproof.errors import UserError
-from draftproof.stoppers.base import StopperBase
+from draftproof.stoppers.base import AcceptanceRates, StopperBase
 from draftproof.stoppers.fixed import MAX_LENGTH
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, expected_tokens
 
@@ -31,23 +31,6 @@ LOOK = 0.01  # share of the time that looks may take at first; where a draft cos
 
 REMEMBERED = 4096  # choices that are looked up rather than made again
 FORGET = 64  # rounds after which a number of drafts that was not used is tried anew, if it might pay
-
-
-@dataclass(frozen=True)
-class AcceptanceRates:
-    """How often drafted tokens are accepted; the defaults are hopeful, since a rate that is thought low is never seen.
-
-    Attributes:
-        first: a first token.
-        later: one after an accepted one.
-    """
-
-    first: float = 0.5
-    later: float = 0.7
-
-    def or_better(self, other: AcceptanceRates) -> AcceptanceRates:
-        """The higher of each."""
-        return AcceptanceRates(max(self.first, other.first), max(self.later, other.later))
 
 
 ASSUMED = AcceptanceRates()
@@ -158,6 +141,15 @@ class Auto(StopperBase):
         self._best: dict[tuple[int, Rates], tuple[int, int]] = {}  # by number of requests and rates
         self._together, self._most = 1, 1
         self._common: tuple[int, int] | None = None
+
+    @property
+    def needs_costs(self) -> bool:  # type: ignore[override]  # a constant in the base class
+        """Whether no costs were given."""
+        return self.costs is None
+
+    def calibrate(self, costs: BatchCosts, rates: AcceptanceRates) -> None:
+        """Decide by these costs, and expect these rates of requests that are new."""
+        self.costs, self.assumed = costs, rates
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Take note of who shares the round and how many drafts each can get; choose for all where costs are shared."""

@@ -13,12 +13,31 @@ token that ends its chain: the draft that is submitted is the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.draft import DraftStep
+from draftproof.theory.cost import BatchCosts
+
+
+@dataclass(frozen=True)
+class AcceptanceRates:
+    """How often drafted tokens are accepted; the defaults are hopeful, since a rate that is thought low is never seen.
+
+    Attributes:
+        first: a first token.
+        later: one after an accepted one.
+    """
+
+    first: float = 0.5
+    later: float = 0.7
+
+    def or_better(self, other: AcceptanceRates) -> AcceptanceRates:
+        """The higher of each."""
+        return AcceptanceRates(max(self.first, other.first), max(self.later, other.later))
 
 
 @runtime_checkable
@@ -48,6 +67,15 @@ class Stopper(Protocol):
     @property
     def reads_logits(self) -> bool:
         """Whether it reads DraftStep.logits."""
+        ...
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether it cannot decide before it knows what rounds cost on this machine."""
+        ...
+
+    def calibrate(self, costs: BatchCosts, rates: AcceptanceRates) -> None:
+        """Take note of what rounds cost here and of how often drafted tokens are accepted, if it `needs_costs`."""
         ...
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
@@ -90,10 +118,14 @@ class StopperBase:
     constant = False
     hidden_size = 0
     reads_logits = False
+    needs_costs = False
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit
+
+    def calibrate(self, costs: BatchCosts, rates: AcceptanceRates) -> None:
+        """Nothing depends on costs."""
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Nothing that depends on company."""

@@ -1,0 +1,65 @@
+"""Whether a drafter and a rule compose: one function, for names and for the parts of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class DrafterLike(Protocol):
+    """What a rule must know of a drafter."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def branching(self) -> bool: ...  # noqa: D102
+    @property
+    def point_masses(self) -> bool: ...  # noqa: D102
+    @property
+    def constant(self) -> bool: ...  # noqa: D102
+
+
+@runtime_checkable
+class VerifierLike(Protocol):
+    """What a drafter must know of a rule."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def branching(self) -> bool: ...  # noqa: D102
+    @property
+    def point_masses(self) -> bool: ...  # noqa: D102
+    @property
+    def constant_length(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True)
+class DrafterTraits:
+    """A drafter as it is declared; the fields mean what they mean in `Drafter`."""
+
+    name: str
+    branching: bool
+    point_masses: bool
+    constant: bool
+
+
+@dataclass(frozen=True)
+class VerifierTraits:
+    """A rule as it is declared; the fields mean what they mean in `Verifier`."""
+
+    name: str
+    branching: bool
+    point_masses: bool
+    constant_length: bool
+
+
+def misfit(drafter: DrafterLike, verifier: VerifierLike) -> str | None:
+    """Why a drafter and a rule do not compose; None where they do."""
+    if drafter.branching and not verifier.branching:
+        return f"drafter {drafter.name} drafts trees, and rule {verifier.name} verifies chains only"
+    if drafter.point_masses and not verifier.point_masses:
+        return f"rule {verifier.name} needs the draft's probabilities, and drafter {drafter.name} has none"
+    if verifier.constant_length and not drafter.constant:
+        return f"rule {verifier.name} is exact for drafts of constant length only, and {drafter.name} varies"
+    return None

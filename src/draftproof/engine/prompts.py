@@ -1,0 +1,97 @@
+"""Prompts as the engine reads them: a text, token ids or chat messages become token ids."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from draftproof.errors import UserError, reason
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class PromptReader:
+    """Turns prompts into token ids with a model's tokenizer.
+
+    Args:
+        tokenizer: of the model; None where prompts are token ids only.
+        model: name of the model, for errors.
+    """
+
+    def __init__(self, tokenizer: Any, model: str) -> None:
+        self.tokenizer = tokenizer
+        self._model = model
+
+    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt; no text where token ids were given.
+
+        Raises:
+            UserError: nothing in it, something that is no prompt, or no tokenizer to read it with.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise UserError("the prompt is empty: give some text, or token ids to start from a special token")
+            return prompt, self._ids(prompt, add_special_tokens=True)
+        items: list[Any] = list(prompt)
+        if items and isinstance(items[0], Mapping):
+            text = self.chat_text(items)
+            return text, self._ids(text, add_special_tokens=False)
+        for place, token in enumerate(items):
+            if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+                raise UserError(f"token {place} of the prompt is {token!r}: legal are whole numbers")
+        return None, [int(token) for token in items]
+
+    def plain(self, text: str) -> list[int]:
+        """Token ids of a text without special tokens."""
+        return self._ids(text, add_special_tokens=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The model's chat template applied to messages, ready for an answer.
+
+        Raises:
+            UserError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        tokenizer = self._required()
+        if not getattr(tokenizer, "chat_template", None):
+            raise UserError(f"{self._model} has no chat template: give the prompt as plain text")
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+        except Exception as cause:
+            raise UserError(f"the chat template of {self._model} refuses the messages: {reason(cause)}") from cause
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer = self._required()
+        place = next((at for at, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if place is not None:
+            raise UserError(
+                f"character {place} of the prompt is a lone surrogate (U+{ord(text[place]):04X}), which no text can "
+                "hold: decode the bytes it came from with errors='replace', or remove it"
+            )
+        return [int(token) for token in tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
+
+    def _required(self) -> Any:
+        if self.tokenizer is None:
+            raise UserError("the engine has no tokenizer: give prompts as token ids")
+        return self.tokenizer
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt.
+
+    Raises:
+        UserError: no prompt, or something that is none.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts is {prompts!r}: legal are a text, token ids, chat messages, or a list of those")
+    items: list[Any] = list(prompts)
+    if not items:
+        raise UserError("no prompt given")
+    if isinstance(items[0], int | Mapping):
+        return [items]
+    for item in items:
+        if not isinstance(item, str | list | tuple):
+            raise UserError(f"a prompt is {item!r}: legal are a text, token ids, or chat messages")
+    return items
