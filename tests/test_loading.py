@@ -1,0 +1,133 @@
+"""Checkpoints that cannot be trusted or are not whole are refused by name, before anything runs on random numbers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftproof import Engine, UserError
+from draftproof.backends import loading
+from draftproof.backends.loading import load_backend, load_model
+from draftproof.sampling import SamplingParams, default_params
+from helpers import CONFIGS, random_model
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with a tiny llama."""
+    random_model(CONFIGS["llama"]()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def without(directory, *names):
+    tensors = load_file(directory / "model.safetensors")
+    for name in names:
+        del tensors[name]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_missing_tensors_are_an_error_that_names_them(saved):
+    without(saved, "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+    with pytest.raises(UserError, match=r"lacks 2 tensors of LlamaForCausalLM: .*layers.1.mlp.down_proj.*norm.weight"):
+        load_backend(str(saved))
+
+
+def test_many_missing_tensors_are_counted(saved):
+    without(saved, *(name for name in load_file(saved / "model.safetensors") if "layers.1." in name))
+    with pytest.raises(UserError, match=r"lacks 9 tensors .* and 4 more\. The model would compute with random numbers"):
+        load_model(str(saved))
+
+
+def test_a_tied_output_layer_is_not_missing(tmp_path):
+    config = CONFIGS["llama"]()
+    config.tie_word_embeddings = True
+    random_model(config).save_pretrained(tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    assert load_backend(str(tmp_path)).vocab_size == config.vocab_size
+
+
+def test_tensors_of_other_shapes_are_an_error(saved):
+    tensors = load_file(saved / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(16)
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.norm\.weight|shape"):
+        load_model(str(saved))
+
+
+def test_pickled_weights_are_refused_on_purpose_and_that_is_said(saved):
+    (saved / "model.safetensors").unlink()
+    torch.save({}, saved / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pickled weights only \(pytorch_model.bin\): they are refused on purpose"):
+        load_backend(str(saved))
+
+
+def test_an_adapter_without_peft_says_what_it_is(saved, monkeypatch):
+    (saved / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x"}))
+    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="holds a LoRA adapter, not a whole model: install peft"):
+        load_backend(str(saved))
+
+
+# --- the checkpoint's own sampling defaults ---------------------------------------------------------------------------
+
+
+def test_a_generation_config_gives_defaults_and_nothing_else():
+    found = default_params(
+        {
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "top_k": 20,
+            "min_p": None,
+            "repetition_penalty": 1.05,
+            "max_new_tokens": 7,
+            "do_sample": True,
+            "eos_token_id": 2,
+        }
+    )
+    assert found == SamplingParams(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05, max_tokens=7)
+    assert default_params({}) == SamplingParams()
+    with pytest.raises(UserError, match=r"the generation config of some model: temperature is -1.* generation_config"):
+        default_params({"temperature": -1}, "some model")
+
+
+@pytest.fixture
+def with_defaults(embedded_copy):
+    """The embedded target with a generation config of its own."""
+    file = embedded_copy / "generation_config.json"
+    given = json.loads(file.read_text()) | {"do_sample": True, "temperature": 0.6, "top_k": 5, "max_new_tokens": 6}
+    file.write_text(json.dumps(given))
+    return str(embedded_copy)
+
+
+@pytest.fixture
+def embedded_copy(tmp_path):
+    import shutil
+
+    from draftproof.embedded import target_dir
+
+    return shutil.copytree(target_dir(), tmp_path / "model")
+
+
+def test_requests_without_parameters_get_the_checkpoints(with_defaults):
+    engine = Engine.load(with_defaults)
+    assert engine.default_params == SamplingParams(temperature=0.6, top_k=5, max_tokens=6)
+    (out,) = engine.generate("Once upon a time")
+    assert len(out.token_ids) == 6
+    assert out.to_dict()["sampling"] == {
+        "temperature": 0.6,
+        "top_k": 5,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
+    (own,) = engine.generate("Once upon a time", SamplingParams(max_tokens=3))
+    assert own.params.temperature == 1.0, "what a request says is not mixed with the checkpoint's"
+
+
+def test_they_can_be_left_alone(with_defaults):
+    assert Engine.load(with_defaults, generation_config="none").default_params == SamplingParams()
+    with pytest.raises(UserError, match="generation_config is 'vllm': legal are auto and none"):
+        Engine.load(with_defaults, generation_config="vllm")
