@@ -101,37 +101,18 @@ def _is_recorder(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
 
 
-class LeanBackend(SlotBackend):
+class LeanForward(SlotBackend):
     """A model of the Llama family, read by the lean forward.
 
     Args:
-        model: a transformers model in eval mode, weights in place; its linear weights move into the backend.
-        name: how errors and reports call it.
-        check: compare it with transformers' own forward pass now, whose rows are computed before anything moves.
-        pack: whether to pack weights for the CPU.
-
-    Raises:
-        UserError: no lean forward for this model, or its rows are not those of transformers' own.
+        facts: of the model.
+        lean: its forward pass, with its weights.
+        cache: as `SlotBackend` has it.
     """
 
-    def __init__(self, model: Any, *, name: str | None = None, check: bool = True, pack: bool = True) -> None:
-        facts = ModelFacts.of(model, name)
-        why = supports(model)
-        if why is not None:
-            raise UserError(f"{facts.name} has no lean forward: {why}; legal is backend hf (or auto)")
-        super().__init__(facts)
-        self.model = model.eval()
-        self.config = model.config
-        probe = Probe(model, self.name) if check else None
-        windows = windows_of(model) if probe is None else probe.windows
-        model.requires_grad_(requires_grad=False)
-        self.lean = Lean(model, windows, getattr(model.config, "layer_types", None), pack=pack)
-        if probe is not None:
-            self._get_ready()
-            probe.check(self)
-
-    def _get_ready(self) -> None:
-        """Called before the first pass."""
+    def __init__(self, facts: ModelFacts, lean: Lean, *, cache: SlotCache | None = None) -> None:
+        super().__init__(facts, cache=cache)
+        self.lean = lean
 
     @property
     def products(self) -> str:
@@ -146,18 +127,46 @@ class LeanBackend(SlotBackend):
         """Rows of the output layer's weight."""
         return self.lean.head.dense()[ids.to(self.device)]
 
-    def first_layers(self, layers: int) -> SlotBackend:
+    def first_layers(self, layers: int) -> LeanForward:
         """The model's first layers on the same weights and in the same cache."""
-        return _FirstLayers(self, layers)
+        made = LeanForward(self.facts, self.lean.first(layers), cache=self._cache)
+        made.capabilities = self.capabilities
+        return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.lean(layout, self._cache, hidden=hidden)
 
 
-class _FirstLayers(LeanBackend):
-    """Some layers of a lean backend."""
+class LeanBackend(LeanForward):
+    """A transformers model of the Llama family, read by the lean forward.
 
-    def __init__(self, whole: LeanBackend, layers: int) -> None:
-        SlotBackend.__init__(self, whole.facts, cache=whole.cache)
-        self.capabilities = whole.capabilities
-        self.lean = whole.lean.first(layers)
+    Args:
+        model: in eval mode, weights in place; its linear weights move into the backend.
+        name: how errors and reports call it.
+        check: compare it with transformers' own forward pass now, whose rows are computed before anything moves.
+        pack: whether to pack weights for the CPU.
+
+    Attributes:
+        probe: what was compared, where it was.
+
+    Raises:
+        UserError: no lean forward for this model, or its rows are not those of transformers' own.
+    """
+
+    def __init__(self, model: Any, *, name: str | None = None, check: bool = True, pack: bool = True) -> None:
+        facts = ModelFacts.of(model, name)
+        why = supports(model)
+        if why is not None:
+            raise UserError(f"{facts.name} has no lean forward: {why}; legal is backend hf (or auto)")
+        self.model = model.eval()
+        self.config = model.config
+        self.probe = Probe(model, facts.name) if check else None
+        self.windows = windows_of(model) if self.probe is None else self.probe.windows
+        model.requires_grad_(requires_grad=False)
+        super().__init__(facts, Lean(model, self.windows, getattr(model.config, "layer_types", None), pack=pack))
+        if self.probe is not None:
+            self._get_ready()
+            self.probe.check(self)
+
+    def _get_ready(self) -> None:
+        """Called before the first pass."""
