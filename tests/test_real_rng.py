@@ -213,7 +213,7 @@ def test_decisions_do_not_shift_the_indices_drawn_after_them():
 
 
 def test_rows_come_first():
-    with pytest.raises(ValueError, match="rng has 2 rows, asked for draws of shape"):
+    with pytest.raises(ValueError, match="requested from an rng of 2 rows"):
         CounterRng([1, 2]).bernoulli(torch.ones(3))
 
 

@@ -1,13 +1,12 @@
-"""Tokenizers: loading one, and telling whether two models speak the same tokens.
+"""Tokenizers: loading one, comparing those of two models, and the ids that end a sequence.
 
-Knows: transformers' tokenizers. Does not know: models, sampling.
-
-Speculation needs a drafter whose token ids mean what the target's mean. Vocabularies that differ in padded size only
-are fine; truly different ones are refused (docs/log.md says why).
+Speculative decoding needs a drafter whose token ids mean the same as the target's. Vocabularies that differ only in
+their padded size are accepted; different ones are refused (docs/log.md says why).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,10 @@ from draftproof.errors import UserError, reason
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer beside a model: of a hub id, a directory or inside a .gguf file.
+    """The tokenizer of a model that is given as a hub id, a directory or a .gguf file.
 
     Raises:
-        UserError: none to be had there.
+        UserError: there is none.
     """
     from transformers import AutoTokenizer
 
@@ -32,11 +31,22 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
         raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
 
 
+def end_ids(model_ids: Sequence[int], tokenizer: Any) -> tuple[int, ...]:
+    """All end-of-sequence ids: those of the model's generation config, then the tokenizer's own, each once.
+
+    Args:
+        model_ids: see `draftproof.backends.hf.HFBackend.eos_token_ids`.
+        tokenizer: a transformers tokenizer; its `eos_token_id` may be None.
+    """
+    own = tokenizer.eos_token_id
+    return tuple(dict.fromkeys((*model_ids, *(() if own is None else (own,)))))
+
+
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:
-    """Refuse two tokenizers that give one text different ids.
+    """Refuse two tokenizers that have different ids for the same token.
 
     Raises:
-        UserError: naming the first token that differs.
+        UserError: naming the first token that differs, or how few tokens the two share.
     """
     ours, theirs = target.get_vocab(), draft.get_vocab()
     for token, index in sorted(theirs.items(), key=lambda item: item[1]):
