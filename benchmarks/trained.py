@@ -36,14 +36,14 @@ from draftproof.backends.feature_net import FeatureNet, load_net, save_net
 from draftproof.backends.loading import load_backend, load_model
 from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_verifier
 from draftproof.heads import load_head
-from draftproof.provenance import told
+from draftproof.provenance import without_folders
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.trained import Approximate
 from draftproof.tokenization import load_tokenizer
 from draftproof.training import distil, sprinter, sweep
 from draftproof.training.corpus import held_out
 from draftproof.training.data import read_examples, split
-from draftproof.training.feature_loss import Frame, acceptance, wanted_rows
+from draftproof.training.feature_loss import Frame, acceptance, target_rows
 from draftproof.training.feature_rows import Row, StateRows, Store, windows
 from draftproof.training.features import ModelPair
 from draftproof.training.heads import Labels, judge
@@ -190,7 +190,7 @@ def along(args: argparse.Namespace, target: Any, rows: StateRows, nets: dict[str
         row = rows.pick([place])
         counts = row.counts[0].clone()
         counts[-1] = False  # what follows the last token is not known
-        p = wanted_rows(row, frame)[counts]
+        p = target_rows(row, frame)[counts]
         with torch.inference_mode():
             q = early(input_ids=row.ids, use_cache=False).logits[0][counts].float().softmax(-1)
         shallow.append(torch.minimum(p, q).sum(-1))
@@ -313,7 +313,7 @@ def tradeoff(trial: Trial, head: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def heads_lines(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     """The heads' tables."""
-    lines = [f"# Heads for {told(args.draft)} under {args.target} on held-out prompts", "", about(args)]
+    lines = [f"# Heads for {without_folders(args.draft)} under {args.target} on held-out prompts", "", about(args)]
     names = {"rows": "rows", "kl_unweighted": "binary KL", "kl": "binary KL as trained", "kl_constant": "KL, constant"}
     names |= {
         "kl_max_probability": "KL, max probability",

@@ -11,9 +11,9 @@ from draftproof.backends.feature_head import FeatureBackend
 from draftproof.backends.feature_net import FeatureConfig, FeatureNet, save_net
 from draftproof.backends.followed import FollowedHead
 from draftproof.backends.hf import HFBackend
+from draftproof.training.head_artefact import make_head, make_verifier_head
+from draftproof.training.head_options import HeadJob, Material
 from draftproof.training.loop import TrainingPlan
-from draftproof.training.pair_data import Material
-from draftproof.training.recipes import HeadJob, make_head, make_verifier_head
 from draftproof.tree import TokenTree
 from helpers import embedded_model
 
