@@ -17,12 +17,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftproof.training.recipes import HeadJob, make_head, make_verifier_head
+import typer
 from torch import nn
 from typer.testing import CliRunner
 
 import helpers
 from draftproof.cli import app
+from draftproof.cli.train import app as train_app
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
@@ -34,16 +35,16 @@ from draftproof.stoppers.trained import Acceptance
 from draftproof.testing import TableModel
 from draftproof.theory.cost import PassCosts
 from draftproof.theory.sprinter import expected_accepted
-from draftproof.training import data, features, metrics, sprinter, sweep
-from draftproof.training import pair_data as workshop
+from draftproof.training import data, features, metrics, pair_data, sprinter, sweep
+from draftproof.training.head_artefact import make_head, make_verifier_head
+from draftproof.training.head_options import HeadJob, Material
 from draftproof.training.heads import Labels, fresh_head, head_loss, judge, ratio_loss, train_head, weighted_bce
 from draftproof.training.loop import Loss, TrainingPlan, train
-from draftproof.training.pair_data import Material
 from draftproof.training.responses import Response, sample_responses
 
 
 class KilledError(Exception):
-    """What a test kills a run with."""
+    """Ends a run in a test."""
 
 
 # --- data ---------------------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def markdown(made: Sequence[Composition]) -> str:
         "",
         "This page is made by `draftproof audit compositions --markdown`. A test checks that it is up to date.",
         "",
-        "- `exact`: the distribution of whole outputs equals the target's to 1e-12, by enumeration, with every stopper.",
+        "- `exact`: the distribution of whole outputs is the target's to 1e-12, by enumeration, with every stopper.",
         "- `exact (fixed)`: exact, and only the stopper `fixed` composes.",
         "- `lossy`: composes, and every result says that it is lossy.",
         "- `-`: the engine refuses the composition when it is constructed.",
