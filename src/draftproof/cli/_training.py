@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 import typer
 
@@ -13,6 +13,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 
 
+@runtime_checkable
 class Job(Protocol):
     """Options of a training run."""
 
