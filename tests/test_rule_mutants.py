@@ -19,7 +19,7 @@ from draftproof.functional import bottom_up, chain, coupling, greedy, top_down
 from draftproof.testing import total_variation
 
 MODULES = (chain, coupling, greedy, top_down, bottom_up)
-SEEN = 1e-3
+VISIBLE_ERROR = 1e-3
 
 
 def _chain(name, length):
@@ -195,7 +195,7 @@ def test_mutants_are_killed(name, monkeypatch):
     assert _error(both, models[0]()) < 1e-12
     monkeypatch.setattr(greedy, "running_ratios", chain.running_ratios, raising=False)
     _mutate(monkeypatch, function, old, new)
-    assert any(_error(both, model()) > SEEN for model in models), f"no model shows the mutant {name!r}"
+    assert any(_error(both, model()) > VISIBLE_ERROR for model in models), f"no model shows the mutant {name!r}"
 
 
 def test_two_tokens_hide_the_wrong_residual(monkeypatch):

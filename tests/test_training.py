@@ -464,8 +464,8 @@ def test_the_row_with_the_least_latency_and_the_dominated_lengths():
     fixed = [{"length": 2, **short}, {"length": 8, **long}]
     heads = [{"threshold": 0.5, "discard_rate": 0.2, "verification_rate": 0.5}]
     assert sweep.dominated(fixed, heads) == [2]
-    assert sweep.beside_fixed(fixed, heads)[0]["fixed_verification_rate"] == pytest.approx(0.6)
-    assert sweep.beside_fixed(fixed, [{"discard_rate": 2.0}])[0]["fixed_verification_rate"] is None
+    assert sweep.with_fixed_drafts(fixed, heads)[0]["fixed_verification_rate"] == pytest.approx(0.6)
+    assert sweep.with_fixed_drafts(fixed, [{"discard_rate": 2.0}])[0]["fixed_verification_rate"] is None
     assert sweep.choose(sweep.with_latency(fixed, PassCosts(0.01, 1.0)))["length"] == 8
     assert sweep.choose(sweep.with_latency(fixed, PassCosts(0.5, 1.0)))["length"] == 2
 
@@ -524,9 +524,9 @@ def test_ten_interruptions_at_random_moments_give_the_same_files(tmp_path, story
 
 @pytest.mark.usefixtures("loaded_once")
 def test_a_trained_head_ends_drafts_in_the_engine(tmp_path, story_file):
-    wanted = job(tmp_path, story_file, threshold=None, cost_ratio=0.2)
-    summary = make_head(wanted)
-    head = load_head(wanted.out)
+    head_job = job(tmp_path, story_file, threshold=None, cost_ratio=0.2)
+    summary = make_head(head_job)
+    head = load_head(head_job.out)
     assert head.config.threshold == summary["chosen"]["threshold"]
     assert (head.config.draft, head.config.target) == ("embedded:draft", "embedded:target")
     drafted = {}
@@ -561,9 +561,9 @@ def test_a_sweep_takes_the_cheapest_cell_and_continues_after_an_interruption(tmp
 
 @pytest.mark.usefixtures("loaded_once")
 def test_a_verifier_has_its_rates_and_its_drift_in_its_files(tmp_path, story_file):
-    wanted = job(tmp_path, story_file, kind="verifier", depth=0)
-    summary = make_verifier_head(wanted)
-    categories = json.loads((wanted.out / "metrics.json").read_text())["rows_of_each_category"]
+    head_job = job(tmp_path, story_file, kind="verifier", depth=0)
+    summary = make_verifier_head(head_job)
+    categories = json.loads((head_job.out / "metrics.json").read_text())["rows_of_each_category"]
     assert set(categories) == {"original", "draft", "target", "mixed"}
     assert len(set(categories.values())) == 1
     assert 0 <= summary["eta_fp"] <= 1
@@ -571,7 +571,7 @@ def test_a_verifier_has_its_rates_and_its_drift_in_its_files(tmp_path, story_fil
     assert (
         summary["sprinter"]["measured"]["rouge"] is None or 0 <= summary["sprinter"]["measured"]["rouge"]["rouge1"] <= 1
     )
-    provenance = json.loads((wanted.out / "provenance.json").read_text())
+    provenance = json.loads((head_job.out / "provenance.json").read_text())
     assert provenance["data"][0]["name"] == "stories.txt"
     assert str(tmp_path) not in json.dumps(provenance)
 

@@ -76,7 +76,7 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """The newest token of each of several paths, for the stopper; these tokens are verified whatever it decides.
+    """The newest token of each of several paths, for the stopper; these tokens are verified in any case.
 
     Attributes:
         tokens: token ids.

@@ -21,7 +21,7 @@ def home() -> Path:
 
 @contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory beside `out`; it is renamed to `out` if the block succeeds, and removed if not.
+    """Yield a temporary directory next to `out`; it is renamed to `out` if the block succeeds, and removed if not.
 
     Raises:
         UserError: `out` exists already.
@@ -40,7 +40,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(out: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `out`; the file replaces `out` if the block succeeds, and is removed if not."""
+    """Yield a temporary path next to `out`; the file replaces `out` if the block succeeds, and is removed if not."""
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.parent / f".{out.name}.{uuid4().hex}"
     try:

@@ -126,7 +126,7 @@ class Cutter:
         params: sampling parameters of the request.
         eos_token_ids: the model's end-of-sequence ids.
         tokenizer: None gives no text, and refuses stop strings.
-        room: number of tokens for which the model's context has room, a second limit beside `max_tokens`.
+        room: number of tokens for which the model's context has room; a second limit besides `max_tokens`.
 
     Attributes:
         count: number of tokens kept so far.

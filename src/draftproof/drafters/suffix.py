@@ -19,7 +19,7 @@ from draftproof.drafters.ngram import point_chain
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
 
-_START = -1  # stands before the first token and ends short contexts, so that no context is a prefix of another one
+_START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
 
 
 class SuffixDrafter:
@@ -80,11 +80,11 @@ class SuffixDrafter:
         self.limit = length
         self._context, self._factor, self._threshold = context, factor, threshold
         self._memory = _FinishedRequests(context, capacity) if shared else None
-        self._running: dict[int, _Row] = {}
+        self._running: dict[int, _Indexed] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
         """See Drafter; all requests are read before the first draft is made."""
-        rows = [self._running.setdefault(request.id, _Row()) for request in requests]
+        rows = [self._running.setdefault(request.id, _Indexed()) for request in requests]
         for request, row in zip(requests, rows, strict=True):
             row.tokens = request.tokens
             self._read(row)
@@ -93,7 +93,7 @@ class SuffixDrafter:
             for request, row in zip(requests, rows, strict=True)
         ]
 
-    def _read(self, row: _Row) -> None:
+    def _read(self, row: _Indexed) -> None:
         """Count the tokens that the request committed since the last call."""
         start = len(row.read)
         row.read.extend(row.tokens[start:])
@@ -102,7 +102,7 @@ class SuffixDrafter:
             if self._memory is not None:
                 self._memory.index.add(key, token)
 
-    def _follow(self, request: DraftRequest, row: _Row) -> list[int]:
+    def _follow(self, request: DraftRequest, row: _Indexed) -> list[int]:
         """The draft: the most frequent successor, then its most frequent successor, and so on."""
         others = self._memory.index if self._memory is not None and _may_share(request) else None
         near = tuple(row.read[-self._context :][::-1])
@@ -141,7 +141,7 @@ def _may_share(request: DraftRequest) -> bool:
     return params.seed is None or params.temperature == 0
 
 
-class _Row:
+class _Indexed:
     """A running request: all its tokens, those that were counted, and its own index."""
 
     def __init__(self) -> None:

@@ -54,7 +54,7 @@ ASSUMED = AcceptanceRates()
 
 
 @dataclass
-class _Counts:
+class _RateCounts:
     """Counts of accepted and rejected tokens; older rounds count less.
 
     Attributes:
@@ -67,7 +67,7 @@ class _Counts:
     unused: int = 0
 
     @classmethod
-    def assumed(cls, first: float, later: float) -> _Counts:
+    def assumed(cls, first: float, later: float) -> _RateCounts:
         """Counts for assumed rates, with little weight."""
         return cls(
             [first * PRIOR_WEIGHT, (1 - first) * PRIOR_WEIGHT], [later * PRIOR_WEIGHT, (1 - later) * PRIOR_WEIGHT]
@@ -95,7 +95,7 @@ class _RequestState:
     """
 
     assumed: AcceptanceRates
-    counts: dict[int, _Counts] = field(default_factory=dict)
+    counts: dict[int, _RateCounts] = field(default_factory=dict)
     drafts: int = 1
     idle: int = 0
     patience: int = 1
@@ -117,7 +117,7 @@ class _RequestState:
     def learn(self, drafted: int, accepted: int) -> None:
         """Add the outcome of a round to the counts for its number of drafts."""
         self.chosen.clear()
-        own = self.counts.setdefault(self.drafts, _Counts.assumed(*self.expected(self.drafts)))
+        own = self.counts.setdefault(self.drafts, _RateCounts.assumed(*self.expected(self.drafts)))
         _count(own.first, min(accepted, 1), rejected=not accepted)
         if accepted and drafted > 1:
             _count(own.later, accepted - 1, rejected=accepted < drafted)

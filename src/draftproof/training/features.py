@@ -2,9 +2,9 @@
 
 Each model reads a prompt and the tokens after it in one forward pass. The tokens y of the rows come from q in one of
 three ways:
-- mixed: y_i ~ q(.|x, X_<i) beside a response X of the target. The state is the one at y_i after (x, Z_<i), where Z has
-  a share of its tokens from X and the others from y. Only places where Z has the token of y are rows (SpecDec++, arXiv
-  2405.19715, section 3.3).
+- mixed: y_i ~ q(.|x, X_<i) together with a response X of the target. The state is the one at y_i after (x, Z_<i),
+  where Z has a share of its tokens from X and the others from y. Only places where Z has the token of y are rows
+  (SpecDec++, arXiv 2405.19715, section 3.3).
 - drafted: y is the draft model's own continuation of a prefix, so states, labels and prefixes are those of a run.
 - before: y_i ~ q(.|S_<i) at every place of any tokens S. The state is the one before y_i, which y_i was drawn from
   (SPRINTER, arXiv 2502.04557, section 3.2).

@@ -173,7 +173,7 @@ class _HeadRun:
             "by_cost_ratio": sweep.compare_latency(fixed, table),
             "fixed_lengths_dominated": sweep.dominated(fixed, table),
             "fixed": fixed,
-            "heads": sweep.beside_fixed(fixed, table),
+            "heads": sweep.with_fixed_drafts(fixed, table),
         }
 
     def sweep(self, rows: dict[str, JudgeRows], trial: Trial) -> dict[str, Any]:

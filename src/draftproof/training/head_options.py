@@ -28,7 +28,7 @@ class Material:
         seed: seed of all random choices.
         dtype: dtype of both models: auto, float32, bfloat16 or float16.
         device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.
-        cache: directory that keeps responses and features for other runs; by default one beside the pulled models.
+        cache: directory that keeps responses and features for other runs; by default one next to the pulled models.
 
     Raises:
         UserError: a number is out of range.

@@ -144,7 +144,7 @@ def train(
 
 
 @dataclass
-class _State:
+class _Progress:
     """The counters of a run, which a checkpoint contains besides tensors."""
 
     step: int = 0
@@ -162,7 +162,7 @@ class _TrainingRun:
         self.plan = plan
         self.checkpoint = checkpoint
         self.identity = f"{identity} {json.dumps(asdict(plan), sort_keys=True)}"
-        self.state = _State()
+        self.state = _Progress()
         self.best: dict[str, Tensor] = {}
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         decay, betas = plan.weight_decay, plan.betas
@@ -257,7 +257,7 @@ class _TrainingRun:
             return
         try:
             metadata, tensors = _read(self.checkpoint)
-            state = _State(**json.loads(metadata["state"]))
+            state = _Progress(**json.loads(metadata["state"]))
         except Exception as cause:
             raise UserError(
                 f"cannot resume from {self.checkpoint} ({reason(cause)}): remove it to start again"

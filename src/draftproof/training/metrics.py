@@ -1,4 +1,4 @@
-"""Measures of predicted probabilities (binary KL, calibration, ROC, error rates) beside baselines; ROUGE of texts."""
+"""Measures of predicted probabilities (binary KL, calibration, ROC, error rates) with baselines; ROUGE of texts."""
 
 from __future__ import annotations
 

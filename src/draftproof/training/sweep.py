@@ -159,7 +159,7 @@ def dominated(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) 
     ]
 
 
-def beside_fixed(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_fixed_drafts(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The heads' rows with the verification rate of constant lengths at the same discard rate.
 
     Between two lengths the rate is interpolated: a random choice between them reaches it. Outside the range of the
