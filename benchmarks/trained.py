@@ -46,7 +46,7 @@ from draftproof.training.data import read_examples, split
 from draftproof.training.feature_loss import Frame, acceptance, target_rows
 from draftproof.training.feature_rows import Row, StateRows, Store, windows
 from draftproof.training.features import ModelPair
-from draftproof.training.heads import Labels, judge
+from draftproof.training.heads import Labels, evaluate_head
 from draftproof.training.pair_data import Material, PairData
 from draftproof.training.sweep import Trial, rates
 
@@ -275,12 +275,16 @@ def heads(args: argparse.Namespace) -> dict[str, Any]:
         for name, head in every.items():
             if head.config.kind == "verifier":
                 test, valid = shop.verifier_rows("test")[0], shop.verifier_rows("valid")[0]
-                found["judged"].append({"seed": seed, "head": name, **plain(judge(head, test, valid, Labels()))})
+                found["judged"].append(
+                    {"seed": seed, "head": name, **plain(evaluate_head(head, test, valid, Labels()))}
+                )
                 found["predicted"].append(sprinter.predict(head, shop.draft_rows_above("test"), Labels()))
                 found["sprinter"] += [{"seed": seed, **row} for row in tradeoff(trial, head, shop.tokenizer)]
             else:
                 rule = "token" if head.config.kind == "acceptance" else "block"
-                found["judged"].append({"seed": seed, "head": name, **plain(judge(head, rows, known, Labels()))})
+                found["judged"].append(
+                    {"seed": seed, "head": name, **plain(evaluate_head(head, rows, known, Labels()))}
+                )
                 mine = sweep.head_table(trial, head, rule)
                 facts = {"seed": seed, "head": name, "rule": rule, "fixed": fixed[rule]}
                 facts["dominated"] = sweep.dominated(fixed[rule], mine)

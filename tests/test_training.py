@@ -38,7 +38,7 @@ from draftproof.theory.sprinter import expected_accepted
 from draftproof.training import data, features, metrics, pair_data, sprinter, sweep
 from draftproof.training.head_artefact import make_head, make_verifier_head
 from draftproof.training.head_options import HeadJob, Material
-from draftproof.training.heads import Labels, fresh_head, head_loss, judge, ratio_loss, train_head, weighted_bce
+from draftproof.training.heads import Labels, evaluate_head, fresh_head, head_loss, ratio_loss, train_head, weighted_bce
 from draftproof.training.loop import Loss, TrainingPlan, train
 from draftproof.training.responses import Response, sample_responses
 
@@ -403,7 +403,7 @@ def test_a_head_learns_a_dependence_and_nothing_from_shuffled_labels(kind):
         rows, valid, test = (planted(n, s, shuffled=shuffled) for n, s in ((3000, 0), (500, 1), (1000, 2)))
         config = HeadConfig(kind, 8, "draft", "target", depth=0 if kind == "verifier" else 1)
         head, _ = train_head(config, rows, valid, SHORT, labels)
-        found = judge(head, test, rows, labels)
+        found = evaluate_head(head, test, rows, labels)
         ours, constant = (found["huber"], found["huber_constant"]) if kind == "log_ratio" else (
             found["kl"], found["kl_constant"],
         )  # fmt: skip
@@ -420,7 +420,7 @@ def test_the_odds_correct_for_the_weights():
     head, _ = train_head(
         HeadConfig("acceptance", 8, "d", "t", depth=2), rows, planted(500, 1), replace(SHORT, steps=500), labels
     )
-    found = judge(head, planted(1000, 2), rows, labels)
+    found = evaluate_head(head, planted(1000, 2), rows, labels)
     assert found["kl_unweighted"] < 0.85 * found["kl"]
     assert found["ece_unweighted"] < 0.6 * found["ece"]
 

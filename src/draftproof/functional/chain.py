@@ -124,7 +124,7 @@ def row_lengths(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -
 
 
 def leading_accepted(accept: Float[Tensor, "B n"], lengths: Int[Tensor, " B"], rng: Rng) -> Int[Tensor, " B"]:
-    """Accept each token with its own probability; return how many stand before the first rejected one."""
+    """Accept each token with its own probability; return the number of tokens before the first rejected one."""
     padding = torch.arange(accept.shape[1], device=accept.device) >= lengths.unsqueeze(-1)
     return rng.bernoulli(accept.masked_fill(padding, 0)).long().cumprod(-1).sum(-1)
 

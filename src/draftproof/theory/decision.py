@@ -305,8 +305,8 @@ def fixed_length(length: int) -> Policy:
 def acceptance_threshold(h: float) -> Policy:
     """The policy of SpecDec++ with the exact acceptance probabilities: stop when 1 - prod P > h.
 
-    The newest candidate is always verified and is not part of the product, so even h = 0 drafts two tokens where there
-    is room.
+    The next candidate is verified in any case and is not part of the product, so even h = 0 drafts two tokens where
+    there is room.
 
     Source: SpecDec++, arXiv 2405.19715, section 3.2.
     """

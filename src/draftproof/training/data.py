@@ -1,4 +1,4 @@
-"""Texts and prompts from files (.txt and .jsonl, plain or packed), their split by hash, and their tokens."""
+"""Texts and prompts from files (.txt and .jsonl, also compressed), their split by hash, and their tokens."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def read_examples(
     """The distinct examples of files, in order, and a description of each file.
 
     Args:
-        files: .txt (texts in one of FORMS) or .jsonl (one of KEYS in each object), plain or packed (.gz, .xz).
+        files: .txt (texts in one of FORMS) or .jsonl (one of KEYS in each object), also compressed (.gz, .xz).
         form: how texts are separated in a .txt file.
         opening: number of sentences of a text that are its prompt, 0 for all; None is 1 for .txt and 0 for .jsonl.
 

@@ -203,7 +203,7 @@ class DrafterRun:
             plan,
             checkpoint=job.work / "checkpoint.safetensors",
             identity=self.identity,
-            evaluate=lambda module: self.judge(module, windows, size),
+            evaluate=lambda module: self.evaluate(module, windows, size),
             watch=self.watch,
         )
         return model, history
@@ -222,7 +222,7 @@ class DrafterRun:
         log_q = distil.logits_of(module, windows[:, :-1], low=low)[:, given:].log_softmax(-1)
         return Loss(distil.LOSSES[goal.loss](log_p, log_q).mean(), windows.numel())
 
-    def judge(self, model: nn.Module, windows: Int[Tensor, "windows length"], size: int) -> dict[str, float]:
+    def evaluate(self, model: nn.Module, windows: Int[Tensor, "windows length"], size: int) -> dict[str, float]:
         """Figures of a model on held-out text: bits per byte; with a target also acceptance and rejection."""
         found = {"bits_per_byte": distil.bits_per_byte(model, windows, size)}
         if self.target is not None:

@@ -20,7 +20,7 @@ from draftproof.theory.cost import PassCosts
 from draftproof.training import sprinter, sweep
 from draftproof.training.features import JudgeRows
 from draftproof.training.head_options import HeadJob
-from draftproof.training.heads import judge, train_head
+from draftproof.training.heads import evaluate_head, train_head
 from draftproof.training.loop import Record
 from draftproof.training.pair_data import PairData
 from draftproof.training.sweep import Trial, remembered
@@ -54,7 +54,7 @@ def make_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
         tried["thresholds"] = run.thresholds(head, trial)
         head.config = replace(head.config, threshold=tried["thresholds"]["chosen"]["threshold"])
     test = run.data.head_rows("test", None)
-    metrics = {"test": judge(head, test, rows["train"], job.labels), **tried, "history": history}
+    metrics = {"test": evaluate_head(head, test, rows["train"], job.labels), **tried, "history": history}
     return run.write(head, metrics)
 
 
@@ -76,7 +76,7 @@ def make_verifier_head(job: HeadJob, watch: Watch = silent) -> dict[str, Any]:
     found["drift"] = sprinter.drift(head, run.data.pair, run.data.placed("test")[: job.trial_prompts])
     found["drift"]["theorem_3_1"] = found["predicted"]["eta_fp"] * found["drift"]["draft_tv"]
     metrics = {
-        "test": judge(head, test, train, job.labels),
+        "test": evaluate_head(head, test, train, job.labels),
         "rows_of_each_category": sizes,
         "sprinter": found,
         "history": history,
@@ -193,7 +193,7 @@ class _HeadRun:
         (job.work / "checkpoint.safetensors").unlink(missing_ok=True)
         head, _ = self.train(rows)
         (job.work / "checkpoint.safetensors").unlink(missing_ok=True)
-        found = judge(head, rows["valid"], rows["train"], job.labels)
+        found = evaluate_head(head, rows["valid"], rows["train"], job.labels)
         facts = {"depth": job.depth, "w_rej": job.labels.w_rej, "valid_kl": found.get("kl", found.get("huber"))}
         return [facts | row for row in sweep.head_table(trial, head, self.rule, watch=self.watch)]
 

@@ -159,7 +159,7 @@ def row_batches(rows: JudgeRows, size: int, seed: int) -> Callable[[int], JudgeR
 
 
 @torch.no_grad()
-def judge(
+def evaluate_head(
     head: Head, rows: JudgeRows, known: JudgeRows, labels: Labels, threshold: float | None = None
 ) -> dict[str, Any]:
     """Figures of a head on held-out rows, which depend on its kind.
@@ -174,14 +174,14 @@ def judge(
     head.eval()
     output = run_head(head, rows).double()
     if head.config.kind == "log_ratio":
-        return _judge_ratio(output, rows, known)
+        return _ratio_figures(output, rows, known)
     if head.config.kind == "acceptance":
-        return _judge_acceptance(output, rows, known, labels)
+        return _acceptance_figures(output, rows, known, labels)
     tau = head.config.threshold if threshold is None else threshold
-    return _judge_verifier(output.sigmoid(), rows, known, labels, tau)
+    return _verifier_figures(output.sigmoid(), rows, known, labels, tau)
 
 
-def _judge_acceptance(output: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
+def _acceptance_figures(output: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
     """Figures of the predictions, and of the predictions with their odds multiplied by w_rej / w_acc.
 
     The weighted loss is smallest at odds P w_acc / ((1 - P) w_rej), so the second ones are the predictions of P.
@@ -194,7 +194,7 @@ def _judge_acceptance(output: Tensor, rows: JudgeRows, known: JudgeRows, labels:
     return made | {f"{name}_unweighted": without[name] for name in ("kl", "ece", "calibration")}
 
 
-def _judge_ratio(output: Tensor, rows: JudgeRows, known: JudgeRows) -> dict[str, Any]:
+def _ratio_figures(output: Tensor, rows: JudgeRows, known: JudgeRows) -> dict[str, Any]:
     """Errors of the predicted log(p/q), and of the training median as a baseline."""
     label = rows.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT)
     middle = known.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT).median().expand(len(rows))
@@ -209,7 +209,7 @@ def _judge_ratio(output: Tensor, rows: JudgeRows, known: JudgeRows) -> dict[str,
     }
 
 
-def _judge_verifier(score: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels, tau: float) -> dict[str, Any]:
+def _verifier_figures(score: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels, tau: float) -> dict[str, Any]:
     good = labels.acceptable(rows.log_ratio)
     made = probability_report(good.float(), score, rows.top, labels.acceptable(known.log_ratio).float(), known.top)
     true, false = rates_at(score, good, tau)
