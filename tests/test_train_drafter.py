@@ -264,7 +264,7 @@ def test_tokenizer_encodes_any_text_and_marks_its_beginning():
         (["--kv-heads", "3"], "4 heads with 3 of keys and values"),
         (["--layers", "0"], "layers is 0"),
         (["--vocab", "100"], "vocabulary is 100"),
-        (["--vocab", "60000"], "name a smaller vocabulary"),
+        (["--vocab", "60000"], "choose a smaller vocabulary"),
         (["--distil", "embedded:target", "--loss", "mse"], "loss is 'mse': legal are kl, reverse_kl, tv"),
         (["--distil", "embedded:target", "--on-policy", "me"], "policy is 'me'"),
         (["--on-policy", "draft"], "--distil"),

@@ -62,19 +62,19 @@ def written(folder, name, text):
 def test_text_files_are_read_in_each_form(tmp_path, packing):
     text = "One cat. It sat.\n\nStill one.\nTwo dogs! They ran.\n"
     path = written(tmp_path, f"a.txt{packing}", text)
-    prompts = {form: [each.prompt for each in data.read_held_outples([path], form=form)[0]] for form in data.FORMS}
+    prompts = {form: [each.prompt for each in data.read_examples([path], form=form)[0]] for form in data.FORMS}
     assert prompts["lines"] == ["One cat.", "Still one.", "Two dogs!"]
     assert prompts["paragraphs"] == ["One cat.", "Still one."]
     assert prompts["stories"] == ["One cat.", "Two dogs!"]
-    whole = data.read_held_outples([path], form="stories", opening=0)[0]
+    whole = data.read_examples([path], form="stories", opening=0)[0]
     assert whole[0].prompt == whole[0].text == "One cat. It sat.\n\nStill one."
 
 
 def test_json_lines_are_read_by_every_known_key(tmp_path):
     rows = [{"prompt": "p"}, {"text": "t. u."}, {"turns": ["first", "second"]}, {"question": "q"}, {"instruction": "i"}]
     path = written(tmp_path, "a.jsonl", "\n".join(map(json.dumps, rows)))
-    held_outples, sources = data.read_held_outples([path])
-    assert [each.prompt for each in held_outples] == ["p", "t. u.", "first", "q", "i"]
+    examples, sources = data.read_examples([path])
+    assert [each.prompt for each in examples] == ["p", "t. u.", "first", "q", "i"]
     assert sources[0].name == "a.jsonl"
     assert sources[0].texts == 5
 
@@ -91,7 +91,7 @@ def test_json_lines_are_read_by_every_known_key(tmp_path):
 )
 def test_broken_data_is_refused_with_its_line(tmp_path, name, text, message):
     with pytest.raises(UserError, match=message):
-        data.read_held_outples([written(tmp_path, name, text)])
+        data.read_examples([written(tmp_path, name, text)])
 
 
 def test_files_with_other_content_are_refused(tmp_path):
@@ -99,20 +99,20 @@ def test_files_with_other_content_are_refused(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xfa")
     for name, message in (("a.txt.gz", "cannot unpack"), ("b.txt", "not UTF-8"), ("c.txt", "cannot read")):
         with pytest.raises(UserError, match=message):
-            data.read_held_outples([tmp_path / name])
+            data.read_examples([tmp_path / name])
 
 
 def test_a_text_is_in_the_same_part_among_any_other_texts():
-    held_outples = [data.Example(f"text {i}", f"text {i}") for i in range(400)]
-    parts, fewer = data.split(held_outples), data.split(held_outples[:200][::-1])
+    examples = [data.Example(f"text {i}", f"text {i}") for i in range(400)]
+    parts, fewer = data.split(examples), data.split(examples[:200][::-1])
     assert sum(map(len, parts.values())) == 400
     assert 280 < len(parts["train"]) < 360
     for name in data.SPLITS:
         assert set(fewer[name]) <= set(parts[name])
-    limited = data.split(held_outples, limit=40)
+    limited = data.split(examples, limit=40)
     assert {name: len(part) for name, part in limited.items()} == {"train": 32, "valid": 4, "test": 4}
     with pytest.raises(UserError, match="too few"):
-        data.split(held_outples[:3])
+        data.split(examples[:3])
 
 
 def test_tokens_come_back_from_the_cache(tmp_path):
@@ -339,7 +339,7 @@ def test_the_gradient_points_towards_the_label():
     )
 
 
-def test_the_weighted_loss_is_smallest_at_the_odds_that_judge_assumes():
+def test_the_weighted_loss_is_smallest_at_the_odds_that_evaluate_head_assumes():
     label, w = torch.tensor([0.7]), 6.0
     best = torch.tensor([0.7 / (0.3 * w)]).log()
     for shift in (-0.1, 0.1):
