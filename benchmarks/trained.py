@@ -31,7 +31,6 @@ import torch
 import draftproof
 from draftproof import Engine, SamplingParams, models
 from draftproof.backends.early_exit import first_layers
-from draftproof.backends.feature_head import output_rows
 from draftproof.backends.feature_net import FeatureNet, load_net, save_net
 from draftproof.backends.loading import load_backend, load_model
 from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_verifier
@@ -179,7 +178,7 @@ def along(args: argparse.Namespace, target: Any, rows: StateRows, nets: dict[str
     made: dict[str, Any] = {}
     for name, net in nets.items():
         frame = Frame(
-            target.model.get_input_embeddings(), output_rows(target, net), autocast=target.dtype != torch.float32
+            target.model.get_input_embeddings(), target.output_rows(net.ids), autocast=target.dtype != torch.float32
         )
         made[name] = acceptance(net, rows, frame)
     early = first_layers(target.model, args.layers, target.name)

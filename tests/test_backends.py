@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftproof import UserError
-from draftproof.backends import hf
+from draftproof.backends import layout, passes
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.hf import HFBackend
+from draftproof.backends.sessions import SlotSession
 from draftproof.tree import ROOT, TokenTree
 from helpers import CONFIGS, backend, embedded_model, plain_rows, random_model
 
@@ -164,8 +165,8 @@ def test_any_program_of_reads_and_rollbacks_reproduces_plain_forward_passes(name
 def test_programs_whose_prompts_outgrow_chunks_and_capacity(name, seed):
     draw = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "PREFILL_CHUNK", 24)
-        patch.setattr(hf, "PASS", 1)
+        patch.setattr(passes, "PREFILL_CHUNK", 24)
+        patch.setattr(passes, "PASS", 1)
         fresh = HFBackend(backend(name).model, check=False)
         program = Program(fresh)
         vocab = fresh.vocab_size
@@ -188,12 +189,12 @@ def test_programs_whose_prompts_outgrow_chunks_and_capacity(name, seed):
 
 
 def padded(groups, lengths):
-    return sum(hf.PASS + len(group) * max(lengths[row] for row in group) for group in groups)
+    return sum(passes.PASS + len(group) * max(lengths[row] for row in group) for group in groups)
 
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6))
 def test_rows_of_like_length_are_read_together(lengths):
-    groups = hf.alike(lengths)
+    groups = passes.alike(lengths)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert all(group == sorted(group) for group in groups)
     every = product(range(3), repeat=len(lengths))
@@ -202,9 +203,9 @@ def test_rows_of_like_length_are_read_together(lengths):
 
 
 def test_rows_of_a_round_are_read_at_once():
-    assert hf.alike([1, 5, 1, 1, 3, 1, 1, 1]) == [list(range(8))]
-    assert hf.alike([60, 64, 400, 58]) == [[0, 1, 3], [2]]
-    assert hf.alike([]) == [[]]
+    assert passes.alike([1, 5, 1, 1, 3, 1, 1, 1]) == [list(range(8))]
+    assert passes.alike([60, 64, 400, 58]) == [[0, 1, 3], [2]]
+    assert passes.alike([]) == [[]]
 
 
 def test_capacity_growth_keeps_what_other_sessions_have_read():
@@ -221,13 +222,13 @@ class Mistakes:
 
     @staticmethod
     def mask_one_slot_short(patch):
-        right = hf.Layout._limits
-        patch.setattr(hf.Layout, "_limits", lambda self, row: [max(end - 1, 0) for end in right(self, row)])
+        right = layout.Layout._limits
+        patch.setattr(layout.Layout, "_limits", lambda self, row: [max(end - 1, 0) for end in right(self, row)])
 
     @staticmethod
     def mask_one_slot_far(patch):
-        right = hf.Layout._limits
-        patch.setattr(hf.Layout, "_limits", lambda self, row: [end + 1 for end in right(self, row)])
+        right = layout.Layout._limits
+        patch.setattr(layout.Layout, "_limits", lambda self, row: [end + 1 for end in right(self, row)])
 
     @staticmethod
     def siblings_seen(patch):
@@ -237,17 +238,17 @@ class Mistakes:
     @staticmethod
     def nodes_positioned_by_slot(patch):
         patch.setattr(
-            hf, "feed_depths", lambda feed: [len(feed.session.tail) + i + 1 for i in range(len(feed.tree or ()))]
+            layout, "feed_depths", lambda feed: [len(feed.session.tail) + i + 1 for i in range(len(feed.tree or ()))]
         )
 
     @staticmethod
     def path_left_where_it_was(patch):
-        patch.setattr(hf.HFSession, "_gather", lambda *_: None)
+        patch.setattr(SlotSession, "_gather", lambda *_: None)
 
     @staticmethod
     def window_one_too_wide(patch):
-        right = hf.Layout.mask
-        patch.setattr(hf.Layout, "mask", lambda self, window, dtype: right(self, window and window + 1, dtype))
+        right = layout.Layout.mask
+        patch.setattr(layout.Layout, "mask", lambda self, window, dtype: right(self, window and window + 1, dtype))
 
 
 @pytest.mark.parametrize("mistake", [name for name in vars(Mistakes) if not name.startswith("_")])

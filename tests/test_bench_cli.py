@@ -125,7 +125,7 @@ def test_a_profile_yields_to_options_and_says_what_it_leaves_out(monkeypatch):
 def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):
     calls = []
 
-    def search(bench, cell, questions, watch):  # noqa: ARG001
+    def search(bench, cell, questions, watch):
         calls.append((cell.engine, [question.dataset for question in questions]))
         return {"": 1.0, "num_assistant_tokens=2": 3.0}
 

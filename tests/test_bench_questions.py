@@ -166,7 +166,7 @@ def test_the_hub_is_asked_by_name_only(monkeypatch):
 
 
 def test_without_library_or_net_the_hub_says_so(monkeypatch):
-    def offline(name, split):  # noqa: ARG001
+    def offline(name, split):
         raise ConnectionError("no route")
 
     fake_datasets(monkeypatch, offline)

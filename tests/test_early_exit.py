@@ -9,7 +9,8 @@ import transformers
 from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
-from draftproof.backends.early_exit import EarlyExitBackend, first_layers
+from draftproof.backends.cutting import first_layers
+from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
@@ -47,7 +48,7 @@ def test_a_borrowed_session_continues_what_the_target_has_read(name):
         whole.forward([Feed(own, tokens[:3])])
         borrowed = exit_.borrow(own)
         rows = exit_.forward([Feed(borrowed, tokens[3:])])[0].logits
-        plain = exit_.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
+        plain = exit_.part.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
         assert torch.allclose(rows, plain, atol=1e-4)
         borrowed.close()
         after = whole.forward([Feed(own, tokens[3:])])[0].logits

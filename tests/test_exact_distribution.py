@@ -133,12 +133,12 @@ def distance(make, **params):
     )
 
 
-def always_accept(tokens, q, p, *, rng, lengths=None, validate=True):  # noqa: ARG001
+def always_accept(tokens, q, p, *, rng, lengths=None, validate=True):
     rows = torch.arange(len(tokens))
     return ChainVerdict(lengths, rng.categorical(p[rows, lengths]))
 
 
-def token_residual_in_block_rule(tokens, q, p, *, rng, lengths=None, validate=True):  # noqa: ARG001
+def token_residual_in_block_rule(tokens, q, p, *, rng, lengths=None, validate=True):
     """A mistake that another project shipped: block acceptance with the residual of the token rule."""
     _, h = block_acceptance(tokens, q, p, lengths)
     place = torch.arange(1, tokens.shape[1] + 1)

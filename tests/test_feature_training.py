@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
-from draftproof.backends.feature_head import FeatureBackend, output_rows
+from draftproof.backends.feature_head import FeatureBackend
 from draftproof.backends.feature_net import FeatureConfig, FeatureNet, load_net
 from draftproof.backends.hf import HFBackend
 from draftproof.cli.train import app
@@ -41,7 +41,7 @@ def random_net(*, own_output=False, ids=40, window=5):
 
 
 def frame_for(target, net, **options):
-    return Frame(target.model.get_input_embeddings(), output_rows(target, net).clone(), autocast=False, **options)
+    return Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).clone(), autocast=False, **options)
 
 
 def store_for(target, rows, tmp_path, length=12):

@@ -93,3 +93,8 @@ def test_import_is_light():
     code = f"import sys, draftproof; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", draftproof.__all__)
+def test_public_names_are_there(name):
+    assert getattr(draftproof, name) is not None

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends import attention as attention_module
-from draftproof.backends import lean as lean_module
+from draftproof.backends import lean_layers
 from draftproof.backends.attention import TorchAttention
 from draftproof.backends.base import Feed
-from draftproof.backends.early_exit import EarlyExitBackend, first_layers
+from draftproof.backends.cutting import first_layers
+from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
-from draftproof.backends.lean import LeanBackend, Norm, Rope, supports
+from draftproof.backends.lean import LeanBackend, supports
+from draftproof.backends.lean_layers import Norm, Rope
 from draftproof.backends.loading import load_backend
 from draftproof.backends.packed import Part, packs
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
@@ -199,9 +201,9 @@ class Mistakes:
 
     @staticmethod
     def products_in_another_order(patch):
-        right = lean_module.fuse
+        right = lean_layers.fuse
         patch.setattr(
-            lean_module, "fuse", lambda owner, names, **pack: right(owner, sorted(names, reverse=True), **pack)
+            lean_layers, "fuse", lambda owner, names, **pack: right(owner, sorted(names, reverse=True), **pack)
         )
 
 
@@ -289,8 +291,7 @@ def test_the_cache_holds_what_transformers_would_have_put_there(name):
 def test_early_exit_is_lean_as_well_and_shares_the_cache(name):
     whole, tokens = LeanBackend(copy.deepcopy(reference(name))), [5, 9, 2, 7, 11]
     exit_, own = EarlyExitBackend(whole, 1), whole.open()
-    assert exit_._lean is not None
-    assert len(exit_._lean.layers) == 1
+    assert len(exit_.part.lean.layers) == 1
     plain, _ = plain_rows(first_layers(reference(name), 1, name), [tokens])
     for part in (exit_, HFBackend(first_layers(reference(name), 1, name), check=False)):
         part._cache = whole._cache  # ours, then transformers' forward, on what the lean one has left there

@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import subprocess
+import sys
 import weakref
 
 import pytest
@@ -19,17 +20,53 @@ from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.packed import Product, packs
 from draftproof.functional import chain
-from draftproof.kernels import native
-from draftproof.kernels.native import Interleaved, Reading, Sight
+from draftproof.kernels import library, native
+from draftproof.kernels.native import VARIABLE
+from draftproof.kernels.operations import AttentionArguments, Interleaved, Operations, PassMask
 from draftproof.tree import TokenTree
 from helpers import ROPE, engine
 from test_backends import Program, run_program
 from test_lean import exercise, lean_backend, lively_model
 
 DTYPES = [torch.bfloat16, torch.float32]
-OPERATIONS = {dtype: native.operations(torch.zeros(1, dtype=dtype)) for dtype in DTYPES}
-needs_native = pytest.mark.skipif(None in OPERATIONS.values(), reason="this machine lacks native operations")
-SOFTMAX = getattr(OPERATIONS[torch.float32], "softmax", None)
+
+
+def runs_here(level):
+    """Whether the library of a level of processors can be had and run on this machine."""
+    try:
+        library.load(library.choose(level.name))
+    except UserError:
+        return False
+    return True
+
+
+LEVELS = [level.name for level in library.LEVELS if runs_here(level)]
+
+
+class Chosen(dict):
+    """The operations of the level under test, by type of rows."""
+
+    def __missing__(self, dtype):
+        return native.operations(torch.zeros(1, dtype=dtype))
+
+
+OPERATIONS = Chosen()
+
+
+@pytest.fixture(params=LEVELS)
+def level(request, monkeypatch):
+    """Each build that runs here is the one in use."""
+    monkeypatch.setenv(VARIABLE, request.param)
+    return request.param
+
+
+needs_native = pytest.mark.usefixtures("level")
+
+
+def softmax(x):
+    return OPERATIONS[torch.float32].softmax(x)
+
+
 SINGLE = 2.0**-24  # the relative error of one rounding to float32, at most
 
 
@@ -38,9 +75,7 @@ def drawn(seed, *shape, scale=1.0, dtype=torch.bfloat16):
 
 
 @pytest.fixture(params=DTYPES, ids=str)
-def dtype(request):
-    if OPERATIONS[request.param] is None:
-        pytest.skip("this machine lacks native operations")
+def dtype(request, level):
     return request.param
 
 
@@ -132,18 +167,18 @@ def test_gates(rows, dim, dtype):
 def test_softmax(rows, dim):
     x = 4 * torch.randn((rows, dim), generator=torch.Generator().manual_seed(1))
     x[:, dim // 2 + 1 :: 3] = float("-inf")
-    made, exact = SOFTMAX(x), x.double().softmax(-1)
+    made, exact = softmax(x), x.double().softmax(-1)
     assert torch.equal(made == 0, exact == 0)
     assert (made.double() - exact).abs().le(3e-6 * exact + 1e-45).all()
     assert not (made.double() - (x.double() / 1.001).softmax(-1)).abs().le(3e-6 * exact + 1e-45).all() or dim < 15
-    assert torch.equal(SOFTMAX(x[:1]), made[:1])
+    assert torch.equal(softmax(x[:1]), made[:1])
 
 
 @needs_native
 def test_softmax_of_what_is_not_finite_and_of_far_apart_scores():
     x = torch.zeros(4, 40)
     x[1, 39], x[2, 3], x[3, :20] = float("nan"), float("inf"), -1e4
-    made = SOFTMAX(x)
+    made = softmax(x)
     assert made[1:3].isnan().all()
     assert made[3].tolist() == pytest.approx([0.0] * 20 + [0.05] * 20)
     assert (made[3, :20] == 0).all()
@@ -224,7 +259,7 @@ def test_what_does_not_belong_together_is_refused_and_narrow_integers_are_not():
         (tokens, q, p, lengths + 4),
         (tokens, q, p[:, :2], lengths),
     ):
-        with pytest.raises(ValueError, match="drafted tokens"):
+        with pytest.raises(ValueError, match=r"drafted tokens|p is torch.float32 .*legal is"):
             OPERATIONS[torch.float32].block(*broken)
     with pytest.raises(ValueError, match="are not all of 0 to 8"):
         native.spread(torch.zeros(1, 3), torch.tensor([1, 4, 9]), 9)
@@ -275,9 +310,9 @@ class Case:
     def run(self):
         """The operation's outputs, keys and values; the case stays as it is."""
         keys, values = self.keys.clone(), self.values.clone()
-        sight = Sight([tuple(place) for place in self.places.tolist()], self.seen.tolist(), self.mask)
+        mask = PassMask([tuple(place) for place in self.places.tolist()], self.seen.tolist(), self.mask)
         heads = self.group * self.key_heads
-        given = Reading.of(self.cos, self.sin, keys.shape, sight, heads=heads, scale=self.dim**-0.5)
+        given = AttentionArguments.of(self.cos, self.sin, keys.shape, mask, heads=heads, scale=self.dim**-0.5)
         return OPERATIONS[self.dtype].attend(self.fused.clone(), given, keys, values), keys, values
 
     def turned(self, x):
@@ -499,55 +534,288 @@ def test_the_same_text_in_a_batch_as_alone():
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
+# --- what C is given --------------------------------------------------------------------------------------------------
+
+UNCHECKED = """
+import torch
+from draftproof.functional import block_verify
+from draftproof.kernels import native
+from draftproof.kernels.operations import AttentionArguments, Interleaved, PassMask
+from draftproof.rng import TorchRng, inverse_cdf
+
+made = native.operations(torch.zeros(1))
+rows = torch.rand(2, 3, 5000).softmax(-1)
+tokens, lengths = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
+weight, x = Interleaved.of(torch.rand(20, 8)), torch.rand(3, 8)
+chain = {"rng": TorchRng(0), "validate": False}
+p = torch.cat([rows, rows[:, :1]], 1)
+mask = PassMask([(0, 0, 1)], [[1]], None)
+angles, buffer = torch.rand(1, 1, 32), torch.zeros(1, 1, 4, 32)
+
+
+def attend(fused=torch.rand(1, 3, 32), cos=angles, shape=buffer.shape, mask=mask, keys=buffer, values=buffer):
+    return made.attend(fused, AttentionArguments.of(cos, cos, shape, mask, heads=1, scale=1.0), keys, values)
+
+
+attend()
+cases = {
+    "a smaller batch of p": lambda: block_verify(tokens, rows, p[:1], **chain),
+    "short lengths": lambda: block_verify(tokens, rows, p, lengths=lengths[:1], **chain),
+    "long lengths": lambda: block_verify(tokens, rows, p, lengths=lengths + 1, **chain),
+    "fewer rows of p": lambda: block_verify(tokens, rows, p[:, :2], **chain),
+    "a narrower q": lambda: block_verify(tokens, rows[..., :7], p, **chain),
+    "tokens outside": lambda: block_verify(tokens + 5000, rows, p, **chain),
+    "q of another type": lambda: made.block(tokens, rows.half(), p, lengths),
+    "more uniforms than rows": lambda: inverse_cdf(rows[0], torch.rand(4)),
+    "a bias of another size": lambda: made.product(x, weight, torch.rand(19)),
+    "a bias of another type": lambda: made.product(x, weight, torch.rand(20).double()),
+    "a bias with gaps": lambda: made.product(x, weight, torch.rand(40)[::2]),
+    "x of another type": lambda: made.product(x.bfloat16(), weight),
+    "x of another width": lambda: made.product(torch.rand(3, 6), weight),
+    "onto of another shape": lambda: made.product(x, weight, None, torch.rand(2, 20)),
+    "a short norm": lambda: made.norm(x, torch.rand(7), 0.1),
+    "rows of double in a softmax": lambda: made.softmax(x.double()),
+    "rows of an odd width": lambda: made.gated(torch.rand(3, 7)),
+    "columns outside": lambda: made.spread(x, torch.arange(8) + 1, 8),
+    "columns for other rows": lambda: made.spread(x, torch.arange(7), 9),
+    "a shorter row of q": lambda: made.residual(rows[0, 0], rows[0, 0, :9], 0, 1.0, torch.empty(5000)),
+    "a shorter row to write": lambda: made.residual(rows[0, 0], rows[0, 1], 0, 1.0, torch.empty(4999)),
+    "a slot that is not there": lambda: attend(mask=PassMask([(1, 0, 1)], [[1]], None)),
+    "a position that is not there": lambda: attend(mask=PassMask([(0, 4, 1)], [[5]], None)),
+    "more to read than there is": lambda: attend(mask=PassMask([(0, 0, 1)], [[5]], None)),
+    "a negative slot": lambda: attend(mask=PassMask([(-1, 0, 1)], [[1]], None)),
+    "a row wider than the pass": lambda: attend(mask=PassMask([(0, 0, 2)], [[1]], None)),
+    "a mask of another width": lambda: attend(mask=PassMask([(0, 0, 1)], [[1]], torch.zeros(1, 1, 2, 1))),
+    "fewer heads": lambda: attend(fused=torch.rand(1, 2, 32)),
+    "fewer angles": lambda: attend(cos=torch.rand(1, 1, 16)),
+    "other keys": lambda: attend(keys=torch.zeros(1, 1, 3, 32)),
+    "values of another type": lambda: attend(values=buffer.double()),
+    "heads of size 8": lambda: attend(torch.rand(1, 3, 8), angles[..., :8], (1, 1, 4, 8), keys=buffer[..., :8]),
+}
+for name, call in cases.items():
+    try:
+        call()
+    except ValueError as error:
+        assert str(error), name
+    else:
+        raise SystemExit(f"{name}: taken")
+print(len(cases))
+"""
+
+
+@needs_native
+def test_no_wrong_argument_reaches_c():
+    """In a process without the tests' own shape checks, which would refuse most of these first."""
+    done = subprocess.run([sys.executable, "-c", UNCHECKED], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert int(done.stdout) > 30
+
+
+@needs_native
+def test_where_a_gradient_is_asked_for_torch_computes():
+    logits = torch.randn(3, 5001, requires_grad=True)
+    native.softmax(logits)[:, 0].sum().backward()
+    assert logits.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert native.single(logits) is not None
+
+
 # --- when -------------------------------------------------------------------------------------------------------------
+
+PLACE = native.library.choose() if LEVELS else None
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """A library that was built here, once for all tests."""
+    folder = tmp_path_factory.mktemp("built")
+    return library._build_into(folder, PLACE)
 
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path):
     """Nothing built, nothing remembered."""
     monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(library, "PACKAGED", tmp_path / "none")
     native._operations.cache_clear()
+    library.load.cache_clear()
     yield monkeypatch
     native._operations.cache_clear()
+    library.load.cache_clear()
 
 
-def layout(dtype=torch.bfloat16):
+@pytest.fixture
+def kept(fresh, built, tmp_path):
+    """A kept library, and nothing remembered."""
+    folder = tmp_path / "native"
+    folder.mkdir(mode=0o700)
+    copied = folder / built.name
+    copied.write_bytes(built.read_bytes())
+    copied.chmod(0o700)
+    return copied
+
+
+def layout(dtype=torch.float32):
     return Product(torch.zeros(32, 32, dtype=dtype)).layout
 
 
-@needs_native
+def forget():
+    native._operations.cache_clear()
+    library.load.cache_clear()
+
+
+needs_a_build = pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
+
+
+@needs_a_build
+@pytest.mark.builds
 def test_the_library_is_built_once_and_kept(fresh, tmp_path):
     assert layout() == "native"
-    (library,) = (tmp_path / "native").iterdir()
-    native._operations.cache_clear()
+    (made,) = (tmp_path / "native").iterdir()
+    assert made.stat().st_mode & 0o077 == 0
+    assert made.parent.stat().st_mode & 0o077 == 0
+    forget()
     fresh.setattr(subprocess, "run", None)
     assert layout() == "native"
-    assert list((tmp_path / "native").iterdir()) == [library]
+    assert list((tmp_path / "native").iterdir()) == [made]
 
 
-@needs_native
-def test_where_nothing_can_be_kept_it_is_built_elsewhere_and_nothing_is_left(fresh, tmp_path):
+@pytest.fixture
+def builds(fresh, built):
+    """Counts builds, each a copy of one that was made before."""
+    made = []
+
+    def compile_library(out, level, **_):
+        made.append(level.name)
+        out.write_bytes(built.read_bytes())
+
+    fresh.setattr(library, "compile_library", compile_library)
+    return made
+
+
+DAMAGE = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:5000]),
+    "empty": lambda path: path.write_bytes(b""),
+    "another content": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+    "writable by others": lambda path: path.chmod(0o722),
+}
+
+
+@needs_a_build
+@pytest.mark.builds
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_kept_library_that_cannot_be_trusted_is_built_again(kept, builds, damage, caplog):
+    DAMAGE[damage](kept)
+    assert layout() == "native"
+    assert len(builds) == 1
+    assert "building it again" in caplog.text
+    assert kept.stat().st_mode & 0o077 == 0
+    forget()
+    assert layout() == "native"
+    assert len(builds) == 1, "and kept"
+
+
+@needs_a_build
+@pytest.mark.builds
+def test_another_users_folder_and_file_are_left_alone(kept, builds, monkeypatch, caplog):
+    real = library.os.getuid()
+    monkeypatch.setattr(library.os, "getuid", lambda: real + 1)
+    assert layout() == "native"
+    assert len(builds) == 1
+    assert "belongs to another user" in caplog.text
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+@needs_a_build
+@pytest.mark.builds
+def test_a_folder_that_others_may_write_is_closed(kept, builds):
+    kept.parent.chmod(0o777)
+    assert layout() == "native"
+    assert kept.parent.stat().st_mode & 0o077 == 0
+
+
+@needs_a_build
+@pytest.mark.builds
+def test_where_kept_code_may_not_run_it_is_built_elsewhere(kept, builds, monkeypatch):
+    real = library.ctypes.CDLL
+
+    def noexec(name, *rest):
+        if str(kept.parent) in str(name):
+            raise OSError("failed to map segment from shared object: operation not permitted")
+        return real(name, *rest)
+
+    monkeypatch.setattr(library.ctypes, "CDLL", noexec)
+    assert layout() == "native"
+
+
+@needs_a_build
+@pytest.mark.builds
+def test_where_nothing_can_be_kept_it_is_built_elsewhere_and_nothing_is_left(fresh, builds, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "passing").mkdir()
     fresh.setenv("DRAFTPROOF_HOME", str(tmp_path / "file"))
-    fresh.setattr(native.tempfile, "tempdir", str(tmp_path / "passing"))
+    fresh.setattr(library.tempfile, "tempdir", str(tmp_path / "passing"))
     assert layout() == "native"
     assert not list((tmp_path / "passing").iterdir())
-    test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(torch.bfloat16)
+    x = drawn(1, 60, 576, dtype=torch.float32)
+    assert close(
+        Product(drawn(2, 400, 576, dtype=torch.float32))(x),
+        x.double() @ drawn(2, 400, 576, dtype=torch.float32).double().T,
+        1e-3,
+    )
+
+
+@needs_a_build
+@pytest.mark.builds
+def test_without_a_home_the_temporary_folder_serves(fresh, builds, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("DRAFTPROOF_HOME", "XDG_CACHE_HOME", "HOME"):
+        fresh.delenv(name, raising=False)
+    fresh.setattr(library.Path, "home", no_home)
+    fresh.setattr(library.tempfile, "tempdir", str(tmp_path))
+    assert layout() == "native"
+
+
+@pytest.mark.builds
+def test_a_compiler_that_fails_is_followed_by_the_next(fresh, tmp_path):
+    broken = tmp_path / "broken-cc"
+    broken.write_bytes(b"#!/bin/sh\nprintf 'caf\\351: no' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    fresh.setenv("CC", f"{broken} -some -flags")
+    fresh.setattr(library, "_FLAGS", ("--version",))
+    tried = []
+    real = subprocess.run
+
+    def run(command, **options):
+        tried.append(command[0])
+        if command[0] == str(broken):
+            return real(command, **options)
+        (tmp_path / "out.so").write_bytes(b"made")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    fresh.setattr(library.subprocess, "run", run)
+    library.compile_library(tmp_path / "out.so", library.LEVELS[-1])
+    assert tried[0] == str(broken)
+    assert len(tried) == 2
+    fresh.setattr(library.shutil, "which", lambda name: str(broken) if "broken" in name else None)
+    with pytest.raises(UserError, match=r"broken-cc -some -flags failed: caf.: no"):
+        library.compile_library(tmp_path / "other.so", library.LEVELS[-1])
 
 
 def wrong(name, made):
     """An operation that is off."""
-    return lambda patch: patch.setattr(native.Operations, name, made)
+    return lambda patch: patch.setattr(Operations, name, made)
 
 
 LACKING = {
-    "no compiler": (lambda patch: patch.setattr(native.shutil, "which", lambda _: None), "no C compiler"),
-    "processor": (lambda patch: patch.setattr(native, "_NEEDS", {"avx1024"}), "lacks avx1024"),
-    "system": (lambda patch: patch.setattr(native.sys, "platform", "beos"), "this is beos"),
+    "no compiler": (lambda patch: patch.setattr(library.shutil, "which", lambda _: None), "no C compiler"),
+    "system": (lambda patch: patch.setattr(library.sys, "platform", "beos"), "this is beos"),
 }
 BROKEN = {
-    "compiler": (lambda patch: patch.setattr(native, "_FLAGS", ("--no-such-flag",)), "failed"),
+    "compiler": (lambda patch: patch.setattr(library, "_FLAGS", ("--no-such-flag",)), "failed"),
     "products": (wrong("product", lambda _, x, w, b=None: 1.1 * x @ w.to_dense().T + b), "off by"),
     "legal": (wrong("legal", lambda *_: True), "illegal logits"),
     "spread": (wrong("spread", lambda _, x, *rest: F.pad(x, (0, rest[-1] - x.shape[1]))), "not where they belong"),
@@ -555,27 +823,30 @@ BROKEN = {
     "residual": (wrong("residual", lambda *given: given[-1].copy_((given[1] - given[2]).clamp(min=0))), "block rule"),
     "softmax": (wrong("softmax", lambda _, x: (1.001 * x).softmax(-1)), "softmax differs"),
     "draws": (wrong("inverse_cdf", lambda _, w, u: (w.cumsum(-1) < u[:, None] - 1e-3).sum(-1)), "draws differ"),
+    "anything else": (wrong("softmax", lambda *_: {}["gone"]), "gone"),
 }
 
 
 def torch_serves(fresh, said):
-    assert layout() == ("oneDNN" if packs(torch.bfloat16, "cpu") else "plain")
+    assert layout() == ("oneDNN" if packs(torch.float32, "cpu") else "plain")
     fresh.setenv("DRAFTPROOF_NATIVE", "1")
-    with pytest.raises(UserError, match=f"native operations cannot be had: .*{said}"):
+    with pytest.raises(UserError, match=f"native operations are not available: .*{said}"):
         layout()
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize("kind", LACKING)
-def test_where_it_cannot_be_had_torch_serves_quietly_and_1_says_why(fresh, kind, caplog):
+def test_where_it_is_missing_torch_serves_quietly_and_1_says_why(fresh, kind, caplog):
     hinder, said = LACKING[kind]
     hinder(fresh)
     torch_serves(fresh, said)
     assert not caplog.text
 
 
-@needs_native
+@needs_a_build
+@pytest.mark.builds
 @pytest.mark.parametrize("kind", BROKEN)
-def test_where_it_is_broken_torch_serves_and_a_warning_says_so(fresh, kind, caplog):
+def test_where_it_is_broken_torch_serves_and_a_warning_says_so(kept, fresh, kind, caplog):
     hinder, said = BROKEN[kind]
     hinder(fresh)
     torch_serves(fresh, said)
@@ -583,11 +854,44 @@ def test_where_it_is_broken_torch_serves_and_a_warning_says_so(fresh, kind, capl
     assert "DRAFTPROOF_NATIVE=0" in caplog.text
 
 
-def test_it_can_be_left_alone(fresh):
+@pytest.mark.builds
+def test_the_best_level_that_the_processor_runs_is_chosen(monkeypatch):
+    all_of_v4 = set(library.LEVELS[1].needs)
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    for flags, name in (
+        (all_of_v4 | {"avx512_bf16"}, "x86-64-v4-bf16"),
+        (all_of_v4, "x86-64-v4"),
+        ({"avx2", "fma", "sse2"}, "x86-64-v3"),
+        ({"sse2"}, "portable"),
+    ):
+        monkeypatch.setattr(library, "processor", lambda flags=flags: frozenset(flags))
+        assert library.choose().name == name
+    with pytest.raises(UserError, match="x86-64-v3 needs avx2, fma, which this processor lacks"):
+        library.choose("x86-64-v3")
+    with pytest.raises(UserError, match="legal are x86-64-v4-bf16"):
+        library.choose("x86-64-v5")
+    monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
+    assert library.choose().name == "portable"
+    with pytest.raises(UserError, match="is for x86_64, and this is aarch64"):
+        library.choose("x86-64-v3")
+
+
+@needs_a_build
+@pytest.mark.builds
+def test_a_matrix_unit_is_left_to_onednn_for_bfloat16(kept, fresh):
+    flags = library.processor() | {"amx_bf16"}
+    fresh.setattr(library, "processor", lambda: flags)
+    assert layout(torch.bfloat16) != "native"
+    assert layout(torch.float32) == "native"
+    fresh.setenv("DRAFTPROOF_NATIVE", "1")
+    assert layout(torch.bfloat16) == "native"
+
+
+def test_it_can_be_switched_off(fresh):
     fresh.setenv("DRAFTPROOF_NATIVE", "0")
     assert layout() != "native"
     fresh.setenv("DRAFTPROOF_NATIVE", "yes")
-    with pytest.raises(UserError, match="DRAFTPROOF_NATIVE is 'yes': legal are auto, 0, 1"):
+    with pytest.raises(UserError, match="DRAFTPROOF_NATIVE is 'yes': legal are auto, 0, 1, x86-64-v4-bf16"):
         layout()
 
 

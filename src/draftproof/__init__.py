@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from draftproof.sampling import SamplingParams
 
 _HOMES = {
-    "Chunk": "engine.sequence",
+    "Chunk": "engine.request",
     "Engine": "engine.engine",
-    "Output": "engine.sequence",
+    "Output": "engine.request",
     "SamplingParams": "sampling",
     "UserError": "errors",
 }

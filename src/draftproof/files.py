@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,11 @@ def home() -> Path:
     """The folder for pulled models, builds and measurements: `$DRAFTPROOF_HOME`, else one in the user's cache."""
     if chosen := os.environ.get("DRAFTPROOF_HOME"):
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftproof"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # HOME is unset, and the system knows no home of this user
+        return Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"
+    return Path(cache) / "draftproof"
 
 
 @contextmanager
@@ -39,12 +44,20 @@ def whole_directory(out: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_file(out: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `out`; the file replaces `out` if the block succeeds, and is removed if not."""
+def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Yield a temporary path next to `out`; the file replaces `out` if the block succeeds, and is removed if not.
+
+    Args:
+        out: the file.
+        durable: wait until the content is on the disk, so that a crash of the machine cannot leave half of it.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.parent / f".{out.name}.{uuid4().hex}"
     try:
         yield work
+        if durable:
+            with work.open("rb") as written:
+                os.fsync(written.fileno())
         os.replace(work, out)  # noqa: PTH105 - replaces atomically on every system
     finally:
         work.unlink(missing_ok=True)

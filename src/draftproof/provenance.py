@@ -58,7 +58,7 @@ def fingerprint(name: str) -> str:
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The kind of machine: architecture, system, threads, native operations, accelerator."""
     found = {"architecture": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()}
-    found["native"] = native.kinds()
+    found["native"] = native.levels()
     chosen = torch.device(device)
     if chosen.type == "cuda":
         found["accelerator"] = torch.cuda.get_device_name(chosen)

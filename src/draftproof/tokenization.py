@@ -31,15 +31,12 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
         raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
 
 
-def end_ids(model_ids: Sequence[int], tokenizer: Any) -> tuple[int, ...]:
-    """All end-of-sequence ids: those of the model's generation config, then the tokenizer's own, each once.
-
-    Args:
-        model_ids: see `draftproof.backends.hf.HFBackend.eos_token_ids`.
-        tokenizer: a transformers tokenizer; its `eos_token_id` may be None.
-    """
-    own = tokenizer.eos_token_id
-    return tuple(dict.fromkeys((*model_ids, *(() if own is None else (own,)))))
+def end_tokens(*found: int | Sequence[int] | None) -> tuple[int, ...]:
+    """End-of-sequence ids: all that a config, a generation config or a tokenizer names, each once, in order."""
+    ids: list[int] = []
+    for each in found:
+        ids += [each] if isinstance(each, int) else each or ()
+    return tuple(dict.fromkeys(ids))
 
 
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:

@@ -13,9 +13,10 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.hf import Layout
+from draftproof.backends.layout import Layout
 from draftproof.backends.slot_cache import SlotCache, WritePlan
 from draftproof.kernels import native
+from draftproof.kernels.operations import AttentionArguments, Operations, PassMask
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head into rows, and their mask with them
 
@@ -63,12 +64,12 @@ class Pass:
 class Attention(Protocol):
     """One way to attend."""
 
-    def sight(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Any:
-        """What each token sees, in this way's own form, for all layers of a pass that have the same window."""
+    def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Any:
+        """Which slots each token may read, in the form that this way takes, for all layers with the same window."""
         ...
 
     def __call__(
-        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, sight: Any
+        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: Any
     ) -> Float[Tensor, "tokens inner"]:
         """The heads' outputs beside one another.
 
@@ -76,7 +77,7 @@ class Attention(Protocol):
             layer: its number in the cache, where the new keys and values go.
             fused: queries, keys and values of every token; may be overwritten.
             at: the pass.
-            sight: what `sight` made.
+            mask: what `mask` made.
         """
         ...
 
@@ -105,7 +106,7 @@ class TorchAttention:
     def __init__(self, heads: Heads) -> None:
         self.heads = heads
 
-    def sight(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """An additive mask, each row as often as a key head has query heads; None where all is seen."""
         if sees_all(layout, window):
             return None
@@ -113,7 +114,7 @@ class TorchAttention:
         return mask if layout.width > _FOLDED else mask.repeat_interleave(self.heads.group, 2)
 
     def __call__(
-        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, sight: Tensor | None
+        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: Tensor | None
     ) -> Float[Tensor, "tokens inner"]:
         """See `Attention`."""
         heads = self.heads
@@ -126,7 +127,7 @@ class TorchAttention:
             turned.narrow(1, heads.queries, heads.keys).view(grid).transpose(1, 2),
             fused.narrow(1, heads.queries + heads.keys, heads.keys).view(grid).transpose(1, 2),
         )
-        return self._attend(turned.narrow(1, 0, heads.queries), keys, values, at, sight)
+        return self._attend(turned.narrow(1, 0, heads.queries), keys, values, at, mask)
 
     def _attend(
         self,
@@ -166,24 +167,24 @@ class NativeAttention:
         operations: of this machine.
     """
 
-    def __init__(self, heads: Heads, operations: native.Operations) -> None:
+    def __init__(self, heads: Heads, operations: Operations) -> None:
         self.heads = heads
         self.operations = operations
 
-    def sight(self, layout: Layout, window: int | None, dtype: torch.dtype) -> native.Sight:
-        """How many slots each token sees, and a mask among them where that does not say it."""
+    def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> PassMask:
+        """How many leading slots each token may read, and a mask among them where the number does not say it all."""
         plan = layout.plan
         places = list(zip(plan.slots, plan.bases, plan.widths, strict=True))
         if layout.straight and (window is None or plan.horizon <= window):
-            return native.Sight(places, [[last + 1 for last in row] for row in layout.host_limits], None)
+            return PassMask(places, [[last + 1 for last in row] for row in layout.host_limits], None)
         every = [[base + width] * layout.width for _, base, width in places]
-        return native.Sight(places, every, layout.mask(window, dtype))
+        return PassMask(places, every, layout.mask(window, dtype))
 
     def __call__(
-        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, sight: native.Sight
+        self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: PassMask
     ) -> Float[Tensor, "tokens inner"]:
         """See `Attention`."""
         heads = self.heads
         keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        given = native.Reading.of(at.cos, at.sin, keys.shape, sight, heads=heads.queries, scale=heads.scale)
+        given = AttentionArguments.of(at.cos, at.sin, keys.shape, mask, heads=heads.queries, scale=heads.scale)
         return self.operations.attend(fused, given, keys, values)

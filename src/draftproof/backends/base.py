@@ -28,10 +28,12 @@ class Capabilities:
     Attributes:
         trees: whether drafted nodes may branch (tree attention).
         hidden: width of the last hidden state it can return, 0 when it cannot.
+        ragged: whether rows that begin or end at different positions may share a forward pass.
     """
 
     trees: bool = True
     hidden: int = 0
+    ragged: bool = True
 
 
 class Session:

@@ -22,9 +22,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.backends.attention import Pass
-from draftproof.backends.base import Capabilities, Feed
-from draftproof.backends.hf import Layout, probe
-from draftproof.backends.lean import Lean, LeanBackend
+from draftproof.backends.base import Feed
+from draftproof.backends.layout import Layout
+from draftproof.backends.lean import LeanBackend
+from draftproof.backends.lean_layers import Lean
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError, reason
 
@@ -46,14 +47,13 @@ class CompiledBackend(LeanBackend):
     """
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
-        super().__init__(model, name=name, check=False, pack=False)
-        self._program = Program(self.lean, bucket=1 if self.device.type == "cpu" else _BUCKET)
-        self._warm()
-        if check:
-            self.capabilities = Capabilities(trees=probe(self), hidden=self.capabilities.hidden)
+        super().__init__(model, name=name, check=check, pack=False)
+        if not check:
+            self._get_ready()
 
-    def _warm(self) -> None:
+    def _get_ready(self) -> None:
         """Compile now, and not during the first request."""
+        self._program = Program(self.lean, bucket=1 if self.device.type == "cpu" else _BUCKET)
         _log.info("compiling the forward pass of %s: a minute or two", self.name)
         start, session = time.perf_counter(), self.open()
         try:
@@ -138,7 +138,7 @@ class Program:
             return None
         places = (bases + torch.arange(spread, device=device)).flatten()
         ids, positions = (part.expand(-1, spread).flatten().contiguous() for part in (layout.ids, layout.positions))
-        masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.items()}
+        masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.now().items()}
         cos, sin = self._lean.rope(positions, plan.horizon)
         slots = torch.arange(rows, device=device).repeat_interleave(spread)
         _let_vary(*((each, (0,)) for each in (ids, cos, sin, places, slots)))

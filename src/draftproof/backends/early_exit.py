@@ -1,6 +1,4 @@
-"""The first layers of a model as a model of its own, on the same weights and in the same cache.
-
-Knows: where a transformers model keeps its layers, how sessions share a slot. Does not know: drafting.
+"""The first layers of a model as a draft model, on the same weights and in the same cache.
 
 A truncated model's keys and values are those that the whole model computes for its first layers, so what the target has
 read the draft need not read again; and what the draft writes ahead the target overwrites with the same numbers.
@@ -8,18 +6,17 @@ read the draft need not read again; and what the draft writes ahead the target o
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from torch import Tensor, nn
+from draftproof.backends.base import Session
+from draftproof.backends.layout import Layout
+from draftproof.backends.sessions import SlotSession
+from draftproof.backends.slots import SlotBackend
+from draftproof.errors import UserError, reason
 
-from draftproof.backends.base import Capabilities, Session
-from draftproof.backends.hf import HFBackend, HFSession, Layout
-from draftproof.backends.lean import LeanBackend
-from draftproof.errors import UserError
 
-
-class EarlyExitBackend(HFBackend):
+class EarlyExitBackend(SlotBackend):
     """The first `layers` layers of a backend's model, followed by its own final norm and output layer.
 
     Args:
@@ -27,35 +24,50 @@ class EarlyExitBackend(HFBackend):
         layers: how many of its layers, 1 to one less than all.
 
     Raises:
-        UserError: a number out of range, or a model whose layers are not found.
+        UserError: a number out of range, or a model whose first layers do not work by themselves.
     """
 
-    def __init__(self, whole: HFBackend, layers: int) -> None:
-        model = first_layers(whole.model, layers, whole.name)
-        super().__init__(model, name=f"{whole.name}, first {layers} layers", check=False)
-        self._cache = whole._cache  # noqa: SLF001 - the shared cache is the point of this class
-        self._lean = whole.lean.first(layers) if isinstance(whole, LeanBackend) else None
-        self.capabilities = Capabilities(trees=whole.capabilities.trees, hidden=whole.capabilities.hidden)
+    def __init__(self, whole: SlotBackend, layers: int) -> None:
+        total = whole.facts.layers
+        if not 1 <= layers < total:
+            raise UserError(f"early exit after {layers} layers of {whole.name}: legal are 1 to {total - 1}")
+        super().__init__(whole.facts, cache=whole.cache)
+        self.name = f"{whole.name}, first {layers} layers"
+        try:
+            self.part = whole.first_layers(layers)
+        except UserError as cause:
+            raise UserError(f"early exit: {reason(cause)}") from cause
+        self.capabilities, self.max_positions = self.part.capabilities, whole.max_positions
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        if self._lean is not None:
-            return self._lean(layout, self._cache, hidden=hidden)
-        return super()._compute(layout, hidden=hidden)
+        return self.part._compute(layout, hidden=hidden)  # noqa: SLF001 - a part of this backend
+
+    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
+        """The whole model's embeddings of tokens."""
+        return self.part.embed(ids)
+
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        """Rows of the whole model's output layer."""
+        return self.part.output_rows(ids)
+
+    def first_layers(self, layers: int) -> SlotBackend:
+        """Fewer layers."""
+        return self.part.first_layers(layers)
 
     def borrow(self, owner: Session) -> BorrowedSession:
         """A session in the slot of the whole model's session, which has read what that one has."""
-        assert isinstance(owner, HFSession), "the owner is a session of the whole model's backend"
+        assert isinstance(owner, SlotSession), "the owner is a session of the whole model's backend"
         return BorrowedSession(owner)
 
 
-class BorrowedSession(HFSession):
+class BorrowedSession(SlotSession):
     """A session that starts where another one stands, in its slot; valid until that one reads or rolls back.
 
     Args:
         owner: without a tail; call `unread` on it first.
     """
 
-    def __init__(self, owner: HFSession) -> None:
+    def __init__(self, owner: SlotSession) -> None:
         Session.__init__(self)
         assert owner.stem == owner.length, "a borrowed session continues a chain"
         self.cache = owner.cache
@@ -66,59 +78,3 @@ class BorrowedSession(HFSession):
     def close(self) -> None:
         """The slot stays with its owner."""
         self.slot = -1
-
-
-def first_layers(model: Any, layers: int, name: str) -> Any:
-    """A model with the first decoder layers of another one, sharing every weight.
-
-    Args:
-        model: a transformers causal LM.
-        layers: how many to keep, 1 to one less than all.
-        name: how errors call the model.
-
-    Raises:
-        UserError: a number out of range, or a model whose layers are not found.
-    """
-    total = int(model.config.get_text_config().num_hidden_layers)
-    if not 1 <= layers < total:
-        raise UserError(f"early exit after {layers} layers of {name}: legal are 1 to {total - 1}")
-    path = _layers_path(model, total)
-    if path is None:
-        raise UserError(f"early exit: the layers of {name} ({type(model).__name__}) are not one list of modules")
-    twin = _shallow(model)
-    inner: Any = twin
-    for part in path[:-1]:
-        setattr(inner, part, _shallow(getattr(inner, part)))
-        inner = getattr(inner, part)
-        if hasattr(inner, "config"):
-            inner.config = _shortened(inner.config, layers)
-    setattr(inner, path[-1], nn.ModuleList(list(getattr(inner, path[-1]))[:layers]))
-    twin.config = _shortened(model.config, layers)
-    return twin
-
-
-def _layers_path(model: nn.Module, total: int) -> list[str] | None:
-    """Where the list of all decoder layers hangs; the first of them, if nested lists have the same length."""
-    found = [
-        name.split(".")
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == total
-    ]
-    return found[0] if found else None
-
-
-def _shallow(module: Any) -> Any:
-    """A module with its own dictionary of children and everything else shared."""
-    twin = copy.copy(module)
-    twin._modules = dict(module._modules)  # noqa: SLF001
-    return twin
-
-
-def _shortened(config: Any, layers: int) -> Any:
-    """A copy of a config that declares fewer layers, kinds of layers included."""
-    made = copy.deepcopy(config)
-    text = made.get_text_config() if hasattr(made, "get_text_config") else made
-    text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):
-        text.layer_types = list(text.layer_types)[:layers]
-    return made

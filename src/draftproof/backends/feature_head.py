@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,16 +19,19 @@ from torch.nn.utils.rnn import pad_sequence
 from draftproof.backends.attention import Pass
 from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
-from draftproof.backends.hf import HFBackend, HFSession, Layout, in_passes
-from draftproof.backends.lean import Layer, Norm, Rope, in_order
+from draftproof.backends.layout import Layout
+from draftproof.backends.lean_layers import Layer, Norm, Rope, in_order
 from draftproof.backends.packed import Product
+from draftproof.backends.passes import in_passes
+from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import SlotCache
+from draftproof.backends.slots import SlotBackend
 from draftproof.errors import UserError
 
 _KIND = "full_attention"
 
 
-class FeatureSession(HFSession):
+class FeatureSession(SlotSession):
     """What a feature head has read of a sequence: its own keys, values and output states, beside the target's session.
 
     Args:
@@ -103,9 +105,9 @@ class LeanNet:
         """See `FeatureNet.forward`; keys and values go to the cache."""
         rows, width, _ = states.shape
         at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        sights = {_KIND: self._attention.sight(layout, self._window, states.dtype)}
+        masks = {_KIND: self._attention.mask(layout, self._window, states.dtype)}
         x = self._fuse(torch.cat([self._states(states), self._embedded(embedded)], -1).flatten(0, 1))
-        return self._last(self._run_layers(x, at, sights)).view(states.shape)
+        return self._last(self._run_layers(x, at, masks)).view(states.shape)
 
 
 def _llama_layer(net: FeatureNet) -> SimpleNamespace:
@@ -154,7 +156,7 @@ class FeatureBackend:
         UserError: made for a target of another name, width or vocabulary.
     """
 
-    def __init__(self, target: HFBackend, net: FeatureNet) -> None:
+    def __init__(self, target: SlotBackend, net: FeatureNet) -> None:
         refuse_other_target(net, target)
         self.name = f"feature head of {target.name}"
         self.vocab_size = target.vocab_size
@@ -164,9 +166,9 @@ class FeatureBackend:
         net = net.to(device=target.device, dtype=target.dtype)
         self.ids = net.ids
         self._dtype = target.dtype
-        self._embed: Any = target.model.get_input_embeddings()
+        self._embed = target.embed
         self._run_net = LeanNet(net)
-        self._output = Product(output_rows(target, net) if net.output is None else net.output.weight.detach())
+        self._output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
         self._ids = None if net.config.ids == self.vocab_size else net.ids
         self._cache = SlotCache()
         target.record_states()
@@ -191,9 +193,10 @@ class FeatureBackend:
         Raises:
             ValueError: nothing to read, or a state that nobody has made yet.
         """
-        for feed in feeds:
-            feed.session.admit(len(feed.tokens), feed.tree)
-        return in_passes(feeds, partial(self._run, hidden=hidden))
+        with self._cache.lock:
+            for feed in feeds:
+                feed.session.admit(len(feed.tokens), feed.tree)
+            return in_passes(feeds, partial(self._run, hidden=hidden))
 
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
         sessions = [feed.session for feed in feeds if isinstance(feed.session, FeatureSession)]
@@ -233,13 +236,7 @@ class FeatureBackend:
         return [FeedOutput(row, part if hidden else None, self._ids) for row, part in zip(rows, wanted, strict=True)]
 
 
-def output_rows(target: HFBackend, net: FeatureNet) -> Float[Tensor, "ids dim"]:
-    """The rows of the target's output layer for the tokens that a head speaks of."""
-    weight: Tensor = target.model.get_output_embeddings().weight
-    return weight.detach()[net.ids.to(weight.device)]
-
-
-def refuse_other_target(net: FeatureNet, target: HFBackend) -> None:
+def refuse_other_target(net: FeatureNet, target: SlotBackend) -> None:
     """Refuse a head that was made for another model.
 
     Raises:

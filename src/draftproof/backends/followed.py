@@ -17,7 +17,7 @@ import torch
 from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.feature_head import FeatureBackend, FeatureSession
 from draftproof.backends.feature_net import FeatureNet
-from draftproof.backends.hf import HFBackend
+from draftproof.backends.slots import SlotBackend
 
 
 class _Followed(FeatureSession):
@@ -40,7 +40,7 @@ class FollowedHead(FeatureBackend):
         UserError: made for another target.
     """
 
-    def __init__(self, target: HFBackend, net: FeatureNet) -> None:
+    def __init__(self, target: SlotBackend, net: FeatureNet) -> None:
         super().__init__(target, net)
         self._target = target
         self.capabilities = replace(self.capabilities, trees=False)

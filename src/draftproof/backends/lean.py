@@ -1,11 +1,4 @@
-"""A lean forward pass for the Llama family: the arithmetic of transformers' modules in a third of the operations.
-
-Knows: the layers of Llama, Mistral, Qwen2 and Qwen3 models (SmolLM2 is a Llama). Does not know: sessions, feeds, rules.
-
-Queries, keys and values are one product, and so are gate and up; weights are packed for the CPU (`packed`); keys go
-straight into the slot cache, in transformers' layout, and are never expanded to the number of query heads
-(`attention`); logits are computed for the wanted columns only. Where all parts of layers are C code they are one call
-(`native_layers`).
+"""The lean forward as a backend, and which transformers models have one: the Llama family, unaltered.
 
 Memory: the linear weights of the model are moved, not copied; what is held twice is the embedding of a model whose
 output layer is tied to it, where weights are packed: rows are looked up in the plain one. The model that was given
@@ -14,9 +7,6 @@ still computes the same logits, by way of the moved weights, but cannot be train
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +14,17 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends.attention import Heads, Pass
-from draftproof.backends.attention import attention as attention_of
-from draftproof.backends.base import Capabilities
-from draftproof.backends.hf import HFBackend, Layout, attention_windows, probe
-from draftproof.backends.native_layers import native_layers
-from draftproof.backends.packed import Product, fuse, give_back
-from draftproof.backends.slot_cache import SlotCache
+from draftproof.backends.facts import ModelFacts
+from draftproof.backends.layout import Layout
+from draftproof.backends.lean_layers import Lean
+from draftproof.backends.probe import Probe
+from draftproof.backends.slots import SlotBackend
+from draftproof.backends.windows import windows_of
 from draftproof.errors import UserError
-from draftproof.kernels import native
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-_ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on how long the sequence is
+ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on how long the sequence is
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_FIRST_POSITIONS = 512
 
 
 def supports(model: Any) -> str | None:
@@ -49,14 +36,45 @@ def supports(model: Any) -> str | None:
     kind = type(model)
     if kind.__name__ not in {f"{family}ForCausalLM" for family in FAMILIES} or not _is_stock(kind):
         return f"{kind.__name__} is not of the families {', '.join(FAMILIES)}"
-    config, rope = model.config, model.model.rotary_emb
+    config = model.config
+    if (why := _why_built_otherwise(model)) is not None:
+        return why
+    rope = model.model.rotary_emb
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
-    if rope.rope_type not in _ROPES:
-        return f"its rotary embedding is {rope.rope_type}, not one of {', '.join(_ROPES)}"
+    if rope.rope_type not in ROPES:
+        return f"its rotary embedding is {rope.rope_type}, not one of {', '.join(ROPES)}"
     if 2 * rope.inv_freq.numel() != model.model.layers[0].self_attn.head_dim:
         return "its rotary embedding turns only a part of each head"
     return _why_altered(model)
+
+
+def _why_built_otherwise(model: Any) -> str | None:
+    """Whether a part that the lean forward reads is missing, of another class, or used twice."""
+    family = type(model).__name__.removesuffix("ForCausalLM")
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    projections = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
+    inner = getattr(model, "model", None)
+    expected: dict[str, tuple[Any, str]] = {
+        "lm_head": (getattr(model, "lm_head", None), "Linear"),
+        "model.norm": (getattr(inner, "norm", None), f"{family}RMSNorm"),
+        "model.embed_tokens": (getattr(inner, "embed_tokens", None), "Embedding"),
+        "model.rotary_emb": (getattr(inner, "rotary_emb", None), f"{family}RotaryEmbedding"),
+    }
+    layers = list(getattr(inner, "layers", ()))
+    for number, layer in enumerate(layers):
+        at = f"model.layers.{number}"
+        expected |= {f"{at}.{name}": (getattr(layer, name, None), f"{family}RMSNorm") for name in norms}
+        for part, names in projections.items():
+            owner = getattr(layer, part, None)
+            expected |= {f"{at}.{part}.{name}": (getattr(owner, name, None), "Linear") for name in names}
+    for name, (found, kind) in expected.items():
+        if type(found).__name__ != kind:
+            return f"its {name} is a {type(found).__name__}, not a {kind}"
+    parts = [id(found) for found, _ in expected.values()]
+    if len(set(parts)) < len(parts) or len(layers) != model.config.num_hidden_layers:
+        return "a part of it is used in several layers, or its config tells of another number of layers"
+    return None
 
 
 def _is_stock(kind: type) -> bool:
@@ -83,220 +101,63 @@ def _is_recorder(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
 
 
-class LeanBackend(HFBackend):
-    """A transformers model of the Llama family, read by the lean forward.
+class LeanBackend(SlotBackend):
+    """A model of the Llama family, read by the lean forward.
 
     Args:
-        model: in eval mode, weights in place; its linear weights move into the backend (see the module).
+        model: a transformers model in eval mode, weights in place; its linear weights move into the backend.
         name: how errors and reports call it.
-        check: run `probe` now, lean forward against transformers' own; costs a few short forward passes.
+        check: compare it with transformers' own forward pass now, whose rows are computed before anything moves.
         pack: whether to pack weights for the CPU.
 
     Raises:
-        UserError: no lean forward for this model, or the probe found a difference.
+        UserError: no lean forward for this model, or its rows are not those of transformers' own.
     """
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True, pack: bool = True) -> None:
-        super().__init__(model, name=name, check=False)
+        facts = ModelFacts.of(model, name)
         why = supports(model)
         if why is not None:
-            raise UserError(f"{self.name} has no lean forward: {why}; legal is backend hf (or auto)")
-        self.lean = Lean(model, pack=pack)
-        if check:
-            self.capabilities = Capabilities(trees=probe(self), hidden=self.capabilities.hidden)
+            raise UserError(f"{facts.name} has no lean forward: {why}; legal is backend hf (or auto)")
+        super().__init__(facts)
+        self.model = model.eval()
+        self.config = model.config
+        probe = Probe(model, self.name) if check else None
+        windows = windows_of(model) if probe is None else probe.windows
+        model.requires_grad_(requires_grad=False)
+        self.lean = Lean(model, windows, getattr(model.config, "layer_types", None), pack=pack)
+        if probe is not None:
+            self._get_ready()
+            probe.check(self)
+
+    def _get_ready(self) -> None:
+        """Called before the first pass."""
 
     @property
     def products(self) -> str:
         """Which layout its products have, as `Product` names them."""
         return self.lean.head.layout
 
+    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
+        """The model's embeddings of tokens."""
+        return F.embedding(ids, self.lean.embedding)
+
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        """Rows of the output layer's weight."""
+        return self.lean.head.dense()[ids.to(self.device)]
+
+    def first_layers(self, layers: int) -> SlotBackend:
+        """The model's first layers on the same weights and in the same cache."""
+        return _FirstLayers(self, layers)
+
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.lean(layout, self._cache, hidden=hidden)
 
 
-class Lean:
-    """The forward pass over the weights of a model, which move in here.
+class _FirstLayers(LeanBackend):
+    """Some layers of a lean backend."""
 
-    Args:
-        model: one that `supports` supports.
-        pack: whether to pack weights for the CPU.
-    """
-
-    def __init__(self, model: Any, *, pack: bool = True) -> None:
-        model.requires_grad_(False)
-        inner = model.model
-        tied = model.lm_head.weight is inner.embed_tokens.weight
-        self.embedding: Tensor = inner.embed_tokens.weight
-        self.head = Product(self.embedding, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
-        self.rope = Rope(inner.rotary_emb, self.embedding)
-        self.windows = attention_windows(model.config)
-        kinds = getattr(model.config, "layer_types", None) or ()
-        self.layers = [
-            Layer(layer, number, kinds[number] if len(self.windows) > 1 else next(iter(self.windows)), pack=pack)
-            for number, layer in enumerate(inner.layers)
-        ]
-        self.run_layers = in_order(self.layers)
-        self.norm = Norm(inner.norm, pack=pack)
-        give_back()
-
-    def first(self, layers: int) -> Lean:
-        """The same with its first layers only."""
-        made = copy.copy(self)
-        made.layers = self.layers[:layers]
-        made.run_layers = in_order(made.layers)
-        return made
-
-    def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        """Logits of the wanted columns [rows, wanted, vocab], and the last hidden states of every column if asked."""
-        rows, width = layout.ids.shape
-        x = F.embedding(layout.ids.view(-1), self.embedding)
-        at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
-        attention = self.layers[0].attention
-        sights = {kind: attention.sight(layout, window, x.dtype) for kind, window in self.windows.items()}
-        states = self.norm(self.run_layers(x, at, sights)).view(rows, width, -1)
-        columns = len(layout.columns)
-        chosen = states if columns == width else states.index_select(1, layout.wanted)
-        logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
-        return logits, states if hidden else None
-
-
-class Rope:
-    """Rotary angles by position, from the model's own module; the table grows by doubling.
-
-    Args:
-        module: the model's rotary embedding.
-        like: a tensor of the dtype and on the device of the hidden states.
-    """
-
-    def __init__(self, module: Any, like: Tensor) -> None:
-        self._module = module
-        self._like = like
-        self._table = like.new_empty((0, 0))
-
-    def __call__(self, positions: Int[Tensor, " tokens"], horizon: int) -> tuple[Tensor, Tensor]:
-        """Cosine, and sine with the sign of `rotate_half`, each [tokens, 1, dim].
-
-        Args:
-            positions: of each token.
-            horizon: more than the largest of them.
-        """
-        if horizon > self._table.shape[0]:
-            self._grow(max(horizon, 2 * self._table.shape[0], _FIRST_POSITIONS))
-        cos, sin = F.embedding(positions, self._table).unsqueeze(1).chunk(2, -1)
-        return cos, sin
-
-    def _grow(self, size: int) -> None:
-        positions = torch.arange(size, device=self._like.device).unsqueeze(0)
-        cos, sin = self._module(self._like, position_ids=positions)
-        low, high = sin[0].chunk(2, -1)
-        self._table = torch.cat((cos[0], -low, high), -1)
-
-
-class Norm:
-    """Root mean square norm over the last dimension.
-
-    Args:
-        module: transformers' norm, or several whose inputs stand above one another in the last but one dimension.
-        counts: how many rows of that dimension each of several norms has.
-        pack: whether states may be read in ways of the CPU's own.
-    """
-
-    def __init__(self, *modules: Any, counts: tuple[int, ...] = (), pack: bool = True) -> None:
-        weight = modules[0].weight
-        if counts:
-            weight = torch.cat([one.weight.expand(n, -1) for one, n in zip(modules, counts, strict=True)])
-        size = weight.shape[-1]
-        self.weight, self.shape, self.eps = weight.detach(), (size,), float(modules[0].variance_epsilon)
-        self.fused = weight.device.type != "cpu"
-        self.wide = torch.promote_types(weight.dtype, torch.float32)
-        self.scaled = weight.detach().to(self.wide) * size**0.5
-        self.added = size * self.eps  # to the sum of squares
-        self.least = torch.tensor(self.added**0.5, dtype=self.wide)
-        self._operations = native.operations(weight) if pack and not counts else None
-
-    @property
-    def is_native(self) -> bool:
-        """Whether rows are normed by `native`."""
-        return self._operations is not None
-
-    def __call__(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-        """The normed rows; on the CPU in four operations, where torch's own has seven."""
-        if self._operations is not None:
-            return self._operations.norm(x, self.scaled, self.added)
-        if self.fused:
-            normed: Tensor = F.rms_norm(x, self.shape, eps=self.eps) * self.weight
-            return normed
-        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.wide).hypot_(self.least)
-        made: Tensor = (x * self.scaled).div_(length).to(x.dtype)
-        return made
-
-
-class Layer:
-    """One decoder layer.
-
-    Args:
-        layer: transformers' own, whose linear weights move in here.
-        number: its place, from 0.
-        kind: of its attention mask.
-        pack: whether to pack weights for the CPU.
-    """
-
-    def __init__(self, layer: Any, number: int, kind: str, *, pack: bool = True) -> None:
-        attention, config = layer.self_attn, layer.self_attn.config
-        self.number, self.kind = number, kind
-        heads = Heads(
-            int(config.num_attention_heads),
-            int(config.num_key_value_heads),
-            int(attention.head_dim),
-            float(attention.scaling),
-        )
-        self.heads = heads
-        self.qk_norm = None
-        if hasattr(attention, "q_norm"):
-            self.qk_norm = Norm(attention.q_norm, attention.k_norm, counts=(heads.queries, heads.keys), pack=pack)
-        self.before = Norm(layer.input_layernorm, pack=pack)
-        self.between = Norm(layer.post_attention_layernorm, pack=pack)
-        self.attention = attention_of(heads, layer.input_layernorm.weight, pack=pack)
-        self.gated = gate_of(layer.input_layernorm.weight, pack=pack)
-        self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"], pack=pack)
-        self.out = fuse(attention, ["o_proj"], pack=pack)
-        self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
-        self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
-
-    @property
-    def gates_natively(self) -> bool:
-        """Whether rows are gated by `native`."""
-        return self.gated is not gated
-
-    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, sight: Any) -> Float[Tensor, "tokens dim"]:
-        """The layer's output; its keys and values go to the cache."""
-        heads = self.heads
-        fused = self.qkv(self.before(x)).view(x.shape[0], -1, heads.dim)
-        if self.qk_norm is not None:
-            turned = fused.narrow(1, 0, heads.queries + heads.keys)
-            turned.copy_(self.qk_norm(turned))
-        x = self.out.onto(self.attention(self.number, fused, at, sight), x)
-        return self.down.onto(self.gated(self.gate_up(self.between(x))), x)
-
-
-def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
-    """Layers that follow one another, as one function of hidden states, the pass and what each kind of layer sees."""
-    return native_layers(layers) or partial(_one_by_one, layers)
-
-
-def _one_by_one(layers: Sequence[Layer], x: Tensor, at: Pass, sights: Mapping[str, Any]) -> Float[Tensor, "tokens dim"]:
-    for layer in layers:
-        x = layer(x, at, sights[layer.kind])
-    return x
-
-
-def gated(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
-    """silu(gate) up, where each row holds gate and up."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
-def gate_of(like: Tensor, *, pack: bool) -> Callable[[Tensor], Tensor]:
-    """The fastest way to gate rows; see `attention_of`."""
-    operations = native.operations(like) if pack else None
-    return gated if operations is None else operations.gated
+    def __init__(self, whole: LeanBackend, layers: int) -> None:
+        SlotBackend.__init__(self, whole.facts, cache=whole.cache)
+        self.capabilities = whole.capabilities
+        self.lean = whole.lean.first(layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ BACKENDS = {
     "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains)",
 }
 
+Loaded = HFBackend | LeanBackend
+_BACKENDS: dict[str, Any] = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
+
 
 def load_backend(
     source: str,
@@ -29,7 +33,7 @@ def load_backend(
     trust_remote_code: bool = False,
     check: bool = True,
     backend: str = "auto",
-) -> HFBackend:
+) -> Loaded:
     """A backend from a registered name, a hub id, a directory or a .gguf file.
 
     Raises:
@@ -41,8 +45,8 @@ def load_backend(
     model = load_model(where, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
     if backend == "auto":
         backend = "lean" if supports(model) is None else "hf"
-    made = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}[backend]
-    return made(model, name=source, check=check)
+    made: Loaded = _BACKENDS[backend](model, name=source, check=check)
+    return made
 
 
 def load_model(source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False) -> Any:
@@ -63,24 +67,73 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
     where = Path(source)
     if where.suffix == ".gguf":
         source, options = str(where.parent), {**options, **_gguf_options(where)}
-    elif where.is_dir() or not where.exists():
+    else:
+        _refuse_what_cannot_be_read(where)
         options["use_safetensors"] = True
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     except Exception as cause:
         raise UserError(
-            f"cannot load a model from {str(where)!r}: {reason(cause)} (legal: a hub id, a directory, a .gguf file)"
+            f"cannot load a model from {str(where)!r}: {reason(cause)}{_hint(cause)} "
+            "(legal: a hub id, a directory, a .gguf file)"
         ) from cause
+    model, report = loaded
+    _refuse_missing(str(where), model, report)
     return model.to(device=parse_device(device))
+
+
+def _refuse_what_cannot_be_read(where: Path) -> None:
+    """Refuse directories whose files say by their names that they cannot be read here."""
+    if not where.is_dir():
+        return
+    if (where / "adapter_config.json").exists() and find_spec("peft") is None:
+        raise UserError(
+            f"{str(where)!r} holds a LoRA adapter, not a whole model: install peft (pip install peft), which loads it "
+            "with its base model, or merge it into its base model and save that"
+        )
+    names = {path.name for path in where.iterdir()}
+    pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and "arg" not in name)
+    if pickled and not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        raise UserError(
+            f"{str(where)!r} holds pickled weights only ({pickled[0]}): they are refused on purpose, since reading a "
+            "pickle can run any code. Where you trust its source, load it with transformers and write it again with "
+            "save_pretrained(..., safe_serialization=True)"
+        )
+
+
+def _hint(cause: Exception) -> str:
+    """What to add to a library's error."""
+    said = str(cause)
+    if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
+        return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
+    return ""
+
+
+def _refuse_missing(source: str, model: Any, report: Any) -> None:
+    """Refuse a checkpoint that leaves tensors of the model at their random beginning.
+
+    Raises:
+        UserError: naming the tensors.
+    """
+    found = dict(report) if isinstance(report, dict) else vars(report)
+    missing = sorted(str(name) for name in found.get("missing_keys") or ())
+    other = [str(each[0] if isinstance(each, tuple | list) else each) for each in found.get("mismatched_keys") or ()]
+    if missing or other:
+        listed = ", ".join((missing + other)[:5]) + (
+            f" and {len(missing + other) - 5} more" if len(missing + other) > 5 else ""
+        )
+        kind = "lacks" if missing else "has in other shapes"
+        raise UserError(
+            f"the checkpoint {source!r} {kind} {len(missing + other)} tensors of {type(model).__name__}: {listed}. The "
+            "model would compute with random numbers there: download it again, or save it with all its weights"
+        )
 
 
 def _gguf_options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"no such file: {str(path)!r}; legal is the path of an existing .gguf file")
-    try:
-        import gguf  # noqa: F401
-    except ImportError as cause:
-        raise UserError("reading .gguf files needs the package gguf: pip install 'draftproof[gguf]'") from cause
+    if find_spec("gguf") is None:
+        raise UserError("reading .gguf files needs the package gguf: pip install 'draftproof[gguf]'")
     from transformers import GgufConfig
 
     return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}

@@ -1,7 +1,4 @@
-"""Decoder layers in one native call, where all their parts are native: calls are a good part of a small model's step.
-
-Knows: the parts of a lean layer, native.c's structures. Does not know: models, sessions.
-"""
+"""Decoder layers in one native call, for calls take a good part of a small model's step."""
 
 from __future__ import annotations
 
@@ -10,33 +7,16 @@ import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.attention import NativeAttention, Pass
 from draftproof.backends.slot_cache import SlotCache
-from draftproof.kernels import native
+from draftproof.kernels.operations import AttentionArguments, LayerArguments, LinearArguments, PassMask
 
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
-
-
-class _Linear(ctypes.Structure):
-    """As native.c has it."""
-
-    _fields_: ClassVar = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
-
-
-class _Layer(ctypes.Structure):
-    """As native.c has it."""
-
-    _fields_: ClassVar = [
-        *((name, _Linear) for name in _PRODUCTS),
-        *((name, ctypes.c_void_p) for name in ("before", "between", "turned")),
-        *((name, ctypes.c_long) for name in ("size", "inner")),
-        *((name, ctypes.c_float) for name in ("before_least", "between_least", "turned_least")),
-    ]
 
 
 def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
@@ -59,25 +39,21 @@ class _LayerRun:
         given: for native.c.
         numbers: in the cache.
         attention: of each of them.
-        room: elements of work for a token.
     """
 
     kind: str
-    given: ctypes.Array[_Layer]
+    given: ctypes.Array[LayerArguments]
     numbers: tuple[int, ...]
     attention: NativeAttention
-    room: int
 
     @classmethod
     def of(cls, layers: Sequence[Any]) -> _LayerRun:
         first = layers[0]
-        heads, size, inner = first.heads, first.out.weight.outs, first.down.weight.ins
         return cls(
             first.kind,
-            (_Layer * len(layers))(*map(_given, layers)),
+            (LayerArguments * len(layers))(*map(_given, layers)),
             tuple(layer.number for layer in layers),
             first.attention,
-            size + 2 * (heads.queries + heads.keys) * heads.dim + 3 * inner,
         )
 
 
@@ -119,7 +95,7 @@ class NativeLayers:
         return NativeLayers(copy.deepcopy(self._layers, memo))  # addresses are those of the copy
 
     def __call__(
-        self, x: Float[Tensor, "tokens dim"], at: Pass, sights: Mapping[str, native.Sight]
+        self, x: Float[Tensor, "tokens dim"], at: Pass, masks: Mapping[str, PassMask]
     ) -> Float[Tensor, "tokens dim"]:
         """As the layers one after another; x is overwritten."""
         x = x.contiguous()
@@ -127,16 +103,16 @@ class NativeLayers:
             places = self._places[number]
             if places is None or places.cache is not at.cache or places.extent != at.cache.extent:
                 places = self._places[number] = _Places(run, at.cache, x)
-            heads, sight = run.attention.heads, sights[run.kind]
-            given = native.Reading.of(at.cos, at.sin, places.shape, sight, heads=heads.queries, scale=heads.scale)
-            work = sight.room(x.shape[0] * run.room, x.dtype, 1)
+            heads, mask = run.attention.heads, masks[run.kind]
+            given = AttentionArguments.of(at.cos, at.sin, places.shape, mask, heads=heads.queries, scale=heads.scale)
+            work = mask.buffer(run.given[0].work(given), x.dtype, 1)
             run.attention.operations.layers(run.given, x, given, (places.keys, places.values), work)
         return x
 
 
-def _given(layer: Any) -> _Layer:
+def _given(layer: Any) -> LayerArguments:
     norms = {"before": layer.before, "between": layer.between, "turned": layer.qk_norm}
-    return _Layer(
+    return LayerArguments(
         size=layer.out.weight.outs,
         inner=layer.down.weight.ins,
         **{name: _linear(getattr(layer, name)) for name in _PRODUCTS},
@@ -145,6 +121,6 @@ def _given(layer: Any) -> _Layer:
     )
 
 
-def _linear(product: Any) -> _Linear:
+def _linear(product: Any) -> LinearArguments:
     bias = None if product.bias is None else product.bias.data_ptr()
-    return _Linear(product.weight.blocks.data_ptr(), bias)
+    return LinearArguments(product.weight.blocks.data_ptr(), bias)

@@ -1,8 +1,5 @@
 """Linear layers in the layout that the CPU multiplies fastest, several with the same input as one product.
 
-Knows: the layouts there are (oneDNN's, `native`), fused weights. Does not know: which layers a model has, or when they
-run.
-
 torch re-lays a plain weight on every call on the CPU; here that is done once. Weights are never held twice: where they
 are packed the plain ones are let go and the model's own modules become `Part`s of the packed product, and elsewhere
 the model's parameters become views of the fused weight.
@@ -22,6 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof.kernels import native
+from draftproof.kernels.operations import Interleaved
 
 _ROWS = 9  # the packed layout depends on the rows expected: a verification, which is as fast for one row
 
@@ -77,11 +75,11 @@ class Product:
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
         self.bias, self.layout = bias, "plain"
-        self.weight: Tensor | native.Interleaved = weight
+        self.weight: Tensor | Interleaved = weight
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations(weight) if pack else None
         if operations is not None and operations.multiplies(weight.shape[1]):
-            self.layout, self.weight, self._multiply = "native", native.Interleaved.of(weight), operations.product
+            self.layout, self.weight, self._multiply = "native", Interleaved.of(weight), operations.product
         elif pack and packs(weight.dtype, weight.device.type):
             self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
         self._latest: tuple[Tensor, Tensor] | None = None
@@ -94,6 +92,10 @@ class Product:
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
         return self._multiply(x, self.weight, self.bias)
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """The weight in its plain layout; a copy where it is packed."""
+        return self.weight if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn else self.weight.to_dense()
 
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
         """The product with every row, rounded and then added to `rows`."""
@@ -145,13 +147,15 @@ def fuse(owner: Any, names: Sequence[str], *, pack: bool = True) -> Product:
 
     Args:
         owner: the module.
-        names: its linear layers, all with a bias or all without; their outputs follow one another in the product.
+        names: its linear layers; their outputs follow one another in the product, and where some have a bias the
+            others get one of zeros.
         pack: as `Product` has it.
     """
     layers = [getattr(owner, name) for name in names]
     weight, bias = _joined([layer.weight for layer in layers]), None
-    if layers[0].bias is not None:
-        bias = _joined([layer.bias for layer in layers])
+    if any(layer.bias is not None for layer in layers):
+        each = (layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
+        bias = _joined(list(each))
     product, start = Product(weight, bias, pack=pack), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features

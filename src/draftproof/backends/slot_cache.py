@@ -8,10 +8,11 @@ a path of a tree moves data (`gather`). Capacity and slots grow by doubling when
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -86,14 +87,25 @@ class WritePlan:
 
 
 class SlotCache:
-    """Key and value buffers [slots, heads, capacity, dim] for each layer, allocated when the first keys arrive."""
+    """Key and value buffers [slots, heads, capacity, dim] for each layer, allocated when the first keys arrive.
+
+    Attributes:
+        lock: whoever reads, writes or grows buffers holds it: C code works on their memory without Python's own lock.
+    """
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._free: list[int] = []
         self._slots = 0
         self._capacity = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())  # a copy has its own
 
     def acquire(self) -> int:
         """Lowest free slot: low numbers keep a batch contiguous."""

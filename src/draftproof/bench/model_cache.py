@@ -14,8 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from draftproof import models
-from draftproof.backends.hf import HFBackend
-from draftproof.backends.loading import load_backend, load_model, parse_device
+from draftproof.backends.loading import Loaded, load_backend, load_model, parse_device
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
@@ -50,7 +49,7 @@ class ModelCache:
     def __init__(self, *, device: str | None = None, trust_remote_code: bool = False) -> None:
         self.device = str(parse_device(device))
         self._options: dict[str, Any] = {"device": self.device, "trust_remote_code": trust_remote_code}
-        self._backends: dict[tuple[str, ...], HFBackend] = {}
+        self._backends: dict[tuple[str, ...], Loaded] = {}
         self._models: dict[tuple[str, str], Any] = {}
         self._tokenizers: dict[str, Any] = {}
         self._engines: dict[tuple[str | None, ...], Engine] = {}
@@ -72,7 +71,7 @@ class ModelCache:
             self._models[key] = load_model(models.resolve(name), dtype=dtype, **self._options)
         return self._models[key]
 
-    def backend(self, name: str, dtype: str, backend: str, purpose: str = "") -> HFBackend:
+    def backend(self, name: str, dtype: str, backend: str, purpose: str = "") -> Loaded:
         """A model as our engine reads it; one for each purpose."""
         key = (name, dtype, backend, purpose)
         if key not in self._backends:

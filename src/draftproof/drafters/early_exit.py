@@ -6,7 +6,7 @@ from typing import cast
 
 from draftproof.backends.base import Session, unread
 from draftproof.backends.early_exit import EarlyExitBackend
-from draftproof.backends.hf import HFBackend
+from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import chains_drafter
@@ -27,7 +27,7 @@ class EarlyExitModel(DraftModel):
     """
 
     def __init__(
-        self, target: HFBackend, layers: int, *, temperature: float | None = None, top_k: int | None = None
+        self, target: SlotBackend, layers: int, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:
         self.layers = layers
         backend = EarlyExitBackend(target, layers)

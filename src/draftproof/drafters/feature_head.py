@@ -9,7 +9,7 @@ from __future__ import annotations
 from draftproof.backends.base import Session, unread
 from draftproof.backends.feature_head import FeatureBackend, FeatureSession
 from draftproof.backends.feature_net import FeatureNet
-from draftproof.backends.hf import HFBackend
+from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import chains_drafter
@@ -30,7 +30,7 @@ class FeatureModel(DraftModel):
     """
 
     def __init__(
-        self, target: HFBackend, net: FeatureNet, *, temperature: float | None = None, top_k: int | None = None
+        self, target: SlotBackend, net: FeatureNet, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:
         self._backend = FeatureBackend(target, net)
         super().__init__(self._backend, vocab_size=target.vocab_size, temperature=temperature, top_k=top_k)

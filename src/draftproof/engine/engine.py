@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from draftproof import models
-from draftproof.backends.hf import HFBackend
 from draftproof.backends.loading import load_backend
+from draftproof.backends.slots import SlotBackend
 from draftproof.engine.calibration import known_acceptance, known_costs
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.registry import (
@@ -95,8 +95,8 @@ class Engine(DecodingLoop):
     @classmethod
     def assemble(
         cls,
-        target: HFBackend,
-        draft: HFBackend | None,
+        target: SlotBackend,
+        draft: SlotBackend | None,
         tokenizer: Any,
         *,
         drafter: str | None = None,

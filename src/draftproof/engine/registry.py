@@ -13,7 +13,7 @@ from typing import Any
 
 from draftproof.backends.base import Backend
 from draftproof.backends.feature_net import load_net
-from draftproof.backends.hf import HFBackend
+from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
@@ -311,7 +311,7 @@ def _early_exit(parts: _Parts, argument: str) -> Drafter:
     found = numbers(argument, "early_exit:20x4")
     if not 1 <= len(found) <= 2:
         raise UserError("drafter early_exit takes a number of layers: legal is for example early_exit:20")
-    if not isinstance(parts.target, HFBackend):
+    if not isinstance(parts.target, SlotBackend):
         raise UserError(f"drafter early_exit needs a transformers model, and {parts.target.name} is none")
     model = EarlyExitModel(parts.target, found[0], **parts.changes)
     return early_exit_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
@@ -320,7 +320,7 @@ def _early_exit(parts: _Parts, argument: str) -> Drafter:
 def _feature_head(parts: _Parts, argument: str) -> Drafter:
     if not argument:
         raise UserError("drafter feature_head takes the directory of one: for example feature_head:heads/mine")
-    if not isinstance(parts.target, HFBackend):
+    if not isinstance(parts.target, SlotBackend):
         raise UserError(f"drafter feature_head needs a transformers model, and {parts.target.name} is none")
     where, chains = _directory(argument)
     model = FeatureModel(parts.target, load_net(where), **parts.changes)

@@ -94,7 +94,7 @@ def bonus_weights(
 
 
 def _bonus_natively(
-    natively: native.Operations,
+    natively: Operations,
     p: Float[Tensor, "B m V"],
     q: Float[Tensor, "B n V"] | None,
     tokens: Int[Tensor, "B n"],

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftproof.kernels.native import Interleaved
+from draftproof.kernels.operations import Interleaved
 
 _Key = tuple[str, int]
 

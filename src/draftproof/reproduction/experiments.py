@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftproof.backends.hf import HFBackend
+from draftproof.backends.loading import Loaded
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
 from draftproof.drafters.base import Drafter
@@ -232,7 +232,7 @@ class Experiments:
         found: list[Row] = self.remembered("places", asked, lambda: self._places(asked))
         return found
 
-    def backend(self, name: str, dtype: str = "auto") -> HFBackend:
+    def backend(self, name: str, dtype: str = "auto") -> Loaded:
         """A model, loaded once."""
         return self._bench.backend(name, dtype, "auto")
 

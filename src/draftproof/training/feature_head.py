@@ -16,7 +16,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.feature_head import output_rows, refuse_other_target
+from draftproof.backends.feature_head import refuse_other_target
 from draftproof.backends.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.loading import load_backend
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
@@ -27,7 +27,7 @@ from draftproof.progress import Watch, silent
 from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.tokenization import end_ids, load_tokenizer
+from draftproof.tokenization import end_tokens, load_tokenizer
 from draftproof.training.data import DataFile, Example, cache_folder, read_examples, split
 from draftproof.training.feature_loss import Frame, acceptance, feature_loss
 from draftproof.training.feature_options import FeatureJob
@@ -87,7 +87,7 @@ class _FeatureRun:
         self.tokenizer = load_tokenizer(models.resolve(job.target))
         self.target = load_backend(job.target, dtype=job.dtype, device=job.device)
         self.fingerprint = fingerprint(job.target)
-        self.eos = end_ids(self.target.eos_token_ids, self.tokenizer)
+        self.eos = end_tokens(self.target.eos_token_ids, self.tokenizer.eos_token_id)
         self.sources: list[DataFile] = []
 
     # --- data -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class _FeatureRun:
             net = FeatureNet(config)
         net.ids.copy_(self._ids(config))
         if net.output is not None:
-            net.output.weight.data.copy_(output_rows(self.target, net))
+            net.output.weight.data.copy_(self.target.output_rows(net.ids))
         return net.to(self.target.device)
 
     def _ids(self, config: FeatureConfig) -> Int[Tensor, " ids"]:
@@ -230,7 +230,7 @@ class _FeatureRun:
         job = self.job
         return Frame(
             embed=self.target.model.get_input_embeddings(),
-            output=output_rows(self.target, net),
+            output=self.target.output_rows(net.ids),
             unroll=job.unroll,
             tv=job.tv,
             states=job.states,

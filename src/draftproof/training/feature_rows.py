@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftproof.backends.hf import HFBackend
+from draftproof.backends.loading import Loaded
 from draftproof.files import whole_file
 from draftproof.provenance import digest
 from draftproof.rng import fold
@@ -137,9 +137,7 @@ class Store:
         key: identifies the target and how it is run.
     """
 
-    def __init__(
-        self, target: HFBackend, kinds: Sequence[Sequence[Row]], *, length: int, cache: Path, key: str
-    ) -> None:
+    def __init__(self, target: Loaded, kinds: Sequence[Sequence[Row]], *, length: int, cache: Path, key: str) -> None:
         self.target = target
         self.length = length
         cut = [[list(rows[i : i + SHARD]) for i in range(0, len(rows), SHARD)] for rows in kinds if rows]

@@ -14,8 +14,8 @@ from draftproof import models
 from draftproof.backends.base import Backend
 from draftproof.backends.feature_net import load_net
 from draftproof.backends.followed import FollowedHead
-from draftproof.backends.hf import HFBackend
 from draftproof.backends.loading import load_backend
+from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.feature_head import FeatureModel
 from draftproof.engine.engine import Engine
@@ -24,7 +24,7 @@ from draftproof.progress import Watch, silent
 from draftproof.provenance import digest, fingerprint
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import end_ids, load_tokenizer, refuse_different
+from draftproof.tokenization import end_tokens, load_tokenizer, refuse_different
 from draftproof.training import features
 from draftproof.training.data import cache_folder, read_examples, split, tokenize
 from draftproof.training.features import Build, JudgeRows, ModelPair, collect, fit, join
@@ -73,7 +73,7 @@ class PairData:
         refuse_different(ours, theirs, target_name=names[0], draft_name=names[1])
         return ours
 
-    def _load(self, name: str) -> HFBackend:
+    def _load(self, name: str) -> SlotBackend:
         return load_backend(name, dtype=self.material.dtype, device=self.material.device)
 
     def _model(self) -> DraftModel:
@@ -84,7 +84,7 @@ class PairData:
     @cached_property
     def eos(self) -> tuple[int, ...]:
         """Tokens that end a response."""
-        return end_ids(self.target.eos_token_ids, self.tokenizer)
+        return end_tokens(self.target.eos_token_ids, self.tokenizer.eos_token_id)
 
     @property
     def identity(self) -> str:

@@ -265,8 +265,7 @@ def wins_over(lab: Experiments, ours: PlannedRun, other: PlannedRun) -> Interval
 def _work(lab: Experiments, sums: Tensor) -> dict[str, Statistic]:  # noqa: ARG001 - the columns are those of FIELDS
     """Millions of operations a token: of SPRINTER (run 0) and the other method (run 1)."""
     sizes = {
-        side: shape_of(lab.backend(name).model.config)
-        for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
+        side: shape_of(lab.backend(name).config) for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
     }
     per = {side: pass_flops(shape, 1, 32) / 1e6 for side, shape in sizes.items()}
 

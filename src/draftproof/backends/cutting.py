@@ -1,0 +1,66 @@
+"""The first layers of a transformers model as a model of its own, on the same weights."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from draftproof.errors import UserError
+
+
+def first_layers(model: Any, layers: int, name: str) -> Any:
+    """A model with the first decoder layers of another one, sharing every weight.
+
+    Args:
+        model: a transformers causal LM.
+        layers: how many to keep, 1 to one less than all.
+        name: how errors call the model.
+
+    Raises:
+        UserError: a number out of range, or a model whose layers are not found.
+    """
+    total = int(model.config.get_text_config().num_hidden_layers)
+    if not 1 <= layers < total:
+        raise UserError(f"early exit after {layers} layers of {name}: legal are 1 to {total - 1}")
+    path = _layers_path(model, total)
+    if path is None:
+        raise UserError(f"early exit: the layers of {name} ({type(model).__name__}) are not one list of modules")
+    twin = _shallow(model)
+    inner: Any = twin
+    for part in path[:-1]:
+        setattr(inner, part, _shallow(getattr(inner, part)))
+        inner = getattr(inner, part)
+        if hasattr(inner, "config"):
+            inner.config = _shortened(inner.config, layers)
+    setattr(inner, path[-1], nn.ModuleList(list(getattr(inner, path[-1]))[:layers]))
+    twin.config = _shortened(model.config, layers)
+    return twin
+
+
+def _layers_path(model: nn.Module, total: int) -> list[str] | None:
+    """Where the list of all decoder layers hangs; the first of them, if nested lists have the same length."""
+    found = [
+        name.split(".")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == total
+    ]
+    return found[0] if found else None
+
+
+def _shallow(module: Any) -> Any:
+    """A module with its own dictionary of children and everything else shared."""
+    twin = copy.copy(module)
+    twin._modules = dict(module._modules)  # noqa: SLF001
+    return twin
+
+
+def _shortened(config: Any, layers: int) -> Any:
+    """A copy of a config that declares fewer layers, kinds of layers included."""
+    made = copy.deepcopy(config)
+    text = made.get_text_config() if hasattr(made, "get_text_config") else made
+    text.num_hidden_layers = layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = list(text.layer_types)[:layers]
+    return made

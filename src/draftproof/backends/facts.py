@@ -1,0 +1,87 @@
+"""What a backend says of its model: sizes, the tokens that end a text, the checkpoint's own sampling defaults."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from draftproof.errors import UserError
+from draftproof.tokenization import end_tokens
+
+ADVICE = "speculative decoding needs a decoder-only transformer whose cache is addressed by position"
+
+
+def refuse_unsuitable(model: Any, name: str) -> None:
+    """Refuse models whose kind alone says that their cache cannot be rolled back.
+
+    Raises:
+        UserError: encoder-decoder, layers with a recurrent state, no output embedding, no cache.
+    """
+    kind = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{name} is an encoder-decoder model: {ADVICE}")
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{name} ({kind}) has no output embedding, so it is no causal language model")
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        known = {"cache_params", "state", "cache"} & set(parameters)
+        kept = (
+            f"keeps its past in its own form ({', '.join(known)})"
+            if known
+            else "keeps no keys and values between calls"
+        )
+        raise UserError(f"{name}: transformers' {kind} {kept}: {ADVICE}")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts of a causal language model.
+
+    Attributes:
+        name: how errors and reports call it.
+        vocab_size: width of a row of logits.
+        hidden_size: width of a hidden state.
+        layers: number of decoder layers.
+        max_positions: longest sequence; None when unbounded.
+        dtype, device: of the weights; the device is where tokens are fed.
+        eos_token_ids: tokens that end a text.
+        sampling_defaults: the fields that the generation config sets.
+    """
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    max_positions: int | None
+    dtype: torch.dtype
+    device: torch.device
+    eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Any, name: str | None = None) -> ModelFacts:
+        """Of a loaded transformers model.
+
+        Raises:
+            UserError: a model whose kind alone says that its cache cannot be rolled back.
+        """
+        name = name or str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        refuse_unsuitable(model, name)
+        config = model.config.get_text_config()
+        generation = getattr(model, "generation_config", None)
+        return cls(
+            name=name,
+            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+            hidden_size=int(config.hidden_size),
+            layers=int(config.num_hidden_layers),
+            max_positions=getattr(config, "max_position_embeddings", None),
+            dtype=model.dtype,
+            device=model.get_input_embeddings().weight.device,
+            eos_token_ids=end_tokens(getattr(generation, "eos_token_id", None))
+            or end_tokens(getattr(config, "eos_token_id", None)),
+            sampling_defaults={} if generation is None else generation.to_diff_dict(),
+        )

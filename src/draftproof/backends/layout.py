@@ -1,0 +1,159 @@
+"""The padded tensors of a forward pass over ragged feeds: ids, positions, masks, and where the cache is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.backends.base import Feed, FeedOutput
+from draftproof.backends.sessions import SlotSession
+from draftproof.backends.slot_cache import WritePlan
+from draftproof.tree import TokenTree
+
+
+class Layout:
+    """The padded tensors of one forward pass over ragged feeds.
+
+    Attributes:
+        ids, positions: [rows, width], padded on the right.
+        chains: the chain tokens of each feed as a tensor.
+        plan: where the slot cache is written.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
+        self.feeds = feeds
+        self.device = device
+        self.chains = [torch.as_tensor(feed.tokens, dtype=torch.int64, device=device).reshape(-1) for feed in feeds]
+        self.plan = WritePlan(
+            slots=tuple(feed.session.slot for feed in feeds if isinstance(feed.session, SlotSession)),
+            bases=tuple(feed.session.length for feed in feeds),
+            widths=tuple(len(feed) for feed in feeds),
+        )
+        self.width = max(self.plan.widths)
+        self.ids = self._pad([self._row_ids(row) for row in range(len(feeds))])
+        host = [self._row_positions(feed) for feed in feeds]
+        self.positions = torch.tensor([row + [0] * (self.width - len(row)) for row in host], device=device)
+
+    @cached_property
+    def columns(self) -> list[int]:
+        """Columns whose logits some row wants."""
+        return sorted({column for row in range(len(self.feeds)) for column in self._columns(row)})
+
+    @cached_property
+    def wanted(self) -> Int[Tensor, " columns"]:
+        """The same where the model is."""
+        return torch.tensor(self.columns, device=self.device)
+
+    def _row_ids(self, row: int) -> Int[Tensor, " tokens"]:
+        tree = self.feeds[row].tree
+        return self.chains[row] if tree is None else torch.cat([self.chains[row], tree.tokens.to(self.device)])
+
+    def _pad(self, rows: list[Int[Tensor, " _"]]) -> Int[Tensor, "rows width"]:
+        if len(rows) == 1:
+            return rows[0].unsqueeze(0)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    @staticmethod
+    def _row_positions(feed: Feed) -> list[int]:
+        """Position of each new token: consecutive on the chain, by depth in the tree."""
+        start = feed.session.length
+        chain = list(range(start, start + len(feed.tokens)))
+        if feed.tree is None:
+            return chain
+        stem = feed.session.stem + len(feed.tokens)
+        return chain + [stem - 1 + depth for depth in feed_depths(feed)]
+
+    def _columns(self, row: int) -> range:
+        """Columns whose logits a row wants: its last chain token and its nodes."""
+        chain = len(self.feeds[row].tokens)
+        return range(max(chain - 1, 0), self.plan.widths[row])
+
+    def split(
+        self,
+        logits: Float[Tensor, "rows columns vocab"],
+        states: Float[Tensor, "rows width dim"] | None,
+    ) -> list[FeedOutput]:
+        """The wanted rows of each feed; logits hold every column, or only the wanted ones."""
+        trimmed = logits.shape[1] < self.width
+        outputs = []
+        for row in range(len(self.feeds)):
+            columns = self._columns(row)
+            first = self.columns.index(columns.start) if trimmed else columns.start
+            hidden = None if states is None else states[row, columns.start : columns.stop]
+            outputs.append(FeedOutput(logits[row, first : first + len(columns)], hidden))
+        return outputs
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
+        """Additive attention mask: 0 where a token may look, the dtype's minimum elsewhere.
+
+        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so
+        that no row of a softmax is empty. With a window only positions closer than `window` are seen.
+        """
+        horizon = self.plan.horizon
+        slots = torch.arange(horizon, device=self.device)
+        allowed = slots <= self.limits.unsqueeze(-1)
+        key_positions = slots.expand(len(self.feeds), horizon)
+        for row, feed in enumerate(self.feeds):
+            if not self._is_straight(feed):
+                allowed[row], key_positions = self._open_tree(row, feed, allowed[row], key_positions)
+        if window is not None:
+            allowed &= self.positions.unsqueeze(-1) - key_positions.unsqueeze(1) < window
+            allowed[..., 0] |= ~allowed.any(-1)
+        blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
+        return blocked.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+
+    @cached_property
+    def host_limits(self) -> list[list[int]]:
+        """Last slot that each column of each row may see, tree nodes aside."""
+        return [self._limits(row) for row in range(len(self.feeds))]
+
+    @cached_property
+    def limits(self) -> Int[Tensor, "rows width"]:
+        """The same where the model is."""
+        return torch.tensor(self.host_limits, device=self.device)
+
+    @cached_property
+    def straight(self) -> bool:
+        """Whether `limits` describe the mask, windows aside: all feeds are chains, or such trees, above no tail."""
+        return all(self._is_straight(feed) for feed in self.feeds)
+
+    @staticmethod
+    def _is_straight(feed: Feed) -> bool:
+        return feed.tree is None or (feed.tree.is_chain and not feed.session.tail)
+
+    def _limits(self, row: int) -> list[int]:
+        feed, base = self.feeds[row], self.plan.bases[row]
+        chain = len(feed.tokens)
+        stem = feed.session.stem + chain
+        nodes = len(feed) - chain
+        ends = [base + chain + i for i in range(nodes)] if self._is_straight(feed) else [stem - 1] * nodes
+        return [*range(base, base + chain), *ends, *[0] * (self.width - len(feed))]
+
+    def _open_tree(
+        self, row: int, feed: Feed, allowed: Tensor, key_positions: Int[Tensor, "rows horizon"]
+    ) -> tuple[Tensor, Int[Tensor, "rows horizon"]]:
+        """Let each node see its ancestors, and give the tail's slots their true positions."""
+        assert feed.tree is not None, "only trees are opened"
+        known, stem = len(feed.session.tail), feed.session.stem + len(feed.tokens)
+        whole = TokenTree(
+            torch.zeros(known + len(feed.tree), dtype=torch.int64), (*feed.session.tail, *feed.tree.parents)
+        )
+        chain, end = len(feed.tokens), stem + len(whole)
+        allowed[chain : len(feed), stem:end] = whole.visible[known:].to(self.device)
+        key_positions = key_positions.clone()
+        key_positions[row, stem:end] = torch.tensor([stem - 1 + d for d in whole.depths], device=self.device)
+        return allowed, key_positions
+
+
+def feed_depths(feed: Feed) -> list[int]:
+    """Depth of each node that a feed adds; children of the stem's last token have depth 1."""
+    if feed.tree is None:
+        return []
+    depths: list[int] = []
+    for parent in (*feed.session.tail, *feed.tree.parents):
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths[len(feed.session.tail) :]

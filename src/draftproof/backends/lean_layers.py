@@ -1,0 +1,219 @@
+"""A lean forward pass for the Llama family: the arithmetic of transformers' modules in a third of the operations.
+
+Queries, keys and values are one product, and so are gate and up; weights are packed for the CPU (`packed`); keys go
+straight into the slot cache, in transformers' layout, and are never expanded to the number of query heads
+(`attention`); logits are computed for the requested columns only. Where all parts of layers are C code they are one
+call (`native_layers`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.backends.attention import Heads, Pass
+from draftproof.backends.attention import attention as attention_of
+from draftproof.backends.layout import Layout
+from draftproof.backends.native_layers import native_layers
+from draftproof.backends.packed import Product, fuse, give_back
+from draftproof.backends.slot_cache import SlotCache
+from draftproof.backends.windows import Windows
+from draftproof.kernels import native
+
+_FIRST_POSITIONS = 512
+
+
+class Lean:
+    """The forward pass over the weights of a model, which move in here.
+
+    Args:
+        model: a transformers model that `lean.supports` supports, or parts of the same names (`checkpoint`).
+        windows: the kinds of attention mask that it builds.
+        layer_kinds: the kind of each layer, where there are several.
+        pack: whether to pack weights for the CPU.
+    """
+
+    def __init__(
+        self, model: Any, windows: Windows, layer_kinds: Sequence[str] | None = None, *, pack: bool = True
+    ) -> None:
+        inner = model.model
+        tied = model.lm_head.weight is inner.embed_tokens.weight
+        self.embedding: Tensor = inner.embed_tokens.weight
+        self.head = Product(self.embedding, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
+        self.rope = Rope(inner.rotary_emb, self.embedding)
+        self.windows = windows
+        kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
+        assert kinds is not None, "a model with several kinds of layer says which is which"
+        self.layers = [Layer(layer, number, kinds[number], pack=pack) for number, layer in enumerate(inner.layers)]
+        self.run_layers = in_order(self.layers)
+        self.norm = Norm(inner.norm, pack=pack)
+        give_back()
+
+    def first(self, layers: int) -> Lean:
+        """The same with its first layers only."""
+        made = copy.copy(self)
+        made.layers = self.layers[:layers]
+        made.run_layers = in_order(made.layers)
+        return made
+
+    def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""
+        rows, width = layout.ids.shape
+        x = F.embedding(layout.ids.view(-1), self.embedding)
+        at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
+        attention = self.layers[0].attention
+        masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
+        states = self.norm(self.run_layers(x, at, masks)).view(rows, width, -1)
+        columns = len(layout.columns)
+        chosen = states if columns == width else states.index_select(1, layout.wanted)
+        logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
+        return logits, states if hidden else None
+
+
+class Rope:
+    """Rotary angles by position, from the model's own module; the table grows by doubling.
+
+    Args:
+        module: the model's rotary embedding.
+        like: a tensor of the dtype and on the device of the hidden states.
+    """
+
+    def __init__(self, module: Any, like: Tensor) -> None:
+        self._module = module
+        self._like = like
+        self._table = like.new_empty((0, 0))
+
+    def __call__(self, positions: Int[Tensor, " tokens"], horizon: int) -> tuple[Tensor, Tensor]:
+        """Cosine, and sine with the sign of `rotate_half`, each [tokens, 1, dim].
+
+        Args:
+            positions: of each token.
+            horizon: more than the largest of them.
+        """
+        if horizon > self._table.shape[0]:
+            self._grow(max(horizon, 2 * self._table.shape[0], _FIRST_POSITIONS))
+        cos, sin = F.embedding(positions, self._table).unsqueeze(1).chunk(2, -1)
+        return cos, sin
+
+    def _grow(self, size: int) -> None:
+        positions = torch.arange(size, device=self._like.device).unsqueeze(0)
+        cos, sin = self._module(self._like, position_ids=positions)
+        low, high = sin[0].chunk(2, -1)
+        self._table = torch.cat((cos[0], -low, high), -1)
+
+
+class Norm:
+    """Root mean square norm over the last dimension.
+
+    Args:
+        module: transformers' norm, or several whose inputs stand above one another in the last but one dimension.
+        counts: how many rows of that dimension each of several norms has.
+        pack: whether states may be read in ways of the CPU's own.
+    """
+
+    def __init__(self, *modules: Any, counts: tuple[int, ...] = (), pack: bool = True) -> None:
+        weight = modules[0].weight
+        if counts:
+            weight = torch.cat([one.weight.expand(n, -1) for one, n in zip(modules, counts, strict=True)])
+        size = weight.shape[-1]
+        self.weight, self.shape, self.eps = weight.detach(), (size,), float(modules[0].variance_epsilon)
+        self.fused = weight.device.type != "cpu"
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        self.scaled = weight.detach().to(self.wide) * size**0.5
+        self.added = size * self.eps  # to the sum of squares
+        self.least = torch.tensor(self.added**0.5, dtype=self.wide)
+        self._operations = native.operations(weight) if pack and not counts else None
+
+    @property
+    def is_native(self) -> bool:
+        """Whether rows are normed by `native`."""
+        return self._operations is not None
+
+    def __call__(self, x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """The normed rows; on the CPU in four operations, where torch's own has seven."""
+        if self._operations is not None:
+            return self._operations.norm(x, self.scaled, self.added)
+        if self.fused:
+            normed: Tensor = F.rms_norm(x, self.shape, eps=self.eps) * self.weight
+            return normed
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.wide).hypot_(self.least)
+        made: Tensor = (x * self.scaled).div_(length).to(x.dtype)
+        return made
+
+
+class Layer:
+    """One decoder layer.
+
+    Args:
+        layer: transformers' own, whose linear weights move in here.
+        number: its place, from 0.
+        kind: of its attention mask.
+        pack: whether to pack weights for the CPU.
+    """
+
+    def __init__(self, layer: Any, number: int, kind: str, *, pack: bool = True) -> None:
+        attention, config = layer.self_attn, layer.self_attn.config
+        self.number, self.kind = number, kind
+        heads = Heads(
+            int(config.num_attention_heads),
+            int(config.num_key_value_heads),
+            int(attention.head_dim),
+            float(attention.scaling),
+        )
+        self.heads = heads
+        self.qk_norm = None
+        if hasattr(attention, "q_norm"):
+            self.qk_norm = Norm(attention.q_norm, attention.k_norm, counts=(heads.queries, heads.keys), pack=pack)
+        self.before = Norm(layer.input_layernorm, pack=pack)
+        self.between = Norm(layer.post_attention_layernorm, pack=pack)
+        self.attention = attention_of(heads, layer.input_layernorm.weight, pack=pack)
+        self.gated = gate_of(layer.input_layernorm.weight, pack=pack)
+        self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"], pack=pack)
+        self.out = fuse(attention, ["o_proj"], pack=pack)
+        self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
+        self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
+
+    @property
+    def gates_natively(self) -> bool:
+        """Whether rows are gated by `native`."""
+        return self.gated is not gated
+
+    def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Any) -> Float[Tensor, "tokens dim"]:
+        """The layer's output; its keys and values go to the cache."""
+        heads = self.heads
+        fused = self.qkv(self.before(x)).view(x.shape[0], -1, heads.dim)
+        if self.qk_norm is not None:
+            turned = fused.narrow(1, 0, heads.queries + heads.keys)
+            turned.copy_(self.qk_norm(turned))
+        x = self.out.onto(self.attention(self.number, fused, at, mask), x)
+        return self.down.onto(self.gated(self.gate_up(self.between(x))), x)
+
+
+def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
+    """Layers that follow one another, as one function of hidden states, the pass and what each kind of layer sees."""
+    return native_layers(layers) or partial(_one_by_one, layers)
+
+
+def _one_by_one(layers: Sequence[Layer], x: Tensor, at: Pass, masks: Mapping[str, Any]) -> Float[Tensor, "tokens dim"]:
+    for layer in layers:
+        x = layer(x, at, masks[layer.kind])
+    return x
+
+
+def gated(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
+    """silu(gate) up, where each row holds gate and up."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def gate_of(like: Tensor, *, pack: bool) -> Callable[[Tensor], Tensor]:
+    """The fastest way to gate rows; see `attention_of`."""
+    operations = native.operations(like) if pack else None
+    return gated if operations is None else operations.gated

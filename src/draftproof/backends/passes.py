@@ -1,0 +1,64 @@
+"""How the feeds of a call are divided into forward passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from draftproof.backends.base import Feed, FeedOutput
+
+PREFILL_CHUNK = 512
+PASS = 32  # positions that take as long to read as the weights do (two CPU cores, SmolLM2-135M in bfloat16)
+
+
+def in_passes(
+    feeds: Sequence[Feed], run: Callable[[Sequence[Feed]], list[FeedOutput]], *, ragged: bool = True
+) -> list[FeedOutput]:
+    """Outputs of feeds that are read in several passes: long prompts in chunks, one by one, then groups of like length.
+
+    Args:
+        feeds: of different sessions.
+        run: reads some of them in one pass.
+        ragged: whether rows that begin or end at different positions may share a pass.
+    """
+    left = []
+    for feed in feeds:
+        tokens = feed.tokens
+        while len(tokens) > PREFILL_CHUNK:
+            run([Feed(feed.session, tokens[:PREFILL_CHUNK])])
+            tokens = tokens[PREFILL_CHUNK:]
+        left.append(Feed(feed.session, tokens, feed.tree))
+    outputs: dict[int, FeedOutput] = {}
+    for group in alike([len(feed) for feed in left]) if ragged else _level(left):
+        outputs |= zip(group, run([left[row] for row in group]), strict=True)
+    return [outputs[row] for row in range(len(left))]
+
+
+def _level(feeds: Sequence[Feed]) -> list[list[int]]:
+    """Rows in groups that begin and end at the same positions."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for row, feed in enumerate(feeds):
+        groups.setdefault((feed.session.length, len(feed)), []).append(row)
+    return list(groups.values())
+
+
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows in groups that are cheapest to read when every row is padded to the longest of its group.
+
+    A pass over the weights counts as PASS positions. The rows of a group are in ascending order.
+
+    Args:
+        lengths: positions of each row.
+    """
+    if max(lengths, default=0) * len(lengths) - sum(lengths) <= PASS:
+        return [list(range(len(lengths)))]
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    best: list[tuple[int, int]] = [(0, 0)]  # of the first rows in order: least cost, and where the last group begins
+    for end in range(1, len(order) + 1):
+        longest = lengths[order[end - 1]]
+        best.append(min((best[begin][0] + PASS + (end - begin) * longest, begin) for begin in range(end)))
+    groups, end = [], len(order)
+    while end:
+        begin = best[end][1]
+        groups.append(sorted(order[begin:end]))
+        end = begin
+    return groups[::-1]

@@ -1,0 +1,372 @@
+"""The check of a model when it is loaded: what it computes by itself against what the backend makes of it.
+
+The expected rows are computed by transformers' own forward pass before anything of the model is moved or converted, so
+that a mistake of the conversion cannot cancel out. Then the backend reads the same tokens in pieces, with a wrong turn
+that is rolled back, beside other requests, and as a tree.
+
+What a family does past a window, or past the length that its rotary angles were made for, is checked without reading
+thousands of tokens: where a limit is read at run time it is lowered for the check, in the model and in the backend
+alike. Where the family's code has built a limit into its tensors, the real length is read, if that is affordable. A
+model that is right below a limit and not above it is used up to the limit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.base import Backend, Capabilities, Feed
+from draftproof.backends.facts import ADVICE
+from draftproof.backends.windows import SLIDING, Windows, windows_of
+from draftproof.errors import UserError, reason
+from draftproof.tree import TokenTree
+
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+_SHORT = 9  # tokens of the check that every model gets
+_LOWERED = 6  # what a limit is lowered to
+_TINY, _AFFORDABLE = (
+    2e9,
+    4e12,
+)  # floating-point operations of a pass that may always be made, and of one where it matters
+_ROPE = "original_max_position_embeddings"
+
+
+class Checked(Backend, Protocol):
+    """A backend that can be checked: one whose findings the check may write down."""
+
+    dtype: torch.dtype
+    capabilities: Capabilities
+    max_positions: int | None
+    bounded_by: str
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A length past which a family may do something else.
+
+    Attributes:
+        name: of the config's field.
+        value: the length.
+    """
+
+    name: str
+    value: int
+
+    @contextmanager
+    def lowered(self, model: Any, value: int) -> Iterator[None]:
+        """Give the limit another value in every place of the model that holds it."""
+        places = list(self._places(model))
+        try:
+            for store, key in places:
+                _write(store, key, value)
+            yield
+        finally:
+            for store, key in places:
+                _write(store, key, self.value)
+
+    def _places(self, model: Any) -> Iterator[tuple[Any, str]]:
+        seen = set()
+        for module in model.modules():
+            for store in (module, *_stores(getattr(module, "config", None))):
+                if id(store) not in seen and _read(store, self.name) == self.value:
+                    seen.add(id(store))
+                    yield store, self.name
+
+
+def _stores(config: Any) -> Iterator[Any]:
+    """A config and the dictionaries of rotary parameters in it."""
+    if config is None or not hasattr(config, "get_text_config"):
+        return
+    text = config.get_text_config()
+    yield text
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, dict):
+        yield rope
+        yield from (each for each in rope.values() if isinstance(each, dict))
+
+
+def _read(store: Any, name: str) -> Any:
+    return store.get(name) if isinstance(store, dict) else vars(store).get(name)
+
+
+def _write(store: Any, name: str, value: int) -> None:
+    if isinstance(store, dict):
+        store[name] = value
+    else:
+        setattr(store, name, value)
+
+
+def limits_of(model: Any) -> list[Limit]:
+    """The limits that a model's config names: windows, chunks, and the length that rotary angles were made for."""
+    found = {}
+    for store in _stores(model.config):
+        for name, value in (store if isinstance(store, dict) else vars(store)).items():
+            counts = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            window = "window" in name and not name.startswith(("use_", "max_", "has_", "num_"))
+            if counts and (window or name in (_ROPE, "attention_chunk_size")):
+                found[name, value] = Limit(name, value)
+    return list(found.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Scenario:
+    """Tokens to read, and the rows that an untouched model has for them.
+
+    Attributes:
+        tokens, beside: two sequences; the second is short.
+        rows, beside_rows: the model's logits after each token.
+        limit: that the tokens go past; None for the check that every model gets.
+        lowered: what the limit is lowered to meanwhile; None where it stays as it is.
+    """
+
+    tokens: list[int]
+    beside: list[int]
+    rows: Float[Tensor, "tokens vocab"]
+    beside_rows: Float[Tensor, "beside vocab"]
+    limit: Limit | None = None
+    lowered: int | None = None
+
+
+class Probe:
+    """What an untouched model computes: made before a backend converts anything, then asked about the backend.
+
+    Args:
+        model: a transformers causal LM, in eval mode.
+        name: how errors call it.
+
+    Attributes:
+        windows: the kinds of attention mask that the model builds.
+
+    Raises:
+        UserError: a model that cannot be read piece by piece.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self._model, self._name = model, name
+        try:
+            self.windows: Windows = windows_of(model)
+        except Exception as cause:
+            raise UserError(f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}") from cause
+        if self.windows.foreign:
+            raise UserError(f"{name} has {', '.join(self.windows.foreign)} layers, which cannot roll back: {ADVICE}")
+        self._scenarios = [self._scenario(_SHORT)]
+        self._untested: list[Limit] = []
+        for limit in limits_of(model):
+            self._prepare(limit)
+
+    # --- expected rows --------------------------------------------------------------------------------------------
+
+    def _plain(self, tokens: Sequence[int]) -> Float[Tensor, "tokens vocab"]:
+        device = self._model.get_input_embeddings().weight.device
+        with torch.inference_mode():
+            logits: Tensor = self._model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False).logits
+        return logits[0].clone()
+
+    def _scenario(self, length: int, limit: Limit | None = None, lowered: int | None = None) -> Scenario:
+        vocab = int(self._model.get_output_embeddings().weight.shape[0])
+        tokens = [(place * 7919 + 1) % vocab for place in range(length)]
+        if length == _SHORT:
+            tokens = torch.linspace(1, vocab - 1, length).long().tolist()
+        beside = [(place * 104729 + 2) % vocab for place in range(5)]
+        with _at(limit, self._model, lowered):
+            rows = self._plain(tokens)
+            if not rows.isfinite().all():
+                raise UserError(f"{self._name} computes logits that are not finite{_broken_weights(self._model)}")
+            return Scenario(tokens, beside, rows, self._plain(beside), limit, lowered)
+
+    def _prepare(self, limit: Limit) -> None:
+        """A scenario past the limit, if the family minds it."""
+        if limit.value <= 2 * _LOWERED:
+            self._scenarios.append(self._scenario(3 * limit.value + 8, limit))
+            return
+        length = 3 * _LOWERED + 8
+        if self._is_read_at_run_time(limit):
+            below, at = self._scenario(length), self._scenario(length, limit, _LOWERED)
+            if not torch.allclose(below.rows, at.rows, rtol=1e-5, atol=1e-6):
+                self._scenarios.append(at)
+                return
+        matters = limit.name in self._source()
+        cost = 2.0 * (limit.value + 13) * sum(weights.numel() for weights in self._model.parameters())
+        if cost <= (_AFFORDABLE if matters else _TINY) and self._fits(limit.value + 13):
+            self._scenarios.append(self._scenario(limit.value + 13, limit))
+        elif matters and self._fits(limit.value + 13):
+            self._untested.append(limit)
+
+    def _fits(self, length: int) -> bool:
+        most = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        return not isinstance(most, int) or length <= most
+
+    def _is_read_at_run_time(self, limit: Limit) -> bool:
+        """Whether a lower value could show: the family's code names it, makes masks by it, or turns angles by it."""
+        if limit.name == _ROPE:
+            kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
+            names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
+            return any(name == "longrope" or "dynamic" in name for name in names)
+        return limit.name in self._source() or (limit.name == "sliding_window" and SLIDING in self.windows.kinds)
+
+    def _source(self) -> str:
+        """The code of the modules that the model's own classes come from."""
+        names = {type(module).__module__ for module in self._model.modules()}
+        found = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+        return "".join(inspect.getsource(module) for module in found)
+
+    # --- the comparison -------------------------------------------------------------------------------------------
+
+    def check(self, backend: Checked) -> None:
+        """Compare a backend of the model, and write down what it can do: trees, ragged batches, how many positions.
+
+        Raises:
+            UserError: it does not compute what the model computes.
+        """
+        tolerance = TOLERANCE.get(backend.dtype, TOLERANCE[torch.bfloat16])
+        right = []
+        for scenario in self._scenarios:
+            with _at(scenario.limit, self._model, scenario.lowered):
+                error = self._error(backend, scenario)
+            if error < tolerance:
+                right.append(scenario)
+                continue
+            if scenario.limit is None:
+                raise UserError(
+                    f"{self._name} does not reproduce its own logits after a rollback (relative error {error:.2g}, "
+                    f"allowed {tolerance:.2g}): {self._suspicion()}speculation would change its output; it is refused"
+                )
+            self._bound(backend, scenario.limit, "it computes something else beyond that")
+        for limit in self._untested:
+            self._bound(backend, limit, "that far it can be checked here")
+        self._check_company(backend, right, tolerance)
+        trees = all(self._measured(_tree_error, backend, each) < tolerance for each in right)
+        backend.capabilities = replace(backend.capabilities, trees=trees)
+
+    def _error(self, backend: Backend, scenario: Scenario) -> float:
+        try:
+            return _chain_error(backend, scenario)
+        except Exception as cause:
+            if scenario.limit is not None:
+                return math.inf
+            raise UserError(
+                f"{self._name} cannot be read piece by piece: {self._suspicion()}{reason(cause)}; {ADVICE}"
+            ) from cause
+
+    def _bound(self, backend: Checked, limit: Limit, why: str) -> None:
+        if backend.max_positions is None or limit.value < backend.max_positions:
+            backend.max_positions = limit.value
+            backend.bounded_by = f"its {limit.name} is {limit.value}, and {why}"
+
+    def _check_company(self, backend: Checked, scenarios: Sequence[Scenario], tolerance: float) -> None:
+        """Whether rows of different lengths may share a pass; refuse where not even equal ones may."""
+        if all(self._measured(_company_error, backend, each) < tolerance for each in scenarios):
+            return
+        backend.capabilities = replace(backend.capabilities, ragged=False)
+        error = max(self._measured(_company_error, backend, each) for each in scenarios)
+        if not error < tolerance:
+            raise UserError(
+                f"{self._name} computes other logits for a row that shares a batch (relative error {error:.2g}): "
+                f"{self._suspicion()}it is refused"
+            )
+
+    def _measured(self, measure: Callable[[Backend, Scenario], float], backend: Backend, scenario: Scenario) -> float:
+        with _at(scenario.limit, self._model, scenario.lowered):
+            return measure(backend, scenario)
+
+    def _suspicion(self) -> str:
+        """What is known of the model that would explain a failure."""
+        model, config = self._model, self._model.config.get_text_config()
+        quantized = getattr(model.config, "quantization_config", None)
+        if quantized is not None:
+            method = getattr(quantized, "quant_method", type(quantized).__name__)
+            return f"its weights are quantized ({method}), and its products depend on the rows beside them; "
+        if getattr(config, "alibi", False) or hasattr(
+            getattr(model, model.base_model_prefix, None), "build_alibi_tensor"
+        ):
+            return "its positions are ALiBi biases, which transformers derives from a mask that knows no slots; "
+        if getattr(model, "_is_stateful", False):
+            return f"{type(model).__name__} keeps a recurrent state that cannot be rolled back; "
+        return ""
+
+
+@contextmanager
+def _at(limit: Limit | None, model: Any, lowered: int | None) -> Iterator[None]:
+    with nullcontext() if limit is None or lowered is None else limit.lowered(model, lowered):
+        yield
+
+
+def _broken_weights(model: Any) -> str:
+    """The tensors that hold NaN or infinite numbers, in words."""
+    broken = [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
+    if not broken:
+        return ", though its weights are: try another dtype"
+    more = f" and {len(broken) - 3} more" if len(broken) > 3 else ""
+    return f": its weights hold NaN or infinite numbers ({', '.join(broken[:3])}{more}); the checkpoint is damaged"
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    size = expected.double().norm().clamp(min=1e-12)
+    error = float((found.to(expected.device).double() - expected.double()).norm() / size)
+    return math.inf if math.isnan(error) else error
+
+
+def _chain_error(backend: Backend, scenario: Scenario) -> float:
+    """Reading in pieces, with a wrong turn that is rolled back, and the last tokens as a drafted chain."""
+    tokens, rows, end = scenario.tokens, scenario.rows, len(scenario.tokens)
+    root = end - 4 if end == _SHORT else end - 5
+    cuts = [3, 5] if end == _SHORT else [3, 5, end // 2, root]
+    session = backend.open()
+    try:
+        backend.forward([Feed(session, [*tokens[:3], tokens[-2], tokens[-3]])])
+        session.keep(3)
+        found, places = [], []
+        for start, stop in itertools.pairwise(cuts):
+            found.append(backend.forward([Feed(session, tokens[start:stop])])[0].logits)
+            places.append(stop - 1)
+        chain = TokenTree.chain(torch.tensor(tokens[root + 1 :], device=backend.device))
+        found.append(backend.forward([Feed(session, tokens[root : root + 1], chain)])[0].logits)
+        return _distance(torch.cat(found), rows[[*places, *range(root, end)]])
+    finally:
+        session.close()
+
+
+def _tree_error(backend: Backend, scenario: Scenario) -> float:
+    """The last tokens, one of them from a branching tree whose path is kept."""
+    tokens, end = scenario.tokens, len(scenario.tokens)
+    stem = end - 3
+    session = backend.open()
+    try:
+        nodes = torch.tensor([tokens[0], tokens[stem], tokens[stem + 1], tokens[1]], device=backend.device)
+        backend.forward([Feed(session, tokens[: stem - 1])])
+        branches = backend.forward([Feed(session, tokens[stem - 1 : stem], TokenTree(nodes, (-1, -1, 1, 0)))])[0].logits
+        session.keep(stem, (1, 2))
+        last = backend.forward([Feed(session, tokens[-1:])])[0].logits
+        return _distance(torch.cat([branches[3:4], last]), scenario.rows[-2:])
+    finally:
+        session.close()
+
+
+def _company_error(backend: Backend, scenario: Scenario) -> float:
+    """Two requests that share passes, from prompts of different lengths on."""
+    tokens, beside, end = scenario.tokens, scenario.beside, len(scenario.tokens)
+    long, short = backend.open(), backend.open()
+    try:
+        first = backend.forward([Feed(short, beside[:2]), Feed(long, tokens[: end - 4])])
+        chain = TokenTree.chain(torch.tensor(tokens[end - 3 :], device=backend.device))
+        later = backend.forward([Feed(long, tokens[end - 4 : end - 3], chain), Feed(short, beside[2:])])
+        errors = [
+            _distance(first[0].logits, scenario.beside_rows[1:2]),
+            _distance(first[1].logits, scenario.rows[end - 5 : end - 4]),
+            _distance(later[0].logits, scenario.rows[end - 4 :]),
+            _distance(later[1].logits, scenario.beside_rows[4:]),
+        ]
+        return max(errors)
+    finally:
+        for session in (long, short):
+            session.close()

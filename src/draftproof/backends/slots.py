@@ -1,0 +1,120 @@
+"""Backends over a slot cache: sessions, and forward passes over ragged feeds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.backends.base import Capabilities, Feed, FeedOutput
+from draftproof.backends.facts import ModelFacts
+from draftproof.backends.layout import Layout, feed_depths
+from draftproof.backends.passes import in_passes
+from draftproof.backends.sessions import SlotSession
+from draftproof.backends.slot_cache import SlotCache
+
+
+class SlotBackend(ABC):
+    """A model whose keys and values live in a slot cache; subclasses compute one pass.
+
+    Two threads may use one backend: each call of `forward`, and each change of a session's slot, holds the cache's
+        lock.
+
+    Args:
+        facts: of the model.
+        cache: of another backend that shares keys and values; default one of its own.
+
+    Attributes:
+        max_positions: the longest sequence it reads; None when unbounded.
+        bounded_by: why it is shorter than the model's context; empty when it is not.
+        capabilities: what it can do.
+    """
+
+    def __init__(self, facts: ModelFacts, *, cache: SlotCache | None = None) -> None:
+        self.facts = facts
+        self.name, self.vocab_size = facts.name, facts.vocab_size
+        self.dtype, self.device = facts.dtype, facts.device
+        self.max_positions, self.bounded_by = facts.max_positions, ""
+        self.capabilities = Capabilities(hidden=facts.hidden_size)
+        self._cache = SlotCache() if cache is None else cache
+        self._records = False
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self.facts.eos_token_ids
+
+    @property
+    def cache(self) -> SlotCache:
+        """Keys and values of its sessions."""
+        return self._cache
+
+    def open(self) -> SlotSession:
+        """A fresh session."""
+        return SlotSession(self._cache)
+
+    def record_states(self) -> None:
+        """From now on every session holds the last hidden state of each slot it reads (`Session.states`)."""
+        self._records = True
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """Read every feed; long prompts go first, one by one and in chunks, and feeds of like length are read together.
+
+        Raises:
+            ValueError: nothing to read, or longer than the model's context.
+        """
+        with self._cache.lock:
+            for feed in feeds:
+                self._check(feed)
+            if len({id(feed.session) for feed in feeds}) < len(feeds):
+                raise ValueError("a session was fed twice in one forward pass")
+            return in_passes(feeds, partial(self._run, hidden=hidden), ragged=self.capabilities.ragged)
+
+    def _check(self, feed: Feed) -> None:
+        feed.session.admit(len(feed.tokens), feed.tree)
+        if not isinstance(feed.session, SlotSession) or feed.session.cache is not self._cache:
+            raise ValueError(f"a session of another backend was fed to {self.name}")
+        if feed.session.slot < 0:
+            raise ValueError("a closed session was fed")
+        end = feed.session.stem + len(feed.tokens) + max(feed_depths(feed), default=0)
+        if self.max_positions is not None and end > self.max_positions:
+            why = f" ({self.bounded_by})" if self.bounded_by else ""
+            raise ValueError(f"{self.name} reads at most {self.max_positions} positions{why}, asked for {end}")
+
+    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
+        layout = Layout(feeds, self.device)
+        self._cache.reserve(layout.plan.horizon)
+        logits, states = self._compute(layout, hidden=hidden or self._records)
+        outputs = layout.split(logits, states)
+        for row, (feed, chain) in enumerate(zip(feeds, layout.chains, strict=True)):
+            if self._records and states is not None:
+                feed.session.remember(states[row, : len(feed)])
+            feed.session.read(chain, feed.tree)
+        return outputs
+
+    @abstractmethod
+    def _compute(
+        self, layout: Layout, *, hidden: bool
+    ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
+        """Logits of every column or of the requested ones only, and the last hidden states of every column if asked."""
+
+    @abstractmethod
+    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
+        """The model's own embeddings of tokens, as its first layer reads them."""
+
+    @abstractmethod
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        """Rows of the output layer's weight."""
+
+    @abstractmethod
+    def first_layers(self, layers: int) -> SlotBackend:
+        """The model's first layers, its final norm and its output layer, on the same weights and in the same cache.
+
+        Raises:
+            UserError: a number of layers that is out of range, or a model that cannot be cut.
+        """

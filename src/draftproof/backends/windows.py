@@ -1,0 +1,98 @@
+"""Which kinds of attention mask a model builds for itself, and the window of each.
+
+Config fields do not tell: transformers' Llama ignores `sliding_window` and `layer_types`, its Mistral ignores
+`layer_types` and `use_sliding_window`. So a model is watched while it reads two tokens: the functions of transformers
+that make masks are called with the config that counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+_FACTORIES = {
+    "create_causal_mask": FULL,
+    "create_sliding_window_causal_mask": SLIDING,
+    "create_chunked_causal_mask": "chunked_attention",
+    "create_recurrent_attention_mask": "linear_attention",
+    "create_bidirectional_mask": "bidirectional attention",
+    "create_bidirectional_sliding_window_mask": "bidirectional attention",
+}
+_ONE_AT_A_TIME = threading.Lock()  # functions of modules are replaced meanwhile
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The kinds of mask that a model builds.
+
+    Attributes:
+        kinds: as transformers calls them.
+        config: where the window is read, at each pass, by those that have one; None where no mask was seen.
+    """
+
+    kinds: frozenset[str]
+    config: Any = None
+
+    @property
+    def foreign(self) -> list[str]:
+        """Kinds that the slot cache has no mask for."""
+        return sorted(self.kinds - {FULL, SLIDING})
+
+    def now(self) -> dict[str, int | None]:
+        """The window of each kind; None sees everything before."""
+        return {kind: self.config.sliding_window if kind == SLIDING else None for kind in sorted(self.kinds)}
+
+
+def windows_of(model: Any) -> Windows:
+    """The kinds of mask that a model builds when it reads two tokens; full attention where it builds none."""
+    found: list[tuple[str, Any]] = []
+    with _ONE_AT_A_TIME, _watched(model, found), torch.inference_mode():
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+        model(input_ids=ids, use_cache=False)
+    config = next((config for kind, config in found if kind == SLIDING), model.config.get_text_config())
+    return Windows(frozenset(kind for kind, _ in found) or frozenset({FULL}), config)
+
+
+@contextmanager
+def _watched(model: Any, found: list[tuple[str, Any]]) -> Iterator[None]:
+    """Record what the functions that make masks are asked for, in every module that the model's classes come from."""
+    modules = {sys.modules[type(each).__module__] for each in model.modules() if type(each).__module__ in sys.modules}
+    with ExitStack() as stack:
+        for module in modules:
+            for name, kind in _FACTORIES.items():
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, _recording(getattr(module, name), kind, found)))
+            if hasattr(module, "create_masks_for_generate"):
+                made = _recording_all(module.create_masks_for_generate, found)
+                stack.enter_context(mock.patch.object(module, "create_masks_for_generate", made))
+        yield
+
+
+def _recording(make: Callable[..., Any], kind: str, found: list[tuple[str, Any]]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        found.append((kind, kwargs["config"] if "config" in kwargs else args[0]))
+        return make(*args, **kwargs)
+
+    return recorded
+
+
+def _recording_all(make: Callable[..., Any], found: list[tuple[str, Any]]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        config = (kwargs["config"] if "config" in kwargs else args[0]).get_text_config()
+        made = make(*args, **kwargs)
+        one = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
+        found.extend((kind, config) for kind in (made if isinstance(made, dict) else [one]))
+        return made
+
+    return recorded

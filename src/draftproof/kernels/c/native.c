@@ -1,0 +1,208 @@
+/* The operations of a decoder layer on rows of float32 and of bfloat16 (typed.h); and, on float32 rows, softmax, draws and
+   the plan of block verification. Plain functions on memory that the caller owns: kernels/operations.py checks every
+   argument before it calls one. */
+
+#include "lanes.h"
+
+enum { AHEAD = 2048, SMALL = 1 << 16, BLOCK = 512, COLUMNS = 8, MOST_DIM = 256 };
+
+typedef void (*part_fn)(void *);
+typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
+typedef int (*number_fn)(void);
+
+/* The OpenMP runtime that torch runs on, by its stable entry points: a second one's threads would fight the first's. */
+static parallel_fn parallel;
+static number_fn thread_number, thread_count;
+
+void draftproof_attach(parallel_fn with, number_fn number, number_fn count) {
+  parallel = with;
+  thread_number = number;
+  thread_count = count;
+}
+
+/* --- layers ------------------------------------------------------------------------------------------------------ */
+
+INLINE floats rounded_float(floats v) { return v; }
+INLINE void take_float(units *into, const float *one, const float *two) {
+  (void)two;
+  *into = load_units(one);
+}
+INLINE void take_bfloat16(units *into, const bfloat16 *one, const bfloat16 *two) { pair_up(into, one, two); }
+
+#define ELEM float
+#define UNIT 1
+#define NAME(x) x##_float
+#include "typed.h"
+#undef ELEM
+#undef UNIT
+#undef NAME
+
+#define ELEM bfloat16
+#define UNIT 2
+#define NAME(x) x##_bfloat16
+#include "typed.h"
+#undef ELEM
+#undef UNIT
+#undef NAME
+
+/* --- rows of scores and of probabilities ------------------------------------------------------------------------- */
+
+typedef struct {
+  const float *x;
+  float *y;
+  long rows, dim;
+} softmax_work;
+
+static void softmax_row(const softmax_work *w, long row) {
+  const float *x = w->x + row * w->dim;
+  float *y = w->y + row * w->dim;
+  floats top = splat(-INFINITY);
+  for (long i = 0; i < w->dim; i += LANES)
+    top = larger(top, first_of(w->dim - i, load_first_float(x + i, w->dim - i), top));
+  top = splat(largest_of(top));
+  double total = 0;
+  for (long start = 0; start < w->dim; start += BLOCK) { /* a running sum of a whole vocabulary would lose digits */
+    const long stop = start + BLOCK < w->dim ? start + BLOCK : w->dim;
+    floats sum = zeros();
+    for (long i = start; i < stop; i += LANES) {
+      const floats v = exponential(sub(load_first_float(x + i, stop - i), top));
+      store_first_float(y + i, stop - i, v);
+      sum = add(sum, first_of(stop - i, v, zeros()));
+    }
+    total += sum_of(sum);
+  }
+  const floats by = splat((float)(1 / total));
+  for (long i = 0; i < w->dim; i += LANES)
+    store_first_float(y + i, w->dim - i, mul(load_first_float(y + i, w->dim - i), by));
+}
+
+static void share_softmax(void *given) {
+  const softmax_work *w = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) softmax_row(w, row);
+}
+
+/* y = softmax(x) of each row; y may be x. */
+void draftproof_softmax(const float *x, float *y, long rows, long dim, long threads) {
+  softmax_work w = {x, y, rows, dim};
+  if (threads > 1 && rows > 1 && rows * dim > SMALL / 4)
+    parallel(share_softmax, &w, (unsigned)threads, 0);
+  else
+    for (long row = 0; row < rows; row++) softmax_row(&w, row);
+}
+
+/* y [rows, dim]: x [rows, width] at the columns `ids`, and zeros; returns 0 where an id is not a column of y. */
+int draftproof_spread(const float *x, const int64_t *ids, float *y, long rows, long width, long dim) {
+  for (long i = 0; i < width; i++)
+    if (ids[i] < 0 || ids[i] >= dim) return 0;
+  for (long row = 0; row < rows; row++, x += width, y += dim) {
+    memset(y, 0, (size_t)dim * sizeof *y);
+    for (long i = 0; i < width; i++) y[ids[i]] = x[i];
+  }
+  return 1;
+}
+
+/* max(scale p - q, 0) of sixteen places; NaN stays. */
+INLINE floats surplus_of(floats p, floats q, floats scale) { return larger(zeros(), sub(mul(p, scale), q)); }
+
+static double surplus(const float *p, const float *q, float scale, long dim) {
+  const floats by = splat(scale);
+  double total = 0;
+  for (long start = 0; start < dim; start += BLOCK) {
+    const long stop = start + BLOCK < dim ? start + BLOCK : dim;
+    floats sum = zeros();
+    for (long i = start; i < stop; i += LANES)
+      sum = add(sum, surplus_of(load_first_float(p + i, stop - i), load_first_float(q + i, stop - i), by));
+    total += sum_of(sum);
+  }
+  return total;
+}
+
+/* Block Verification (arXiv 2403.10444), Algorithm 2, for chains of up to `places` tokens: running[b, i] = P_{i+1} and
+   h[b, i] = h_{i+1}, zeros beyond a chain's length. p is [batch, more, dim] with more >= places, q [batch, places, dim], or
+   0 for point masses. Returns 0 where a length or a token is out of range. */
+int draftproof_block(const int64_t *tokens, const float *q, const float *p, const int64_t *lengths, double *running,
+                     double *h, long batch, long places, long more, long dim) {
+  for (long b = 0; b < batch; b++) {
+    const int64_t *drafted = tokens + b * places, length = lengths[b];
+    const float *mine = p + b * more * dim, *theirs = q ? q + b * places * dim : 0;
+    double walk = 0;
+    if (length < 0 || length > places) return 0;
+    for (long i = 0; i < length; i++)
+      if (drafted[i] < 0 || drafted[i] >= dim) return 0;
+    for (long i = 0; i < places; i++) {
+      double *made = h + b * places + i;
+      *made = running[b * places + i] = 0;
+      if (i >= length) continue;
+      walk += log((double)mine[i * dim + drafted[i]]) - (theirs ? log((double)theirs[i * dim + drafted[i]]) : 0);
+      walk = walk > 0 ? 0 : walk; /* NaN stays */
+      const double head = running[b * places + i] = exp(walk), deficit = 1 - head;
+      if (i + 1 == length) {
+        *made = head;
+        continue;
+      }
+      const float *next = mine + (i + 1) * dim;
+      const double left =
+          theirs ? surplus(next, theirs + (i + 1) * dim, (float)head, dim) : head * (1 - (double)next[drafted[i + 1]]);
+      *made = deficit > 0 ? left / (left + deficit) : 1;
+    }
+  }
+  return 1;
+}
+
+/* y = max(scale p - q, 0), or p where that is 0 throughout; q = 0 stands for a point mass on `drafted`. */
+void draftproof_residual(const float *p, const float *q, long drafted, float scale, float *y, long dim) {
+  const floats by = splat(scale);
+  int left = 0;
+  for (long at = 0; at < dim; at += LANES) {
+    floats other = q ? load_first_float(q + at, dim - at) : zeros();
+    if (!q && drafted >= at && drafted < at + LANES) {
+      float mass[LANES] = {0};
+      mass[drafted - at] = 1;
+      other = load_float(mass);
+    }
+    const floats made = surplus_of(load_first_float(p + at, dim - at), other, by);
+    left |= any_not_zero(dim - at, made);
+    store_first_float(y + at, dim - at, made);
+  }
+  if (!left) memcpy(y, p, (size_t)dim * sizeof *y);
+}
+
+/* First place in a running sum that exceeds the goal, which is held strictly below `total`; `size` - 1 where rounding
+   leaves none. */
+static long first_above(const double *running, long size, double goal) {
+  const double total = running[size - 1], below = goal < nextafter(total, 0) ? goal : nextafter(total, 0);
+  long place = 0;
+  while (place < size - 1 && !(running[place] > below)) place++;
+  return place;
+}
+
+/* Sums of a block in eight chains, so that they need not wait for one another. */
+static double block_sum(const float *w, long size) {
+  double sums[8] = {0};
+  long i = 0;
+  for (; i + 8 <= size; i += 8)
+    for (int lane = 0; lane < 8; lane++) sums[lane] += w[i + lane];
+  for (int lane = 0; i < size; i++, lane++) sums[lane] += w[i];
+  return ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+}
+
+/* For each row of weights the first index whose running sum exceeds goal * total: by sums of blocks, then inside one.
+   `running` has room for BLOCK + dim / BLOCK + 1 numbers. */
+void draftproof_inverse_cdf(const float *weights, const double *goals, int64_t *found, double *running, long rows,
+                            long dim) {
+  const long blocks = (dim + BLOCK - 1) / BLOCK;
+  double *inside = running + blocks;
+  for (long row = 0; row < rows; row++) {
+    const float *w = weights + row * dim;
+    double total = 0;
+    for (long b = 0; b < blocks; b++)
+      running[b] = total += block_sum(w + b * BLOCK, (b + 1) * BLOCK < dim ? BLOCK : dim - b * BLOCK);
+    const double goal = goals[row] * total;
+    const long b = first_above(running, blocks, goal), start = b * BLOCK;
+    const long size = start + BLOCK < dim ? BLOCK : dim - start;
+    double sum = 0;
+    for (long i = 0; i < size; i++) inside[i] = sum += w[start + i];
+    found[row] = start + first_above(inside, size, goal - (b ? running[b - 1] : 0));
+  }
+}

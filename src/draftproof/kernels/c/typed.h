@@ -1,0 +1,450 @@
+/* The operations of a decoder layer on rows of one type, included once for each type with
+     ELEM                 the type of an element
+     UNIT                 elements in four bytes
+     NAME(x)              x with the type's suffix
+   defined. Where transformers' operations round to the rows' type between two steps, these do; sums are float32 always.
+
+   Products read weights once, in the order in which they lie in memory: as [out / 16][in / UNIT][16][UNIT], so that 64
+   bytes are what one step multiplies. Outputs are padded with zeros to a multiple of sixteen; inputs must be a multiple of
+   UNIT.
+
+   Each output is one chain of sums over its inputs, in order, whatever the rows beside it and however the work is
+   divided: a row's product does not depend on the batch. It is rounded once, at the end. */
+
+/* --- products ---------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  const ELEM *x, *w, *bias, *onto;
+  ELEM *y;
+  long rows, outs, ins;
+} NAME(product);
+
+INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int rows, const int blocks) {
+  const ELEM *x = p->x + row * p->ins, *w = p->w + block * p->ins * LANES;
+  floats sum[TILE_ROWS][4];
+#pragma GCC unroll 12
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
+  for (long k = 0; k < p->ins; k += UNIT) {
+    units weight[4];
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const ELEM *at = w + b * p->ins * LANES + k * LANES;
+      weight[b] = load_units(at);
+      __builtin_prefetch((const char *)at + AHEAD);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      const units input = splat_unit(x + m * p->ins + k);
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) sum[m][b] = NAME(add_product)(sum[m][b], weight[b], input);
+    }
+  }
+#pragma GCC unroll 4
+  for (int b = 0; b < blocks; b++) {
+    const long out = (block + b) * LANES, here = p->outs - out;
+    const floats bias = p->bias ? NAME(load_first)(p->bias + out, here) : zeros();
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      const long place = (row + m) * p->outs + out;
+      floats made = add(sum[m][b], bias);
+      if (p->onto) made = add(NAME(rounded)(made), NAME(load_first)(p->onto + place, here));
+      NAME(store_first)(p->y + place, here, made);
+    }
+  }
+}
+
+/* A function for each number of rows and blocks, so that sums stay in registers. */
+typedef void (*NAME(tile_fn))(const NAME(product) *, long, long);
+#define TILE(m, b) \
+  static void NAME(tile_##m##_##b)(const NAME(product) * p, long row, long block) { NAME(tile)(p, row, block, m, b); }
+#ifdef WITH_AVX512
+#define TILES(m) TILE(m, 1) TILE(m, 2)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4)
+#define ONE(m) NAME(tile_##m##_1)
+#define TWO(m) NAME(tile_##m##_2)
+static const NAME(tile_fn) NAME(ones)[TILE_ROWS + 1] = {0,      ONE(1), ONE(2), ONE(3),  ONE(4),  ONE(5), ONE(6),
+                                                        ONE(7), ONE(8), ONE(9), ONE(10), ONE(11), ONE(12)};
+static const NAME(tile_fn) NAME(twos)[TILE_ROWS + 1] = {0,      TWO(1), TWO(2), TWO(3),  TWO(4),  TWO(5), TWO(6),
+                                                        TWO(7), TWO(8), TWO(9), TWO(10), TWO(11), TWO(12)};
+static const NAME(tile_fn) NAME(fours)[TILE_ROWS + 1] = {0, NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4),
+                                                         NAME(tile_4_4)};
+#undef ONE
+#undef TWO
+#undef TILES
+#else
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(1, 2) TILE(2, 2) TILE(1, 4)
+static const NAME(tile_fn) NAME(ones)[5] = {0, NAME(tile_1_1), NAME(tile_2_1), NAME(tile_3_1), NAME(tile_4_1)};
+static const NAME(tile_fn) NAME(twos)[5] = {0, NAME(tile_1_2), NAME(tile_2_2)};
+static const NAME(tile_fn) NAME(fours)[5] = {0, NAME(tile_1_4)};
+#endif
+#undef TILE
+
+/* Some blocks of outputs for all rows: a block's weights are read from memory once and serve every tile of rows. */
+static void NAME(blocks_of)(const NAME(product) * p, long start, long stop) {
+  const long tiles = (p->rows + TILE_ROWS - 1) / TILE_ROWS, most = (p->rows + tiles - 1) / tiles;
+  while (start < stop) {
+    const long width = most <= TILE_ROWS_OF_FOUR && start + 4 <= stop  ? 4
+                       : most <= TILE_ROWS_OF_TWO && start + 2 <= stop ? 2
+                                                                       : 1;
+    const NAME(tile_fn) *made = width == 4 ? NAME(fours) : width == 2 ? NAME(twos) : NAME(ones);
+    for (long t = 0, row = 0; t < tiles; t++) {
+      const long end = p->rows * (t + 1) / tiles;
+      made[end - row](p, row, start);
+      row = end;
+    }
+    start += width;
+  }
+}
+
+static void NAME(share_product)(void *given) {
+  const NAME(product) *p = given;
+  const long blocks = (p->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
+  NAME(blocks_of)(p, blocks * number / count, blocks * (number + 1) / count);
+}
+
+/* y [rows, outs] = x [rows, ins] w^T (+ bias), rounded (+ onto [rows, outs], rounded again). */
+void NAME(draftproof_product)(const ELEM *x, const ELEM *w, const ELEM *bias, const ELEM *onto, ELEM *y, long rows,
+                              long outs, long ins, long threads) {
+  NAME(product) p = {x, w, bias, onto, y, rows, outs, ins};
+  if (rows < 1) return;
+  if (threads > 1 && rows * outs * ins > SMALL)
+    parallel(NAME(share_product), &p, (unsigned)threads, 0);
+  else
+    NAME(blocks_of)(&p, 0, (outs + LANES - 1) / LANES);
+}
+
+/* --- rows -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  const ELEM *x;
+  ELEM *y;
+  long rows, dim;
+} NAME(row_work);
+
+static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim, float least) {
+  floats squares = zeros();
+  for (long i = 0; i < dim; i += LANES) {
+    const floats v = NAME(load_first)(x + i, dim - i);
+    squares = multiply_add(v, v, squares);
+  }
+  const floats length = splat(sqrtf(sum_of(squares) + least));
+  for (long i = 0; i < dim; i += LANES) {
+    const floats v = mul(NAME(load_first)(x + i, dim - i), load_first_float(scaled + i, dim - i));
+    NAME(store_first)(y + i, dim - i, quotient(v, length));
+  }
+}
+
+static void NAME(gated_row)(const NAME(row_work) * w, long row) {
+  const ELEM *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
+  ELEM *y = w->y + row * w->dim;
+  const floats one = splat(1.0f);
+  for (long i = 0; i < w->dim; i += LANES) {
+    const long here = w->dim - i;
+    const floats v = NAME(load_first)(gate + i, here);
+    const floats silu = quotient(v, add(one, exponential(sub(zeros(), v))));
+    NAME(store_first)(y + i, here, mul(NAME(rounded)(silu), NAME(load_first)(up + i, here)));
+  }
+}
+
+/* x scaled / sqrt(sum x^2 + least) of each row; y may be x. */
+void NAME(draftproof_norm)(const ELEM *x, const float *scaled, ELEM *y, long rows, long dim, float least) {
+  for (long row = 0; row < rows; row++) NAME(norm_row)(x + row * dim, scaled, y + row * dim, dim, least);
+}
+
+static void NAME(share_gated)(void *given) {
+  const NAME(row_work) *w = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) NAME(gated_row)(w, row);
+}
+
+/* silu(gate) up of each row [gate, up]; dim is that of each half. */
+void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long threads) {
+  NAME(row_work) w = {x, y, rows, dim};
+  if (threads > 1 && rows * dim > SMALL / 16)
+    parallel(NAME(share_gated), &w, (unsigned)threads, 0);
+  else
+    for (long row = 0; row < rows; row++) NAME(gated_row)(&w, row);
+}
+
+/* Whether each row's largest number is finite and none is NaN: then a distribution follows from it. */
+int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
+  const floats high = splat(INFINITY), low = splat(-INFINITY);
+  for (long row = 0; row < rows; row++, x += dim) {
+    floats top = low;
+    int wrong = 0;
+    for (long i = 0; i < dim; i += LANES) {
+      const floats v = NAME(load_first)(x + i, dim - i);
+      wrong |= any_not_below(dim - i, v, high);
+      top = larger(top, first_of(dim - i, v, low));
+    }
+    if (wrong || largest_of(top) == -INFINITY) return 0;
+  }
+  return 1;
+}
+
+/* --- attention --------------------------------------------------------------------------------------------------- */
+
+/* As kernels/operations.py has it (`AttentionArguments`). */
+typedef struct {
+  ELEM *fused;            /* [rows * width, heads + 2 key_heads, dim]; queries are turned in place */
+  const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
+  ELEM *keys, *values;    /* [slots, key_heads, capacity, dim] */
+  const int64_t *places;  /* slot, first position and width of each row */
+  const int64_t *visible; /* [rows, width]: slots that a token may see, before the mask */
+  const ELEM *mask;       /* [rows, width, horizon], added to scores; 0 for none */
+  ELEM *out;              /* [rows * width, heads, dim] */
+  float *scratch;         /* for each thread `room` floats */
+  long rows, width, heads, key_heads, dim, capacity, horizon, angles, room;
+  float scale;
+} NAME(attention);
+
+/* One head's rotary turn, as transformers rounds it; in place, or into the cache. */
+static void NAME(turn)(long dim, const ELEM *x, ELEM *into, const ELEM *cos, const ELEM *sin) {
+  const long half = dim / 2;
+  for (long i = 0; i < half; i += LANES) {
+    const long here = half - i;
+    const floats low = NAME(load_first)(x + i, here), high = NAME(load_first)(x + half + i, here);
+    const floats first = NAME(rounded)(mul(low, NAME(load_first)(cos + i, here)));
+    const floats second = NAME(rounded)(mul(high, NAME(load_first)(cos + half + i, here)));
+    NAME(store_first)(into + i, here, multiply_add(high, NAME(load_first)(sin + i, here), first));
+    NAME(store_first)(into + half + i, here, multiply_add(low, NAME(load_first)(sin + half + i, here), second));
+  }
+}
+
+/* Turn queries and keys of every token, and write keys and values to the cache; padding is not written, its output is
+   zero. */
+static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop) {
+  const long stride = (a->heads + 2 * a->key_heads) * a->dim;
+  for (long token = start; token < stop; token++) {
+    const long row = token / a->width, column = token % a->width;
+    const int64_t *place = a->places + 3 * row;
+    ELEM *fused = a->fused + token * stride;
+    const ELEM *cos = a->cos + token * a->angles, *sin = a->sin + token * a->angles;
+    if (column >= place[2]) {
+      memset(a->out + token * a->heads * a->dim, 0, (size_t)(a->heads * a->dim) * sizeof(ELEM));
+      continue;
+    }
+    for (long head = 0; head < a->heads; head++) {
+      ELEM *query = fused + head * a->dim;
+      NAME(turn)(a->dim, query, query, cos, sin);
+    }
+    for (long head = 0; head < a->key_heads; head++) {
+      const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
+      const ELEM *value = fused + (a->heads + a->key_heads + head) * a->dim;
+      NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, a->keys + at, cos, sin);
+      memcpy(a->values + at, value, (size_t)a->dim * sizeof(ELEM));
+    }
+  }
+}
+
+static void NAME(share_tokens)(void *given) {
+  const NAME(attention) *a = given;
+  const long tokens = a->rows * a->width, number = thread_number(), count = thread_count();
+  NAME(store_tokens)(a, tokens * number / count, tokens * (number + 1) / count);
+}
+
+/* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
+   [dim / UNIT][16][UNIT], as a block of weights lies. */
+static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) {
+  for (long unit = 0; unit < dim / UNIT; unit += LANES) {
+    for (long key = 0; key < LANES; key++) {
+      const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
+      out[unit + key] = load_units(at);
+      __builtin_prefetch((const char *)(at + UNIT * LANES * dim));
+    }
+    exchange(out + unit);
+  }
+}
+
+/* Scores of some queries with every key that one of them sees, then their exponentials over the largest, in the rows'
+   type; sums of what was not yet rounded go to `sums`. Each query's weights begin at scores + query * padded. A query of
+   a tile is a column and one of the query heads of the key head; the heads of a column follow one another. */
+static void NAME(weigh)(const NAME(attention) * a, long row, long head, long first, long columns, long most,
+                        float *scores, float *sums) {
+  const long group = a->heads / a->key_heads, stride = (a->heads + 2 * a->key_heads) * a->dim;
+  const long queries = columns * group, padded = (most + LANES - 1) / LANES * LANES;
+  const ELEM *keys = a->keys + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  const floats scale = splat(a->scale), nothing = splat(-INFINITY);
+  units block[MOST_DIM / UNIT];
+  for (long key = 0; key < padded; key += LANES) {
+    NAME(transpose)(keys + key * a->dim, a->dim, most - key < LANES ? most - key : LANES, block);
+    for (long q = 0; q < queries; q += TOGETHER) {
+      const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
+      const ELEM *at[TOGETHER];
+      floats sum[TOGETHER];
+#pragma GCC unroll 6
+      for (long m = 0; m < TOGETHER; m++) {
+        const long query = q + (m < here ? m : 0), token = row * a->width + first + query / group;
+        at[m] = a->fused + token * stride + (head * group + query % group) * a->dim;
+        sum[m] = zeros();
+      }
+      for (long unit = 0; unit < a->dim / UNIT; unit++) {
+#pragma GCC unroll 6
+        for (long m = 0; m < TOGETHER; m++)
+          sum[m] = NAME(add_product)(sum[m], block[unit], splat_unit(at[m] + UNIT * unit));
+      }
+#pragma GCC unroll 6
+      for (long m = 0; m < TOGETHER; m++) {
+        if (m >= here) continue;
+        const long token = row * a->width + first + (q + m) / group;
+        floats score = mul(sum[m], scale);
+        if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, most - key));
+        store_float(scores + (q + m) * padded + key, first_of(a->visible[token] - key, score, nothing));
+      }
+    }
+  }
+  for (long q = 0; q < queries; q++) {
+    float *mine = scores + q * padded;
+    floats top = nothing, sum = zeros();
+    for (long key = 0; key < padded; key += LANES) top = larger(top, load_float(mine + key));
+    top = splat(largest_of(top));
+    for (long key = 0; key < padded; key += LANES) {
+      const floats weight = exponential(sub(load_float(mine + key), top));
+      sum = add(sum, weight);
+      NAME(store)((ELEM *)mine + key, weight); /* behind what is still to be read */
+    }
+    sums[q] = sum_of(sum);
+  }
+}
+
+/* Values by weights: `vectors` times sixteen dimensions of some queries' outputs. */
+INLINE void NAME(mix)(const NAME(attention) * a, const ELEM *values, const ELEM *const *weights, const float *sums,
+                      ELEM *const *out, long most, long here, const int vectors) {
+  floats sum[TOGETHER][WIDE];
+#pragma GCC unroll 6
+  for (int m = 0; m < TOGETHER; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sum[m][v] = zeros();
+  for (long key = 0; key < most; key += UNIT) {
+    const ELEM *one = values + key * a->dim, *two = key + 1 < most ? one + a->dim : one;
+    units taken[WIDE];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v += UNIT) {
+      NAME(take)(taken + v, one + v * LANES, two + v * LANES);
+      __builtin_prefetch((const char *)(one + v * LANES + LANES * a->dim));
+      __builtin_prefetch((const char *)(two + v * LANES + LANES * a->dim));
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < TOGETHER; m++) {
+      const units weight = splat_unit(weights[m] + key);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) sum[m][v] = NAME(add_product)(sum[m][v], taken[v], weight);
+    }
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < TOGETHER; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++)
+      if (m < here) NAME(store)(out[m] + v * LANES, quotient(sum[m][v], splat(sums[m])));
+}
+
+static void NAME(attend_tile)(const NAME(attention) * a, long row, long head, long first, long columns,
+                              float *scratch) {
+  const long group = a->heads / a->key_heads, queries = columns * group;
+  long most = 0;
+  for (long column = first; column < first + columns; column++) {
+    const long seen = a->visible[row * a->width + column];
+    most = seen > most ? seen : most;
+  }
+  const long padded = (most + LANES - 1) / LANES * LANES;
+  float *sums = scratch, *scores = scratch + (queries + LANES - 1) / LANES * LANES;
+  NAME(weigh)(a, row, head, first, columns, most, scores, sums);
+  const ELEM *values = a->values + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  for (long q = 0; q < queries; q += TOGETHER) {
+    const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
+    const ELEM *weights[TOGETHER];
+    ELEM *out[TOGETHER];
+    for (long m = 0; m < TOGETHER; m++) {
+      const long query = q + (m < here ? m : 0), token = row * a->width + first + query / group;
+      weights[m] = (const ELEM *)(scores + query * padded);
+      out[m] = a->out + (token * a->heads + head * group + query % group) * a->dim;
+    }
+    for (long d = 0; d < a->dim;) {
+      ELEM *into[TOGETHER];
+      for (long m = 0; m < TOGETHER; m++) into[m] = out[m] + d;
+      if (a->dim - d >= WIDE * LANES) {
+        NAME(mix)(a, values + d, weights, sums + q, into, most, here, WIDE);
+        d += WIDE * LANES;
+      } else {
+        NAME(mix)(a, values + d, weights, sums + q, into, most, here, UNIT);
+        d += UNIT * LANES;
+      }
+    }
+  }
+}
+
+static void NAME(share_tiles)(void *given) {
+  const NAME(attention) *a = given;
+  const long tiles = (a->width + COLUMNS - 1) / COLUMNS, parts = a->rows * a->key_heads * tiles;
+  const long number = thread_number(), count = thread_count();
+  float *scratch = a->scratch + number * a->room;
+  for (long part = parts * number / count; part < parts * (number + 1) / count; part++) {
+    const long row = part / (a->key_heads * tiles), head = part / tiles % a->key_heads;
+    const long first = part % tiles * COLUMNS, width = a->places[3 * row + 2];
+    const long columns = width - first < COLUMNS ? width - first : COLUMNS;
+    if (columns > 0) NAME(attend_tile)(a, row, head, first, columns, scratch);
+  }
+}
+
+/* Turn, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; room holds
+   (16 + COLUMNS * group) * (horizon + 15) floats. */
+void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
+  const long tokens = a->rows * a->width;
+  if (threads > 1 && tokens >= 64)
+    parallel(NAME(share_tokens), a, (unsigned)threads, 0);
+  else
+    NAME(store_tokens)(a, 0, tokens);
+  parallel(NAME(share_tiles), a, (unsigned)(threads > 1 ? threads : 1), 0);
+}
+
+/* --- layers ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+  const ELEM *weight, *bias;
+} NAME(linear);
+
+/* As kernels/operations.py has it (`LayerArguments`). */
+typedef struct {
+  NAME(linear) qkv, out, gate_up, down;
+  const float *before, *between, *turned; /* scaled norms; the last of each query and key head, or 0 */
+  long size, inner;                       /* of hidden states, and of the gated ones */
+  float before_least, between_least, turned_least;
+} NAME(layer);
+
+/* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
+static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
+  const long tokens = a->rows * a->width, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
+  ELEM *normed = work, *both, *gated;
+  a->fused = normed + tokens * l->size;
+  a->out = a->fused + tokens * heads * a->dim;
+  both = a->out + tokens * mixed;
+  gated = both + tokens * 2 * l->inner;
+  NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least);
+  NAME(draftproof_product)(normed, l->qkv.weight, l->qkv.bias, 0, a->fused, tokens, heads * a->dim, l->size, threads);
+  if (l->turned)
+    for (long token = 0; token < tokens; token++)
+      for (long head = 0; head < a->heads + a->key_heads; head++) {
+        ELEM *at = a->fused + (token * heads + head) * a->dim;
+        NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
+      }
+  NAME(draftproof_attend)(a, threads);
+  NAME(draftproof_product)(a->out, l->out.weight, l->out.bias, x, x, tokens, l->size, mixed, threads);
+  NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least);
+  NAME(draftproof_product)(normed, l->gate_up.weight, l->gate_up.bias, 0, both, tokens, 2 * l->inner, l->size, threads);
+  NAME(draftproof_gated)(both, gated, tokens, l->inner, threads);
+  NAME(draftproof_product)(gated, l->down.weight, l->down.bias, x, x, tokens, l->size, l->inner, threads);
+}
+
+/* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
+   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements. */
+void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, ELEM *const *keys,
+                             ELEM *const *values, ELEM *x, ELEM *work, long threads) {
+  for (long number = 0; number < count; number++) {
+    a->keys = keys[number];
+    a->values = values[number];
+    NAME(run_layer)(l + number, a, x, work, threads);
+  }
+}

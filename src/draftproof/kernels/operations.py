@@ -1,0 +1,517 @@
+"""The functions of the C library on tensors: every argument is checked before C sees its address.
+
+C reads and writes plain memory, so a wrong shape, type or device would read past an end. Each function here checks
+device, type, contiguity and shape, and raises ValueError with the argument's name; nothing else may call the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float, Float32, Float64, Int
+from torch import Tensor
+
+LANES = 16  # outputs that lie together
+MOST_DIM, COLUMNS, BLOCK = 256, 8, 512  # as native.c has them
+UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
+_SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
+_CPU = torch.device("cpu")
+
+
+def require(
+    name: str, found: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None, *, packed: bool = True
+) -> None:
+    """Refuse a tensor that C would misread.
+
+    Args:
+        name: of the argument, for the error.
+        found: the tensor.
+        dtype: that it must have.
+        shape: that it must have; None for any.
+        packed: whether its entries must follow one another in memory.
+
+    Raises:
+        ValueError: naming the argument, what it is and what it must be.
+    """
+    if found.device == _CPU and found.dtype == dtype and (shape is None or tuple(found.shape) == tuple(shape)):
+        if not packed or found.is_contiguous():
+            return
+        raise ValueError(f"{name} is not contiguous")
+    legal = f"{dtype} on the CPU" + ("" if shape is None else f" of shape {tuple(shape)}")
+    raise ValueError(f"{name} is {found.dtype} on {found.device} of shape {tuple(found.shape)}: legal is {legal}")
+
+
+@dataclass(frozen=True, eq=False)
+class Interleaved:
+    """A weight in the order in which C reads it.
+
+    Attributes:
+        blocks: [outputs / 16, inputs / unit, 16, unit]; outputs padded with zeros.
+        outs: number of outputs.
+    """
+
+    blocks: Float[Tensor, "blocks units lanes unit"]
+    outs: int
+
+    @classmethod
+    def of(cls, weight: Float[Tensor, "out in"]) -> Interleaved:
+        """From a plain weight of one of the types, its inputs a multiple of the type's unit."""
+        (outs, ins), unit = weight.shape, UNITS[weight.dtype]
+        padded = F.pad(weight, (0, 0, 0, -outs % LANES)).view(-1, LANES, ins // unit, unit)
+        return cls(padded.transpose(1, 2).contiguous(), outs)
+
+    @property
+    def ins(self) -> int:
+        """Number of inputs."""
+        return self.blocks.shape[1] * self.blocks.shape[3]
+
+    def to_dense(self) -> Float[Tensor, "out in"]:
+        """A plain copy."""
+        return self.blocks.transpose(1, 2).reshape(-1, self.ins)[: self.outs]
+
+
+class PassMask:
+    """Which slots each token of a pass may read, and working memory that the layers of the pass share.
+
+    Args:
+        places: slot, first new position and number of new tokens of each row.
+        visible: for each row and column, how many leading slots the token may read.
+        mask: added to the scores of these slots; None where the numbers say it all.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[int, int, int]],
+        visible: Sequence[Sequence[int]],
+        mask: Float[Tensor, "rows 1 width horizon"] | None,
+    ) -> None:
+        self.rows, self.width = len(visible), len(visible[0])
+        flat = list(itertools.chain.from_iterable(visible))
+        if len(places) != self.rows or len(flat) != self.rows * self.width:
+            raise ValueError(f"{len(places)} places and {len(flat)} numbers of slots for {self.rows} x {self.width}")
+        self.horizon = max(flat)  # the most slots that a token may read
+        self.slots = 1 + max(slot for slot, _, _ in places)
+        self.end = max(base + width for _, base, width in places)
+        widest = max(width for _, _, width in places)
+        least = min(*flat, *itertools.chain.from_iterable(places))
+        if least < 0 or widest > self.width:
+            raise ValueError("a slot, position, width or number of slots is out of range")
+        if mask is not None and (tuple(mask.shape[:3]) != (self.rows, 1, self.width) or mask.shape[-1] < self.horizon):
+            raise ValueError(
+                f"a mask of {tuple(mask.shape)} for {self.rows} x {self.width} tokens, {self.horizon} slots"
+            )
+        self.mask = mask
+        # ctypes arrays, not tensors: those cost several times as much, and small models have a pass in a millisecond
+        self.places = (ctypes.c_int64 * (3 * self.rows))(*itertools.chain.from_iterable(places))
+        self.visible = (ctypes.c_int64 * len(flat))(*flat)
+
+    @functools.cached_property
+    def _buffers(self) -> dict[int, Tensor]:
+        return {}
+
+    def buffer(self, size: int, dtype: torch.dtype, number: int) -> Tensor:
+        """Working memory of at least this many entries; the same one for every layer that asks for this number."""
+        if number not in self._buffers or self._buffers[number].numel() < size:
+            self._buffers[number] = torch.empty(size, dtype=dtype)
+        return self._buffers[number]
+
+
+class AttentionArguments(ctypes.Structure):
+    """What attention reads and writes in a pass, as typed.h has it (`attention`), but for a layer's own tensors.
+
+    It holds addresses: the tensors and the mask that it was made of must outlive it.
+    """
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
+        *((name, ctypes.c_void_p) for name in ("out", "scratch")),
+        *((name, ctypes.c_long) for name in ("rows", "width", "heads", "key_heads", "dim", "capacity", "horizon")),
+        *((name, ctypes.c_long) for name in ("angles", "room")),
+        ("scale", ctypes.c_float),
+    ]
+
+    @classmethod
+    def of(
+        cls,
+        cos: Float[Tensor, "tokens 1 dim"],
+        sin: Float[Tensor, "tokens 1 dim"],
+        shape: Sequence[int],
+        mask: PassMask,
+        *,
+        heads: int,
+        scale: float,
+    ) -> AttentionArguments:
+        """From tensors.
+
+        Args:
+            cos: of each token, contiguous in the last dimension.
+            sin: the same, with the sign of `rotate_half` and cos's stride.
+            shape: of the buffers of keys and of values, [slots, key heads, capacity, dim].
+            mask: of this pass.
+            heads: query heads; neighbours share a key head.
+            scale: of scores.
+
+        Raises:
+            ValueError: shapes that do not belong together; C would read past an end.
+        """
+        slots, key_heads, capacity, dim = shape
+        tokens = mask.rows * mask.width
+        for name, angles in (("cos", cos), ("sin", sin)):
+            require(name, angles, cos.dtype, (tokens, 1, dim), packed=False)
+            if angles.stride(-1) != 1 or angles.stride(0) != cos.stride(0):
+                raise ValueError(
+                    f"{name} has strides {angles.stride()}: legal are rows of neighbours, as far apart as cos's"
+                )
+        if mask.slots > slots or max(mask.end, mask.horizon) > capacity or heads % key_heads:
+            raise ValueError(
+                f"slot {mask.slots - 1}, position {max(mask.end, mask.horizon) - 1} and {heads} heads do not fit into "
+                f"buffers of shape {tuple(shape)}"
+            )
+        if mask.mask is not None:
+            require("mask", mask.mask, cos.dtype)
+        queries = min(mask.width, COLUMNS) * (heads // key_heads)
+        room = (LANES + queries) * (mask.horizon + LANES)
+        return cls(
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            places=ctypes.addressof(mask.places),
+            visible=ctypes.addressof(mask.visible),
+            mask=None if mask.mask is None else mask.mask.data_ptr(),
+            scratch=mask.buffer(torch.get_num_threads() * room, torch.float32, 0).data_ptr(),
+            rows=mask.rows,
+            width=mask.width,
+            heads=heads,
+            key_heads=key_heads,
+            dim=dim,
+            capacity=capacity,
+            horizon=0 if mask.mask is None else mask.mask.shape[-1],
+            angles=cos.stride(0),
+            room=room,
+            scale=scale,
+        )
+
+
+class LinearArguments(ctypes.Structure):
+    """A linear layer's weight and bias, as typed.h has it (`linear`)."""
+
+    _fields_: ClassVar = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+class LayerArguments(ctypes.Structure):
+    """A decoder layer, as typed.h has it (`layer`); it holds addresses."""
+
+    _fields_: ClassVar = [
+        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("before", "between", "turned")),
+        *((name, ctypes.c_long) for name in ("size", "inner")),
+        *((name, ctypes.c_float) for name in ("before_least", "between_least", "turned_least")),
+    ]
+
+    def work(self, given: AttentionArguments) -> int:
+        """Elements of working memory that a layer needs for a pass."""
+        heads = given.heads + given.key_heads
+        return int(given.rows * given.width * (self.size + 2 * heads * given.dim + 3 * self.inner))
+
+
+class Operations:
+    """The functions of the library for rows of one type.
+
+    Args:
+        library: loaded.
+        dtype: of the rows.
+        level: of processors that the library was built for.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, level: str) -> None:
+        self.dtype, self.level, self._unit = dtype, level, UNITS[dtype]
+        attach_threads(library)
+        pointer: Any = ctypes.c_void_p
+        number: Any = ctypes.c_long
+        real: Any = ctypes.c_float
+        suffix = _SUFFIXES[dtype]
+
+        def function(name: str, arguments: list[Any], result: Any = None) -> Any:
+            made = getattr(library, f"draftproof_{name}")
+            made.argtypes, made.restype = arguments, result
+            return made
+
+        self._product = function(f"product_{suffix}", [pointer] * 5 + [number] * 4)
+        self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real])
+        self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 3)
+        self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
+        self._attend = function(f"attend_{suffix}", [pointer, number])
+        self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
+        self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
+        self._spread = function("spread", [pointer] * 3 + [number] * 3, ctypes.c_int)
+        self._block = function("block", [pointer] * 6 + [number] * 4, ctypes.c_int)
+        self._residual = function("residual", [pointer] * 2 + [number, real, pointer, number])
+        self._inverse_cdf = function("inverse_cdf", [pointer] * 4 + [number] * 2)
+
+    def __deepcopy__(self, memo: object) -> Operations:
+        return self
+
+    # --- layers -----------------------------------------------------------------------------------------------------
+
+    def multiplies(self, ins: int) -> bool:
+        """Whether there are products with this many inputs."""
+        return ins % self._unit == 0
+
+    def attends(self, dim: int) -> bool:
+        """Whether heads of this size can attend."""
+        return dim % (LANES * self._unit) == 0 and dim <= MOST_DIM
+
+    def product(
+        self,
+        x: Float[Tensor, "*rows in"],
+        weight: Interleaved,
+        bias: Float[Tensor, " out"] | None = None,
+        onto: Float[Tensor, "*rows out"] | None = None,
+    ) -> Float[Tensor, "*rows out"]:
+        """x W^T + b, sums in float32, rounded once; added to `onto` if there is one, and rounded again.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        x, ins, outs = x.contiguous(), x.shape[-1], weight.outs
+        require("x", x, self.dtype)
+        require("weight", weight.blocks, self.dtype, (-(-outs // LANES), ins // self._unit, LANES, self._unit))
+        if bias is not None:
+            require("bias", bias, self.dtype, (outs,))
+        y = x.new_empty((*x.shape[:-1], outs))
+        if onto is not None:
+            require("onto", onto, self.dtype, y.shape)
+        self._product(
+            x.data_ptr(),
+            weight.blocks.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if onto is None else onto.data_ptr(),
+            y.data_ptr(),
+            x.numel() // ins,
+            outs,
+            ins,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def norm(
+        self, x: Float[Tensor, "*rows dim"], scaled: Float32[Tensor, " dim"], least: float
+    ) -> Float[Tensor, "*rows dim"]:
+        """x scaled / sqrt(sum x^2 + least) of each row.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        x, dim = x.contiguous(), x.shape[-1]
+        require("x", x, self.dtype)
+        require("scaled", scaled, torch.float32, (dim,))
+        y = torch.empty_like(x)
+        self._norm(x.data_ptr(), scaled.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, least)
+        return y
+
+    def gated(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
+        """silu(gate) up, where each row holds gate and up.
+
+        Raises:
+            ValueError: rows of another type or device, or of an odd width.
+        """
+        x, dim = x.contiguous(), x.shape[-1] // 2
+        require("x", x, self.dtype, (*x.shape[:-1], 2 * dim))
+        y = x.new_empty((*x.shape[:-1], dim))
+        self._gated(x.data_ptr(), y.data_ptr(), y.numel() // max(dim, 1), dim, torch.get_num_threads())
+        return y
+
+    def attend(
+        self,
+        fused: Float[Tensor, "tokens heads dim"],
+        given: AttentionArguments,
+        keys: Float[Tensor, "slots key_heads capacity dim"],
+        values: Float[Tensor, "slots key_heads capacity dim"],
+    ) -> Float[Tensor, "tokens inner"]:
+        """Turn queries and keys, write keys and values, weigh values; outputs of padding are zeros.
+
+        Args:
+            fused: queries, keys and values of every token; contiguous, overwritten.
+            given: the rest.
+            keys: the layer's buffer, of the shape that `given` was made with.
+            values: likewise.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        tokens, heads = given.rows * given.width, given.heads + 2 * given.key_heads
+        require("fused", fused, self.dtype, (tokens, heads, given.dim))
+        self._require_buffers(given, keys, values)
+        out = fused.new_empty((tokens, given.heads * given.dim))
+        given.fused, given.out = fused.data_ptr(), out.data_ptr()
+        given.keys, given.values = keys.data_ptr(), values.data_ptr()
+        self._attend(ctypes.addressof(given), torch.get_num_threads())
+        return out
+
+    def _require_buffers(self, given: AttentionArguments, keys: Tensor, values: Tensor) -> None:
+        if not self.attends(given.dim):
+            raise ValueError(f"heads of size {given.dim}: legal are multiples of {LANES * self._unit} up to {MOST_DIM}")
+        shape = (keys.shape[0], given.key_heads, given.capacity, given.dim)
+        require("keys", keys, self.dtype, shape)
+        require("values", values, self.dtype, shape)
+
+    def layers(
+        self,
+        weights: ctypes.Array[LayerArguments],
+        x: Float[Tensor, "tokens size"],
+        given: AttentionArguments,
+        buffers: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]],
+        work: Float[Tensor, " room"],
+    ) -> None:
+        """Decoder layers after one another.
+
+        Args:
+            weights: of each layer.
+            x: hidden states; contiguous, overwritten by the last layer's.
+            given: of attention.
+            buffers: addresses of each layer's keys, and of its values.
+            work: working memory, as `LayerArguments.work` says.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        keys, values = buffers
+        require("x", x, self.dtype, (given.rows * given.width, weights[0].size))
+        require("work", work, self.dtype)
+        if work.numel() < weights[0].work(given) or not self.attends(given.dim):
+            raise ValueError(f"{work.numel()} elements of work, of {weights[0].work(given)}; heads of size {given.dim}")
+        if len(keys) != len(weights) or len(values) != len(weights):
+            raise ValueError(f"{len(keys)} and {len(values)} buffers for {len(weights)} layers")
+        addresses = x.data_ptr(), work.data_ptr()
+        self._layers(weights, len(weights), ctypes.byref(given), keys, values, *addresses, torch.get_num_threads())
+
+    # --- rows of scores and of probabilities ------------------------------------------------------------------------
+
+    def softmax(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
+        """Softmax of each row, in new memory.
+
+        Raises:
+            ValueError: rows of another type or device.
+        """
+        x = x.contiguous()
+        require("x", x, torch.float32)
+        y, dim = torch.empty_like(x), x.shape[-1]
+        self._softmax(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
+        return y
+
+    def legal(self, x: Float[Tensor, "*rows dim"]) -> bool:
+        """Whether no entry is NaN or +inf, and no row all -inf.
+
+        Raises:
+            ValueError: rows of another type or device.
+        """
+        x, dim = x.contiguous(), x.shape[-1]
+        require("x", x, self.dtype)
+        return bool(self._legal(x.data_ptr(), x.numel() // max(dim, 1), dim))
+
+    def spread(
+        self, x: Float32[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int
+    ) -> Float32[Tensor, "rows dim"]:
+        """Wider rows with x at the columns `ids`, none of them twice, and zeros.
+
+        Raises:
+            ValueError: an argument of another type, device or shape, or a column that the wider rows do not have.
+        """
+        x, (rows, width) = x.contiguous(), x.shape
+        require("x", x, torch.float32)
+        ids = ids.to(torch.int64).contiguous()
+        require("ids", ids, torch.int64, (width,))
+        y = x.new_empty((rows, dim))
+        if not self._spread(x.data_ptr(), ids.data_ptr(), y.data_ptr(), rows, width, dim):
+            raise ValueError(f"columns {ids.tolist()[:3]}... are not all of 0 to {dim - 1}")
+        return y
+
+    def block(
+        self,
+        tokens: Int[Tensor, "B n"],
+        q: Float32[Tensor, "B n V"] | None,
+        p: Float32[Tensor, "B m V"],
+        lengths: Int[Tensor, " B"],
+    ) -> tuple[Float64[Tensor, "B n"], Float64[Tensor, "B n"]]:
+        """P_i and h_i of block verification; see `functional.chain.block_acceptance`.
+
+        Raises:
+            ValueError: an argument of another type, device or shape, or lengths or tokens out of range.
+
+        Source: Block Verification, arXiv 2403.10444, Algorithm 2.
+        """
+        (batch, places), (_, more, vocab) = tokens.shape, p.shape
+        tokens, lengths = (each.to(torch.int64).contiguous() for each in (tokens, lengths))
+        p, q = p.contiguous(), None if q is None else q.contiguous()
+        require("tokens", tokens, torch.int64)
+        require("p", p, torch.float32, (batch, max(more, places), vocab))
+        require("lengths", lengths, torch.int64, (batch,))
+        if q is not None:
+            require("q", q, torch.float32, (batch, places, vocab))
+        running, h = (torch.empty(tokens.shape, dtype=torch.float64) for _ in range(2))
+        given = tokens.data_ptr(), None if q is None else q.data_ptr(), p.data_ptr(), lengths.data_ptr()
+        if not self._block(*given, running.data_ptr(), h.data_ptr(), batch, places, more, vocab):
+            raise ValueError(f"lengths {lengths.tolist()} of {places}, or drafted tokens outside 0 to {vocab - 1}")
+        return running, h
+
+    def residual(
+        self,
+        p: Float32[Tensor, " V"],
+        q: Float32[Tensor, " V"] | None,
+        drafted: int,
+        scale: float,
+        out: Float32[Tensor, " V"],
+    ) -> None:
+        """Write max(scale p - q, 0), or p where that is 0 throughout, to `out`.
+
+        Args:
+            p: the target's row.
+            q: the draft's; None stands for a point mass on `drafted`.
+            drafted: a token.
+            scale: of p.
+            out: the row to write.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        require("p", p, torch.float32)
+        require("out", out, torch.float32, p.shape)
+        if q is not None:
+            require("q", q, torch.float32, p.shape)
+        given = None if q is None else q.data_ptr()
+        self._residual(p.data_ptr(), given, drafted, scale, out.data_ptr(), p.shape[-1])
+
+    def inverse_cdf(self, weights: Float32[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+        """The first index of each row whose cumulative weight exceeds u times the total; see `rng.inverse_cdf`.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        weights, goals = weights.contiguous(), u.to(torch.float64).contiguous()
+        require("weights", weights, torch.float32)
+        require("u", goals, torch.float64, weights.shape[:-1])
+        dim = weights.shape[-1]
+        found = torch.empty(u.shape, dtype=torch.int64)
+        running = torch.empty(BLOCK + dim // BLOCK + 1, dtype=torch.float64)
+        addresses = (each.data_ptr() for each in (weights, goals, found, running))
+        self._inverse_cdf(*addresses, u.numel(), dim)
+        return found
+
+
+def attach_threads(library: ctypes.CDLL) -> None:
+    """Have the library run on torch's own OpenMP threads.
+
+    Raises:
+        AttributeError: this build of torch has another runtime.
+    """
+    theirs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    library.draftproof_attach.argtypes = [ctypes.c_void_p] * 3
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    library.draftproof_attach(*(ctypes.cast(getattr(theirs, name), ctypes.c_void_p) for name in names))
