@@ -35,17 +35,17 @@ from draftproof.backends.feature_net import FeatureNet, load_net, save_net
 from draftproof.backends.loading import load_backend, load_model
 from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_verifier
 from draftproof.heads import load_head
-from draftproof.provenance import told
+from draftproof.provenance import without_folders
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.trained import Approximate
 from draftproof.tokenization import load_tokenizer
 from draftproof.training import distil, sprinter, sweep
 from draftproof.training.corpus import held_out
 from draftproof.training.data import read_examples, split
-from draftproof.training.feature_loss import Frame, acceptance, wanted_rows
+from draftproof.training.feature_loss import Frame, acceptance, target_rows
 from draftproof.training.feature_rows import Row, StateRows, Store, windows
 from draftproof.training.features import ModelPair
-from draftproof.training.heads import Labels, judge
+from draftproof.training.heads import Labels, evaluate_head
 from draftproof.training.pair_data import Material, PairData
 from draftproof.training.sweep import Trial, rates
 
@@ -189,7 +189,7 @@ def along(args: argparse.Namespace, target: Any, rows: StateRows, nets: dict[str
         row = rows.pick([place])
         counts = row.counts[0].clone()
         counts[-1] = False  # what follows the last token is not known
-        p = wanted_rows(row, frame)[counts]
+        p = target_rows(row, frame)[counts]
         with torch.inference_mode():
             q = early(input_ids=row.ids, use_cache=False).logits[0][counts].float().softmax(-1)
         shallow.append(torch.minimum(p, q).sum(-1))
@@ -274,12 +274,16 @@ def heads(args: argparse.Namespace) -> dict[str, Any]:
         for name, head in every.items():
             if head.config.kind == "verifier":
                 test, valid = shop.verifier_rows("test")[0], shop.verifier_rows("valid")[0]
-                found["judged"].append({"seed": seed, "head": name, **plain(judge(head, test, valid, Labels()))})
+                found["judged"].append(
+                    {"seed": seed, "head": name, **plain(evaluate_head(head, test, valid, Labels()))}
+                )
                 found["predicted"].append(sprinter.predict(head, shop.draft_rows_above("test"), Labels()))
                 found["sprinter"] += [{"seed": seed, **row} for row in tradeoff(trial, head, shop.tokenizer)]
             else:
                 rule = "token" if head.config.kind == "acceptance" else "block"
-                found["judged"].append({"seed": seed, "head": name, **plain(judge(head, rows, known, Labels()))})
+                found["judged"].append(
+                    {"seed": seed, "head": name, **plain(evaluate_head(head, rows, known, Labels()))}
+                )
                 mine = sweep.head_table(trial, head, rule)
                 facts = {"seed": seed, "head": name, "rule": rule, "fixed": fixed[rule]}
                 facts["dominated"] = sweep.dominated(fixed[rule], mine)
@@ -312,7 +316,7 @@ def tradeoff(trial: Trial, head: Any, tokenizer: Any) -> list[dict[str, Any]]:
 
 def heads_lines(args: argparse.Namespace, found: dict[str, Any]) -> list[str]:
     """The heads' tables."""
-    lines = [f"# Heads for {told(args.draft)} under {args.target} on held-out prompts", "", about(args)]
+    lines = [f"# Heads for {without_folders(args.draft)} under {args.target} on held-out prompts", "", about(args)]
     names = {"rows": "rows", "kl_unweighted": "binary KL", "kl": "binary KL as trained", "kl_constant": "KL, constant"}
     names |= {
         "kl_max_probability": "KL, max probability",

@@ -1,11 +1,11 @@
-"""Cut the question sets that ship with the benchmark out of their upstream files.
+"""Make the question sets of the benchmark from their original files.
 
     python scripts/bench_subsets.py DATA src/draftproof/bench/data
 
-DATA holds mt-bench/question.jsonl, vicuna-bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl.gz,
-self-instruct/user_oriented_instructions.jsonl, corpus-pd-fiction/test.txt.xz (works parted by <|endoftext|>, one
-paragraph a line) and corpus-tinystories-sample/tiny_stories.txt, in the commits that the NOTICE of each set names. The
-same input gives the same bytes.
+DATA has mt-bench/question.jsonl, vicuna-bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl.gz,
+self-instruct/user_oriented_instructions.jsonl, corpus-pd-fiction/test.txt.xz (works separated by <|endoftext|>, one
+paragraph on each line) and corpus-tinystories-sample/tiny_stories.txt, at the commits that the NOTICE of each set
+names. The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from draftproof.files import whole_file
 from draftproof.training.data import documents, read_text, stories
 
 COUNT = 16
-LONG = 60  # words: texts of this length have something to be continued
+LONG = 60  # number of words from which on a text is long enough to be continued
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -31,23 +31,23 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def in_turns(groups: Iterable[list[Any]]) -> list[Any]:
-    """The first of each group, then the second of each, and so on: the first few of a set are of many kinds."""
+    """The first member of each group, then the second of each, and so on, so that all groups come early."""
     return [one for tier in itertools.zip_longest(*groups) for one in tier if one is not None]
 
 
 def by_category(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Questions with their categories in turns."""
+    """Questions in an order in which the categories alternate."""
     kinds = dict.fromkeys(row["category"] for row in found)
     return in_turns([row for row in found if row["category"] == kind] for kind in kinds)
 
 
 def spread(found: list[Any]) -> list[Any]:
-    """COUNT of a list, at equal distances."""
+    """COUNT members of a list, at equal distances."""
     return found[:: max(len(found) // COUNT, 1)]
 
 
 def only(found: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
-    """Objects with some of their keys."""
+    """The objects with these keys only."""
     return [{key: row[key] for key in keys} for row in found]
 
 
@@ -57,11 +57,11 @@ def opening(text: str) -> str:
 
 
 def fiction(text: str) -> list[dict[str, Any]]:
-    """Openings of long paragraphs, the works in turns."""
+    """Openings of long paragraphs, in an order in which the works alternate."""
     works = []
     for work in documents(text):
         long = [part for part in work.split("\n") if len(part.split()) >= LONG]
-        works.append(long[10 :: max(len(long) // COUNT, 1)])  # past prefaces
+        works.append(long[10 :: max(len(long) // COUNT, 1)])  # without prefaces
     return [{"id": f"fiction-{n}", "text": opening(part)} for n, part in enumerate(in_turns(works), 1)]
 
 

@@ -1,11 +1,9 @@
-"""Convert stories260K from llama2.c's files to the embedded target and draft directories, in Hugging Face form.
-
-Knows: the legacy checkpoint (7 int32, then float32 tensors) and tokenizer (score, length, bytes) layouts of llama2.c.
-Does not know: how the models are used.
+"""Convert stories260K from the files of llama2.c to the embedded target and draft directories, for transformers.
 
     python scripts/convert_stories260k.py tests/data/stories260K src/draftproof/embedded
 
-reads `stories260K.bin` and `tok512.bin` and writes `target/` and `draft/` into the output directory; each is written
+This reads `stories260K.bin` (the legacy checkpoint of llama2.c: 7 int32, then float32 tensors) and `tok512.bin` (score,
+length and bytes of each token), and writes `target/` and `draft/` into the output directory. Each directory is written
 whole or not at all, and the same input always gives the same bytes.
 """
 
@@ -34,7 +32,7 @@ DRAFT_LAYERS = range(4)
 
 
 class Header(NamedTuple):
-    """The 7 leading integers of a legacy checkpoint; a positive vocabulary says that the head is the embedding."""
+    """The first 7 integers of a legacy checkpoint; a positive vocabulary means that the head is the embedding."""
 
     dim: int
     hidden: int
@@ -46,7 +44,7 @@ class Header(NamedTuple):
 
 
 def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
-    """The header and the tensors under their Hugging Face names.
+    """The header, and the tensors with the names that transformers uses.
 
     Raises:
         UserError: the length of the file does not fit its header, or the head is not tied to the embedding.
@@ -56,15 +54,15 @@ def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
     floats = torch.frombuffer(bytearray(raw[28:]), dtype=torch.float32)
     shapes = _shapes(header)
     head_dim = header.dim // header.heads
-    rope_tables = header.context * head_dim  # at the end of the file, and recomputed by every loader
+    rope_tables = header.context * head_dim  # at the end of the file; every loader computes them again
     expected = sum(torch.Size(shape).numel() for _, shape in shapes) + rope_tables
     if header.vocab <= 0 or len(floats) != expected:
-        raise UserError(f"{path} holds {len(floats)} floats, its header {header} asks for {expected} and a tied head")
+        raise UserError(f"{path} has {len(floats)} floats: its header {header} needs {expected}, and a tied head")
     return header, _named(floats, shapes, header)
 
 
 def _shapes(h: Header) -> list[tuple[str, tuple[int, ...]]]:
-    """The tensors in file order; `{}` stands for the layer, which is the leading dimension."""
+    """The tensors in file order; `{}` stands for the layer, which is the first dimension."""
     kv = h.dim // h.heads * h.kv_heads
     return [
         ("model.embed_tokens.weight", (h.vocab, h.dim)),
@@ -94,7 +92,7 @@ def _named(floats: Tensor, shapes: list[tuple[str, tuple[int, ...]]], header: He
 
 
 def _halves(weight: Tensor, name: str, header: Header) -> Tensor:
-    """Reorder query and key rows: llama2.c rotates neighbours (2i, 2i+1), Hugging Face rotates (i, i + half a head)."""
+    """Reorder query and key rows: llama2.c rotates (2i, 2i+1), transformers rotates (i, i + half the head)."""
     if "q_proj" not in name and "k_proj" not in name:
         return weight
     head_dim = header.dim // header.heads
@@ -102,7 +100,7 @@ def _halves(weight: Tensor, name: str, header: Header) -> Tensor:
 
 
 def read_vocabulary(path: Path, size: int) -> list[tuple[str, float]]:
-    """Piece and score for each id; the file has blanks for sentencepiece's `▁` and wraps control pieces in newlines."""
+    """Piece and score of each id; the file has spaces for sentencepiece's `▁`, and newlines around control pieces."""
     raw = path.read_bytes()
     pieces, at = [], 4
     for _ in range(size):
@@ -113,7 +111,7 @@ def read_vocabulary(path: Path, size: int) -> list[tuple[str, float]]:
 
 
 def build_tokenizer(pieces: list[tuple[str, float]]) -> Tokenizer:
-    """A byte-fallback BPE whose merge order is the score order: the greedy best-score encoder of llama2.c."""
+    """A BPE tokenizer with byte fallback; merges are in the order of the scores, like the encoder of llama2.c."""
     vocab = {piece: number for number, (piece, _) in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab, _merges(pieces), unk_token=UNK, byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
@@ -126,7 +124,7 @@ def build_tokenizer(pieces: list[tuple[str, float]]) -> Tokenizer:
 
 
 def _merges(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Every way to join two pieces into a third, best score first."""
+    """Every way to join two pieces into a third one, best score first."""
     vocab = {piece for piece, _ in pieces}
     by_score = sorted((piece for piece, _ in pieces), key=dict(pieces).__getitem__, reverse=True)
     splits = ((piece[:cut], piece[cut:]) for piece in by_score for cut in range(1, len(piece)))
@@ -134,7 +132,7 @@ def _merges(pieces: list[tuple[str, float]]) -> list[tuple[str, str]]:
 
 
 def model_config(header: Header) -> dict[str, Any]:
-    """What `LlamaForCausalLM` needs to know."""
+    """The config for `LlamaForCausalLM`."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -161,7 +159,7 @@ def model_config(header: Header) -> dict[str, Any]:
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:
-    """Names the generic fast-tokenizer class, so that tokenizer.json is taken as it is."""
+    """The config of the tokenizer, with the generic fast class, so that tokenizer.json is used unchanged."""
     return {
         **SPECIAL,
         "clean_up_tokenization_spaces": False,
@@ -189,7 +187,7 @@ def write_target(source: Path, out: Path) -> None:
 
 
 def main() -> int:
-    """Convert the directory named first into `target/` and `draft/` below the directory named second."""
+    """Convert the first directory into `target/` and `draft/` in the second one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path, help="directory with stories260K.bin and tok512.bin")
     parser.add_argument("out", type=Path, help="directory that receives target/ and draft/; neither may exist")

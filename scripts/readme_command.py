@@ -1,6 +1,6 @@
-"""Print one of the README's two commands, so that CI runs what a reader is told to run.
+"""Print one of the README's two commands, so that CI runs the commands that a reader runs.
 
-The commands stand in the README's first shell blocks: `generate`, then `test`.
+They are in the README's first two shell blocks: `generate`, then `test`.
 """
 
 from __future__ import annotations

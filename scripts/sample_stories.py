@@ -1,14 +1,14 @@
-"""Sample stories from stories260K (MIT, in the package) in large batches: text that embedded:stories learns from.
+"""Sample stories from stories260K (MIT, in the package) in large batches: training text for embedded:stories.
 
     python scripts/sample_stories.py OUT.jsonl --known tinystories.txt --known children.txt
 
-Every story is drawn from the model's first token on, at one temperature, and kept if the model ends it within its
-context. Left out are stories told already, those that end within a sentence, those that stammer ("the the"), and those
-with a word that is in none of the files given as --known: a model this small coins words. OUT holds one JSON object a
-line, {"text": story}, with a blank line between paragraphs.
+Every story is sampled from its first token, at one temperature, and kept if the model ends it within its context.
+Stories are left out if they occurred before, end within a sentence, repeat a word ("the the"), or have a word that is
+in none of the files given as --known, because such a small model makes up words. OUT has one JSON object on each line,
+{"text": story}, with a blank line between paragraphs.
 
-The same seed, batch and version of torch give the same file. The engine would give the same law; this loop has no
-caches to roll back and no requests to keep apart, and so is several times as fast on one thread.
+The same seed, batch and version of torch give the same file. The engine would give the same distribution. This loop
+has no rollback of caches and no separate requests, so it is several times as fast on one thread.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from draftproof.backends.hf import load_model
+from draftproof.backends.loading import load_model
 from draftproof.embedded import target_dir
 from draftproof.files import whole_file
 from draftproof.rng import fold
 from draftproof.tokenization import load_tokenizer
 
-COMPACT = 32  # steps after which rows that have ended leave the batch
+COMPACT = 32  # number of steps after which finished rows are removed from the batch
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
-_STAMMER = re.compile(r"\b(\w+) \1\b", re.IGNORECASE)
+_REPEATED = re.compile(r"\b(\w+) \1\b", re.IGNORECASE)
 
 
 class Writer:
-    """A Llama that writes many texts in step; every row is at the same position.
+    """A Llama that samples many texts at once; every row is at the same position.
 
     Args:
-        model: of transformers, in float32.
+        model: a model of transformers, in float32.
     """
 
     def __init__(self, model: Any) -> None:
@@ -66,7 +66,7 @@ class Writer:
         ]
 
     def step(self, ids: Tensor, place: int, cache: Tensor) -> Tensor:
-        """Logits [rows, vocab] after one more token a row; keys and values go to cache[layer, 0 or 1, row, head]."""
+        """Logits [rows, vocab] after one more token per row; keys and values go to cache[layer, 0 or 1, row, head]."""
         rows, turned = len(ids), self.heads + self.key_heads
         x = F.embedding(ids, self.embedding)
         for layer, (before, qkv, out, between, gate_up, down) in zip(cache, self.layers, strict=True):
@@ -75,7 +75,7 @@ class Writer:
             heads = heads * self.cos[place] + heads.roll(self.dim // 2, -1) * self.sin[place]
             layer[0, :, :, place], layer[1, :, :, place] = heads[:, self.heads :], fused[:, turned:]
             keys, values = layer[:, :, :, : place + 1]
-            queries = heads[:, : self.heads].reshape(rows, self.key_heads, -1, self.dim)  # those of a key together
+            queries = heads[:, : self.heads].reshape(rows, self.key_heads, -1, self.dim)  # grouped by key head
             x = x + F.linear(F.scaled_dot_product_attention(queries, keys, values).reshape(rows, -1), out)
             gate, up = F.linear(F.rms_norm(x, between.shape, between, self.eps), gate_up).chunk(2, -1)
             x = x + F.linear(F.silu(gate) * up, down)
@@ -83,38 +83,38 @@ class Writer:
 
     @torch.inference_mode()
     def write(self, rows: int, temperature: float, generator: torch.Generator) -> Iterator[list[int]]:
-        """The tokens of the texts that end within the context, as they end."""
+        """The tokens of the texts that end within the context, in the order in which they end."""
         cache = torch.empty(len(self.layers), 2, rows, self.key_heads, self.context, self.dim)
-        told = torch.full((rows, self.context), self.begin)
+        tokens = torch.full((rows, self.context), self.begin)
         for place in range(self.context - 1):
-            logits = self.step(told[:, place], place, cache)
-            waits = torch.empty_like(logits).exponential_(generator=generator)  # the first of an exponential race
-            told[:, place + 1] = ((logits / temperature).softmax(-1) / waits).argmax(-1)
+            logits = self.step(tokens[:, place], place, cache)
+            times = torch.empty_like(logits).exponential_(generator=generator)  # p / time is largest for a draw from p
+            tokens[:, place + 1] = ((logits / temperature).softmax(-1) / times).argmax(-1)
             if place % COMPACT == COMPACT - 1 or place == self.context - 2:
-                ended = torch.isin(told[:, 1 : place + 2], torch.tensor(self.ends)).any(1)
-                for row in told[ended, 1 : place + 2].tolist():
+                ended = torch.isin(tokens[:, 1 : place + 2], torch.tensor(self.ends)).any(1)
+                for row in tokens[ended, 1 : place + 2].tolist():
                     yield row[: min(row.index(end) for end in self.ends if end in row)]
-                told, cache = told[~ended], cache[:, :, ~ended]
-            if not len(told):
+                tokens, cache = tokens[~ended], cache[:, :, ~ended]
+            if not len(tokens):
                 return
 
 
 def words(text: str) -> set[str]:
-    """The words of a text, in small letters."""
+    """The words of a text, in lower case."""
     return set(_WORD.findall(text.lower()))
 
 
 def is_sound(text: str, known: set[str]) -> bool:
-    """Whether a story ends where a sentence does, repeats no word at once and uses known words only."""
+    """Whether a story ends with a sentence, has no word twice in a row, and has known words only."""
     ended = text.rstrip("\"'").endswith((".", "!", "?"))
-    return ended and not _STAMMER.search(text) and (not known or words(text) <= known)
+    return ended and not _REPEATED.search(text) and (not known or words(text) <= known)
 
 
 class Collection:
-    """Distinct sound stories, and how many were begun for them.
+    """Distinct sound stories, and the number of stories that were begun.
 
     Args:
-        known: the words that stories may use; without any they may use all.
+        known: the words that stories may use; all words if empty.
     """
 
     def __init__(self, known: set[str]) -> None:
@@ -134,7 +134,7 @@ class Collection:
 
 
 def collect(options: argparse.Namespace) -> Collection:
-    """Batch after batch until there is enough; progress goes to stderr."""
+    """Sample batches until there is enough text; progress goes to stderr."""
     found = Collection(words("\n".join(path.read_text(encoding="utf-8") for path in options.known)))
     source = str(target_dir())
     tokenizer, writer = load_tokenizer(source), Writer(load_model(source, dtype="float32", device="cpu"))
@@ -152,9 +152,9 @@ def main() -> int:
     """Write OUT."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", type=Path, help="file to write, .jsonl")
-    parser.add_argument("--megabytes", type=float, default=7, help="of stories; ends with the batch that reaches this")
+    parser.add_argument("--megabytes", type=float, default=7, help="least size of all stories")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--batch", type=int, default=256, help="stories written at a time")
+    parser.add_argument("--batch", type=int, default=256, help="number of stories in a batch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--known", type=Path, action="append", default=[], help="text whose words a story may use")
     options = parser.parse_args()

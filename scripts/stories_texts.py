@@ -1,11 +1,12 @@
 """Prepare the texts that embedded:stories and the embedded drafts were trained on, from two corpora.
 
-TinyStories' sample came with quotation marks decoded twice; they become plain ones. Of the public-domain fiction the
-works for children are taken, without translations (their translators are not named, so their rights are not certain).
+In the sample of TinyStories, quotation marks were decoded twice; they are replaced by plain ones. Of the public-domain
+fiction, the works for children are used, without translations (the translators are not named, so their rights are not
+certain).
 
     python scripts/stories_texts.py DATA OUT
 
-DATA holds `corpus-tinystories-sample/tiny_stories.txt` (the first 944 KB of roneneldan/TinyStories) and
+DATA has `corpus-tinystories-sample/tiny_stories.txt` (the first 944 KB of roneneldan/TinyStories) and
 `corpus-pd-fiction/` (mlschmitt/classic-books-markdown as plain text, split by work, with its MANIFEST.tsv).
 """
 
@@ -48,13 +49,13 @@ def tinystories(source: Path) -> str:
 
 
 def json_lines(text: str) -> str:
-    """The stories as stories260K read them: one line end between paragraphs; a JSON object a line."""
+    """The stories in the form for stories260K: one line end between paragraphs, one JSON object on each line."""
     rows = [part.strip().replace("\n\n", "\n") for part in re.split(r"(?<=\S)[ \t]*\n(?=\S)", text)]
     return "".join(json.dumps({"text": row}) + "\n" for row in rows)
 
 
 def fiction(source: Path) -> str:
-    """The works for children in the training part of the corpus, parted by SEPARATOR."""
+    """The works for children in the training part of the corpus, separated by SEPARATOR."""
     folder = source / "corpus-pd-fiction"
     with (folder / "MANIFEST.tsv").open(encoding="utf-8", newline="") as table:
         rows = [row for row in csv.DictReader(table, delimiter="\t", quoting=csv.QUOTE_NONE) if row["split"] == "train"]

@@ -1,4 +1,4 @@
-"""Exact laws for the tests of rules: toy models, enumeration over a whole batch of drafts at once.
+"""Exact output distributions for the tests of rules: toy models, and enumeration over a whole batch of drafts at once.
 
 `BatchEnumeratingRng` gives every row of a batch the same choices and keeps one weight a row, so a vectorised rule is
 run once for each pattern of choices and not once for each draft and pattern.
@@ -25,8 +25,8 @@ class BatchEnumeratingRng:
         self.weight = torch.ones(rows, dtype=torch.float64)
 
     def _choose(self, probs):  # [rows, options]
-        live = (probs * self.weight.unsqueeze(-1) > 0).any(0)
-        open_choices = [i for i, on in enumerate(live.tolist()) if on] or [0]
+        possible = (probs * self.weight.unsqueeze(-1) > 0).any(0)
+        open_choices = [i for i, on in enumerate(possible.tolist()) if on] or [0]
         if len(open_choices) == 1:
             choice = open_choices[0]
         else:
@@ -37,25 +37,25 @@ class BatchEnumeratingRng:
         self.weight = self.weight * probs[:, choice]
         return choice
 
-    def _alive(self, rows):
-        """A row that took a turn it could not take has weight 0; what becomes of it is nobody's business."""
-        alive = rows[self.weight > 0]
-        if not (torch.isfinite(alive).all() and (alive >= 0).all()):
-            raise ValueError(f"a draw from {alive}")
+    def _possible(self, rows):
+        """A row that was given an impossible choice has weight 0; its draws are not checked and count for nothing."""
+        possible = rows[self.weight > 0]
+        if not (torch.isfinite(possible).all() and (possible >= 0).all()):
+            raise ValueError(f"a draw from {possible}")
         shape = (-1, *[1] * (rows.ndim - 1))
-        return torch.where(self.weight.reshape(shape) > 0, rows, 0.0), alive
+        return torch.where(self.weight.reshape(shape) > 0, rows, 0.0), possible
 
     def bernoulli(self, prob):
-        rows, alive = self._alive(prob.double().reshape(prob.shape[0], -1))
-        if (alive > 1).any():
-            raise ValueError(f"a draw from {alive}")
+        rows, possible = self._possible(prob.double().reshape(prob.shape[0], -1))
+        if (possible > 1).any():
+            raise ValueError(f"a draw from {possible}")
         flat = [self._choose(torch.stack([1 - x, x], -1)) for x in rows.T]
         return torch.tensor(flat, dtype=torch.bool).reshape(1, *prob.shape[1:]).expand(prob.shape)
 
     def categorical(self, weights):
-        rows, alive = self._alive(weights.double().reshape(weights.shape[0], -1, weights.shape[-1]))
+        rows, possible = self._possible(weights.double().reshape(weights.shape[0], -1, weights.shape[-1]))
         total = rows.sum(-1, keepdim=True)
-        if not (alive.sum(-1) > 0).all():
+        if not (possible.sum(-1) > 0).all():
             raise ValueError("a draw from weights without mass")
         rows = rows / total.masked_fill(total == 0, 1)
         picks = [self._choose(rows[:, i]) for i in range(rows.shape[1])]
@@ -63,9 +63,10 @@ class BatchEnumeratingRng:
 
 
 def walk(program, rows):
-    """Every outcome of a vectorised program: pairs (weight of each row, what it returned).
+    """Every outcome of a vectorised program: pairs (weight of each row, what the program returned).
 
-    Shapes and types are checked on the first walk only: they are the same on all, and checks cost five times the rest.
+    Shapes and types are checked on the first run only: they are the same in all runs, and the checks take five times
+    as long as the rest.
     """
     script, checked = (), False
     while script is not None:
@@ -79,7 +80,7 @@ def walk(program, rows):
 
 @contextlib.contextmanager
 def checks_off(*, off=True):
-    """Shapes and types unchecked: they are the same on every branch of a walk, and checks cost five times the rest."""
+    """Switch the checks of shapes and types off."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", off or before)
     try:
@@ -122,8 +123,8 @@ class Toy:
 
         return cls(lambda c: rows[at(c)][0], lambda c: rows[at(c)][1], vocab)
 
-    def law_of(self, length):
-        """The target's law of sequences."""
+    def target_distribution(self, length):
+        """The target's distribution of sequences of this length."""
         return complete(self, {(): 1.0}, length)
 
     def single(self, length, stop=None):
@@ -184,10 +185,10 @@ def _pair(kind, vocab, gen, dtype):
     return p.to(dtype), q.to(dtype)
 
 
-def complete(toy, law, length):
-    """Continue emitted prefixes with the target up to `length`, cut longer ones."""
+def complete(toy, emitted, length):
+    """Continue emitted prefixes with the target up to `length`, and cut longer ones."""
     full = defaultdict(float)
-    todo = [(seq[:length], w) for seq, w in law.items()]
+    todo = [(seq[:length], w) for seq, w in emitted.items()]
     while todo:
         seq, weight = todo.pop()
         if len(seq) == length:
@@ -199,17 +200,17 @@ def complete(toy, law, length):
     return full
 
 
-def emitted_law(toy, tokens, draft_weight, walks, length):
-    """Law of the first `length` tokens: what the rule emits, continued by the target where it is shorter."""
-    law = defaultdict(float)
+def emitted_distribution(toy, tokens, draft_weight, walks, length):
+    """Distribution of the first `length` tokens: what the rule emits, continued by the target where it is shorter."""
+    emitted = defaultdict(float)
     chains = tokens.tolist()
     for weight, (path, accepted, token) in walks:
         both = (weight * draft_weight).tolist()
         triples = zip(path.tolist(), accepted.tolist(), token.tolist(), strict=True)
         for b, (j, n, y) in enumerate(triples):
             if both[b] > 0:
-                law[(*chains[b][j][:n], y)] += both[b]
-    return complete(toy, law, length)
+                emitted[(*chains[b][j][:n], y)] += both[b]
+    return complete(toy, emitted, length)
 
 
 def as_paths(rule):
@@ -224,8 +225,8 @@ def as_paths(rule):
     return run
 
 
-def rule_law(rule, toy, count, length, *, horizon=None, stop=None, lengths=None, **options):
-    """The exact law of the first tokens that a rule emits, drafts included."""
+def rule_distribution(rule, toy, count, length, *, horizon=None, stop=None, lengths=None, **options):
+    """The exact distribution of the first tokens that a rule emits, over all drafts and all choices of the rule."""
     tokens, sizes, weight = toy.chains(count, length, stop)
     q, p = toy.rows(tokens)
     if stop is not None:
@@ -233,7 +234,7 @@ def rule_law(rule, toy, count, length, *, horizon=None, stop=None, lengths=None,
     if lengths is not None:
         options["lengths"] = torch.tensor([lengths]).expand(tokens.shape[0], -1)
     walks = walk(lambda rng: rule(tokens, q, p, rng=rng, **options), tokens.shape[0])
-    return emitted_law(toy, tokens, weight, walks, length + 1 if horizon is None else horizon)
+    return emitted_distribution(toy, tokens, weight, walks, length + 1 if horizon is None else horizon)
 
 
 def rule_length(rule, toy, count, length, **options):
@@ -244,15 +245,15 @@ def rule_length(rule, toy, count, length, **options):
     return sum(float((w * weight * v.accepted).sum()) for w, v in walks)
 
 
-def verdict_laws(rule, tokens, q, p, **options):
-    """For each row the law of (accepted, token)."""
-    laws = [defaultdict(float) for _ in range(tokens.shape[0])]
+def verdict_distributions(rule, tokens, q, p, **options):
+    """For each row the distribution of (accepted, token)."""
+    found = [defaultdict(float) for _ in range(tokens.shape[0])]
     for weight, verdict in walk(lambda rng: rule(tokens, q, p, rng=rng, **options), tokens.shape[0]):
         pairs = zip(verdict.accepted.tolist(), verdict.token.tolist(), strict=True)
-        for law, w, pair in zip(laws, weight.tolist(), pairs, strict=True):
+        for row, w, pair in zip(found, weight.tolist(), pairs, strict=True):
             if w > 0:
-                law[pair] += w
-    return laws
+                row[pair] += w
+    return found
 
 
 def _greedy_rows(toy, drafted, population):
@@ -286,8 +287,8 @@ def _greedy_round(toy, drafted, rows):
                 yield w, seq, after.rows(torch.tensor([b]))
 
 
-def greedy_law(toy, drafted, horizon, *, keep=True):
-    """Exact law of a sequence made by as many rounds as it takes; equal (prefix, state) are merged between rounds."""
+def greedy_distribution(toy, drafted, horizon, *, keep=True):
+    """Exact distribution of a sequence over as many rounds as it needs; equal (prefix, state) merge between rounds."""
     population, done = [((), greedy.GreedyState.fresh(1, drafted), 1.0)], defaultdict(float)
     while population:
         merged = {}
@@ -305,8 +306,9 @@ def greedy_law(toy, drafted, horizon, *, keep=True):
 class Forest:
     """All ways to draw a prefix tree: for each, the tree, its draws, its probability, and the rows of its nodes.
 
-    factors: draws at each node of each depth; `merged` gives a node its own draws once however often it was drawn
-    (SpecTr's Algorithm 5 on sets), else as often as it was drawn. Without `replacement` siblings differ.
+    factors: number of draws at each node of each depth. With `merged` a node gets its draws once, also when it was
+    drawn several times (Algorithm 5 of SpecTr, arXiv 2310.15141, on sets); else once for each time it was drawn.
+    Without `replacement` siblings differ.
     """
 
     def __init__(self, toy, factors, *, merged=True, replacement=True):
@@ -351,16 +353,16 @@ class Forest:
             if weight > 0:
                 yield tokens, weight
 
-    def law(self, rule, length, **options):
-        """Exact law of the first tokens under a rule on tries."""
-        law = defaultdict(float)
+    def distribution(self, rule, length, **options):
+        """Exact distribution of the first tokens under a rule on tries."""
+        emitted = defaultdict(float)
         rows = len(self.nodes)
         for weight, verdict in walk(lambda rng: rule(self.tries, self.q, self.p, rng=rng, **options), rows):
             both = (weight * self.weight).tolist()
             for b, (node, y) in enumerate(zip(verdict.node.tolist(), verdict.token.tolist(), strict=True)):
                 if both[b] > 0:
-                    law[(*(self.nodes[b][node] if node >= 0 else ()), y)] += both[b]
-        return complete(self.toy, law, length)
+                    emitted[(*(self.nodes[b][node] if node >= 0 else ()), y)] += both[b]
+        return complete(self.toy, emitted, length)
 
     def leaf_chains(self):
         """The trees as chains, one for each leaf in the order of drawing; all leaves must be equally deep and many."""

@@ -1,4 +1,4 @@
-"""Audits find what is wrong, pass what is right, and say what their word is worth."""
+"""Audits fail wrong rules, pass right ones, and state the power of their tests."""
 
 import json
 import math
@@ -17,7 +17,7 @@ import draftproof.audit.adapters
 import draftproof.audit.check
 import draftproof.audit.rules
 from draftproof.audit.check import load_rule
-from draftproof.audit.distributions import SharedRng, all_drafts, as_paths, complete, judge, verdicts, verdicts_alone
+from draftproof.audit.distributions import SharedRng, all_drafts, as_paths, compare, complete, verdicts, verdicts_alone
 from draftproof.audit.rules import all_rules, count_lines
 from draftproof.audit.statistics import (
     chi_square_survival,
@@ -111,7 +111,7 @@ def few_pairs(monkeypatch):
 
 @pytest.fixture
 def unchecked():
-    """No shape checks: they cost five times what is checked."""
+    """No shape checks: they take five times as long as the rest."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
@@ -173,13 +173,13 @@ def test_a_broken_rule_fails_with_exit_code_1(monkeypatch, rules_file):
 
 
 def test_an_unknown_rule_is_one_line():
-    told = run("rules", "--rule", "nonsense", code=1).stderr
-    assert told.startswith("draftproof: error: no rule 'nonsense' to audit: legal are token, block")
-    assert told.count("\n") == 1
+    message = run("rules", "--rule", "nonsense", code=1).stderr
+    assert message.startswith("draftproof: error: no rule 'nonsense' to audit: legal are token, block")
+    assert message.count("\n") == 1
 
 
 @pytest.mark.slow
-def test_the_whole_table_in_a_process_of_its_own():
+def test_the_whole_table_in_a_separate_process():
     command = [sys.executable, "-c", "from draftproof.cli import main; main()", "audit", "rules"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -196,69 +196,69 @@ def test_the_whole_table_in_a_process_of_its_own():
 def test_a_right_rule_passes(rules_file, name, kind):
     shown = run(f"{rules_file}:{name}").stdout
     assert f"a {kind} rule, enumerated" in shown
-    assert shown.splitlines()[-1] == "ok: the target's law, to a total variation below 1e-12."
+    assert shown.splitlines()[-1] == "ok: the target's distribution, to a total variation below 1e-12."
 
 
 @pytest.mark.parametrize("name", ["residual", "always"])
 def test_a_wrong_rule_fails_with_its_worst_cell(rules_file, name):
-    told = objects(run("check", f"{rules_file}:{name}", "--json", code=1))[-1]
-    cell = told["worst_cell"]
-    assert (told["verdict"], told["method"]) == ("FAIL", "enumeration")
-    assert told["worst_model"] == ("trap" if name == "residual" else "disjoint")
+    result = objects(run("check", f"{rules_file}:{name}", "--json", code=1))[-1]
+    cell = result["worst_cell"]
+    assert (result["verdict"], result["method"]) == ("FAIL", "enumeration")
+    assert result["worst_model"] == ("trap" if name == "residual" else "disjoint")
     assert abs(cell["found"] - cell["expected"]) > 0.01
     assert len(cell["outcome"]) == 4
-    assert told["total_variation"] >= abs(cell["found"] - cell["expected"]) - 1e-12
+    assert result["total_variation"] >= abs(cell["found"] - cell["expected"]) - 1e-12
     last = run("check", f"{rules_file}:{name}", code=1).stdout.splitlines()[-1]
     assert last.startswith("FAIL: total variation")
-    assert "in place of" in last
+    assert "instead of" in last
 
 
 def test_a_rule_with_its_own_randomness_is_sampled(rules_file):
     shown = run(f"{rules_file}:own", "--samples", "20000").stdout
-    assert "sampled 20000 times a model" in shown
-    told = objects(run("check", f"{rules_file}:own_wrong", "--samples", "20000", "--json", code=1))[-1]
-    assert (told["method"], told["worst_model"], told["verdict"]) == ("statistics", "trap", "FAIL")
-    assert told["false_alarm_rate"] == 0.01
-    assert told["power"] == 0.99
-    assert 0.01 < told["detectable"] < 0.05
-    assert "caught with probability 0.99" in run(f"{rules_file}:own_wrong", "--samples", "20000", code=1).stdout
+    assert "sampled 20000 times on each model" in shown
+    result = objects(run("check", f"{rules_file}:own_wrong", "--samples", "20000", "--json", code=1))[-1]
+    assert (result["method"], result["worst_model"], result["verdict"]) == ("statistics", "trap", "FAIL")
+    assert result["false_alarm_rate"] == 0.01
+    assert result["power"] == 0.99
+    assert 0.01 < result["detectable"] < 0.05
+    assert "detected with probability 0.99" in run(f"{rules_file}:own_wrong", "--samples", "20000", code=1).stdout
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("too_many", "it returned accepted 9: legal are 0 to 3"),
         ("fragile", "on zeros it raised ZeroDivisionError: q holds a zero"),
     ],
 )
-def test_what_a_rule_does_instead_of_deciding_is_told(rules_file, name, said):
-    assert said in run(f"{rules_file}:{name}", code=1).stdout
+def test_failures_of_a_rule_are_reported(rules_file, name, message):
+    assert message in run(f"{rules_file}:{name}", code=1).stdout
 
 
-def test_a_rule_that_draws_elsewhere_too_does_not_pass(rules_file):
+def test_a_rule_with_further_randomness_does_not_pass(rules_file):
     assert "is not a function of its rng" in run(f"{rules_file}:both", code=1).stdout
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("nowhere.at.all:rule", "cannot import nowhere.at.all:rule: ModuleNotFoundError"),
         ("audited_rules:missing", "has no attribute 'missing'"),
-        ("audited_rules:number", "is a int: a rule is a function"),
+        ("audited_rules:number", "is of type int: legal is a function"),
         ("audited_rules:three", "has another signature: as rule(tokens [B, n]"),
         ("audited_rules:", "legal is package.module:function"),
     ],
 )
 @pytest.mark.usefixtures("rules_file")
-def test_bad_targets_are_one_line(target, said):
+def test_bad_targets_are_one_line(target, message):
     result = run(target, code=1)
     assert result.stdout == ""
-    assert said in result.stderr
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "said"),
+    ("options", "code", "message"),
     [
         (["--kind", "tree"], 2, "legal are chain, path"),
         (["--kind", "path"], 1, "another signature"),
@@ -266,10 +266,10 @@ def test_bad_targets_are_one_line(target, said):
         (["--alpha", "2"], 1, "between 0 and 1"),
     ],
 )
-def test_bad_options_are_one_line(rules_file, options, code, said):
-    told = run("check", f"{rules_file}:own", *options, code=code).stderr
-    assert said in told
-    assert told.count("\n") == 1
+def test_bad_options_are_one_line(rules_file, options, code, message):
+    shown = run("check", f"{rules_file}:own", *options, code=code).stderr
+    assert message in shown
+    assert shown.count("\n") == 1
 
 
 def test_the_audited_rule_leaves_the_global_generator_alone(rules_file):
@@ -278,21 +278,21 @@ def test_the_audited_rule_leaves_the_global_generator_alone(rules_file):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- other people's --------------------------------------------------------------------------------------------------
+# --- other packages --------------------------------------------------------------------------------------------------
 
 
-def test_transformers_is_audited_and_its_version_told():
-    (told,) = objects(run("others", "--json"))
-    assert told["version"] == transformers.__version__
-    assert told["status"] == "ok"  # as of 5.23
-    assert {line["method"] for line in told["float64"]} == {"enumeration"}
-    assert max(line["total_variation"] for line in told["float64"]) < 1e-12
-    assert max(line["total_variation"] for line in told["float32"]) < 1e-6
+def test_transformers_is_audited_with_its_version():
+    (report,) = objects(run("others", "--json"))
+    assert report["version"] == transformers.__version__
+    assert report["status"] == "ok"  # as of 5.23
+    assert {line["method"] for line in report["float64"]} == {"enumeration"}
+    assert max(line["total_variation"] for line in report["float64"]) < 1e-12
+    assert max(line["total_variation"] for line in report["float32"]) < 1e-6
     assert transformers.__version__ in run("others").stdout.splitlines()[0]
     assert torch.rand_like(torch.zeros(3)).shape == (3,)
 
 
-def test_a_wrong_rule_of_theirs_would_be_seen(monkeypatch):
+def test_a_wrong_rule_of_another_package_fails(monkeypatch):
     from transformers.generation import utils
 
     whole = utils._speculative_sampling
@@ -301,8 +301,8 @@ def test_a_wrong_rule_of_theirs_would_be_seen(monkeypatch):
         return whole(*args, assistant_ensemble_weight=0.5)
 
     monkeypatch.setattr(utils, "_speculative_sampling", lossy)
-    (told,) = objects(run("others", "--json", code=1))
-    assert told["status"] == "FAIL"
+    (report,) = objects(run("others", "--json", code=1))
+    assert report["status"] == "FAIL"
 
 
 def test_a_package_that_is_missing_or_has_moved_is_reported(monkeypatch):
@@ -318,7 +318,7 @@ def test_a_package_that_is_missing_or_has_moved_is_reported(monkeypatch):
     assert run("others").stdout.endswith("not installed\n")
 
 
-# --- what audits stand on --------------------------------------------------------------------------------------------
+# --- parts of audits -------------------------------------------------------------------------------------------------
 
 
 def test_the_two_enumerations_agree():
@@ -331,11 +331,11 @@ def test_the_two_enumerations_agree():
         assert float(alone.sum()) == pytest.approx(1)
 
 
-def test_a_rule_that_ignores_the_draft_has_the_targets_law():
+def test_a_rule_that_ignores_the_draft_has_the_targets_distribution():
     pair = suite()[0]
     drafts = all_drafts(pair, 1, 2)
     rule = as_paths(lambda tokens, q, p, *, rng: (torch.zeros_like(tokens[:, 0]), rng.categorical(p[:, 0])))  # noqa: ARG005
-    found = judge(pair, drafts, verdicts(rule, drafts))
+    found = compare(pair, drafts, verdicts(rule, drafts))
     assert found.distance < 1e-15
     assert found.accepted == 0
 
@@ -349,7 +349,7 @@ def test_the_suite_is_made_of_distributions(pair):
     assert total_variation(complete(pair, {(): 1.0}, 2), complete(pair, {(): 1.0}, 2)) == 0
 
 
-def test_shared_choices_refuse_what_is_no_probability():
+def test_shared_choices_refuse_values_that_are_no_probabilities():
     for call in (
         lambda rng: rng.bernoulli(torch.tensor([1.5])),
         lambda rng: rng.bernoulli(torch.tensor([math.nan])),
@@ -370,18 +370,18 @@ def test_the_chi_square_functions_against_scipy():
 
 
 def test_the_test_has_the_power_it_states():
-    law = {0: 0.5, 1: 0.3, 2: 0.2}
-    right = chi_square_test({0: 5000, 1: 3000, 2: 2000}, law, level=0.01)
+    distribution = {0: 0.5, 1: 0.3, 2: 0.2}
+    right = chi_square_test({0: 5000, 1: 3000, 2: 2000}, distribution, level=0.01)
     assert right.p_value == pytest.approx(1)
-    gen, off, caught = torch.Generator().manual_seed(0), right.detectable, 0
+    gen, off, detected = torch.Generator().manual_seed(0), right.detectable, 0
     wrong = torch.tensor([0.5 - off, 0.3 + off, 0.2])
     for _ in range(200):
         counts = torch.multinomial(wrong, 10_000, replacement=True, generator=gen).bincount(minlength=3).tolist()
-        caught += chi_square_test(dict(enumerate(counts)), law, level=0.01).p_value <= 0.01
-    assert caught >= 193  # 198 expected; fewer than 193 has probability 0.002
+        detected += chi_square_test(dict(enumerate(counts)), distribution, level=0.01).p_value <= 0.01
+    assert detected >= 193  # 198 expected; fewer than 193 has probability 0.002
 
 
-def test_an_impossible_outcome_settles_it_and_rare_ones_are_pooled():
+def test_an_impossible_outcome_decides_and_rare_outcomes_are_pooled():
     assert chi_square_test({0: 999, 1: 1}, {0: 1.0}, level=0.01).p_value == 0
     assert chi_square_test({0: 1000}, {0: 1.0}, level=0.01).p_value == 1
     cells, share = pooled({0: 1.0, 1: 2.0, 2: 97.0, 3: 900.0}, {2: 100, 3: 900})

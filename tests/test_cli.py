@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError, __version__
 from draftproof.cli import COMMANDS, _compare, app
+from draftproof.cli._options import field_help
 from draftproof.cli._report import comparison
-from draftproof.cli._sampling import field_help, sampling_parameters
+from draftproof.cli._sampling import SAMPLING
 from draftproof.embedded import draft_dir, target_dir
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
@@ -127,8 +128,10 @@ def test_every_field_is_an_option_with_its_default_and_help(field):
 
 
 def test_help_is_the_docstrings():
-    assert field_help()["seed"].startswith("Of this request's draws;")
-    assert [parameter.name for parameter in sampling_parameters()] == list(field_help())
+    texts = field_help(SamplingParams)
+    assert texts["seed"].startswith("Of this request's draws;")
+    assert texts["temperature"].startswith("0 puts all mass")
+    assert [parameter.name for parameter in SAMPLING.parameters().values()] == list(texts)
 
 
 def captured(monkeypatch, *args):

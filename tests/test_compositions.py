@@ -1,4 +1,4 @@
-"""Every lossless (drafter, stopper, rule) that composes has exactly the target's law, by enumeration."""
+"""Every lossless (drafter, stopper, rule) that composes has exactly the target's distribution, by enumeration."""
 
 from pathlib import Path
 
@@ -29,15 +29,15 @@ def maker(drafter, stopper, rule, **options):
 
 
 def test_every_part_has_a_toy():
-    """A part that is added to the library must be added to the list that is enumerated."""
+    """A new part of the library must be added to the list that is enumerated."""
     wide = {"wide"}  # a second shape of tree
-    whole = {"early_exit", "feature_head"}  # on the target's layers or states: no table has any; their own tests
+    whole = {"early_exit", "feature_head"}  # they need layers or states, which tables lack; they have their own tests
     assert set(DRAFTERS) - wide == {spec.partition(":")[0] for spec in parts.DRAFTERS} - whole
     assert set(STOPPERS) == set(parts.STOPPERS)
     assert {made.rule for made in ALL} == set(VERIFIERS)
 
 
-def test_what_composes_is_what_theory_allows():
+def test_the_engine_accepts_exactly_what_theory_allows():
     for made in ALL:
         branches = made.drafter in BRANCHING and made.rule in {*CHAINS_ONLY, "last_token", "typical", "mixture"}
         points = made.drafter in {"ngram", "suffix"}
@@ -51,23 +51,23 @@ def test_the_page_is_generated_from_this_list():
     assert page.read_text(encoding="utf-8") == markdown(ALL), "run: draftproof audit compositions --markdown"
 
 
-LAWS = [
+LOSSLESS = [
     pytest.param(made, id=name(made), marks=[pytest.mark.slow] * made.slow)
     for made in ALL
     if made.lossless and not made.refused
 ]
 
 
-@pytest.mark.parametrize("made", LAWS)
-def test_law_of_every_composition(made):
+@pytest.mark.parametrize("made", LOSSLESS)
+def test_output_distribution_of_every_composition(made):
     made.maker()(CounterRoundRng).generate([list(PROMPT)], made.params)  # once with shapes and types checked
     with checks_off():
         assert made.distance() < 1e-12
 
 
 @pytest.mark.parametrize("stopper", [key for key in STOPPERS if key != "fixed"])
-def test_adaptive_toys_stop_here_and_go_on_there(stopper):
-    """A toy that never stops, or always, would make the laws above say nothing about its stopper."""
+def test_adaptive_toys_stop_in_some_rounds_and_not_in_others(stopper):
+    """With a toy that always stops or never stops, the tests above would prove nothing about its stopper."""
     seen = set()
 
     def run(rng):
@@ -90,7 +90,7 @@ def test_adaptive_toys_stop_here_and_go_on_there(stopper):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_law_with_transforms_and_eos(rule):
+def test_output_distribution_with_transforms_and_eos(rule):
     params = SamplingParams(max_tokens=3, temperature=0.8, repetition_penalty=1.4, top_p=0.9)
     drafter = "model" if rule in CHAINS_ONLY else "chains"
 
@@ -102,10 +102,10 @@ def test_law_with_transforms_and_eos(rule):
     assert_lossless(make, params=params)
 
 
-def test_a_rule_that_drops_its_last_token_is_seen():
-    """Negative control: a stopper may not take back what was drawn."""
+def test_a_drafter_that_drops_its_last_token_is_detected():
+    """Negative control: a token that was drawn must be verified."""
 
-    class Regretful(ModelDrafter):
+    class Dropping(ModelDrafter):
         def propose(self, requests, rng):
             return [self._without_unlikely(draft) for draft in super().propose(requests, rng)]
 
@@ -118,7 +118,7 @@ def test_a_rule_that_drops_its_last_token_is_seen():
 
     def make(round_rng):
         engine = toy_engine("model", "fixed", "block", round_rng)
-        engine.drafter = Regretful(engine.drafter.model, FixedLength(2))
+        engine.drafter = Dropping(engine.drafter.model, FixedLength(2))
         return engine
 
     with pytest.raises(AssertionError, match="total variation"):
@@ -126,16 +126,16 @@ def test_a_rule_that_drops_its_last_token_is_seen():
 
 
 def test_greedy_block_over_several_rounds():
-    """The windows of the modified target reach into later rounds: five tokens, two windows deep."""
+    """The windows of the modified target reach into later rounds: five tokens, with up to two open windows."""
     target, draft = TableModel(VOCAB, 21, order=1, zeros=0.5), TableModel(VOCAB, 22, order=1, zeros=0.5)
     make = maker("model", "fixed", "greedy_block", target=target, draft=draft)
     assert_lossless(make, params=SamplingParams(max_tokens=5))
 
 
-def test_greedy_block_without_its_memory_is_seen():
-    """Negative control: dropping the state between rounds must fail the law."""
+def test_greedy_block_without_its_state_is_detected():
+    """Negative control: without the state between rounds the distribution must be wrong."""
 
-    def forgetful(round_rng):
+    def stateless(round_rng):
         engine = maker("model", "fixed", "greedy_block", target=TableModel(VOCAB, 87, order=1), draft=draft)(round_rng)
         verify = engine.verifier.verify
         engine.verifier.verify = lambda drafts, probs, rng, states: verify(drafts, probs, rng, [None] * len(states))
@@ -143,13 +143,13 @@ def test_greedy_block_without_its_memory_is_seen():
 
     draft = TableModel(VOCAB, 1087, order=1)
     params = SamplingParams(max_tokens=3)
-    found = exact_distribution(lambda rng: forgetful(lambda *_: rng).generate([[0]], params)[0].token_ids)
+    found = exact_distribution(lambda rng: stateless(lambda *_: rng).generate([[0]], params)[0].token_ids)
     assert total_variation(found, target_distribution(TableModel(VOCAB, 87, order=1), (0,), params)) > 0.01
 
 
 @pytest.mark.parametrize("rule", ["trie_block", "spectr", "multi_round", "traversal"])
-def test_law_of_a_batch_of_trees(rule):
-    """Two rows with trees of different sizes: the joint law is the product."""
+def test_output_distribution_of_a_batch_of_trees(rule):
+    """Two rows with trees of different sizes: the joint distribution is the product."""
     target, draft = TableModel(VOCAB, 11, zeros=0.6, order=1), TableModel(VOCAB, 12, zeros=0.6, order=1)
     make = maker("chains", "confidence", rule, target=target, draft=draft)
     params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)]
@@ -158,13 +158,13 @@ def test_law_of_a_batch_of_trees(rule):
     def joint(rng):
         return tuple(output.token_ids for output in make(lambda *_: rng).generate(prompts, params))
 
-    laws = [target_distribution(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    wanted = {(a, b): x * y for a, x in laws[0].items() for b, y in laws[1].items()}
-    assert total_variation(exact_distribution(joint), wanted) < 1e-12
+    first, second = (target_distribution(target, prompt, own) for prompt, own in zip(prompts, params, strict=True))
+    expected = {(a, b): x * y for a, x in first.items() for b, y in second.items()}
+    assert total_variation(exact_distribution(joint), expected) < 1e-12
 
 
 @pytest.mark.parametrize("rule", LOSSY)
-def test_lossy_rules_say_so_and_are_seen(rule):
+def test_lossy_rules_are_marked_and_detected(rule):
     make = maker("model", "fixed", rule, target=TableModel(VOCAB, 1), draft=TableModel(VOCAB, 2))
     assert not make(CounterRoundRng).verifier.lossless
     with pytest.raises(AssertionError, match="total variation"):

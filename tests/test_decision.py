@@ -23,13 +23,13 @@ def _problem(seed, *, kind="dense", vocab=2, order=1, tokens=5, limit=3, target=
     return decision.Problem(toy.p, q, cost.PassCosts(1.0, target), tokens, limit, order)
 
 
-def _whimsical(state):
+def _arbitrary(state):
     return (sum(state.candidates) + len(state.candidates) + state.remaining) % 3 == 0
 
 
 def _policies(problem):
     yield decision.Values(problem).stops
-    yield _whimsical
+    yield _arbitrary
     yield from (decision.fixed_length(n) for n in (1, 2, 9))
     yield from (decision.acceptance_threshold(h) for h in (0.0, 0.3, 0.8))
 
@@ -41,7 +41,7 @@ def _iid(alpha, target, tokens, limit):
 
 
 def _drafts(problem, policy, prefix, candidates, state):
-    """What a round submits, with its probability."""
+    """The drafts of a round, with their probabilities."""
     if len(candidates) == min(problem.limit, state.remaining - 1):
         yield candidates, 1.0
         return
@@ -56,20 +56,20 @@ def _drafts(problem, policy, prefix, candidates, state):
 
 
 def _outcomes(problem, prefix, candidates):
-    """What token verification makes of candidates: how many it accepts, the token after them, the probability."""
-    alive = 1.0
+    """The outcomes of token verification: number of accepted candidates, the token after them, probability."""
+    reached = 1.0
     for i, token in enumerate(candidates):
         p, q = problem.p((*prefix, *candidates[:i])), problem.q((*prefix, *candidates[:i]))
-        rest, refused = (p - q).clamp(min=0).tolist(), alive * (1 - min(1.0, float(p[token] / q[token])))
-        if refused > 0:
-            yield from ((i, w, refused * weight / sum(rest)) for w, weight in enumerate(rest) if weight > 0)
-        alive -= refused
+        rest, rejected = (p - q).clamp(min=0).tolist(), reached * (1 - min(1.0, float(p[token] / q[token])))
+        if rejected > 0:
+            yield from ((i, w, rejected * weight / sum(rest)) for w, weight in enumerate(rest) if weight > 0)
+        reached -= rejected
     p = problem.p((*prefix, *candidates)).tolist()
-    yield from ((len(candidates), w, alive * weight) for w, weight in enumerate(p) if alive * weight > 0)
+    yield from ((len(candidates), w, reached * weight) for w, weight in enumerate(p) if reached * weight > 0)
 
 
 def _played(problem, policy):
-    """E[drafted, target calls, discarded], played forwards with whole prefixes."""
+    """E[drafted, target calls, discarded], by forward enumeration with whole prefixes."""
 
     @functools.cache
     def run(prefix, left):
@@ -137,7 +137,7 @@ def test_action_costs_follow_the_process_as_printed(kind):
             assert go_on == pytest.approx(rejected * problem.discard_cost + continued, abs=EXACT)
 
 
-def test_what_drafting_adaptively_gains():
+def test_the_gain_of_adaptive_drafting():
     gains = []
     for seed in range(4):
         target = (3.0, 10.0)[seed % 2]
@@ -161,7 +161,7 @@ def test_thresholds_at_their_ends():
     assert decision.Values(problem, decision.acceptance_threshold(1.0)).cost == costs[4]
     assert decision.Values(problem, decision.acceptance_threshold(-1.0)).cost == costs[1]
     root = decision.State((), (), 7)
-    assert not decision.acceptance_threshold(0.0)(root), "the first token was not looked at"
+    assert not decision.acceptance_threshold(0.0)(root), "there is no prediction for the first token"
 
 
 def _theorem_cases():
@@ -173,35 +173,35 @@ def _theorem_cases():
 
 
 def test_theorem_3_1():
-    unsure = refuted = 0
+    uncertain = refuted = 0
     for problem, policy in _theorem_cases():
         values = decision.Values(problem, policy)
         for choice in decision.settled_stops(values):
             assert choice.stop <= choice.go_on + EXACT, choice
-            unsure += choice.rejected < 1
+            uncertain += choice.rejected < 1
         half = decision.stop_threshold(values) / 2
         refuted += any(c.rejected >= half and c.go_on < c.stop - EXACT for c in decision.choices(values))
-    assert unsure > 100, "the condition held for certain rejections only"
-    assert refuted > 5, "half the threshold does as well"
+    assert uncertain > 100, "the condition held for certain rejections only"
+    assert refuted > 5, "the theorem also holds with half the threshold"
 
 
-def test_delta_is_what_the_proof_of_theorem_3_1_says():
-    """Where the policy stops at once after going on, the proof's inequality is an equality."""
+def test_delta_is_that_of_the_proof_of_theorem_3_1():
+    """Where the policy stops directly after continuing, the proof's inequality is an equality."""
     for seed, (order, vocab) in itertools.product(range(4), [(0, 2), (1, 2), (1, 3)]):
         problem = _problem(seed, vocab=vocab, order=order, tokens=6, limit=4)
         values = decision.Values(problem, decision.fixed_length(1))
         c1, c2, delta = problem.discard_cost, problem.call_cost, decision.delta(values)
         for state in values.open_states():
-            passed = refused = 0.0
+            passed = rejected = 0.0
             for first, second in itertools.product(range(vocab), repeat=2):
                 context = (*state.prefix, *state.candidates)
                 both = torch.minimum(problem.p(context), problem.q(context))[first] * state.accepted
                 p, q = problem.p((*context, first)), problem.q((*context, first))
                 passed += float(both * torch.minimum(p, q)[second])
-                refused += float(both * (q - torch.minimum(p, q))[second])
+                rejected += float(both * (q - torch.minimum(p, q))[second])
             gap_1, gap_2 = values.gaps(state)
             stop, go_on = values.action_costs(state)
-            bound = (1 - passed - refused) * c1 + refused * (c1 - gap_1) - passed * (c2 + gap_2)
+            bound = (1 - passed - rejected) * c1 + rejected * (c1 - gap_1) - passed * (c2 + gap_2)
             assert go_on - stop == pytest.approx(bound, abs=EXACT)
             assert max(gap_1, gap_2) <= delta
 
@@ -227,7 +227,7 @@ def test_theorem_3_1_cannot_be_improved(kept, sign):
 
 
 def test_theorem_3_1_needs_its_delta():
-    """A policy that wastes target calls with 5 tokens to go, and none with 4: going on avoids the 5."""
+    """A policy that needs extra target calls when 5 tokens remain and none when 4 remain: continuing avoids the 5."""
     values = decision.Values(
         _doubtful_first_token(0.5, tokens=8),
         lambda state: len(state.candidates) + 1 >= {8: 3, 4: 3}.get(state.remaining, 1),
@@ -239,9 +239,10 @@ def test_theorem_3_1_needs_its_delta():
 
 
 def _end_effect(problem, n, per_token):
-    """How far a run of constant length n can be off N times the time a token of a run without end.
+    """Largest difference between a run of constant length n and N times the time per token of an infinite run.
 
-    More: up to n tokens too many in the last round. Less: drafts get shorter within n tokens of the end.
+    The run can take longer, by up to n unused tokens in the last round. It can take less time, because drafts get
+    shorter within n tokens of the end.
     """
     return EXACT + max(n * per_token, problem.costs.draft * n * (n + 1) / 2)
 
@@ -273,7 +274,7 @@ def test_only_the_overlap_matters_to_constant_lengths_without_contexts():
     other = decision.Problem(toy.p, toy.q, problem.costs, 7, 4, order=0)
     for n in range(5):
         assert decision.fixed_cost(other, n) == pytest.approx(decision.fixed_cost(problem, n))
-    assert decision.Values(other).cost < decision.Values(problem).cost - 0.01, "candidates tell which are kept"
+    assert decision.Values(other).cost < decision.Values(problem).cost - 0.01, "the policy can use the candidates"
 
 
 @pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("limit", 0), ("order", -1)])
@@ -284,7 +285,7 @@ def test_impossible_problems_are_refused(name, value):
 
 
 def _simulated(agrees, plan):
-    """[drafted, calls, discarded] of a greedy run whose rounds draft what `plan` says; None if it says too much."""
+    """[drafted, calls, discarded] of a greedy run with the draft lengths of `plan`; None if the plan is too long."""
     target = list(range(len(agrees)))
     draft = [token if same else -1 for token, same in zip(target, agrees, strict=True)]
     emitted, counts = [], [0, 0, 0]
@@ -319,7 +320,7 @@ def test_the_oracle_counts_of_lemma_2_1():
     for agrees in RECORDS[1:]:
         oracle, disagreements = decision.oracle_counts(agrees), agrees.count(False)
         assert oracle.emitted == oracle.drafted + oracle.target_calls == len(agrees)
-        assert oracle.target_calls == disagreements + agrees[-1]  # the lemma says + 1
+        assert oracle.target_calls == disagreements + agrees[-1]  # the lemma has + 1
     assert decision.oracle_counts([False] * 3) == decision.Counts(3, 0, 3)
     assert decision.oracle_counts([True] * 3) == decision.Counts(3, 2, 1)
     assert decision.oracle_counts([]) == decision.Counts(0, 0, 0)

@@ -1,4 +1,4 @@
-"""The pages about the rules are complete, tell lossless from lossy, and their snippets run."""
+"""The pages about the rules are complete and say which rules are lossy, and their code runs."""
 
 import re
 from pathlib import Path
@@ -13,10 +13,10 @@ RULES = sorted(path for path in PAGES.glob("*.md") if path != INDEX)
 SECTIONS = [
     "What it does",
     "Equations",
-    "Law",
+    "Output distribution",
     "Cost",
-    "When to use it, and when not",
-    "Traps",
+    "When to use it",
+    "Common mistakes",
     "How to call it",
     "Source",
 ]
@@ -50,15 +50,16 @@ def test_the_index_lists_every_page_and_marks_exactly_the_lossy_rules():
 
 
 @by_name
-def test_a_page_opens_with_what_it_loses(page):
-    found = re.match(r"# (\w+): .+\n\n\*\*(Lossless|Lossy)\*?", text(page).replace(".**", "**"))
-    assert found, "a page opens with its name, and with Lossless or Lossy in bold"
+def test_a_page_begins_with_lossless_or_lossy_the_drafts_and_the_name(page):
+    found = re.match(r"# (\w+): .+\n\n\*\*(Lossless|Lossy)\.?\*\*", text(page))
+    assert found, "a page begins with its name, and with Lossless or Lossy in bold"
+    assert " Drafts: " in text(page).partition("## ")[0]
     assert found.group(1) == page.stem
     assert (found.group(2) == "Lossy") == (page.stem in LOSSY)
 
 
 @by_name
-def test_pages_have_one_order(page):
+def test_pages_have_the_same_sections(page):
     assert re.findall(r"^## (.+)$", text(page), re.MULTILINE) == SECTIONS
 
 
@@ -68,7 +69,7 @@ def test_pages_say_how_the_engine_calls_the_rule(name):
 
 
 @pytest.mark.parametrize("page", [INDEX, *RULES], ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     for file, anchor in LINK.findall(text(page)):
         goal = PAGES / file if file else page
         assert goal.is_file(), f"{page.name} links to {file}"

@@ -1,4 +1,4 @@
-"""The engine's output law equals the target's, by enumerating every draw; negative controls show the test can fail."""
+"""The engine's output distribution equals the target's, by enumerating every draw; negative controls must fail it."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ RULES = pytest.mark.parametrize("verifier", [token_verifier, block_verifier], id
 
 @RULES
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
-def test_output_law_is_the_targets(verifier, length):
+def test_output_distribution_is_the_targets(verifier, length):
     assert_lossless(maker(verifier, length=length), params=SamplingParams(max_tokens=4 if length < 2 else 3))
 
 
 @RULES
-def test_output_law_for_three_drafted_tokens_over_several_rounds(verifier):
+def test_output_distribution_for_three_drafted_tokens_over_several_rounds(verifier):
     target, draft = TableModel(VOCAB, 4, zeros=0.4), TableModel(VOCAB, 5, zeros=0.4)
     assert_lossless(maker(verifier, length=3, target=target, draft=draft), params=SamplingParams(max_tokens=4))
 
@@ -60,53 +60,53 @@ TRANSFORMS = {
 
 @RULES
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_output_law_under_sampling_parameters(verifier, transform):
+def test_output_distribution_under_sampling_parameters(verifier, transform):
     assert_lossless(maker(verifier), prompt=(0, 1), params=SamplingParams(max_tokens=3, **transform))
 
 
 @RULES
-def test_output_law_with_eos_inside_a_block(verifier):
+def test_output_distribution_with_eos_inside_a_block(verifier):
     assert_lossless(maker(verifier, length=3, eos=(1,)), params=SamplingParams(max_tokens=4))
 
 
 @RULES
-def test_output_law_with_min_tokens_before_eos(verifier):
+def test_output_distribution_with_min_tokens_before_eos(verifier):
     assert_lossless(maker(verifier, eos=(1,)), params=SamplingParams(max_tokens=4, min_tokens=2))
 
 
 @RULES
-def test_output_law_with_stop_token_and_ignored_eos(verifier):
+def test_output_distribution_with_stop_token_and_ignored_eos(verifier):
     params = SamplingParams(max_tokens=3, stop_token_ids=[2], ignore_eos=True)
     assert_lossless(maker(verifier, eos=(1,)), params=params)
 
 
 @RULES
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_output_law_with_max_tokens_inside_a_block(verifier, most):
+def test_output_distribution_with_max_tokens_inside_a_block(verifier, most):
     assert_lossless(maker(verifier, length=3), params=SamplingParams(max_tokens=most))
 
 
 @RULES
 @pytest.mark.parametrize("options", [{"temperature": 0.4}, {"temperature": 0.0}, {"top_k": 1}], ids=str)
-def test_output_law_when_the_draft_is_sampled_otherwise(verifier, options):
+def test_output_distribution_when_the_draft_is_sampled_otherwise(verifier, options):
     assert_lossless(maker(verifier, **options), params=SamplingParams(max_tokens=3))
 
 
 @RULES
-def test_output_law_with_zeros_and_disjoint_supports(verifier):
+def test_output_distribution_with_zeros_and_disjoint_supports(verifier):
     target = TableModel(VOCAB, 7, order=1, rows={(0,): [0.5, 0.5, 0.0], (1,): [0.0, 0.0, 1.0], (2,): [0.2, 0.2, 0.6]})
     draft = TableModel(VOCAB, 8, order=1, rows={(0,): [0.0, 0.3, 0.7], (1,): [0.5, 0.5, 0.0], (2,): [0.2, 0.2, 0.6]})
     assert_lossless(maker(verifier, target=target, draft=draft), params=SamplingParams(max_tokens=4))
 
 
 @RULES
-def test_output_law_across_the_end_of_the_drafts_context(verifier):
+def test_output_distribution_across_the_end_of_the_drafts_context(verifier):
     draft = TableModel(VOCAB, 2, max_positions=3)
     assert_lossless(maker(verifier, draft=draft), params=SamplingParams(max_tokens=4))
 
 
-def test_output_law_of_a_batch():
-    """Two rows at once, of different lengths: the joint law is the product, so rows do not touch each other."""
+def test_output_distribution_of_a_batch():
+    """Two rows of different lengths at once: the joint distribution is the product, so the rows are independent."""
     make = maker(block_verifier, length=1)
     params = [SamplingParams(max_tokens=2), SamplingParams(max_tokens=1)]
     prompts = [[0], [0, 2, 1]]
@@ -118,12 +118,12 @@ def test_output_law_of_a_batch():
 
     found = exact_distribution(lambda rng: joint(make(lambda *_: rng)))
     target = TableModel(VOCAB, 1)
-    laws = [target_distribution(target, prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    wanted = {(a, b): x * y for a, x in laws[0].items() for b, y in laws[1].items()}
-    assert total_variation(found, wanted) < 1e-12
+    first, second = (target_distribution(target, prompt, own) for prompt, own in zip(prompts, params, strict=True))
+    expected = {(a, b): x * y for a, x in first.items() for b, y in second.items()}
+    assert total_variation(found, expected) < 1e-12
 
 
-# --- negative controls: each of these mistakes must be seen -----------------------------------------------------------
+# --- negative controls: the test must detect each of these mistakes ---------------------------------------------------
 
 
 def distance(make, **params):
@@ -139,7 +139,7 @@ def always_accept(tokens, q, p, *, rng, lengths=None, validate=True):
 
 
 def token_residual_in_block_rule(tokens, q, p, *, rng, lengths=None, validate=True):
-    """What a large project shipped: block acceptance, residual of the token rule."""
+    """A mistake that another project shipped: block acceptance with the residual of the token rule."""
     _, h = block_acceptance(tokens, q, p, lengths)
     place = torch.arange(1, tokens.shape[1] + 1)
     accepted = (rng.bernoulli(h) * place).amax(-1) if tokens.shape[1] else lengths
@@ -152,7 +152,7 @@ def token_residual_in_block_rule(tokens, q, p, *, rng, lengths=None, validate=Tr
 
 
 class WrongQ(ModelDrafter):
-    """Reports another temperature than it drew with."""
+    """Reports q at another temperature than the one it drew with."""
 
     def propose(self, requests, rng):
         drafts = super().propose(requests, rng)
@@ -165,7 +165,7 @@ class WrongQ(ModelDrafter):
 
 
 class DroppedToken(ModelDrafter):
-    """Throws its last token away when it does not like it: no stopping time."""
+    """Discards its last token when it is unlikely, so its length is no stopping time."""
 
     def propose(self, requests, rng):
         made = []
@@ -177,29 +177,30 @@ class DroppedToken(ModelDrafter):
         return made
 
 
-# Found among 400 random pairs: the median pair does not show a token residual in the block rule, this one by 0.05.
-TELLING = {"target": TableModel(VOCAB, 87, order=1), "draft": TableModel(VOCAB, 1087, order=1)}
+# Chosen from 400 random pairs: the token residual in the block rule changes the distribution of this pair by 0.05, and
+# that of the median pair hardly at all.
+SENSITIVE = {"target": TableModel(VOCAB, 87, order=1), "draft": TableModel(VOCAB, 1087, order=1)}
 
 
-def test_control_always_accept_is_seen():
+def test_control_always_accept_is_detected():
     assert distance(maker(lambda: ChainVerifier("always", always_accept))) > 0.05
 
 
-def test_control_token_residual_in_block_rule_is_seen():
+def test_control_token_residual_in_block_rule_is_detected():
     rule = ChainVerifier("wrong", token_residual_in_block_rule)
-    assert distance(maker(lambda: rule, **TELLING)) > 0.04
+    assert distance(maker(lambda: rule, **SENSITIVE)) > 0.04
 
 
 @RULES
-def test_control_wrong_q_is_seen(verifier):
+def test_control_wrong_q_is_detected(verifier):
     assert distance(maker(verifier, drafter=WrongQ)) > 0.01
 
 
 @RULES
-def test_control_dropped_token_is_seen(verifier):
+def test_control_dropped_token_is_detected(verifier):
     assert distance(maker(verifier, drafter=DroppedToken)) > 0.01
 
 
 @pytest.mark.parametrize("rule", [token_verify, block_verify])
 def test_the_models_of_the_controls_pass_with_the_right_rule(rule):
-    assert distance(maker(lambda: ChainVerifier("right", rule), **TELLING)) < 1e-12
+    assert distance(maker(lambda: ChainVerifier("right", rule), **SENSITIVE)) < 1e-12

@@ -1,4 +1,4 @@
-"""Feature heads: one layer over the target's states as its draft, and states that follow the session through all."""
+"""Feature heads: drafts of one layer on the target's hidden states, and the states of a session after every change."""
 
 import copy
 import itertools
@@ -28,7 +28,7 @@ PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went 
 
 
 def net_for(target, *, ids=None, name=None, own_output=False, window=64, seed=3, scale=1.0):
-    """A random head for a target; `ids` are the tokens it speaks of."""
+    """A random head for a target; `ids` are the tokens that it can draft."""
     ids = list(range(target.vocab_size)) if ids is None else ids
     config = FeatureConfig(
         target=name or target.name,
@@ -70,7 +70,7 @@ def plain_states(backend, tokens):
 
 @pytest.mark.parametrize("name", [*CONFIGS, "lean"])
 def test_states_follow_the_session(name):
-    """Pieces, a batch, a rollback and a tree's path: each time the states are those of a plain pass."""
+    """After parts, a batch, a rollback and a tree's path the states are those of a plain pass."""
     target = LeanBackend(random_model(CONFIGS["llama"]()), name=name) if name == "lean" else fresh(name)
     target.record_states()
     one, two = target.open(), target.open()
@@ -94,7 +94,7 @@ def test_long_prompts_and_growth_keep_their_states():
     assert torch.allclose(session.states, plain_states(target, tokens), atol=1e-4)
 
 
-def test_nothing_is_recorded_unasked_or_in_part():
+def test_states_are_recorded_only_on_request_and_completely():
     target = fresh()
     session = target.open()
     target.forward([Feed(session, [1, 2])])
@@ -108,7 +108,7 @@ def test_nothing_is_recorded_unasked_or_in_part():
 
 
 def reference_rows(target, net, tokens, given):
-    """Logits after the last token, with the target's states for the first `given` tokens and the head's own after."""
+    """Logits after the last token, with the target's states for the first `given` tokens and then the head's own."""
     states = list(plain_states(target, tokens)[:given])
     embedded = target.model.get_input_embeddings()(torch.tensor([tokens]))
     width = len(tokens)
@@ -122,7 +122,7 @@ def reference_rows(target, net, tokens, given):
         )
 
     out = None
-    for end in range(1, width + 1):  # input states above a token come one by one
+    for end in range(1, width + 1):  # the input states of a token are computed one by one
         above = torch.stack([torch.zeros(net.config.hidden_size), *states[: end - 1]]).unsqueeze(0)
         out = net(above, embedded[:, :end], net.rotary(torch.arange(end).unsqueeze(0)), attend)[0]
         if end > given:
@@ -131,7 +131,7 @@ def reference_rows(target, net, tokens, given):
 
 
 @pytest.mark.parametrize("window", [3, 64])
-def test_drafted_tokens_stand_on_the_heads_own_states(window):
+def test_drafted_tokens_use_the_heads_own_states(window):
     target = fresh()
     net = net_for(target, window=window)
     head = FeatureBackend(target, net)
@@ -144,14 +144,14 @@ def test_drafted_tokens_stand_on_the_heads_own_states(window):
         rows = head.forward([Feed(session, tokens[end - 1 : end])])[0].logits
         assert torch.allclose(rows, reference_rows(target, net, tokens[:end], 3), atol=1e-4)
     assert (session.certain, session.length) == (4, 6)
-    target.forward([Feed(owner, tokens[3:5])])  # the target has read on: drafted entries are made anew
+    target.forward([Feed(owner, tokens[3:5])])  # the target has read more: drafted entries are computed again
     session.rewind()
     rows = head.forward([Feed(session, unread(session, tokens))])[0].logits
     assert torch.allclose(rows, reference_rows(target, net, tokens, 5), atol=1e-4)
     assert session.certain == 6
 
 
-def test_a_tree_is_read_level_by_level_as_its_paths_are():
+def test_a_tree_read_by_levels_gives_the_rows_of_its_paths():
     target = fresh()
     net = net_for(target)
     head = FeatureBackend(target, net)
@@ -175,7 +175,7 @@ def test_a_tree_is_read_level_by_level_as_its_paths_are():
 
 @pytest.mark.parametrize("chains", [1, 3])
 @pytest.mark.parametrize(("ids", "make"), [(None, HFBackend), (list(range(3, 200)), LeanBackend)])
-def test_greedy_output_is_the_targets(chains, ids, make):
+def test_greedy_output_equals_the_targets(chains, ids, make):
     options = {"tokenizer": tokenizer(), "eos_token_ids": (1, 2)}
     greedy = SamplingParams(max_tokens=40, temperature=0)
     plain = Engine(fresh("target"), **options).generate(PROMPTS, greedy)
@@ -191,7 +191,7 @@ def test_greedy_output_is_the_targets(chains, ids, make):
 
 
 @pytest.mark.parametrize("chains", [1, 2])
-def test_batched_is_alone(chains):
+def test_output_is_the_same_alone_and_in_a_batch(chains):
     target = fresh("target")
     rule = make_verifier("trie_block" if chains > 1 else "block")
     made = Engine(target, drafted(target, net_for(target), chains=chains), rule, tokenizer=tokenizer())
@@ -204,7 +204,7 @@ def test_batched_is_alone(chains):
 
 
 def tiny():
-    """A llama of two layers and three tokens in float64."""
+    """A Llama of two layers and three tokens, in float64."""
     config = transformers.LlamaConfig(
         vocab_size=3,
         hidden_size=8,
@@ -220,8 +220,8 @@ def tiny():
 
 @pytest.mark.parametrize("ids", [None, [0, 2]])
 @pytest.mark.parametrize(("chains", "rule"), [(1, "token"), (1, "block"), (2, "trie_block")])
-def test_exact_law_on_a_real_model(chains, rule, ids):
-    """Enumerated: the law is that of the target's plain rows, also where the head never says one of three tokens."""
+def test_exact_output_distribution_on_a_real_model(chains, rule, ids):
+    """By enumeration: the distribution is the target's, also where the head cannot draft one of three tokens."""
     target = tiny()
     net = net_for(target, ids=ids, own_output=True, scale=2.0)
     params = SamplingParams(max_tokens=3)
@@ -231,11 +231,11 @@ def test_exact_law_on_a_real_model(chains, rule, ids):
 
     with checks_off():
         found = engine_distribution(make, [0, 2], params)
-    wanted = {}
+    expected = {}
     for tokens in itertools.product(range(3), repeat=params.max_tokens):
         rows = target.model(input_ids=torch.tensor([[0, 2, *tokens]]), use_cache=False).logits[0].softmax(-1)
-        wanted[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
-    assert total_variation(found, wanted) < 1e-7, "the rules work on float32 rows"
+        expected[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
+    assert total_variation(found, expected) < 1e-7, "the rules work on float32 rows"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_exact_law_on_a_real_model(chains, rule, ids):
         {"repetition_penalty": 1.3, "bad_words": ["dog"]},
     ],
 )
-def test_rows_are_those_of_the_whole_vocabulary_with_nothing_elsewhere(options):
+def test_rows_are_those_of_the_whole_vocabulary_and_0_elsewhere(options):
     target, ids = fresh("target"), [1, 2, 5, 7, 40, 41, 200]
     model = FeatureModel(target, net_for(target, ids=ids))
     params = SamplingParams(**options)
@@ -262,11 +262,11 @@ def test_rows_are_those_of_the_whole_vocabulary_with_nothing_elsewhere(options):
     whole[:, ids] = logits
     request = DraftRequest(7, [1, 5, 40], 2, 4, bound, session)
     rows = model.rows(request, logits, [[], [7], [7, 41]], torch.tensor(ids))
-    wanted = probabilities(whole, bound, [40], [[], [7], [7, 41]])
-    assert torch.allclose(rows, wanted, rtol=1e-5, atol=0)
+    expected = probabilities(whole, bound, [40], [[], [7], [7, 41]])
+    assert torch.allclose(rows, expected, rtol=1e-5, atol=0)
     assert rows.shape == whole.shape
     moved = model.rows(request, logits, [[], [7], [7, 41]], torch.tensor(ids) + 1)
-    assert not torch.allclose(moved, wanted, rtol=1e-5, atol=0), "other tokens are seen"
+    assert not torch.allclose(moved, expected, rtol=1e-5, atol=0), "other tokens change the rows"
 
 
 def test_a_long_prompt_is_read_in_chunks():
@@ -308,7 +308,7 @@ def test_rules_for_constant_drafts_refuse_it():
 
 
 @pytest.mark.parametrize("own_output", [False, True])
-def test_a_head_survives_its_files(tmp_path, own_output):
+def test_a_head_is_the_same_after_saving_and_loading(tmp_path, own_output):
     target = fresh()
     net = net_for(target, ids=[1, 5, 90], own_output=own_output)
     save_net(net, tmp_path, torch.float32)
@@ -333,7 +333,7 @@ def test_a_head_survives_its_files(tmp_path, own_output):
         ({"extra": 1}, "of format 1"),
     ],
 )
-def test_foreign_and_broken_heads_are_refused(tmp_path, change, words):
+def test_other_and_broken_heads_are_refused(tmp_path, change, words):
     target = fresh()
     save_net(net_for(target, ids=[1, 5, 90]), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -349,7 +349,7 @@ def test_tokens_out_of_order_twice_or_outside_are_refused(tmp_path, ids):
         load_net(tmp_path)
 
 
-def test_names_of_nothing_say_what_is_legal(tmp_path):
+def test_names_without_a_head_say_what_is_legal(tmp_path):
     target = fresh()
     for spec, words in (("feature_head", "takes the directory"), (f"feature_head:{tmp_path}/no", "is missing")):
         with pytest.raises(UserError, match=words):

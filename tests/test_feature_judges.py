@@ -1,4 +1,4 @@
-"""Heads that judge what a feature head drafts: trained on the states and places of its runs, shipped beside it."""
+"""Heads for the drafts of a feature head: they are trained on the states of its runs, and stored in its directory."""
 
 import json
 
@@ -11,9 +11,9 @@ from draftproof.backends.feature_head import FeatureBackend
 from draftproof.backends.feature_net import FeatureConfig, FeatureNet, save_net
 from draftproof.backends.followed import FollowedHead
 from draftproof.backends.hf import HFBackend
+from draftproof.training.head_artefact import make_head, make_verifier_head
+from draftproof.training.head_options import HeadJob, Material
 from draftproof.training.loop import TrainingPlan
-from draftproof.training.pair_data import Material
-from draftproof.training.recipes import HeadJob, make_head, make_verifier_head
 from draftproof.tree import TokenTree
 from helpers import embedded_model
 
@@ -32,8 +32,8 @@ def target():
     return HFBackend(embedded_model("target"), name="embedded:target")
 
 
-def test_reading_by_itself_is_drafting_below_the_targets_last_state(target):
-    """Known tokens below a prompt give what a draft gave that drew them, whether read one by one or at once."""
+def test_a_followed_head_reads_known_tokens_as_if_it_had_drafted_them(target):
+    """Known tokens after a prompt give the same states as a draft of these tokens, read one by one or at once."""
     drawn = [12, 300, 7, 45]
     head = FeatureBackend(target, random_net())
     owner = target.open()
@@ -53,11 +53,11 @@ def test_reading_by_itself_is_drafting_below_the_targets_last_state(target):
     assert torch.allclose(outputs[0].hidden, torch.cat([output.hidden for output in run]), atol=1e-4)
     known = FeatureBackend(target, random_net())
     target.forward([Feed(owner, [STORY[-1], *drawn])])
-    taught = known.forward([Feed(known.follow(owner), [*STORY, *drawn])])[0].logits[-1]
-    assert not torch.allclose(outputs[0].logits[-1], taught, atol=1e-3), "with the target's states it is another draft"
+    other = known.forward([Feed(known.follow(owner), [*STORY, *drawn])])[0].logits[-1]
+    assert not torch.allclose(outputs[0].logits[-1], other, atol=1e-3), "with the target's states the draft differs"
 
 
-def test_what_reads_by_itself_reads_chains_and_gives_both_slots_back(target):
+def test_a_followed_head_reads_chains_only_and_frees_both_slots(target):
     alone = FollowedHead(target, random_net())
     session = alone.open()
     with pytest.raises(ValueError, match="chains only"):
@@ -91,8 +91,8 @@ def job(place, out, **options):
         cache=place / "cache",
     )
     plan = TrainingPlan(steps=20, learning_rate=3e-3, log_every=10)
-    told = {"plan": plan, "depth": 1, "trial_prompts": 2, "trial_tokens": 12, "batch": 64, **options}
-    return HeadJob(material, out, **told)
+    known = {"plan": plan, "depth": 1, "trial_prompts": 2, "trial_tokens": 12, "batch": 64, **options}
+    return HeadJob(material, out, **known)
 
 
 def test_heads_for_a_feature_head_are_its_stoppers(place):
@@ -101,8 +101,8 @@ def test_heads_for_a_feature_head_are_its_stoppers(place):
     assert summary["rows"] > 50
     config = json.loads((place / "mine" / "heads" / "acceptance" / "config.json").read_text())
     assert (config["draft"], config["hidden_size"]) == ("feature_head:mine", 64)
-    told = (place / "mine" / "heads" / "acceptance" / "provenance.json").read_text()
-    assert str(place) not in told
+    provenance = (place / "mine" / "heads" / "acceptance" / "provenance.json").read_text()
+    assert str(place) not in provenance
     for stopper in (f"acceptance:{place / 'mine' / 'heads' / 'acceptance'}:0.5", "acceptance"):
         engine = Engine.load("embedded:target", drafter=f"feature_head:{place / 'mine'}", stopper=stopper)
         (out,) = engine.generate("Once upon a time", SamplingParams(max_tokens=12, seed=1))

@@ -1,4 +1,4 @@
-"""Training of feature heads: what is taught is what is drafted on, and a run leaves the same head however it is cut."""
+"""Training of feature heads: training inputs equal drafting inputs, and an interrupted run gives the same head."""
 
 import json
 
@@ -16,8 +16,9 @@ from draftproof.cli.train import app
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.provenance import command
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.training.feature_head import FeatureJob, make_feature_head
-from draftproof.training.feature_loss import Frame, acceptance, against, steps, wanted_rows
+from draftproof.training.feature_head import make_feature_head
+from draftproof.training.feature_loss import Frame, acceptance, output_loss, steps, target_rows
+from draftproof.training.feature_options import FeatureJob
 from draftproof.training.feature_rows import Row, Store, frequent, spread, windows
 from draftproof.training.loop import TrainingPlan
 from helpers import CONFIGS, random_model, tokenizer
@@ -51,12 +52,12 @@ ROWS = [Row(tuple((7 * i + j * j) % 97 for j in range(12)), start=i % 3) for i i
 
 
 @pytest.mark.parametrize("window", [4, 64])
-def test_step_k_is_what_the_kth_drafted_token_stands_on(target, tmp_path, window):
-    """The unrolled pass at every position against a session that reads the same tokens, drafted from there."""
+def test_step_k_computes_the_state_of_the_kth_drafted_token(target, tmp_path, window):
+    """The unrolled pass at every position equals a session that reads the same tokens and drafts from there."""
     net = random_net(window=window).requires_grad_(requires_grad=False)
     rows = store_for(target, ROWS[:1], tmp_path).shard(0)
     tokens = rows.ids[0].tolist()
-    taught = [out[0] for out, _ in steps(net, rows, frame_for(target, net), 4)]
+    trained = [out[0] for out, _ in steps(net, rows, frame_for(target, net), 4)]
     head = FeatureBackend(target, net)
     for first in range(1, 9):
         owner = target.open()
@@ -66,7 +67,7 @@ def test_step_k_is_what_the_kth_drafted_token_stands_on(target, tmp_path, window
         later = tokens[first + 1 : first + 4]
         made.extend(head.forward([Feed(session, [token])], hidden=True)[0].hidden[-1] for token in later)
         for step in range(4):
-            assert torch.allclose(made[step], taught[step][first + step], atol=1e-4), (first, step)
+            assert torch.allclose(made[step], trained[step][first + step], atol=1e-4), (first, step)
         session.close()
         owner.close()
 
@@ -76,30 +77,30 @@ def test_the_gradient_is_that_of_the_formula(tv):
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(130, 6, generator=generator, requires_grad=True)
     weight = torch.randn(9, 6, generator=generator, requires_grad=True)
-    wanted = torch.rand(130, 9, generator=generator).softmax(-1) * 0.9
-    loss, overlap = against(states, weight, wanted, tv)
+    target = torch.rand(130, 9, generator=generator).softmax(-1) * 0.9
+    loss, overlap = output_loss(states, weight, target, tv)
     loss.backward()
     found = states.grad.clone(), weight.grad.clone()
     states.grad = weight.grad = None
     q = (states @ weight.T).softmax(-1)
-    plain = torch.minimum(q, wanted).sum(-1)
-    (-(wanted * q.log()).sum(-1) + tv * (1 - plain)).mean().backward()
+    plain = torch.minimum(q, target).sum(-1)
+    (-(target * q.log()).sum(-1) + tv * (1 - plain)).mean().backward()
     assert torch.allclose(overlap, plain, atol=1e-6)
     assert torch.allclose(found[0], states.grad, atol=1e-6)
     assert torch.allclose(found[1], weight.grad, atol=1e-5)
 
 
-def test_rows_hold_what_the_target_makes_of_them(target, tmp_path):
+def test_rows_have_the_states_and_probabilities_of_the_target(target, tmp_path):
     store = store_for(target, ROWS, tmp_path)
     shard = store.shard(1)
     assert (len(store), shard.ids.shape) == (2, (8, 12))
     logits = target.model(input_ids=shard.ids, use_cache=False).logits
     net = random_net(ids=48)
     p = logits.softmax(-1).flatten(0, 1)[:, net.ids]
-    assert torch.allclose(wanted_rows(shard, frame_for(target, net)), p, atol=1e-5)
+    assert torch.allclose(target_rows(shard, frame_for(target, net)), p, atol=1e-5)
     assert shard.counts[:, :3].tolist() == [[place >= i % 3 for place in range(3)] for i in range(32, 40)]
     again = store_for(target, ROWS, tmp_path)
-    again.target = None  # from its file
+    again.target = None  # so the shard must come from its file
     assert torch.equal(again.shard(1).states, shard.states)
 
 
@@ -108,29 +109,29 @@ def test_a_batch_is_a_function_of_its_step(target, tmp_path):
     batches = [store.batch(step, 4, seed=5).ids for step in range(32)]
     assert all(torch.equal(store.batch(step, 4, seed=5).ids, batches[step]) for step in (31, 3, 17))
     first = {tuple(row) for ids in batches[:16] for row in ids.tolist()}
-    assert first == {row.tokens for row in ROWS}, "every row comes in each turn"
+    assert first == {row.tokens for row in ROWS}, "every row is used in each pass"
     assert [ids.tolist() for ids in batches[16:]] != [ids.tolist() for ids in batches[:16]]
 
 
-def test_acceptance_of_a_perfect_head_is_what_it_covers(target, tmp_path):
+def test_acceptance_is_at_most_the_covered_mass(target, tmp_path):
     rows = store_for(target, ROWS, tmp_path).shard(0)
     net = random_net(ids=30)
     found = acceptance(net, rows, frame_for(target, net), positions=2)
-    p = wanted_rows(rows, frame_for(target, net))[rows.counts.flatten()]
+    p = target_rows(rows, frame_for(target, net))[rows.counts.flatten()]
     assert found["covered"] == pytest.approx(float(p.sum(-1).mean()), abs=1e-5)
     assert 0 < found["accept_2"] < found["covered"]
 
 
-def test_windows_are_whole_and_ids_are_the_frequent_ones():
+def test_windows_have_the_full_length_and_ids_are_the_frequent_ones():
     rows = windows(WORDS * 40, tokenizer(), length=16, most=6, seed=1)
     assert len(rows) == 6
     assert {len(row.tokens) for row in rows} == {16}
-    assert windows(WORDS * 40, tokenizer(), length=16, most=9, seed=1)[:6] == rows, "more windows begin as fewer do"
+    assert windows(WORDS * 40, tokenizer(), length=16, most=9, seed=1)[:6] == rows, "more windows begin with the same"
     assert frequent([[Row((7, 5, 5, 9, 9, 9))]], 3, 12, always=[2]) == [2, 5, 9]
     assert frequent([[Row((0, 5))], []], 4, 12) == [0, 1, 2, 5]
 
 
-def test_a_small_kind_of_rows_has_its_say():
+def test_a_small_kind_of_rows_has_the_same_weight():
     many, few = [Row((0, *[3, 4, 5] * 30))] * 10, [Row((0, 3, 8, 8, 8, 9), start=1)]
     assert frequent([many, few], 3, 12) == [3, 4, 8]
     assert frequent([many], 3, 12) == [3, 4, 5]
@@ -139,7 +140,7 @@ def test_a_small_kind_of_rows_has_its_say():
     assert spread([list("abcd"), [1, 2, 3]]) == ["a", 1, "b", 2, "c", 3, "d"]
 
 
-# --- from options to an artefact -------------------------------------------------------------------------------------
+# --- from options to files -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -155,29 +156,29 @@ def job(tmp_path, texts, name, **options):
     return FeatureJob("embedded:target", tmp_path / name, plan, (texts,), **{**kept, **options})
 
 
-def test_an_artefact_drafts_for_its_target_and_tells_where_it_comes_from(tmp_path, texts):
+def test_a_trained_head_drafts_for_its_target_and_has_a_provenance(tmp_path, texts):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"{WORDS[i % 3]} {i}"}) for i in range(60)))
     loss = {"own_output": True, "tv": 1.0, "states": 0.1}
-    wanted = job(tmp_path, texts, "made", prompts=(prompts,), length=48, answer_tokens=6, **loss)
-    metrics = make_feature_head(wanted)
+    first = job(tmp_path, texts, "made", prompts=(prompts,), length=48, answer_tokens=6, **loss)
+    metrics = make_feature_head(first)
     assert set(metrics) == {"text", "answers", "runs"}
     assert metrics["runs"]["answers"]["block_efficiency"] >= 1
-    told = (wanted.out / "provenance.json").read_text()
-    assert str(tmp_path) not in told
-    assert json.loads(told)["rows"] == {"text": 24, "answers": pytest.approx(48, abs=12)}
-    assert not wanted.work.exists()
-    made = Engine.load("embedded:target", drafter=f"feature_head:{wanted.out}", stopper="fixed:3")
+    provenance = (first.out / "provenance.json").read_text()
+    assert str(tmp_path) not in provenance
+    assert json.loads(provenance)["rows"] == {"text": 24, "answers": pytest.approx(48, abs=12)}
+    assert not first.work.exists()
+    made = Engine.load("embedded:target", drafter=f"feature_head:{first.out}", stopper="fixed:3")
     plain = Engine.load("embedded:target")
     greedy = SamplingParams(max_tokens=20, temperature=0)
     assert made.generate("Once upon a time", greedy)[0].text == plain.generate("Once upon a time", greedy)[0].text
-    make_feature_head(job(tmp_path, texts, "more", start=wanted.out))
-    assert load_net(tmp_path / "more").config == load_net(wanted.out).config, "its shape is taken over"
+    make_feature_head(job(tmp_path, texts, "more", start=first.out))
+    assert load_net(tmp_path / "more").config == load_net(first.out).config, "the shape is kept"
     with pytest.raises(UserError, match="was made for embedded:target"):
-        Engine.load("embedded:draft", drafter=f"feature_head:{wanted.out}")
+        Engine.load("embedded:draft", drafter=f"feature_head:{first.out}")
 
 
-def test_a_killed_run_leaves_the_same_head(tmp_path, texts, monkeypatch):
+def test_an_interrupted_run_gives_the_same_head(tmp_path, texts, monkeypatch):
     make_feature_head(job(tmp_path, texts, "whole"))
     cut = job(tmp_path, texts, "cut")
     calls = []
@@ -193,7 +194,7 @@ def test_a_killed_run_leaves_the_same_head(tmp_path, texts, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         make_feature_head(cut)
     make_feature_head(cut)
-    assert calls.count(0) == 1, "it went on where it was"
+    assert calls.count(0) == 1, "the second run continued the first"
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     net = load_net(tmp_path / "cut")
@@ -224,7 +225,7 @@ def test_the_command(tmp_path, texts):
     assert (tmp_path / "made" / "config.json").exists()
 
 
-def test_an_artefact_tells_of_no_path(monkeypatch):
+def test_a_provenance_has_no_path(monkeypatch):
     words = ["/a/draftproof", "--draft", "feature_head:/b/mine", "--out=/c/d", "data/x.txt", "a:b"]
     monkeypatch.setattr("sys.argv", words)
     assert command() == ["draftproof", "--draft", "feature_head:mine", "--out=d", "data/x.txt", "a:b"]

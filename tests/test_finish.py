@@ -1,4 +1,4 @@
-"""Text in pieces is the text of the whole, and a block of tokens ends where the same tokens would one at a time."""
+"""The pieces of a text are together the whole text, and a block of tokens ends where single tokens would end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """GPT-2's kind: 256 bytes and a few merges."""
+    """A tokenizer like that of GPT-2: 256 bytes and a few merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "b"), ("Ġ", "a"), ("ð", "Ł")]
     vocab = {token: i for i, token in enumerate(alphabet + [left + right for left, right in merges])}
@@ -31,7 +31,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: words with a leading mark, unknown characters as byte tokens, the first space stripped."""
+    """Like that of Llama 2: words with a leading mark, unknown characters as byte tokens, the first space stripped."""
     words = ["<unk>", "▁", "a", "b", "ab", "▁a", "▁ab", "▁▁", ".", "é", "€"]
     vocab = {token: i for i, token in enumerate(words + [f"<0x{byte:02X}>" for byte in range(256)])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))  # noqa: S106
@@ -41,7 +41,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """T5's kind."""
+    """A tokenizer like that of T5."""
     words = ["<unk>", "▁", "a", "▁a", "▁ab", "b", "."]
     core = Tokenizer(models.Unigram([(word, -1.0) for word in words], unk_id=0))
     core.decoder = decoders.Metaspace()
@@ -49,7 +49,7 @@ def metaspace() -> PreTrainedTokenizerFast:
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    """BERT's kind: the space belongs to the next word."""
+    """A tokenizer like that of BERT: the space belongs to the next word."""
     vocab = {token: i for i, token in enumerate(["[UNK]", "a", "b", "##a", "##b", ".", "é"])}
     core = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))  # noqa: S106
     core.decoder = decoders.WordPiece()
@@ -73,7 +73,7 @@ def ids_of(tokenizer, *tokens) -> list[int]:
 
 
 def some_ids(tokenizer):
-    """Ids of the tokenizer; byte tokens below 0x80 are the documented exception, see the test of their own."""
+    """Ids of the tokenizer, without byte tokens below 0x80, which have their own test."""
     ids = [i for token, i in tokenizer.get_vocab().items() if not ("<0x00>" <= token <= "<0x7F>" and len(token) == 6)]
     return st.lists(st.sampled_from(sorted(ids)), max_size=16)
 
@@ -89,7 +89,7 @@ def test_pieces_are_the_whole(name, data):
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=12))
-def test_any_text_survives_its_bytes(text):
+def test_any_text_is_the_same_after_encoding_and_decoding(text):
     tokenizer = TOKENIZERS["byte_level"]()
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert "".join(pieces(tokenizer, ids)) == whole(tokenizer, ids) == text
@@ -117,7 +117,7 @@ def test_a_line_feed_byte_is_shown_at_once():
     tokenizer = TOKENIZERS["byte_fallback"]()
     assert pieces(tokenizer, ids_of(tokenizer, "a", "<0x0A>", "▁a"))[:3] == ["a", "\n", " a"]
     ids = ids_of(tokenizer, "a", "<0x0A>", "<0xFF>", "b")
-    assert "".join(pieces(tokenizer, ids)) == "a\n�b"  # decode gives "a��b": the exception the class names
+    assert "".join(pieces(tokenizer, ids)) == "a\n�b"  # decode gives "a��b": see the docstring of TextDecoder
 
 
 def test_bytes_that_never_complete_are_flushed():
@@ -154,7 +154,7 @@ EOS = TOKENIZERS["byte_level"]().eos_token_id
 
 
 def run(ending: Cutter, blocks) -> tuple[list[int], list[str]]:
-    """Feeds blocks until the end; the kept tokens and the streamed pieces."""
+    """Pass blocks until the end; return the kept tokens and the streamed pieces."""
     kept, streamed = [], []
     for block in blocks:
         cut = ending.cut(block)
@@ -167,7 +167,7 @@ def run(ending: Cutter, blocks) -> tuple[list[int], list[str]]:
     return kept, streamed
 
 
-def test_eos_is_kept_and_what_follows_it_is_not():
+def test_eos_is_kept_and_tokens_after_it_are_not():
     ending = cutter()
     kept, streamed = run(ending, [[*encode("xy"), EOS, *encode("zz")]])
     assert kept == [*encode("xy"), EOS]
@@ -175,14 +175,14 @@ def test_eos_is_kept_and_what_follows_it_is_not():
     assert ending.count == 3
 
 
-def test_ignore_eos_goes_on():
+def test_ignore_eos_does_not_end_at_eos():
     ending = cutter(ignore_eos=True, max_tokens=4)
     kept, _ = run(ending, [[*encode("xy"), EOS, *encode("zz")]])
     assert (len(kept), ending.text, ending.finish) == (4, "xyz", Finish.LENGTH)
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "xy"), (True, "xyz")])
-def test_a_stop_token_names_itself(include, text):
+def test_a_stop_token_is_the_stop_reason(include, text):
     (z,) = encode("z")
     ending = cutter(stop_token_ids=[z], include_stop_str_in_output=include)
     kept, _ = run(ending, [encode("xyzq")])
@@ -190,7 +190,7 @@ def test_a_stop_token_names_itself(include, text):
 
 
 @pytest.mark.parametrize(("skip", "include", "text"), [(True, True, "x"), (False, False, "x"), (False, True, "x</s>")])
-def test_the_text_of_eos_is_shown_only_when_asked_for(skip, include, text):
+def test_the_text_of_eos_is_shown_only_on_request(skip, include, text):
     ending = cutter(skip_special_tokens=skip, include_stop_str_in_output=include)
     run(ending, [[*encode("x"), EOS]])
     assert ending.text == text
@@ -269,14 +269,14 @@ def test_refusals():
         Cutter(SamplingParams(), room=0)
 
 
-def test_without_a_tokenizer_tokens_still_end():
+def test_without_a_tokenizer_stop_tokens_still_end():
     ending = Cutter(SamplingParams(stop_token_ids=[7]), [2])
     cut = ending.cut([5, 7, 2])
     assert (cut.kept, cut.text, cut.finish, cut.stop_reason) == (2, "", Finish.STOP, 7)
     assert f"{cut.finish}" == "stop"
 
 
-SOUP = st.lists(
+IDS = st.lists(
     st.sampled_from([*encode("a"), *encode("b"), *encode("ab"), *encode(" a"), *encode("é"), *encode("€"), EOS]),
     max_size=24,
 )
@@ -295,9 +295,9 @@ PARAMS = st.fixed_dictionaries(
 
 
 @settings(max_examples=400, deadline=None)
-@given(wish=PARAMS, ids=SOUP, data=st.data())
-def test_blocks_end_where_single_tokens_do(wish, ids, data):
-    tokenizer, params = TOKENIZERS["byte_level"](), SamplingParams(**wish)
+@given(values=PARAMS, ids=IDS, data=st.data())
+def test_blocks_end_where_single_tokens_do(values, ids, data):
+    tokenizer, params = TOKENIZERS["byte_level"](), SamplingParams(**values)
     alone, blocked = (Cutter(params, [EOS], tokenizer) for _ in range(2))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     blocks = [ids[i:j] for i, j in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
@@ -313,9 +313,9 @@ def test_blocks_end_where_single_tokens_do(wish, ids, data):
 
 
 @settings(max_examples=200, deadline=None)
-@given(wish=PARAMS, ids=SOUP)
-def test_the_text_is_the_kept_tokens_text_up_to_the_stop(wish, ids):
-    tokenizer, params = TOKENIZERS["byte_level"](), SamplingParams(**{**wish, "min_tokens": 0})
+@given(values=PARAMS, ids=IDS)
+def test_the_text_is_that_of_the_kept_tokens_up_to_the_stop(values, ids):
+    tokenizer, params = TOKENIZERS["byte_level"](), SamplingParams(**{**values, "min_tokens": 0})
     ending = Cutter(params, [EOS], tokenizer)
     kept, _ = run(ending, [ids])
     text = whole(tokenizer, kept, skip=params.skip_special_tokens)

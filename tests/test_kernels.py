@@ -21,7 +21,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, while triton is imp
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'draftproof[triton]' (Linux only)", allow_module_level=True)
 
-from distributions import KINDS, Toy, _pair, as_paths, rule_law
+from distributions import KINDS, Toy, _pair, as_paths, rule_distribution
 from draftproof import reference, rng
 from draftproof.errors import UserError
 from draftproof.functional import chain, coupling, kseq_select, spectr_verify, trie_block_verify
@@ -264,7 +264,7 @@ token, block = as_paths(chain.token_verify), as_paths(chain.block_verify)
 
 
 def distance(rule, count, length, toy):
-    return total_variation(rule_law(rule, toy, count, length), toy.law_of(length + 1))
+    return total_variation(rule_distribution(rule, toy, count, length), toy.target_distribution(length + 1))
 
 
 @laws_need_the_interpreter

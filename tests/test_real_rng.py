@@ -1,8 +1,8 @@
-"""The real generator: its uniforms, its draws, and the law of what is decoded with it.
+"""The real generator: its uniforms, its draws, and the output distribution of decoding with it.
 
-Every test here is deterministic (fixed seeds). A chi-square test fails where a correct generator would show such a
-statistic with probability ALPHA = 1e-6; with some 20 such tests a correct one had a chance of 2e-5 to fail when the
-seeds were chosen. The negative controls show that the tests see known mistakes at that level.
+Every test here is deterministic (fixed seeds). A chi-square test fails if a correct generator would give such a
+statistic with probability ALPHA = 1e-6 or less. There are about 20 of these tests, so a correct generator had a chance
+of 2e-5 to fail when the seeds were chosen. The negative controls show that the tests detect known mistakes.
 """
 
 import itertools
@@ -28,17 +28,17 @@ KINDS = (_DrawKind.DECISION, _DrawKind.INDEX, _DrawKind.DECISION)
 
 
 def chi_square(counts, probs):
-    """p-value of counts against probabilities; cells with fewer than 5 expected are put together."""
+    """p-value of counts against probabilities; cells with an expected count below 5 are pooled."""
     expected = probs.double() * counts.sum()
     order = expected.argsort()
     small = int((expected[order].cumsum(0) < 5).sum()) + 1
     groups = [order[:small], *order[small:].unsqueeze(-1)]
     found = torch.stack([counts[group].sum() for group in groups]).double()
-    wanted = torch.stack([expected[group].sum() for group in groups])
-    assert found[wanted == 0].sum() == 0, "an outcome of probability 0 was drawn"
-    live = wanted > 0
-    statistic = ((found - wanted)[live] ** 2 / wanted[live]).sum()
-    freedom = torch.tensor((int(live.sum()) - 1) / 2, dtype=torch.float64)
+    means = torch.stack([expected[group].sum() for group in groups])
+    assert found[means == 0].sum() == 0, "an outcome of probability 0 was drawn"
+    possible = means > 0
+    statistic = ((found - means)[possible] ** 2 / means[possible]).sum()
+    freedom = torch.tensor((int(possible.sum()) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
@@ -93,30 +93,30 @@ def test_streams_that_differ_in_one_coordinate_are_unrelated():
         streams += [rng._next(kind, (number, 2), HOST)[:, column] for kind in _DrawKind for column in (0, 1)]
     made = torch.stack(streams)
     shifted = made[: len(made) // 2, 1:] == made[len(made) // 2 :, :-1]
-    assert shifted.all()  # seed + 1 is the next row's seed: the same stream, one row on
+    assert shifted.all()  # seed + 1 is the next row's seed: the same stream, shifted by one row
     correlation = torch.corrcoef(made) - torch.eye(len(made))
     assert correlation.abs().max() < 6 / number**0.5  # 2016 pairs: false alarm 4e-6
     assert len(made[: len(made) // 2].unique()) == made[: len(made) // 2].numel()
 
 
-# --- the two doors ----------------------------------------------------------------------------------------------------
+# --- bernoulli and categorical ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rng", [CounterRng([1]), TorchRng(1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probability_0_is_never_and_1_is_always(rng, dtype):
-    sure = torch.tensor([0.0, 1.0], dtype=dtype).repeat(200_000).unsqueeze(0)
-    assert torch.equal(rng.bernoulli(sure), sure.bool())
+    certain = torch.tensor([0.0, 1.0], dtype=dtype).repeat(200_000).unsqueeze(0)
+    assert torch.equal(rng.bernoulli(certain), certain.bool())
 
 
 @pytest.mark.parametrize("prob", [0.001, 0.3, 0.75])
-def test_yes_comes_as_often_as_its_probability(prob):
+def test_bernoulli_draws_have_their_probability(prob):
     for rng in (CounterRng([17]), TorchRng(17)):
         yes = rng.bernoulli(torch.full((1, 200_000), prob)).sum()
         assert chi_square(torch.stack([200_000 - yes, yes]), torch.tensor([1 - prob, prob])) > ALPHA
 
 
-def test_indices_come_as_often_as_their_weights():
+def test_indices_have_the_frequency_of_their_weights():
     weights = torch.tensor([0.0, 3.0, 0.5, 0.0, 1e-3, 7.0, 0.0])
     for rng in (CounterRng([17]), TorchRng(17)):
         drawn = rng.categorical(weights.expand(1, 100_000, 7))
@@ -152,12 +152,12 @@ def searched_by_blocks_of(size):
 
 
 def searched_natively():
-    """By native.c where this machine has it."""
+    """By native.c if it runs on this machine."""
     return patch.object(rng_module, "_WIDE", 0)
 
 
 @pytest.mark.parametrize("width", [4, 7, 8, 9, 5000, 49_155])
-def test_a_search_by_blocks_finds_what_one_running_sum_finds(width):
+def test_a_search_by_blocks_finds_the_same_index_as_one_running_sum(width):
     weights = torch.rand(64, width, generator=torch.Generator().manual_seed(width)).pow(6)
     weights[:, ::3] = 0
     u = (torch.arange(64, dtype=torch.float64) + 0.5) / 64
@@ -178,8 +178,8 @@ def test_an_index_without_weight_is_never_drawn_where_all_weights_are_subnormal(
 
 def test_an_index_without_weight_is_never_drawn_from_a_quarter_million():
     weights = torch.zeros(262_144)
-    alive = torch.arange(5, 262_000, 997)
-    weights[alive] = torch.rand(len(alive), generator=torch.Generator().manual_seed(0)) * 1e-6
+    positive = torch.arange(5, 262_000, 997)
+    weights[positive] = torch.rand(len(positive), generator=torch.Generator().manual_seed(0)) * 1e-6
     u = torch.cat([torch.tensor(EDGES, dtype=torch.float64), _uniforms([fold(1)], (1, 200), HOST)[0]])
     assert (weights[inverse_cdf(weights.expand(len(u), -1), u)] > 0).all()
     even = torch.full((1, 262_144), 1 / 262_144)
@@ -192,7 +192,7 @@ def test_an_index_without_weight_is_never_drawn_from_a_quarter_million():
     size=st.tuples(st.integers(1, 5), st.integers(1, 5)),
     extra=st.tuples(st.integers(0, 3), st.integers(0, 3)),
 )
-def test_a_draw_depends_on_its_coordinates_and_not_on_the_padding_or_the_batch(seeds, size, extra):
+def test_a_draw_depends_on_its_coordinates_and_not_on_padding_or_batch(seeds, size, extra):
     rows, rounds = len(seeds), list(range(len(seeds)))
     padded = (rows, size[0] + extra[0], size[1] + extra[1])
     batch = CounterRoundRng(seeds, rounds).at(Purpose.VERIFY, 3)
@@ -200,9 +200,9 @@ def test_a_draw_depends_on_its_coordinates_and_not_on_the_padding_or_the_batch(s
     for row in range(rows):
         single = CounterRoundRng(seeds[row : row + 1], rounds[row : row + 1]).at(Purpose.VERIFY, 3)
         picked = CounterRoundRng(seeds, rounds).at(Purpose.VERIFY, 3, [row])
-        for kind, wanted in zip(KINDS, many, strict=True):
-            assert torch.equal(single._next(kind, (1, *size), HOST)[0], wanted[row])
-            assert torch.equal(picked._next(kind, (1, *size), HOST)[0], wanted[row])
+        for kind, expected in zip(KINDS, many, strict=True):
+            assert torch.equal(single._next(kind, (1, *size), HOST)[0], expected[row])
+            assert torch.equal(picked._next(kind, (1, *size), HOST)[0], expected[row])
 
 
 def test_decisions_do_not_shift_the_indices_drawn_after_them():
@@ -213,19 +213,19 @@ def test_decisions_do_not_shift_the_indices_drawn_after_them():
 
 
 def test_rows_come_first():
-    with pytest.raises(ValueError, match="rng has 2 rows, asked for draws of shape"):
+    with pytest.raises(ValueError, match="requested from an rng of 2 rows"):
         CounterRng([1, 2]).bernoulli(torch.ones(3))
 
 
-# --- the law of what is decoded ---------------------------------------------------------------------------------------
+# --- the output distribution of decoding ------------------------------------------------------------------------------
 
 
-def chain_law(p, length):
-    """Law of the first `length` tokens of a chain with first row p[-1] and rows p[token], flattened."""
-    law = p[-1]
+def chain_distribution(p, length):
+    """Distribution of the first `length` tokens of a chain with first row p[-1] and rows p[token], flattened."""
+    found = p[-1]
     for _ in range(length - 1):
-        law = (law.unsqueeze(-1) * p[:-1].repeat(law.numel() // (len(p) - 1), 1).view(*law.shape, -1)).flatten()
-    return law
+        found = (found.unsqueeze(-1) * p[:-1].repeat(found.numel() // (len(p) - 1), 1).view(*found.shape, -1)).flatten()
+    return found
 
 
 def peaked(vocab, seed, power):
@@ -234,7 +234,7 @@ def peaked(vocab, seed, power):
 
 
 def decode(rule, p, q, *, rows, drafted, length, seed, by_position=False):
-    """Tokens of `rows` speculative decodings; with by_position drafts reuse the uniform of an absolute position."""
+    """Counts of the outputs of speculative decoding; with by_position, drafts reuse the uniform of their position."""
     vocab = p.shape[1]
     at = torch.arange(rows)
     out = torch.full((rows, length + drafted + 1), vocab)
@@ -253,52 +253,52 @@ def decode(rule, p, q, *, rows, drafted, length, seed, by_position=False):
         emitted = torch.cat([index[:, 1:], index[:, :1]], 1)
         emitted[at, found.accepted] = found.token
         for step in range(drafted + 1):
-            live = (step <= found.accepted) & (done < length)
-            out[at[live], done[live]] = emitted[live, step]
-            done = done + live
+            active = (step <= found.accepted) & (done < length)
+            out[at[active], done[active]] = emitted[active, step]
+            done = done + active
     assert (done >= length).all()
     weights = vocab ** torch.arange(length - 1, -1, -1)
     return counts_of((out[:, :length] * weights).sum(-1), vocab**length)
 
 
-# Searched for among 60: the mistakes below are off by 0.057 and 0.074 in total variation here.
+# Chosen from 60 models: here the mistakes below change the total variation by 0.057 and 0.074.
 MODEL = {"p": peaked(4, 24, 1.5), "q": peaked(4, 1024, 1.5)}
 RUN = {"rows": 40_000, "drafted": 3, "length": 3}
 
 
 @pytest.mark.parametrize("rule", [token_verify, block_verify])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_decoded_tokens_have_the_target_law(rule, seed):
+def test_decoded_tokens_have_the_targets_distribution(rule, seed):
     counts = decode(rule, **MODEL, **RUN, seed=seed)
-    assert chi_square(counts, chain_law(MODEL["p"], 3)) > ALPHA
+    assert chi_square(counts, chain_distribution(MODEL["p"], 3)) > ALPHA
 
 
-def test_a_token_residual_in_the_block_rule_is_seen(monkeypatch):
+def test_a_token_residual_in_the_block_rule_is_detected(monkeypatch):
     right = chain.bonus_weights
     monkeypatch.setattr(chain, "bonus_weights", lambda *rest: right(*rest[:-1], torch.ones_like(rest[-1])))
-    assert chi_square(decode(block_verify, **MODEL, **RUN, seed=1), chain_law(MODEL["p"], 3)) < ALPHA
+    assert chi_square(decode(block_verify, **MODEL, **RUN, seed=1), chain_distribution(MODEL["p"], 3)) < ALPHA
 
 
-def test_uniforms_keyed_by_absolute_position_are_seen():
+def test_uniforms_keyed_by_absolute_position_are_detected():
     counts = decode(block_verify, **MODEL, **RUN, seed=1, by_position=True)
-    assert chi_square(counts, chain_law(MODEL["p"], 3)) < ALPHA
+    assert chi_square(counts, chain_distribution(MODEL["p"], 3)) < ALPHA
 
 
-def test_the_drafts_law_is_seen_where_the_target_law_should_be():
-    assert chi_square(decode(block_verify, **MODEL, **RUN, seed=1), chain_law(MODEL["q"], 3)) < ALPHA
+def test_the_drafts_distribution_is_detected():
+    assert chi_square(decode(block_verify, **MODEL, **RUN, seed=1), chain_distribution(MODEL["q"], 3)) < ALPHA
 
 
 @pytest.mark.parametrize(("verifier", "seed"), [("token", 1), ("block", 2)])
-def test_the_engine_has_the_target_law_on_a_trained_pair(verifier, seed):
+def test_the_engine_has_the_targets_distribution_on_a_trained_pair(verifier, seed):
     prompt, kept, length = tokenizer()("Once upon a time")["input_ids"], 3, 3
-    law = {(): 1.0}
+    paths = {(): 1.0}
     for _ in range(length):
-        rows = plain_rows(embedded_model("target"), [[*prompt, *path] for path in law])[0].topk(kept)
-        ranked = dict(zip(law, rows.indices.tolist(), strict=True))
-        probs = dict(zip(law, rows.values.softmax(-1).tolist(), strict=True))
-        law = {(*path, token): law[path] * probs[path][i] for path in law for i, token in enumerate(ranked[path])}
+        rows = plain_rows(embedded_model("target"), [[*prompt, *path] for path in paths])[0].topk(kept)
+        ranked = dict(zip(paths, rows.indices.tolist(), strict=True))
+        probs = dict(zip(paths, rows.values.softmax(-1).tolist(), strict=True))
+        paths = {(*path, x): paths[path] * probs[path][i] for path in paths for i, x in enumerate(ranked[path])}
     params = SamplingParams(n=500, top_k=kept, max_tokens=length, seed=seed, ignore_eos=True)
     outputs = engine(verifier=verifier, length=2, max_batch=250).generate([prompt], params)
-    place = {path: i for i, path in enumerate(law)}
+    place = {path: i for i, path in enumerate(paths)}
     drawn = torch.tensor([place[output.token_ids] for output in outputs])
-    assert chi_square(counts_of(drawn, len(law)), torch.tensor(list(law.values()))) > ALPHA
+    assert chi_square(counts_of(drawn, len(paths)), torch.tensor(list(paths.values()))) > ALPHA

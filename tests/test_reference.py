@@ -1,4 +1,4 @@
-"""The fast rules equal the page to read first, decision by decision."""
+"""The fast rules make the same decisions as the reference."""
 
 import random
 
@@ -12,7 +12,7 @@ from draftproof.functional.chain import block_acceptance, block_verify, log_rati
 
 
 class Scripted:
-    """An Rng that turns given uniforms into decisions."""
+    """An Rng whose draws come from given uniforms."""
 
     def __init__(self, uniforms, last):
         self.uniforms, self.last = torch.tensor([uniforms], dtype=torch.float64), last
@@ -32,7 +32,7 @@ def distribution(source, vocab):
 
 @st.composite
 def rounds(draw):
-    """A drafted chain with q and p; some rows of p are q itself."""
+    """A drafted chain with q and p; some rows of p are equal to q."""
     source = random.Random(draw(st.integers(0, 2**32)))
     n, vocab = draw(st.integers(1, 6)), draw(st.integers(2, 7))
     q = [distribution(source, vocab) for _ in range(n)]
@@ -49,11 +49,11 @@ def tensors(tokens, q, p):
 def test_acceptance_probabilities_are_the_references(drawn):
     tokens, q, p, *_ = drawn
     running, h = block_acceptance(*tensors(tokens, q, p), torch.tensor([len(tokens)]))
-    wanted = reference.block_acceptance(tokens, q, p)
-    assert running[0].tolist() == pytest.approx(wanted[0], abs=1e-12)
-    # Where 1 - P is a rounding error (p = q), h is 0/0 and any value serves.
-    for found, sure, level in zip(h[0].tolist(), wanted[1], wanted[0], strict=True):
-        assert level > 1 - 1e-9 or found == pytest.approx(sure, abs=1e-9)
+    levels, passes = reference.block_acceptance(tokens, q, p)
+    assert running[0].tolist() == pytest.approx(levels, abs=1e-12)
+    # Where 1 - P is a rounding error (p = q), h is 0/0 and any value is right.
+    for found, expected, level in zip(h[0].tolist(), passes, levels, strict=True):
+        assert level > 1 - 1e-9 or found == pytest.approx(expected, abs=1e-9)
     ratios = log_ratios(*tensors(tokens, q, p)).exp().clamp(max=1)[0].tolist()
     assert ratios == pytest.approx(reference.token_acceptance(tokens, q, p), abs=1e-12)
 

@@ -10,9 +10,9 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.engine.engine import Engine
 from draftproof.functional import block_verify, spectr_verify, token_verify
-from draftproof.functional.coupling import multi_round_on_tries
 from draftproof.functional.greedy import greedy_block_verify
 from draftproof.functional.nodes import Tries
+from draftproof.functional.top_down import multi_round_on_tries
 from draftproof.reproduction.expected_accepted import Recorder, chain_reach, chains_of, key, pieces, trie_reach
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength

@@ -1,7 +1,8 @@
-"""Rules broken on purpose: each mutant must be told from the target by the exact law, or the laws prove nothing.
+"""Rules broken on purpose: the exact output distribution of each mutant must differ from the target's.
 
-A mutant replaces one expression in one function of the package; models are searched until one shows it. Most models
-hide most mutants (the token-level residual in the block rule is off by a few hundredths at the very most).
+Otherwise the tests of exact distributions would prove nothing. A mutant replaces one expression in one function of the
+package, and models are tried until one of them shows a difference. Most models show no difference for most mutants:
+the token-level residual in the block rule, for example, changes the distribution by a few hundredths at most.
 """
 
 import __future__
@@ -13,36 +14,37 @@ from functools import partial
 
 import pytest
 
-from distributions import Toy, as_paths, greedy_law, rule_law
-from draftproof.functional import chain, coupling, greedy, trie
+from distributions import Toy, as_paths, greedy_distribution, rule_distribution
+from draftproof.functional import bottom_up, chain, coupling, greedy, top_down
 from draftproof.testing import total_variation
 
-MODULES = (chain, coupling, greedy, trie)
-SEEN = 1e-3
+MODULES = (chain, coupling, greedy, top_down, bottom_up)
+VISIBLE_ERROR = 1e-3
 
 
 def _chain(name, length):
-    def law(toy):
-        return rule_law(as_paths(getattr(chain, name)), toy, 1, length), toy.law_of(length + 1)
+    def both(toy):
+        """The distribution under the rule, and the target's."""
+        return rule_distribution(as_paths(getattr(chain, name)), toy, 1, length), toy.target_distribution(length + 1)
 
-    return law
+    return both
 
 
 def _paths(module, name, count, length):
-    def law(toy):
-        return rule_law(getattr(module, name), toy, count, length), toy.law_of(length + 1)
+    def both(toy):
+        return rule_distribution(getattr(module, name), toy, count, length), toy.target_distribution(length + 1)
 
-    return law
+    return both
 
 
 def _rounds(toy):
-    return greedy_law(toy, 2, 4), toy.law_of(4)
+    return greedy_distribution(toy, 2, 4), toy.target_distribution(4)
 
 
 token, block = _chain("token_verify", 2), _chain("block_verify", 3)
-spectr, multi = _paths(coupling, "spectr_verify", 2, 1), _paths(coupling, "multi_round_verify", 2, 1)
-wide, deep = _paths(trie, "trie_block_verify", 3, 1), _paths(trie, "trie_block_verify", 2, 2)
-traversal = _paths(trie, "traversal_verify", 2, 2)
+spectr, multi = _paths(top_down, "spectr_verify", 2, 1), _paths(top_down, "multi_round_verify", 2, 1)
+wide, deep = _paths(bottom_up, "trie_block_verify", 3, 1), _paths(bottom_up, "trie_block_verify", 2, 2)
+traversal = _paths(bottom_up, "traversal_verify", 2, 2)
 
 MUTANTS = {
     "always accept": (
@@ -77,7 +79,7 @@ MUTANTS = {
         "torch.cat([one, running], -1).gather(-1, accepted.unsqueeze(-1)).squeeze(-1)",
         "torch.ones_like(running[:, 0])",
     ),
-    "the first refusal ends the block": (
+    "the first rejection ends the block": (
         block,
         chain.block_verify,
         "(rng.bernoulli(h) * place).amax(-1)",
@@ -107,37 +109,37 @@ MUTANTS = {
     ),
     "multiplicity ignored": (
         wide,
-        trie._hand_down,
+        bottom_up._hand_down,
         "torch.where(kids > 0, 1 - missed[flat], 1)",
         "torch.where(kids > 0, accept, 1)",
     ),
     "own acceptance not conditioned": (
         deep,
-        trie.trie_block_plan,
+        bottom_up.trie_block_plan,
         "(weight - rule.accept) / rejected",
         "(weight - rule.accept)",
     ),
     "the latest success wins": (
         wide,
-        trie._winner,
+        bottom_up._winner,
         "hit.long().argmax(-1, keepdim=True)",
         "(hit * (places + 1)).argmax(-1, keepdim=True)",
     ),
     "success on the first draw always": (
         wide,
-        trie.decide,
+        bottom_up.decide,
         "rng.categorical(success_draw_weights(tries, plan))",
         "(success_draw_weights(tries, plan) > 0).long().argmax(-1)",
     ),
     "weights of the root in every residual": (
         deep,
-        trie._trie_block,
+        bottom_up._trie_block,
         "_at(plan.weight, at)",
         "torch.ones_like(plan.weight[:, 0])",
     ),
     "traversal without what is left": (
         traversal,
-        trie.traversal_plan,
+        bottom_up.traversal_plan,
         "rule.left.sum(-1, dtype=torch.float64).clamp_(0, 1)",
         "weight",
     ),
@@ -164,7 +166,7 @@ MUTANTS = {
 
 def _mutate(monkeypatch, function, old, new):
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
-    assert old in source, f"{function.__name__} no longer holds {old!r}: write the mutant anew"
+    assert old in source, f"{function.__name__} no longer contains {old!r}: write this mutant again"
     module = inspect.getmodule(inspect.unwrap(function))
     code = compile(source.replace(old, new), "mutant", "exec", flags=__future__.annotations.compiler_flag)
     made = {}
@@ -174,30 +176,30 @@ def _mutate(monkeypatch, function, old, new):
             monkeypatch.setattr(other, function.__name__, made[function.__name__])
 
 
-def _error(law, toy):
-    """How far a rule's law is from the target's; a draw that cannot be made is as far as it gets."""
+def _error(both, toy):
+    """Total variation between the rule's distribution and the target's; 1 where the rule attempts an invalid draw."""
     try:
-        return total_variation(*law(toy))
+        return total_variation(*both(toy))
     except ValueError:
         return 1.0
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_killed(name, monkeypatch):
-    law, function, old, new = MUTANTS[name]
-    order = 1 if law is _rounds else None
+    both, function, old, new = MUTANTS[name]
+    order = 1 if both is _rounds else None
     models = [
-        partial(Toy.random, seed, kind=kind, depth=3 if law is block else 2, order=order)
+        partial(Toy.random, seed, kind=kind, depth=3 if both is block else 2, order=order)
         for seed, kind in itertools.product(range(20), ("peaked", "dense"))
     ]
-    assert _error(law, models[0]()) < 1e-12
+    assert _error(both, models[0]()) < 1e-12
     monkeypatch.setattr(greedy, "running_ratios", chain.running_ratios, raising=False)
     _mutate(monkeypatch, function, old, new)
-    assert any(_error(law, model()) > SEEN for model in models), f"no model shows the mutant {name!r}"
+    assert any(_error(both, model()) > VISIBLE_ERROR for model in models), f"no model shows the mutant {name!r}"
 
 
 def test_two_tokens_hide_the_wrong_residual(monkeypatch):
-    """With two tokens one is left either way: a negative control needs three."""
+    """With two tokens, both residuals have mass on one token only: a negative control needs three tokens."""
     _mutate(monkeypatch, *MUTANTS["token residual in the block rule"][1:])
     toys = [Toy.random(seed, vocab=2, depth=3) for seed in range(5)]
     assert max(_error(block, toy) for toy in toys) < 1e-12

@@ -1,4 +1,4 @@
-"""Every lossless rule emits exactly the target's law, by enumeration; and what else the rules promise."""
+"""The output distribution of every lossless rule is exactly the target's, by enumeration; other claims of the rules."""
 
 import itertools
 from collections import defaultdict
@@ -15,11 +15,11 @@ from distributions import (
     Toy,
     as_paths,
     complete,
-    emitted_law,
-    greedy_law,
-    rule_law,
+    emitted_distribution,
+    greedy_distribution,
+    rule_distribution,
     rule_length,
-    verdict_laws,
+    verdict_distributions,
     walk,
 )
 from draftproof.functional import (
@@ -50,10 +50,10 @@ from draftproof.functional import (
     trie_block_verify,
     typical_verify,
 )
+from draftproof.functional.bottom_up import trie_block_plan
 from draftproof.functional.chain import log_ratios, residual_weights, running_ratios
-from draftproof.functional.coupling import first_success, flatten_rows, kseq_plan, kseq_residual, rounds_plan
+from draftproof.functional.coupling import first_success, kseq_plan, kseq_residual, rounds_plan
 from draftproof.functional.lossy import mentored_bounds
-from draftproof.functional.trie import trie_block_plan
 from draftproof.rng import CounterRng, TorchRng
 from draftproof.testing import exact_distribution, total_variation
 from draftproof.tree import TokenTree
@@ -74,7 +74,7 @@ ON_TRIES = {
 EXACT = 1e-12
 
 
-# -- laws ------------------------------------------------------------------------------------------------
+# -- output distributions --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +82,7 @@ EXACT = 1e-12
 def test_chain_rules_are_exact(name, kind):
     for seed in range(3):
         toy = Toy.random(seed, kind=kind, depth=3)
-        assert total_variation(rule_law(CHAIN[name], toy, 1, 3), toy.law_of(4)) < EXACT
+        assert total_variation(rule_distribution(CHAIN[name], toy, 1, 3), toy.target_distribution(4)) < EXACT
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,9 +90,9 @@ def test_chain_rules_are_exact(name, kind):
 def test_path_rules_are_exact(name, kind):
     toy = Toy.random(1, kind=kind, depth=2)
     if name != "spectr" or kind in ("dense", "sparse", "onehot", "disjoint"):  # SpecTr has the most outcomes to walk
-        assert total_variation(rule_law(PATHS[name], toy, 2, 2), toy.law_of(3)) < EXACT
-    assert total_variation(rule_law(PATHS[name], toy, 2, 1), toy.law_of(2)) < EXACT
-    assert total_variation(rule_law(PATHS[name], toy, 3, 1), toy.law_of(2)) < EXACT
+        assert total_variation(rule_distribution(PATHS[name], toy, 2, 2), toy.target_distribution(3)) < EXACT
+    assert total_variation(rule_distribution(PATHS[name], toy, 2, 1), toy.target_distribution(2)) < EXACT
+    assert total_variation(rule_distribution(PATHS[name], toy, 3, 1), toy.target_distribution(2)) < EXACT
 
 
 @pytest.mark.slow
@@ -100,16 +100,19 @@ def test_path_rules_are_exact(name, kind):
 def test_path_rules_are_exact_on_larger_drafts(name, count, length):
     for kind in ("sparse", "ties"):
         toy = Toy.random(2, kind=kind, depth=length)
-        assert total_variation(rule_law(PATHS[name], toy, count, length), toy.law_of(length + 1)) < EXACT
+        assert (
+            total_variation(rule_distribution(PATHS[name], toy, count, length), toy.target_distribution(length + 1))
+            < EXACT
+        )
 
 
 @pytest.mark.parametrize("kind", ["dense", "peaked", "near", "ties"])
 @pytest.mark.parametrize("name", [*CHAIN, *PATHS])
-def test_laws_in_float32(name, kind):
+def test_distributions_in_float32(name, kind):
     toy = Toy.random(4, kind=kind, depth=2, dtype=torch.float32)
     rule, count = (CHAIN[name], 1) if name in CHAIN else (PATHS[name], 2)
     length = 1 if name == "spectr" else 2
-    assert total_variation(rule_law(rule, toy, count, length), toy.law_of(length + 1)) < 1e-6
+    assert total_variation(rule_distribution(rule, toy, count, length), toy.target_distribution(length + 1)) < 1e-6
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -118,21 +121,21 @@ def test_prefix_trees_are_exact(name, merged):
     for kind in ("sparse", "ties") if name == "traversal" else ("sparse",):
         toy = Toy.random(6, kind=kind, depth=2)
         forest = Forest(toy, (2, 2) if kind == "sparse" else (2, 1), merged=merged)
-        assert total_variation(forest.law(ON_TRIES[name], 3), toy.law_of(3)) < EXACT
+        assert total_variation(forest.distribution(ON_TRIES[name], 3), toy.target_distribution(3)) < EXACT
 
 
 @pytest.mark.parametrize("factors", [(3,), (2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_drawing_without_replacement_is_exact(factors):
     toy, length = Toy.random(1, depth=2), len(factors) + 1
-    forest, law = Forest(toy, factors, replacement=False), toy.law_of(length)
+    forest, expected = Forest(toy, factors, replacement=False), toy.target_distribution(length)
     tokens = forest.leaf_chains()
     q, p = toy.rows(tokens)
     for rule in (multi_round_on_tries, traversal_on_tries):
-        assert total_variation(forest.law(rule, length, replacement=False), law) < EXACT
-        assert total_variation(forest.law(rule, length), law) > 1e-2  # the plain q is the wrong one
+        assert total_variation(forest.distribution(rule, length, replacement=False), expected) < EXACT
+        assert total_variation(forest.distribution(rule, length), expected) > 1e-2  # the unchanged q is wrong here
     for rule in (multi_round_verify_without_replacement, partial(traversal_verify, replacement=False)):
         walks = walk(partial(_play, rule, tokens, q, p), tokens.shape[0])
-        assert total_variation(emitted_law(toy, tokens, forest.weight, walks, length), law) < EXACT
+        assert total_variation(emitted_distribution(toy, tokens, forest.weight, walks, length), expected) < EXACT
 
 
 def _play(rule, tokens, q, p, rng):
@@ -148,7 +151,7 @@ def test_draws_from_different_distributions_need_no_option():
         forest.q[2 * b + 1, nodes[0][0]] = 0
         forest.q[2 * b + 1] /= forest.q[2 * b + 1].sum()
     for rule in (multi_round_on_tries, traversal_on_tries):
-        assert total_variation(forest.law(rule, 2), toy.law_of(2)) < EXACT
+        assert total_variation(forest.distribution(rule, 2), toy.target_distribution(2)) < EXACT
 
 
 def test_point_masses_may_branch_where_draws_need_not_be_alike():
@@ -158,10 +161,10 @@ def test_point_masses_may_branch_where_draws_need_not_be_alike():
     contexts = [(), (0,), (2,), (0, 1), (2, 0)]
     tries = Tries.from_trees([tree], [None])
     for rule in (multi_round_on_tries, traversal_on_tries):
-        law = defaultdict(float)
+        emitted = defaultdict(float)
         for weight, v in walk(lambda rng, rule=rule: rule(tries, None, p, rng=rng), 1):
-            law[(*contexts[int(v.node) + 1], int(v.token))] += float(weight)
-        assert total_variation(complete(toy, law, 3), toy.law_of(3)) < EXACT
+            emitted[(*contexts[int(v.node) + 1], int(v.token))] += float(weight)
+        assert total_variation(complete(toy, emitted, 3), toy.target_distribution(3)) < EXACT
     for rule in (spectr_on_tries, trie_block_on_tries):
         with pytest.raises(ValueError, match="point-mass draft branches"):
             rule(tries, None, p, rng=TorchRng(0))
@@ -174,7 +177,9 @@ def test_point_masses_equal_one_hot_rows(name):
     _, p = toy.rows(tokens)
     q = torch.nn.functional.one_hot(tokens, 3).double()
     rule = CHAIN.get(name) or PATHS[name]
-    for a, b in zip(verdict_laws(rule, tokens, q, p), verdict_laws(rule, tokens, None, p), strict=True):
+    for a, b in zip(
+        verdict_distributions(rule, tokens, q, p), verdict_distributions(rule, tokens, None, p), strict=True
+    ):
         assert total_variation(a, b) < EXACT
 
 
@@ -182,29 +187,37 @@ def test_point_masses_equal_one_hot_rows(name):
 
 
 def _stop(prefix):
-    """Looks at everything drafted, the newest token included, and throws nothing away."""
+    """Looks at all drafted tokens, the newest included, and discards none."""
     return bool(prefix) and (prefix[-1] == 1 or sum(prefix) > 2)
 
 
 @pytest.mark.parametrize("name", [*CHAIN, *PATHS])
-def test_stopping_times_keep_the_law(name):
+def test_stopping_times_keep_the_distribution(name):
     for kind in ("dense", "sparse"):
         toy = Toy.random(11, kind=kind, depth=3)
         rule, count = (CHAIN[name], 1) if name in CHAIN else (PATHS[name], 2)
         length = 3 if count == 1 else 2
-        assert total_variation(rule_law(rule, toy, count, length, stop=_stop), toy.law_of(length + 1)) < EXACT
+        assert (
+            total_variation(
+                rule_distribution(rule, toy, count, length, stop=_stop), toy.target_distribution(length + 1)
+            )
+            < EXACT
+        )
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_chains_of_different_lengths_keep_the_law(name):
+def test_chains_of_different_lengths_keep_the_distribution(name):
     toy = Toy.random(12, kind="sparse", depth=2)
     for lengths in ((2, 1), (1, 2), (0, 2), (0, 0)):
-        assert total_variation(rule_law(PATHS[name], toy, 2, 2, lengths=lengths), toy.law_of(3)) < EXACT
+        assert (
+            total_variation(rule_distribution(PATHS[name], toy, 2, 2, lengths=lengths), toy.target_distribution(3))
+            < EXACT
+        )
 
 
 @pytest.mark.parametrize("name", ["token", "block", "spectr", "trie_block"])
 def test_peeking_and_dropping_is_biased(name):
-    """A drafter that looks at the token it drew and withdraws it changes the law."""
+    """A drafter that looks at the token it drew and then discards it changes the output distribution."""
     rule, count = (CHAIN[name], 1) if name in CHAIN else (PATHS[name], 2)
 
     def dropping(tokens, q, p, *, rng, **_):
@@ -212,7 +225,7 @@ def test_peeking_and_dropping_is_biased(name):
         return rule(tokens, q, p, rng=rng, lengths=torch.where(last < 0.4, tokens.shape[-1] - 1, tokens.shape[-1]))
 
     toy = Toy.random(13, depth=2)
-    assert total_variation(rule_law(dropping, toy, count, 1), toy.law_of(2)) > 1e-2
+    assert total_variation(rule_distribution(dropping, toy, count, 1), toy.target_distribution(2)) > 1e-2
 
 
 # -- identities ------------------------------------------------------------------------------------------
@@ -221,7 +234,7 @@ def test_peeking_and_dropping_is_biased(name):
 def _same(rule, other, toy, count, length):
     tokens, _, _ = toy.chains(count, length)
     q, p = toy.rows(tokens)
-    pairs = zip(verdict_laws(rule, tokens, q, p), verdict_laws(other, tokens, q, p), strict=True)
+    pairs = zip(verdict_distributions(rule, tokens, q, p), verdict_distributions(other, tokens, q, p), strict=True)
     return max(total_variation(a, b) for a, b in pairs)
 
 
@@ -242,22 +255,26 @@ def test_chains_of_one_token_make_trie_block_kseq(kind):
     toy = Toy.random(15, kind=kind, depth=1)
     tokens, _, _ = toy.chains(3, 1)
     q, p = toy.rows(tokens)
-    selected = verdict_laws(kseq_select, tokens[..., 0], q[:, 0, 0], p[:, 0, 0])
+    selected = verdict_distributions(kseq_select, tokens[..., 0], q[:, 0, 0], p[:, 0, 0])
     for rule in (spectr_verify, trie_block_verify):
-        for drawn, a, b in zip(tokens[..., 0].tolist(), verdict_laws(rule, tokens, q, p), selected, strict=True):
+        for drawn, a, b in zip(
+            tokens[..., 0].tolist(), verdict_distributions(rule, tokens, q, p), selected, strict=True
+        ):
             hit = sum(w for (accepted, _), w in b.items() if accepted < 3)
             late = sum(w for (k, y), w in b.items() if k == 3 and y in drawn)
             kept = sum(w for (accepted, _), w in a.items() if accepted == 1)
-            # SpecTr also keeps a residual token that happens to have been drafted
+            # SpecTr also keeps a token from the residual when it was among the drafted ones
             assert kept == pytest.approx(hit + (late if rule is spectr_verify else 0), abs=EXACT)
     for a, b in zip(
-        verdict_laws(multi_round_verify, tokens, q, p), verdict_laws(traversal_verify, tokens, q, p), strict=True
+        verdict_distributions(multi_round_verify, tokens, q, p),
+        verdict_distributions(traversal_verify, tokens, q, p),
+        strict=True,
     ):
         assert sum(w for (n, _), w in b.items() if n) <= sum(w for (n, _), w in a.items() if n) + EXACT
 
 
 def test_batch_and_alone_agree():
-    """Draws are addressed by row and place, so a row's result does not depend on its company or on padding."""
+    """Random numbers belong to a row and a place, so a row's result does not depend on other rows or on padding."""
     gen = torch.Generator().manual_seed(0)
     q = torch.rand(5, 3, 4, 6, generator=gen).softmax(-1)[:, :1].expand(-1, 3, -1, -1).contiguous()
     q = q[:, :, :1].expand_as(q).contiguous()  # one q and one p for all contexts of a row
@@ -302,13 +319,13 @@ def test_lemma_3_probability_of_each_prefix():
     tokens, _, weight = toy.chains(1, 3)
     q, p = toy.rows(tokens)
     running = running_ratios(log_ratios(tokens[:, 0], q[:, 0], p[:, 0]))
-    laws = verdict_laws(CHAIN["block"], tokens, q, p)
+    verdicts = verdict_distributions(CHAIN["block"], tokens, q, p)
     for i in range(1, 4):
         reached, mass, expected = defaultdict(float), defaultdict(float), {}
-        for b, law in enumerate(laws):
+        for b, verdict in enumerate(verdicts):
             prefix = tuple(tokens[b, 0, :i].tolist())
             mass[prefix] += float(weight[b])
-            reached[prefix] += float(weight[b]) * sum(w for (accepted, _), w in law.items() if accepted >= i)
+            reached[prefix] += float(weight[b]) * sum(w for (accepted, _), w in verdict.items() if accepted >= i)
             expected[prefix] = float(running[b, i - 1])
         for prefix, total in mass.items():
             assert reached[prefix] / total == pytest.approx(expected[prefix], abs=EXACT)
@@ -319,13 +336,13 @@ def test_children_are_accepted_with_their_weights():
     toy = Toy.random(17, depth=2)
     tokens, _, weight = toy.chains(2, 2)
     q, p = toy.rows(tokens)
-    plan = trie_block_plan(Tries.from_chains(tokens), flatten_rows(q), flatten_rows(p))
+    plan = trie_block_plan(Tries.from_chains(tokens), q.flatten(0, -2), p.flatten(0, -2))
     reached, mass, expected = defaultdict(float), defaultdict(float), {}
-    laws = verdict_laws(trie_block_verify, tokens, q, p)
-    for b, law in enumerate(laws):
+    verdicts = verdict_distributions(trie_block_verify, tokens, q, p)
+    for b, verdict in enumerate(verdicts):
         first = tuple(tokens[b, :, 0].tolist())
         mass[first] += float(weight[b])
-        reached[first] += float(weight[b]) * sum(w for (accepted, _), w in law.items() if accepted >= 1)
+        reached[first] += float(weight[b]) * sum(w for (accepted, _), w in verdict.items() if accepted >= 1)
         slots = torch.tensor([1] if first[0] == first[1] else [1, 3 if tokens.shape[2] == 2 else 1])
         expected[first] = 1 - float((1 - plan.weight[b, slots]).prod())
     for first, total in mass.items():
@@ -368,7 +385,7 @@ def test_where_nothing_is_left_the_residual_is_p(dtype):
     assert rounds.accept[0, 0] == 1
 
 
-def test_first_success_is_a_law():
+def test_first_success_is_a_distribution():
     accept = torch.tensor([[0.25, 0.0, 1.0, 0.5], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
     expected = torch.tensor([[0.25, 0, 0.75, 0, 0], [0, 0, 0, 0, 1]], dtype=torch.float64)
     assert torch.allclose(first_success(accept), expected)
@@ -407,12 +424,12 @@ def test_trie_block_accepts_at_least_what_spectr_does(seed, kind):
 def test_greedy_block_is_exact_over_rounds(drafted, horizon):
     for kind in ("dense", "sparse"):
         toy = Toy.random(18, kind=kind, depth=1, order=1)
-        assert total_variation(greedy_law(toy, drafted, horizon), toy.law_of(horizon)) < EXACT
+        assert total_variation(greedy_distribution(toy, drafted, horizon), toy.target_distribution(horizon)) < EXACT
 
 
 def test_greedy_block_without_its_state_is_biased():
     toy = Toy.random(18, kind="peaked", depth=1, order=1)
-    assert total_variation(greedy_law(toy, 2, 3, keep=False), toy.law_of(3)) > 1e-3
+    assert total_variation(greedy_distribution(toy, 2, 3, keep=False), toy.target_distribution(3)) > 1e-3
 
 
 def test_the_bonus_row_is_never_modified():
@@ -441,16 +458,16 @@ def test_the_optimal_coupling_is_exact(support):
     p, q = toy.p(()), toy.q(())
     for k in (1, 2, 3):
         plan = otm_plan(p, q, k, support=support)
-        law, kept = defaultdict(float), 0.0
+        selected, kept = defaultdict(float), 0.0
         for drawn in itertools.product(range(4), repeat=k):
             weight = float(q[list(drawn)].prod())
             outcomes = exact_distribution(
                 lambda rng, d=drawn, f=plan: tuple(map(int, otm_select(torch.tensor([d]), f, rng=rng)))
             )
             for (_, y), w in outcomes.items():
-                law[y] += weight * w
+                selected[y] += weight * w
                 kept += weight * w * (y in drawn)
-        assert total_variation(law, dict(enumerate(p.tolist()))) < 1e-9
+        assert total_variation(selected, dict(enumerate(p.tolist()))) < 1e-9
         assert kept >= plan.value - 1e-9
         assert support or kept == pytest.approx(plan.value, abs=1e-9)
 
@@ -461,11 +478,11 @@ def test_too_large_a_program_is_refused():
         otm_plan(row, row, 3)
 
 
-# -- lossy rules: the law they state ---------------------------------------------------------------------
+# -- lossy rules: the output distribution they state -----------------------------------------------------
 
 
-def _position_laws(rule, toy, length, row):
-    """Compares the emitted law with the one whose drafted positions have law row(context) and whose bonus has p."""
+def _error_of(rule, toy, length, row):
+    """Total variation from the distribution with row(context) at drafted positions and p at the bonus token."""
 
     class Stated:
         vocab = toy.vocab
@@ -476,16 +493,16 @@ def _position_laws(rule, toy, length, row):
 
     tokens, _, weight = toy.chains(1, length)
     q, p = toy.rows(tokens)
-    law = defaultdict(float)
+    emitted = defaultdict(float)
     for w, v in walk(lambda rng: rule(tokens[:, 0], q[:, 0], p[:, 0], rng=rng), tokens.shape[0]):
         for b, x in enumerate((w * weight).tolist()):
             if x > 0:
-                law[(*tokens[b, 0, : v.accepted[b]].tolist(), int(v.token[b]))] += x
-    return total_variation(complete(Stated, law, length + 1), complete(Stated, {(): 1.0}, length + 1))
+                emitted[(*tokens[b, 0, : v.accepted[b]].tolist(), int(v.token[b]))] += x
+    return total_variation(complete(Stated, emitted, length + 1), complete(Stated, {(): 1.0}, length + 1))
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "equal"])
-def test_mixture_has_the_mixture_law(kind):
+def test_mixture_has_the_distribution_of_the_mixture(kind):
     toy = Toy.random(21, kind=kind, depth=2)
     for epsilon in (0.0, 0.3, 1.0):
 
@@ -495,12 +512,12 @@ def test_mixture_has_the_mixture_law(kind):
         def rule(*a, e=epsilon, **k):
             return mixture_verify(*a, epsilon=e, **k)
 
-        assert _position_laws(rule, toy, 2, mixed) < EXACT
+        assert _error_of(rule, toy, 2, mixed) < EXACT
     with pytest.raises(ValueError, match="legal are 0"):
         mixture_verify(torch.zeros(1, 0).long(), None, torch.ones(1, 1, 1), rng=TorchRng(0), epsilon=2.0)
 
 
-def test_typical_has_the_stated_law():
+def test_typical_has_the_stated_distribution():
     toy = Toy.random(22, kind="peaked", depth=2)
 
     def stated(context):
@@ -508,24 +525,24 @@ def test_typical_has_the_stated_law():
         typical = p > min(0.09, 0.3 * float(torch.exp((p * p.log()).sum())))
         return q * typical + p * (q * ~typical).sum()
 
-    assert _position_laws(typical_verify, toy, 2, stated) < EXACT
+    assert _error_of(typical_verify, toy, 2, stated) < EXACT
 
 
-def test_mentored_has_the_stated_law_within_its_budget():
+def test_mentored_has_the_stated_distribution_within_its_budget():
     toy = Toy.random(23, depth=2)
     for budget in (0.0, 0.05, 0.5):
 
         def stated(context, budget=budget):
             p, q = toy.p(context)[None], toy.q(context)[None]
             floor, ceiling = mentored_bounds(p, q, budget)
-            law = torch.maximum(torch.minimum(q, ceiling * p), floor * p)[0]
-            assert float((p[0] * (p[0] / law).log()).sum()) <= budget + 1e-9
-            return law
+            output = torch.maximum(torch.minimum(q, ceiling * p), floor * p)[0]
+            assert float((p[0] * (p[0] / output).log()).sum()) <= budget + 1e-9
+            return output
 
         def rule(*a, budget=budget, **k):
             return mentored_verify(*a, budget=budget, **k)
 
-        assert _position_laws(rule, toy, 2, stated) < 1e-11
+        assert _error_of(rule, toy, 2, stated) < 1e-11
     with pytest.raises(ValueError, match="not negative"):
         mentored_verify(
             torch.zeros(1, 0).long(), torch.ones(1, 0, 1), torch.ones(1, 1, 1), rng=TorchRng(0), budget=-1.0
@@ -533,7 +550,7 @@ def test_mentored_has_the_stated_law_within_its_budget():
 
 
 def test_mentored_is_optimal():
-    """No law within the budget shares more with q than the one found: compared with many random competitors."""
+    """Of many random distributions within the budget, none shares more mass with q than the one found."""
     gen = torch.Generator().manual_seed(2)
     for seed in range(5):
         toy = Toy.random(seed, vocab=4, depth=0)
@@ -548,8 +565,8 @@ def test_mentored_is_optimal():
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.25, 1.0])
-def test_last_token_has_sprinters_law(eta):
-    """A stopper that passes acceptable tokens and a fraction eta of the others makes the law (1 - eta) p + eta q."""
+def test_last_token_has_the_distribution_of_sprinter(eta):
+    """A stopper that passes acceptable tokens and a fraction eta of the others gives (1 - eta) p + eta q."""
     toy = Toy.random(24, depth=3)
 
     def play(rng):
@@ -567,12 +584,12 @@ def test_last_token_has_sprinters_law(eta):
         emitted = (*draft[: int(verdict.accepted)], int(verdict.token))
         return emitted[:2], len(draft)
 
-    law = defaultdict(float)
+    first = defaultdict(float)
     for (emitted, drafted), w in exact_distribution(play).items():
         if drafted >= 1:
-            law[emitted[0]] += w
+            first[emitted[0]] += w
     mixed = (1 - eta) * toy.p(()) + eta * toy.q(())
-    assert total_variation(law, dict(enumerate(mixed.tolist()))) < EXACT
+    assert total_variation(first, dict(enumerate(mixed.tolist()))) < EXACT
 
 
 def test_last_token_is_token_verification_for_one_token():
@@ -585,7 +602,7 @@ def test_last_token_is_token_verification_for_one_token():
 
 def test_tries_say_what_is_wrong():
     tree = TokenTree.chain(torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match="no draw landed on it"):
+    with pytest.raises(ValueError, match="not among its draws"):
         Tries.from_trees([tree], [(0,)])
     with pytest.raises(ValueError, match="no trees"):
         Tries.from_trees([], [])

@@ -1,4 +1,4 @@
-"""The script that has a model write instructions: what it keeps, and that it ends."""
+"""The script that samples instructions from a model: what it keeps, and that it ends."""
 
 import argparse
 import importlib.util
@@ -19,7 +19,7 @@ SPEC.loader.exec_module(script)
 
 def engine(write=None, template="<user>{}</user>"):
     def tokenizer(text, *, add_special_tokens):
-        assert not add_special_tokens, "the template holds them"
+        assert not add_special_tokens, "the template contains them"
         return {"input_ids": [ord(letter) for letter in text]}
 
     return SimpleNamespace(
@@ -39,7 +39,7 @@ def options(**more):
 
 
 def collected(monkeypatch, texts, **more):
-    """What is kept of texts that come two at a time, (text, why it ended)."""
+    """The texts that are kept, of pairs (text, finish reason) that come two at a time."""
     left, seeds = iter(texts), []
 
     def write(prompts, params):
@@ -49,7 +49,7 @@ def collected(monkeypatch, texts, **more):
 
     monkeypatch.setattr(script.Engine, "load", lambda *_, **__: engine(write))
     kept = script.collect(options(**more))
-    assert len(set(seeds)) == len(seeds), "every batch has a seed of its own"
+    assert len(set(seeds)) == len(seeds), "every batch has its own seed"
     return kept
 
 
@@ -60,7 +60,7 @@ def test_the_prompt_ends_where_a_user_begins():
             script.opening(engine(template=template))
 
 
-def test_what_is_kept(monkeypatch):
+def test_complete_new_instructions_of_one_paragraph_are_kept(monkeypatch):
     texts = [
         (" name three birds ", "stop"),
         ("name three birds", "stop"),
@@ -69,15 +69,15 @@ def test_what_is_kept(monkeypatch):
         ("cut off in the middle", "length"),
         ("what is a bird", "stop"),
         ("who saw the bird", "stop"),
-        ("one more than asked for", "stop"),
+        ("one more than requested", "stop"),
     ]
     assert collected(monkeypatch, texts) == ["name three birds", "what is a bird", "who saw the bird"]
 
 
-def test_it_gives_up_on_a_model_that_writes_nothing_new(monkeypatch):
+def test_it_ends_with_a_model_that_writes_nothing_new(monkeypatch):
     same = [("name three birds", "stop")] * 100
-    with pytest.raises(UserError, match=f"toy wrote 1 instructions of {2 + 2 * script.IN_VAIN}, and nothing new"):
+    with pytest.raises(UserError, match=f"toy wrote {2 + 2 * script.PATIENCE} instructions, and 1 could be kept"):
         collected(monkeypatch, same)
     none = [("no", "stop")] * 100
-    with pytest.raises(UserError, match=f"toy wrote 0 instructions of {2 * script.IN_VAIN}, and nothing new"):
+    with pytest.raises(UserError, match=f"toy wrote {2 * script.PATIENCE} instructions, and 0 could be kept"):
         collected(monkeypatch, none)

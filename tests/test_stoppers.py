@@ -1,4 +1,4 @@
-"""Stopping rules: when they stop, what they learn, their heads' files, and looking late without changing a draft."""
+"""Stoppers: when they stop, what they learn, the files of their heads, and late decisions that change no draft."""
 
 import json
 import math
@@ -51,7 +51,7 @@ EVERY = [
 @pytest.mark.parametrize("stopper", EVERY, ids=lambda stopper: stopper.name)
 def test_every_stopper_keeps_the_contract(stopper):
     assert isinstance(stopper, Stopper)
-    assert 0 <= stopper.wanted(7) <= stopper.limit
+    assert 0 <= stopper.length(7) <= stopper.limit
     stopper.release(7)  # unknown rows are fine
 
 
@@ -71,15 +71,15 @@ def test_entropy_bound_and_threshold():
     for _ in range(20):
         stopper.observe(1, 4, 4)  # all accepted: the threshold falls
     assert not stopper.stop_after([0.49], 1)
-    assert stopper.stop_after([0.49], 2), "one row's history is not another's"
+    assert stopper.stop_after([0.49], 2), "every row has its own threshold"
     stopper.release(1)
     assert stopper.stop_after([0.49], 1)
 
 
 @pytest.mark.parametrize("make", [lambda: Confidence(0.6, 9), lambda: Entropy(0.4, 9)])
 @pytest.mark.parametrize("drafter", ["model", "chains:2"])
-def test_a_greedy_draft_can_be_unsure(make, drafter):
-    """At temperature 0 q is a point mass; the stopper looks at what the model thinks."""
+def test_probabilities_stop_a_greedy_draft(make, drafter):
+    """At temperature 0 q is a point mass; the stopper uses the model's own distribution."""
     built = engine(verifier="trie_block")
     built.drafter = make_drafter(drafter, target=built.target, draft=backend("draft"), stopper="fixed:9")
     built.drafter.stopper = make()
@@ -89,20 +89,20 @@ def test_a_greedy_draft_can_be_unsure(make, drafter):
 
 def test_schedule_follows_a_row():
     stopper = Schedule(5, 8)
-    assert stopper.wanted(0) == 5
+    assert stopper.length(0) == 5
     stopper.observe(0, 5, 5)
-    assert (stopper.wanted(0), stopper.wanted(1)) == (7, 5)
+    assert (stopper.length(0), stopper.length(1)) == (7, 5)
     stopper.observe(0, 7, 7)
-    assert stopper.wanted(0) == 8
+    assert stopper.length(0) == 8
     for _ in range(20):
         stopper.observe(0, 4, 1)
-    assert stopper.wanted(0) == 1
+    assert stopper.length(0) == 1
     stopper.observe(1, 0, 0)
-    assert stopper.wanted(1) == 5, "a round without a draft says nothing"
+    assert stopper.length(1) == 5, "a round without a draft changes nothing"
 
 
-def test_a_tree_that_was_accepted_to_its_end_counts_as_accepted_whole():
-    """Four chains of a draft that is the target: the path is as deep as the tree, which has more nodes than that."""
+def test_a_tree_that_was_accepted_to_its_depth_counts_as_accepted_completely():
+    """Four chains of a draft that is the target: the accepted path is as deep as the tree, which has more nodes."""
     model = DraftModel(backend("target"), vocab_size=backend("target").vocab_size)
     stopper = Schedule(2)
     under_test = Engine(backend("target"), SampledTreeDrafter(model, stopper, chains=4), make_verifier("trie_block"))
@@ -110,21 +110,24 @@ def test_a_tree_that_was_accepted_to_its_end_counts_as_accepted_whole():
     seen = []
     while len(seen) < 4:
         under_test.step()
-        seen.append(stopper.wanted(request.id))
+        seen.append(stopper.length(request.id))
     assert seen == [4, 6, 8, 10]
 
 
 def test_oracle_stops_before_each_disagreement():
     stopper = Oracle({3: [True, True, False, False, True]})
-    assert stopper.wanted(3) == 2
-    stopper.observe(3, 2, 2)  # two accepted and the target's own third
-    assert stopper.wanted(3) == 0
+    assert stopper.length(3) == 2
+    stopper.observe(3, 2, 2)  # two accepted tokens and the bonus token
+    assert stopper.length(3) == 0
     stopper.observe(3, 0, 0)
-    assert stopper.wanted(3) == 1
+    assert stopper.length(3) == 1
 
 
 def test_oracle_on_a_recorded_greedy_run_discards_nothing():
-    """Lemma 2.1 through the engine: as many target calls as disagreements (and the last round), none discarded."""
+    """SpecDec++, arXiv 2405.19715, Lemma 2.1, in the engine: one target call for each disagreement, nothing discarded.
+
+    The last round needs a call of its own if it ends on an agreement.
+    """
     greedy = SamplingParams(max_tokens=32, temperature=0)
     target = engine(draft=None).generate("Once upon a time", greedy)[0]
     made = engine(length=1)
@@ -146,7 +149,7 @@ def test_oracle_on_a_recorded_greedy_run_discards_nothing():
 def test_acceptance_multiplies_and_leaves_the_root_out():
     stopper = Acceptance(head(), 0.5)
     low = math.log(0.1)
-    assert not stopper.stop_after([low], 0), "the first number is about a committed token"
+    assert not stopper.stop_after([low], 0), "the first signal belongs to a committed token"
     assert not stopper.stop_after([low, math.log(0.8), math.log(0.7)], 0)  # 1 - 0.56
     assert stopper.stop_after([low, math.log(0.8), math.log(0.6)], 0)  # 1 - 0.48
 
@@ -162,8 +165,8 @@ def test_ratio_recovers_where_a_product_cannot():
 def test_approximate_judges_the_newest_token_by_its_draw():
     stopper = Approximate(head("verifier", depth=0, reads_draw=True), 0.5)
     hidden = torch.zeros(2, 4)
-    unsure, sure = stopper.signal(step([[0.9, 0.1], [0.9, 0.1]], [1, 0], hidden)).tolist()
-    assert unsure != sure
+    unlikely, likely = stopper.signal(step([[0.9, 0.1], [0.9, 0.1]], [1, 0], hidden)).tolist()
+    assert unlikely != likely
     assert stopper.stop_after([0.9, 0.5], 0)
     assert not stopper.stop_after([0.1, 0.6], 0)
 
@@ -197,7 +200,7 @@ def test_a_head_for_another_hidden_size_is_refused_by_name():
 
 
 @pytest.mark.parametrize("options", [{}, {"depth": 0}, {"shared_blocks": True}])
-def test_a_head_survives_its_files(tmp_path, options):
+def test_a_head_is_the_same_after_saving_and_loading(tmp_path, options):
     made = head(**options)
     save_head(made, tmp_path)
     found = load_head(tmp_path)
@@ -230,7 +233,7 @@ def test_broken_heads_are_refused(tmp_path):
         load_head(tmp_path)
 
 
-# --- looking late ---------------------------------------------------------------------------------------------------
+# --- late decisions -------------------------------------------------------------------------------------------------
 
 
 def wide_head(kind):
@@ -244,7 +247,7 @@ def wide_head(kind):
     "stopper",
     [lambda: Confidence(0.5, 9), lambda: Entropy(0.4, 9), lambda: Acceptance(wide_head("acceptance"), 0.6, 9)],
 )
-def test_a_drafter_that_looks_late_submits_the_same_draft(stopper):
+def test_a_drafter_that_asks_late_submits_the_same_draft(stopper):
     """On an accelerator several tokens are drawn before the stopper is asked: same draws, same cut, same output."""
     prompts = ["Once upon a time", "The dog", "One day, Lily and her mom went to the"]
     params = SamplingParams(max_tokens=24, seed=3)

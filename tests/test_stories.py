@@ -1,4 +1,4 @@
-"""The models that were trained here: what ships is what provenance says, reads as English, and drafts well."""
+"""The trained models in the package: their provenance is right, they write English, and the drafts are accepted."""
 
 import functools
 import json
@@ -25,39 +25,39 @@ def engine():
     return Engine.load(target="embedded:stories", draft="embedded:stories-draft", verifier="block", stopper="fixed:4")
 
 
-def told(name, file="provenance.json"):
+def provenance(name, file="provenance.json"):
     return json.loads((DIRECTORIES[name] / file).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_each_directory_loads_in_float32_and_stays_small(name):
     assert model(name).dtype == torch.float32
-    assert model(name).num_parameters() == told(name)["metrics"]["parameters"]
+    assert model(name).num_parameters() == provenance(name)["metrics"]["parameters"]
     size = sum(path.stat().st_size for path in DIRECTORIES[name].iterdir())
     assert size < {"target": 8e6, "draft": 2e6}[name]
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_provenance_names_data_and_no_machine(name):
-    found = told(name)
+    found = provenance(name)
     assert [source["name"] for source in found["data"]] == ["tinystories.txt", "sampled.jsonl"]
     text = (DIRECTORIES[name] / "provenance.json").read_text(encoding="utf-8")
     assert not re.search(r'"/|/tmp|/home|/work', text)
     assert set(found["machine"]) <= {"architecture", "system", "threads", "accelerator"}
 
 
-def test_the_draft_was_made_for_this_target():
-    assert told("draft")["imitation"]["fingerprint"] == fingerprint("embedded:stories")
+def test_the_draft_was_trained_for_this_target():
+    assert provenance("draft")["imitation"]["fingerprint"] == fingerprint("embedded:stories")
     tokenizers = [(where / "tokenizer.json").read_bytes() for where in DIRECTORIES.values()]
     assert tokenizers[0] == tokenizers[1]
 
 
-def test_the_engine_accepts_drafts_as_often_as_told_and_ends_stories():
+def test_the_engine_accepts_drafts_as_often_as_the_provenance_says_and_ends_stories():
     prompts = ["Once upon a time, there was a little girl named Lily.", "One day, a dog", "Tom and Sam", "The sun"]
     params = [SamplingParams(max_tokens=100, seed=seed) for seed in range(len(prompts))]
     outputs = engine().generate(prompts, params)
     calls, tokens = (sum(getattr(o.stats, n) for o in outputs) for n in ("num_target_calls", "num_tokens"))
-    assert tokens / calls > 0.8 * told("draft")["metrics"]["block_efficiency_4"]
+    assert tokens / calls > 0.8 * provenance("draft")["metrics"]["block_efficiency_4"]
     assert engine().eos_token_ids == (0,)
 
 
@@ -69,30 +69,22 @@ def test_greedy_text_is_english():
     assert "\ufffd" not in out.text
 
 
-def test_acceptance_is_as_told():
+def test_acceptance_is_that_of_the_provenance():
     tokenizer = AutoTokenizer.from_pretrained(DIRECTORIES["target"])
     torch.manual_seed(0)
     met = []
-    for beginning in (
-        "Lily",
-        "One day",
-        "The",
-        "Tom",
-        "There",
-        "A",
-        "Sara",
-        "In",
-    ):  # "Once upon a time" is easy to follow
+    # without "Once upon a time", whose continuation is easy to predict
+    for beginning in ("Lily", "One day", "The", "Tom", "There", "A", "Sara", "In"):
         start = tokenizer(beginning, return_tensors="pt").input_ids.expand(4, -1)
         with torch.no_grad():
             ids = model("target").generate(start, do_sample=True, top_k=0, max_new_tokens=96, eos_token_id=None)
             p, q = (model(name)(ids).logits[:, start.shape[1] :].softmax(-1) for name in ("target", "draft"))
         met.append(torch.minimum(p, q).sum(-1).mean().item())
     found = sum(met) / len(met)
-    assert found == pytest.approx(told("draft")["metrics"]["on_own_samples"]["acceptance"], abs=0.05)
+    assert found == pytest.approx(provenance("draft")["metrics"]["on_own_samples"]["acceptance"], abs=0.05)
 
 
-def test_the_fast_draft_is_accepted_more_often_than_the_cut_one():
+def test_the_fast_draft_is_accepted_more_often_than_the_truncated_one():
     found = {}
     for draft in ("embedded:draft", "embedded:fast-draft"):
         pair = Engine.load(target="embedded:target", draft=draft, verifier="block", stopper="fixed:4")

@@ -1,4 +1,4 @@
-"""Suffix drafts follow what is known, what is known is exactly what is remembered, and the law stays the target's."""
+"""The suffix drafter: what it drafts, that its counts are exact, and that the output distribution is the target's."""
 
 import random
 from collections import Counter, defaultdict
@@ -35,8 +35,8 @@ def drafted(drafter, tokens, name=0, **options):
     return draft.tree.ids
 
 
-def told(drafter, tokens, name):
-    """A request that came and went."""
+def finished(drafter, tokens, name):
+    """Run a request from its start to its end."""
     drafted(drafter, tokens, name)
     drafter.release(name)
 
@@ -59,22 +59,22 @@ def test_the_longest_known_suffix_is_followed():
     assert drafted(SuffixDrafter(3, context=1), [1, 2, 3, 4, 5, 9, 3, 6, 7, 1, 2, 3]) == (6, 7, 1)
 
 
-def test_the_most_frequent_successor_is_chosen_and_of_equals_the_latest():
+def test_the_most_frequent_successor_is_drafted_and_the_latest_of_equals():
     assert drafted(SuffixDrafter(1), [5, 1, 6, 5, 1, 7, 5, 2, 8, 5]) == (1,)
     assert drafted(SuffixDrafter(1), [5, 1, 6, 5, 2, 7, 5]) == (2,)
 
 
 @pytest.mark.parametrize("tokens", [[1], [1, 2, 3, 4], [1, 1, 2]])
-def test_what_is_new_has_no_draft(tokens):
+def test_an_unknown_suffix_has_no_draft(tokens):
     assert drafted(SuffixDrafter(), tokens) == ()
 
 
-def test_a_draft_follows_itself_round_a_loop():
+def test_a_draft_can_repeat_a_loop():
     assert drafted(SuffixDrafter(9), [1, 2, 3] * 3) == (1, 2, 3) * 3
 
 
 @pytest.mark.parametrize(("limit", "length"), [(-1, 0), (0, 0), (1, 1), (5, 4)])
-def test_a_draft_is_no_longer_than_is_of_use(limit, length):
+def test_a_draft_is_no_longer_than_the_limit_of_the_request(limit, length):
     assert len(drafted(SuffixDrafter(4), [1, 2, 3] * 3, limit=limit)) == length
 
 
@@ -88,36 +88,36 @@ def test_a_draft_ends_where_it_becomes_unlikely():
 
 
 @pytest.mark.parametrize(("factor", "length"), [(0.0, 1), (0.5, 2), (1.0, 4), (2.0, 7), (100.0, 12)])
-def test_a_longer_match_is_followed_further(factor, length):
+def test_a_longer_match_gives_a_longer_draft(factor, length):
     tokens = [9, 1, 2, 3, *range(20, 40), 8, 1, 2, 3]  # the match is 1, 2, 3
     assert len(drafted(SuffixDrafter(12, factor=factor), tokens)) == length
 
 
-def test_the_longer_match_wins_and_of_equals_the_own():
+def test_the_longer_match_wins_and_the_own_tokens_of_equals():
     drafter = SuffixDrafter(1)
-    told(drafter, [1, 2, 3, 70, 2, 3, 71, 3, 71, 3, 71], 0)
+    finished(drafter, [1, 2, 3, 70, 2, 3, 71, 3, 71, 3, 71], 0)
     assert drafted(drafter, [2, 3, 80, 9, 2, 3], 1) == (80,)
     assert drafted(drafter, [2, 3, 80, 1, 2, 3], 2) == (70,)
     assert drafted(drafter, [4, 3], 3) == (71,)
     assert drafted(drafter, [3, 90, 4, 3], 4) == (90,)
 
 
-def test_requests_of_a_batch_learn_from_each_other_whatever_their_order():
+def test_requests_of_a_batch_draft_from_each_other_in_any_order():
     rows = [request([1, 2, 3, 4, 5], 0), request([9, 2, 3], 1)]
     ahead, behind = SuffixDrafter(2).propose(rows, RNG), SuffixDrafter(2).propose(rows[::-1], RNG)
     assert [draft.tree.ids for draft in ahead] == [draft.tree.ids for draft in behind[::-1]] == [(), (4, 5)]
 
 
-def test_a_request_can_keep_to_itself():
+def test_without_sharing_a_request_drafts_from_its_own_tokens_only():
     drafter = SuffixDrafter(2, shared=False)
-    told(drafter, [1, 2, 3, 4, 5], 0)
+    finished(drafter, [1, 2, 3, 4, 5], 0)
     assert drafted(drafter, [9, 2, 3], 1) == ()
     assert drafted(drafter, [9, 2, 9], 2) == (2, 9)
 
 
-def test_a_chosen_seed_keeps_a_sampled_request_to_itself():
+def test_a_sampled_request_with_a_seed_drafts_from_its_own_tokens_only():
     drafter = SuffixDrafter(2)
-    told(drafter, [1, 2, 3, 4, 5], 0)
+    finished(drafter, [1, 2, 3, 4, 5], 0)
     assert drafted(drafter, [9, 2, 3], 1, seed=1) == ()
     assert drafted(drafter, [9, 2, 3], 2, seed=1, temperature=0) == (4, 5)
     assert drafted(drafter, [9, 2, 3], 3) == (4, 5)
@@ -125,15 +125,15 @@ def test_a_chosen_seed_keeps_a_sampled_request_to_itself():
 
 def test_tokens_of_the_last_round_are_remembered():
     drafter = SuffixDrafter(2)
-    live = request([1, 2, 3], 0)
-    drafter.propose([live], RNG)
-    live.tokens.extend([4, 5])
+    running = request([1, 2, 3], 0)
+    drafter.propose([running], RNG)
+    running.tokens.extend([4, 5])
     drafter.release(0)
     assert drafted(drafter, [2, 3], 1) == (4, 5)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"length": 0}, "suffix draft length is 0: legal are 1 to 64"),
         ({"length": 65}, "suffix draft length is 65: legal are 1 to 64"),
@@ -145,16 +145,16 @@ def test_tokens_of_the_last_round_are_remembered():
         ({"capacity": -1}, "suffix capacity is -1: legal is 0 or more tokens"),
     ],
 )
-def test_bad_arguments_are_refused(options, said):
-    with pytest.raises(UserError, match=said):
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
         SuffixDrafter(**options)
 
 
-# --- what is known ----------------------------------------------------------------------------------------------------
+# --- what is stored ---------------------------------------------------------------------------------------------------
 
 
 def shape(level):
-    """The tree as plain values, without what breaks ties."""
+    """The tree as plain values, without the order that decides ties."""
     if level is None:
         return None
     return {
@@ -169,7 +169,7 @@ def nodes(level):
 
 
 def counted(texts, context):
-    """The slow twin: for every context of every length, how often each token followed."""
+    """The slow reference: for every context of every length, how often each token followed."""
     found = defaultdict(Counter)
     for tokens in texts:
         for place in range(1, len(tokens)):
@@ -178,17 +178,17 @@ def counted(texts, context):
     return found
 
 
-def assert_knows(index, texts, context):
-    wanted = counted(texts, context)
-    for suffixes, after in wanted.items():
+def assert_counts(index, texts, context):
+    expected = counted(texts, context)
+    for suffixes, after in expected.items():
         size, node = index.match(suffixes[::-1])
         assert size == len(suffixes)
         assert (node.counts or {node.best: node.total}) == after
         assert node.total == after.total()
         assert after[node.best] == max(after.values())
-    for tokens in texts:  # a suffix that goes on elsewhere is known as far as it goes
+    for tokens in texts:  # of a longer context, the longest known part is found
         near = (*tokens[::-1], 7)[:context]
-        longest = max((size for size in range(context + 1) if near[:size][::-1] in wanted), default=0)
+        longest = max((size for size in range(context + 1) if near[:size][::-1] in expected), default=0)
         assert index.match(near)[0] == longest
 
 
@@ -196,29 +196,29 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=14), max_size=5)
 
 
 @given(TEXTS, st.integers(1, 5))
-def test_the_index_counts_as_its_slow_twin(texts, context):
+def test_the_index_counts_as_the_slow_reference(texts, context):
     drafter = SuffixDrafter(context=context)
     for name, tokens in enumerate(texts):
-        told(drafter, tokens, name)
-    assert_knows(drafter._memory.index, texts, context)
+        finished(drafter, tokens, name)
+    assert_counts(drafter._memory.index, texts, context)
 
 
 @given(TEXTS, st.integers(1, 5), st.integers(0, 40))
-def test_forgetting_leaves_what_never_knowing_would(texts, context, capacity):
+def test_after_forgetting_a_request_the_index_is_as_if_it_had_never_run(texts, context, capacity):
     drafter, fresh = SuffixDrafter(context=context, capacity=capacity), SuffixDrafter(context=context)
     for name, tokens in enumerate(texts):
-        told(drafter, tokens, name)
+        finished(drafter, tokens, name)
     left = list(drafter._memory.finished)
     assert drafter._memory.size == sum(map(len, left)) <= capacity
     assert left == texts[len(texts) - len(left) :]
     for name, tokens in enumerate(left):
-        told(fresh, tokens, name)
+        finished(fresh, tokens, name)
     assert shape(drafter._memory.index.root) == shape(fresh._memory.index.root)
-    assert_knows(drafter._memory.index, left, context)
+    assert_counts(drafter._memory.index, left, context)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tokens_that_come_bit_by_bit_are_known_as_if_at_once(seed):
+def test_tokens_added_step_by_step_give_the_same_index_as_at_once(seed):
     source, tokens = random.Random(seed), text(seed, 80)
     growing, done = SuffixDrafter(6, context=4), 1
     while done < len(tokens):
@@ -229,30 +229,30 @@ def test_tokens_that_come_bit_by_bit_are_known_as_if_at_once(seed):
             assert shape(a.root) == shape(b.root)
 
 
-def test_nothing_is_left_of_what_is_forgotten():
+def test_nothing_is_left_of_forgotten_requests():
     drafter = SuffixDrafter(capacity=300)
     for name in range(5):
-        told(drafter, text(name, 60), name)
+        finished(drafter, text(name, 60), name)
     assert nodes(drafter._memory.index.root) > 100
-    told(drafter, [], 5)
+    finished(drafter, [], 5)
     drafter._memory._capacity = 0
-    told(drafter, text(9, 10), 6)
+    finished(drafter, text(9, 10), 6)
     assert drafter._memory.index.root == {}
     assert not drafter._memory.finished
     assert drafter._memory.size == 0
     assert drafter._running == {}
 
 
-def test_the_oldest_to_finish_is_forgotten_first_and_no_running_one():
+def test_the_request_that_finished_first_is_forgotten_first_and_no_running_one():
     drafter = SuffixDrafter(2, capacity=10)
     running = 9
     drafted(drafter, [50, 51, 52, 53], running)
-    told(drafter, [10, 11, 12, 13, 14], 0)
-    told(drafter, [20, 21, 22, 23, 24], 1)
+    finished(drafter, [10, 11, 12, 13, 14], 0)
+    finished(drafter, [20, 21, 22, 23, 24], 1)
     assert drafted(drafter, [10, 11], 10) == (12, 13)
-    told(drafter, [30, 31, 32, 33], 2)
+    finished(drafter, [30, 31, 32, 33], 2)
     assert drafted(drafter, [10, 11], 11) == ()
-    told(drafter, text(0, 100), 3)  # too long to keep
+    finished(drafter, text(0, 100), 3)  # too long to keep
     assert [drafted(drafter, [first, first + 1], first) for first in (20, 30)] == [(), ()]
     assert drafted(drafter, [50, 51], 12) == (52, 53)
 
@@ -260,7 +260,7 @@ def test_the_oldest_to_finish_is_forgotten_first_and_no_running_one():
 def test_memory_stays_bounded_over_many_requests():
     drafter, sizes = SuffixDrafter(8, capacity=1000), []
     for name in range(2000):
-        told(drafter, text(name, 10 + name % 20, vocab=50), name)
+        finished(drafter, text(name, 10 + name % 20, vocab=50), name)
         sizes += [nodes(drafter._memory.index.root)] if name % 20 == 0 else []
     assert max(sizes) <= 2 * 1000
     assert max(sizes[50:]) <= 1.1 * max(sizes[:50])
@@ -270,30 +270,30 @@ def test_memory_stays_bounded_over_many_requests():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_releasing_twice_or_someone_unknown_is_fine(shared):
+def test_releasing_twice_or_an_unknown_request_is_allowed(shared):
     drafter = SuffixDrafter(2, shared=shared)
     drafter.release(3)
-    told(drafter, [1, 2, 3], 3)
+    finished(drafter, [1, 2, 3], 3)
     drafter.release(3)
     drafter.observe(3, 2, 1)
-    assert drafted(drafter, [2, 3, 2], 3) == (3, 2)  # the id again, for another request
+    assert drafted(drafter, [2, 3, 2], 3) == (3, 2)  # the same id for another request
 
 
-# --- the law ----------------------------------------------------------------------------------------------------------
+# --- the output distribution ------------------------------------------------------------------------------------------
 
-# Zeros keep the walk short; every case occurs: likely, unlikely and impossible drafts.
+# Zeros keep the enumeration short; every case occurs: likely, unlikely and impossible drafts.
 TARGET = {(0,): [0.6, 0.4, 0.0], (1,): [0.1, 0.2, 0.7], (2,): [0.5, 0.0, 0.5]}
 PAST = (0, 1, 2, 0, 0, 1, 2, 1, 0, 1, 1, 2)
 
 
 def maker(rule, *, past=(), **options):
-    """Engines with a drafter of their own each: what one walk commits must be unknown to the next."""
+    """Makes engines that each have a new drafter: one run of the enumeration must not know the tokens of another."""
     target = TableModel(VOCAB, 0, order=1, rows=TARGET)
 
     def make(round_rng):
         drafter = SuffixDrafter(2, **options)
         if past:
-            told(drafter, past, -1)
+            finished(drafter, past, -1)
         verifier = make_verifier(rule) if isinstance(rule, str) else rule
         return Engine(target, drafter, verifier, round_rng=round_rng)
 
@@ -305,22 +305,22 @@ RULES = ["token", "block", "match", "trie_block"]
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("shared", [False, True])
-def test_law(rule, shared):
+def test_output_distribution(rule, shared):
     most = 3 if rule == "match" else 4
     assert_lossless(maker(rule, shared=shared), prompt=(0, 1, 0, 1), params=SamplingParams(max_tokens=most))
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_law_after_an_earlier_request(rule, threshold):
+def test_output_distribution_after_an_earlier_request(rule, threshold):
     make = maker(rule, past=PAST, threshold=threshold)
     assert drafted(make(CounterRoundRng).drafter, (2, 0)) != drafted(maker(rule)(CounterRoundRng).drafter, (2, 0))
     assert_lossless(make, prompt=(2, 0), params=SamplingParams(max_tokens=3))
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_law_of_two_that_run_together_and_of_one_that_follows(rule):
-    """The second learns from the first while it runs, the third from both when they are done: the laws multiply."""
+def test_output_distribution_of_two_requests_together_and_one_after_them(rule):
+    """The second drafts from the first, the third from both: the joint distribution is the product of the three."""
     make, target, params = maker(rule), TableModel(VOCAB, 0, order=1, rows=TARGET), SamplingParams(max_tokens=2)
     prompts = (0, 1, 2, 0), (1, 2), (2, 0, 1)
     learnt = []
@@ -333,8 +333,8 @@ def test_law_of_two_that_run_together_and_of_one_that_follows(rule):
         return first.token_ids, second.token_ids, third.token_ids
 
     a, b, c = (target_distribution(target, prompt, params) for prompt in prompts)
-    wanted = {(x, y, z): a[x] * b[y] * c[z] for x in a for y in b for z in c}
-    assert total_variation(exact_distribution(joint), wanted) < 1e-12
+    expected = {(x, y, z): a[x] * b[y] * c[z] for x in a for y in b for z in c}
+    assert total_variation(exact_distribution(joint), expected) < 1e-12
     assert all(map(sum, zip(*learnt, strict=True)))
 
 
@@ -344,8 +344,8 @@ def accept_everything(tokens, q, p, *, rng, lengths, validate):
 
 
 @pytest.mark.parametrize("past", [(), PAST])
-def test_a_rule_that_accepts_everything_is_seen(past):
-    """Negative control: were there no drafts, or only drafts that the target agrees with, this would pass."""
+def test_a_rule_that_accepts_everything_is_detected(past):
+    """Negative control: without drafts, or with only drafts that the target agrees with, this would not raise."""
     make = maker(ChainVerifier("everything", accept_everything), past=past)
     with pytest.raises(AssertionError, match="total variation"):
         assert_lossless(make, prompt=(0, 1, 0, 1), params=SamplingParams(max_tokens=3))
@@ -362,14 +362,14 @@ def first_token_of_a_repeated_request(seeds):
     return [found[token] / seeds for token in range(VOCAB)], once.token_ids == again.token_ids
 
 
-def test_a_repeated_seed_repeats_the_answer_and_keeps_the_law(monkeypatch):
-    """Draws that made a token must not verify it: a later request of the same seed must not draft it."""
-    law, same = first_token_of_a_repeated_request(200)
+def test_a_repeated_seed_repeats_the_answer_and_keeps_the_distribution(monkeypatch):
+    """A later request with the same seed must not draft a token, since the same random number would verify it."""
+    right, same = first_token_of_a_repeated_request(200)
     assert same
-    assert max(abs(found - 1 / 3) for found in law) < 0.1
+    assert max(abs(found - 1 / 3) for found in right) < 0.1
     monkeypatch.setattr(suffix, "_may_share", lambda _: True)
-    bent, _ = first_token_of_a_repeated_request(200)
-    assert max(abs(found - 1 / 3) for found in bent) > 0.15  # by hand: 5/9 for token 1
+    wrong, _ = first_token_of_a_repeated_request(200)
+    assert max(abs(found - 1 / 3) for found in wrong) > 0.15  # by hand: 5/9 for token 1
 
 
 # --- through a model --------------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def engine(drafter, max_batch=3, verifier="block"):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_request_with_a_seed_is_answered_alike_alone_and_in_any_batch(shared):
+def test_a_request_with_a_seed_has_the_same_answer_alone_and_in_any_batch(shared):
     params = [SamplingParams(max_tokens=12 + 3 * i, seed=100 + i) for i in range(len(PROMPTS))]
     batched = engine(SuffixDrafter(4, shared=shared)).generate(list(PROMPTS), params)
     single = engine(SuffixDrafter(4, shared=shared), max_batch=1)
@@ -393,7 +393,7 @@ def test_a_request_with_a_seed_is_answered_alike_alone_and_in_any_batch(shared):
 
 
 @pytest.mark.parametrize("verifier", RULES)
-def test_greedy_output_is_plain_output_and_a_repeated_request_is_fast(verifier):
+def test_greedy_output_equals_plain_decoding_and_a_repeated_request_needs_few_rounds(verifier):
     params = SamplingParams(temperature=0, max_tokens=30)
     plain = engine(None).generate(list(PROMPTS), params)
     fast = engine(SuffixDrafter(), max_batch=1, verifier=verifier)
@@ -403,7 +403,7 @@ def test_greedy_output_is_plain_output_and_a_repeated_request_is_fast(verifier):
     assert min(output.stats.block_efficiency for output in (once[3], *again)) > 7
 
 
-def test_many_samples_of_one_prompt_share_what_they_find():
+def test_samples_of_one_prompt_draft_from_each_other():
     params = SamplingParams(n=4, temperature=0, max_tokens=24)
     drafter = SuffixDrafter()
     outputs = engine(drafter, max_batch=2).generate("The dog", params)
@@ -420,13 +420,13 @@ def made(name, draft=None):
     return make_drafter(name, target=backend("target"), draft=draft, stopper="fixed:4")
 
 
-def test_a_name_makes_it():
+def test_a_drafter_is_made_by_name():
     assert (made("suffix").limit, made("suffix:5").limit) == (16, 5)
-    told(made("suffix"), [1, 2, 3], 0)
+    finished(made("suffix"), [1, 2, 3], 0)
 
 
 @pytest.mark.parametrize(
-    ("name", "draft", "said"),
+    ("name", "draft", "message"),
     [
         ("suffix:0", False, "suffix draft length is 0: legal are 1 to 64"),
         ("suffix:long", False, "'long' is not a row of whole numbers: legal is for example suffix:16"),
@@ -435,6 +435,6 @@ def test_a_name_makes_it():
         ("suffix:8", True, "drafter suffix reads no draft model: leave out 'draft'"),
     ],
 )
-def test_a_bad_name_is_refused(name, draft, said):
-    with pytest.raises(UserError, match=said):
+def test_a_bad_name_is_refused(name, draft, message):
+    with pytest.raises(UserError, match=message):
         made(name, backend("draft") if draft else None)

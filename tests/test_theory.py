@@ -1,4 +1,4 @@
-"""Closed forms against each other, enumeration, the linear program, and the sources' own examples."""
+"""Closed forms against each other, against enumeration and the linear program, and the papers' own examples."""
 
 import itertools
 import math
@@ -117,10 +117,10 @@ def test_leviathans_formulas():
 
 @pytest.mark.parametrize("run", [0, 1, 5])
 @pytest.mark.parametrize(("tp", "fp"), [(0.9, 0.2), (0.5, 0.5), (1.0, 0.0), (0.0, 0.3)])
-def test_sprinter_lengths_are_the_means_of_their_law(run, tp, fp):
-    law = [sprinter.accepted_pmf(i, run, tp, fp) for i in range(400)]
-    assert sum(law) == pytest.approx(1)
-    mean = sum(i * w for i, w in enumerate(law))
+def test_sprinter_lengths_are_the_means_of_their_distribution(run, tp, fp):
+    pmf = [sprinter.accepted_pmf(i, run, tp, fp) for i in range(400)]
+    assert sum(pmf) == pytest.approx(1)
+    mean = sum(i * w for i, w in enumerate(pmf))
     assert sprinter.expected_accepted(run, tp, fp) == pytest.approx(mean)
     assert sprinter.expected_stopping_time(run, tp, fp, 0.1) == pytest.approx(0.1 * (mean + 1))
 
@@ -141,8 +141,8 @@ def test_sprinter_acceptance_and_drift():
     for eta in (0.0, 0.4, 1.0):
         kept = torch.minimum(q, eta * q + (1 - eta) * p).sum()
         assert sprinter.acceptance_rate(eta, distance) == pytest.approx(float(kept))
-        law = (1 - eta) * p + eta * q
-        assert sprinter.drift(eta, distance) == pytest.approx(float((law - p).clamp(min=0).sum()))
+        output = (1 - eta) * p + eta * q
+        assert sprinter.drift(eta, distance) == pytest.approx(float((output - p).clamp(min=0).sum()))
 
 
 def test_both_forms_of_the_cost_agree():
@@ -156,10 +156,10 @@ def test_both_forms_of_the_cost_agree():
 
 
 def test_best_length_grows_with_acceptance_and_falls_with_cost():
-    cheap, dear = cost.PassCosts(0.01, 1.0), cost.PassCosts(0.2, 1.0)
+    cheap, expensive = cost.PassCosts(0.01, 1.0), cost.PassCosts(0.2, 1.0)
     found = [cost.best_iid_length(cheap, alpha) for alpha in (0.0, 0.3, 0.6, 0.9)]
     assert found == sorted(found)
     assert found[0] == 0
-    assert cost.best_iid_length(dear, 0.9) < cost.best_iid_length(cheap, 0.9)
+    assert cost.best_iid_length(expensive, 0.9) < cost.best_iid_length(cheap, 0.9)
     speedups = [lengths.iid_speedup(0.8, n, 0.1) for n in range(30)]
     assert cost.best_iid_length(cost.PassCosts(0.1, 1.0), 0.8, 29) == speedups.index(max(speedups))

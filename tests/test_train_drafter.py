@@ -1,4 +1,4 @@
-"""Models trained here: they learn, a draft comes closer to its target, kills change nothing, what is written loads."""
+"""Training of language models: they learn, a draft comes closer to its target, interrupted runs, written files."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ PLAN = TrainingPlan(steps=40, learning_rate=5e-3, warmup=4, log_every=10, evalua
 
 
 class KilledError(Exception):
-    """What a test kills a run with."""
+    """Ends a run in a test."""
 
 
 def sentences(number, seed=0):
@@ -32,8 +32,8 @@ def sentences(number, seed=0):
     who, what, where = ("cat", "dog", "little girl", "old man"), ("ran", "sat", "played", "slept"), ("park", "sun")
     rows = []
     for _ in range(number):
-        told = [f"The {chooser.choice(who)} {chooser.choice(what)} in the {chooser.choice(where)}." for _ in range(4)]
-        rows.append(" ".join(told))
+        text = [f"The {chooser.choice(who)} {chooser.choice(what)} in the {chooser.choice(where)}." for _ in range(4)]
+        rows.append(" ".join(text))
     return rows
 
 
@@ -60,10 +60,10 @@ def target(text, tmp_path_factory):
 
 
 def test_from_scratch_learns_and_loads_in_the_engine(text, target):
-    told = json.loads((target / "metrics.json").read_text())
-    judged = [record["bits_per_byte"] for record in told["history"] if "bits_per_byte" in record]
-    assert judged[-1] < judged[0]
-    assert told["test"]["bits_per_byte"] < 1.5  # four choices a sentence; an untrained model needs about 4
+    metrics = json.loads((target / "metrics.json").read_text())
+    evaluated = [record["bits_per_byte"] for record in metrics["history"] if "bits_per_byte" in record]
+    assert evaluated[-1] < evaluated[0]
+    assert metrics["test"]["bits_per_byte"] < 1.5  # sentences have three random words; an untrained model needs about 4
     engine = Engine.load(target=str(target))
     (out,) = engine.generate(["The cat"], SamplingParams(max_tokens=12, seed=1))
     assert out.text.strip()
@@ -73,7 +73,7 @@ def test_from_scratch_learns_and_loads_in_the_engine(text, target):
     assert str(text.parent) not in provenance
 
 
-def test_config_json_stands_for_the_shape(text, tmp_path):
+def test_a_config_file_replaces_the_shape(text, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({
         "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -94,7 +94,7 @@ def test_stored_weights_are_small_and_load_as_float32(text, tmp_path):
     assert (out / "model.safetensors").stat().st_size < 2.2 * numbers
 
 
-def test_a_model_goes_on_from_another(text, target, tmp_path):
+def test_training_continues_from_an_initial_model(text, target, tmp_path):
     out = tmp_path / "out"
     summary = make_drafter(job(text, out, init=str(target), plan=dataclasses.replace(PLAN, steps=4)))
     before = json.loads((target / "metrics.json").read_text())["test"]
@@ -111,31 +111,31 @@ def imitation(text, target, out, **options):
     return job(text, out, imitation=Imitation(str(target), **options))
 
 
-def acceptance_untrained(asked):
-    studio = drafter.Studio(asked)
-    windows, _ = studio.held_out("test")
-    return distil.agreement(studio.target, studio.model().eval(), windows)["acceptance"]
+def acceptance_untrained(options):
+    run = drafter.DrafterRun(options)
+    windows, _ = run.held_out("test")
+    return distil.agreement(run.target, run.model().eval(), windows)["acceptance"]
 
 
 @pytest.mark.parametrize("loss", distil.LOSSES)
 def test_imitation_raises_acceptance(text, target, tmp_path, loss):
-    asked = imitation(text, target, tmp_path / "draft", loss=loss)
-    before = acceptance_untrained(asked)
-    summary = make_drafter(asked)
+    options = imitation(text, target, tmp_path / "draft", loss=loss)
+    before = acceptance_untrained(options)
+    summary = make_drafter(options)
     assert summary["on_text"]["acceptance"] > max(0.5, before + 0.3)
     assert summary["on_own_samples"]["acceptance"] > before + 0.3
     assert 1 < summary["block_efficiency_4"] <= 5
     assert summary["block_efficiency_4"] <= summary["block_efficiency_8"] + 1
-    told = json.loads((tmp_path / "draft" / "provenance.json").read_text())
-    assert told["imitation"]["target"] == "target"
+    provenance = json.loads((tmp_path / "draft" / "provenance.json").read_text())
+    assert provenance["imitation"]["target"] == "target"
 
 
 @pytest.mark.parametrize("policy", ["draft", "target"])
-def test_imitation_on_what_a_model_writes(text, target, tmp_path, policy):
-    asked = imitation(text, target, tmp_path / "draft", loss="tv", policy=policy, share=0.5)
-    asked = dataclasses.replace(asked, plan=dataclasses.replace(PLAN, steps=24))
-    before = acceptance_untrained(asked)
-    assert make_drafter(asked)["on_own_samples"]["acceptance"] > before + 0.2
+def test_imitation_on_continuations_by_a_model(text, target, tmp_path, policy):
+    options = imitation(text, target, tmp_path / "draft", loss="tv", policy=policy, share=0.5)
+    options = dataclasses.replace(options, plan=dataclasses.replace(PLAN, steps=24))
+    before = acceptance_untrained(options)
+    assert make_drafter(options)["on_own_samples"]["acceptance"] > before + 0.2
 
 
 def test_a_draft_and_its_target_run_as_a_pair(text, target, tmp_path):
@@ -145,18 +145,18 @@ def test_a_draft_and_its_target_run_as_a_pair(text, target, tmp_path):
     assert out.stats.num_draft_tokens > 0
 
 
-# --- kills --------------------------------------------------------------------------------------------------------
+# --- interrupted runs ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["none", "draft"])
-def test_a_killed_run_ends_with_the_same_bytes(text, target, tmp_path, monkeypatch, policy):
+def test_an_interrupted_run_ends_with_the_same_bytes(text, target, tmp_path, monkeypatch, policy):
     plan = dataclasses.replace(PLAN, steps=10, evaluate_every=4, save_every=3)
     options = {"plan": plan, "texts": Texts((text,), background=(text,), background_form="lines")}
     if policy != "none":
         options["imitation"] = Imitation(str(target), policy=policy)
     make_drafter(job(text, tmp_path / "whole", **options))
     steps = []
-    whole = drafter.Studio.loss
+    whole = drafter.DrafterRun.loss
 
     def deadly(self, module, windows):
         steps.append(1)
@@ -164,7 +164,7 @@ def test_a_killed_run_ends_with_the_same_bytes(text, target, tmp_path, monkeypat
             raise KilledError
         return whole(self, module, windows)
 
-    monkeypatch.setattr(drafter.Studio, "loss", deadly)
+    monkeypatch.setattr(drafter.DrafterRun, "loss", deadly)
     with pytest.raises(KilledError):
         make_drafter(job(text, tmp_path / "killed", **options))
     assert not (tmp_path / "killed").exists()
@@ -177,7 +177,7 @@ def test_a_killed_run_ends_with_the_same_bytes(text, target, tmp_path, monkeypat
 # --- parts --------------------------------------------------------------------------------------------------------
 
 
-def test_distances_are_what_they_are_called():
+def test_distances_equal_their_definitions():
     p, q = torch.rand(5, 7).softmax(-1), (3 * torch.rand(5, 7)).softmax(-1)
     logs = p.log(), q.log()
     assert torch.allclose(distil.total_variation(*logs), 1 - torch.minimum(p, q).sum(-1), atol=1e-6)
@@ -189,7 +189,7 @@ def test_distances_are_what_they_are_called():
     assert torch.allclose(distil.reverse_kl(*logs), distil.forward_kl(*logs[::-1]), atol=1e-6)
 
 
-def test_agreement_and_bits_are_the_slow_ones():
+def test_agreement_and_bits_equal_those_token_by_token():
     config = transformers.LlamaConfig(
         vocab_size=11, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )
@@ -210,7 +210,7 @@ def test_agreement_and_bits_are_the_slow_ones():
     assert distil.bits_per_byte(p, windows, 10) == pytest.approx(bits / 10, abs=1e-5)
 
 
-def test_windows_begin_where_texts_do():
+def test_windows_begin_at_the_beginning_of_texts():
     made = corpus.stream([[1, 2, 3], [4, 5], list(range(10, 40))], 0, length=6)
     assert made.ids.tolist() == [0, 1, 2, 3, 0, 4, 5, 0, *range(10, 40), 0]
     generator = torch.Generator().manual_seed(0)
@@ -244,7 +244,7 @@ def test_held_out_texts_are_read_once_each():
     assert windows.tolist() == [[0, 1, 2, 3], [3, 0, 4, 5], [5, 6, 0, -1]]
 
 
-def test_tokenizer_takes_any_text_and_marks_its_beginning():
+def test_tokenizer_encodes_any_text_and_marks_its_beginning():
     made = train_tokenizer(sentences(20), 280, positions=64)
     text = "The cat 5 € 中文 🙂\n\ttab"
     ids = made(text)["input_ids"]
@@ -258,13 +258,13 @@ def test_tokenizer_takes_any_text_and_marks_its_beginning():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--heads", "3"], "width 128 with 3 heads"),
         (["--kv-heads", "3"], "4 heads with 3 of keys and values"),
         (["--layers", "0"], "layers is 0"),
         (["--vocab", "100"], "vocabulary is 100"),
-        (["--vocab", "60000"], "name a smaller vocabulary"),
+        (["--vocab", "60000"], "choose a smaller vocabulary"),
         (["--distil", "embedded:target", "--loss", "mse"], "loss is 'mse': legal are kl, reverse_kl, tv"),
         (["--distil", "embedded:target", "--on-policy", "me"], "policy is 'me'"),
         (["--on-policy", "draft"], "--distil"),
@@ -274,18 +274,18 @@ def test_tokenizer_takes_any_text_and_marks_its_beginning():
         (["--background-share", "1.7"], "background share is 1.7"),
         (["--form", "verse"], "form is 'verse'"),
         (["--length", "4"], "length 4"),
-        (["--positions", "64"], "windows of 256 tokens, and the model reads 64"),
+        (["--positions", "64"], "windows of 256 tokens are longer than the model reads"),
         (["--distil", "embedded:target", "--init", "nowhere/at/all"], "no such file or directory"),
         (["--steps", "0"], "steps is 0"),
     ],
 )
-def test_mistakes_are_one_line(text, tmp_path, options, said):
+def test_mistakes_are_one_line(text, tmp_path, options, message):
     out = tmp_path / "out"
     words = ["train", "drafter", "--data", str(text), "--out", str(out), "--quiet", *options]
     result = CliRunner(env={"COLUMNS": "300"}).invoke(app, words)
     shown = result.output + str(result.exception)
     assert result.exit_code != 0
-    assert said in shown
+    assert message in shown
     assert not out.exists()
 
 

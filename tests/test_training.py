@@ -1,6 +1,6 @@
-"""Training: data as it stands in files, labels as the tables say, heads that learn what is there only, kills.
+"""Training of heads: data from files, labels of table models, what heads learn, and interrupted runs.
 
-The kills are the point of `loop`, `responses` and `features`: whatever is interrupted, the artefact has the same bytes.
+`loop`, `responses` and `features` must survive interruptions: in every case the files must have the same bytes.
 """
 
 import gzip
@@ -17,11 +17,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import typer
 from torch import nn
 from typer.testing import CliRunner
 
 import helpers
 from draftproof.cli import app
+from draftproof.cli.train import app as train_app
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
@@ -33,17 +35,16 @@ from draftproof.stoppers.trained import Acceptance
 from draftproof.testing import TableModel
 from draftproof.theory.cost import PassCosts
 from draftproof.theory.sprinter import expected_accepted
-from draftproof.training import data, features, metrics, sprinter, sweep
-from draftproof.training import pair_data as workshop
-from draftproof.training.heads import Labels, fresh_head, head_loss, judge, ratio_loss, train_head, weighted_bce
+from draftproof.training import data, features, metrics, pair_data, sprinter, sweep
+from draftproof.training.head_artefact import make_head, make_verifier_head
+from draftproof.training.head_options import HeadJob, Material
+from draftproof.training.heads import Labels, evaluate_head, fresh_head, head_loss, ratio_loss, train_head, weighted_bce
 from draftproof.training.loop import Loss, TrainingPlan, train
-from draftproof.training.pair_data import Material
-from draftproof.training.recipes import HeadJob, make_head, make_verifier_head
 from draftproof.training.responses import Response, sample_responses
 
 
 class KilledError(Exception):
-    """What a test kills a run with."""
+    """Ends a run in a test."""
 
 
 # --- data ---------------------------------------------------------------------------------------------------------
@@ -79,29 +80,29 @@ def test_json_lines_are_read_by_every_known_key(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.jsonl", '{"prompt": "x"}\n{', "line 2: not JSON"),
         ("a.jsonl", '{"answer": "x"}', "one of prompt"),
         ("a.jsonl", '{"turns": [3]}', "holds no text"),
         ("a.txt", "\n\n", "holds no text"),
-        ("a.csv", "x", "no known kind"),
+        ("a.csv", "x", "is not known"),
     ],
 )
-def test_broken_data_is_refused_with_its_place(tmp_path, name, text, said):
-    with pytest.raises(UserError, match=said):
+def test_broken_data_is_refused_with_its_line(tmp_path, name, text, message):
+    with pytest.raises(UserError, match=message):
         data.read_examples([written(tmp_path, name, text)])
 
 
-def test_files_that_are_not_what_they_say_are_refused(tmp_path):
+def test_files_with_other_content_are_refused(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(b"not packed")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\xfa")
-    for name, said in (("a.txt.gz", "cannot unpack"), ("b.txt", "not UTF-8"), ("c.txt", "cannot read")):
-        with pytest.raises(UserError, match=said):
+    for name, message in (("a.txt.gz", "cannot unpack"), ("b.txt", "not UTF-8"), ("c.txt", "cannot read")):
+        with pytest.raises(UserError, match=message):
             data.read_examples([tmp_path / name])
 
 
-def test_a_text_has_its_place_in_the_split_whatever_is_around_it():
+def test_a_text_is_in_the_same_part_among_any_other_texts():
     examples = [data.Example(f"text {i}", f"text {i}") for i in range(400)]
     parts, fewer = data.split(examples), data.split(examples[:200][::-1])
     assert sum(map(len, parts.values())) == 400
@@ -123,7 +124,7 @@ def test_tokens_come_back_from_the_cache(tmp_path):
 # --- responses ----------------------------------------------------------------------------------------------------
 
 
-def test_half_made_responses_are_completed_to_the_same(tmp_path):
+def test_interrupted_responses_are_completed_to_the_same_ones(tmp_path):
     engine = helpers.engine(draft=None)
     prompts = [[1, 5 + i] for i in range(20)]
     params = SamplingParams(max_tokens=6)
@@ -137,7 +138,7 @@ def test_half_made_responses_are_completed_to_the_same(tmp_path):
 
 
 def killer(after):
-    """A watch that raises at the given tick, counted over everything it watches."""
+    """A watch that raises at the given tick, counted over all its progress bars."""
     left = [after]
 
     def tick(*_, **__):
@@ -157,7 +158,7 @@ def killer(after):
 WEIGHTS = torch.linspace(-1, 1, 8)
 
 
-def lesson(step):
+def batch_of(step):
     x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
     return x, x @ WEIGHTS
 
@@ -166,29 +167,29 @@ def squared(module, batch):
     return Loss(((module(batch[0]).squeeze(-1) - batch[1]) ** 2).mean(), 32)
 
 
-def pupil():
+def network():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 1))  # dropout draws at every step
 
 
-def exam(module):
-    return {"error": float(squared(module, lesson(10**6)).value)}
+def held_out(module):
+    return {"error": float(squared(module, batch_of(10**6)).value)}
 
 
 PLAN = TrainingPlan(steps=120, warmup=5, save_every=7, log_every=10, evaluate_every=20, keep_best="error")
 
 
-def test_ten_kills_leave_no_trace_in_weights_or_history(tmp_path):
-    plain = pupil()
-    history = train(plain, lesson, squared, PLAN, evaluate=exam)
+def test_ten_interruptions_change_neither_weights_nor_history(tmp_path):
+    plain = network()
+    history = train(plain, batch_of, squared, PLAN, evaluate=held_out)
     dice, kills, done = random.Random(3), 0, None
     while done is None:
-        module = pupil()
+        module = network()
         watch = killer(dice.randrange(1, 25)) if kills < 10 else killer(10**6)
         try:
-            options = {"checkpoint": tmp_path / "c.safetensors", "evaluate": exam, "watch": watch}
-            done = train(module, lesson, squared, PLAN, **options)
+            options = {"checkpoint": tmp_path / "c.safetensors", "evaluate": held_out, "watch": watch}
+            done = train(module, batch_of, squared, PLAN, **options)
         except KilledError:
             kills += 1
     assert kills == 10
@@ -198,30 +199,30 @@ def test_ten_kills_leave_no_trace_in_weights_or_history(tmp_path):
 
 def test_training_lowers_the_loss_and_leaves_the_generator_alone():
     torch.manual_seed(5)
-    wanted = torch.rand(3)
+    expected = torch.rand(3)
     torch.manual_seed(5)
-    history = train(pupil(), lesson, squared, replace(PLAN, learning_rate=1e-2), evaluate=exam)
+    history = train(network(), batch_of, squared, replace(PLAN, learning_rate=1e-2), evaluate=held_out)
     losses = [record["loss"] for record in history if "loss" in record]
     assert losses[-1] < 0.3 * losses[0]
-    assert torch.equal(torch.rand(3), wanted)
+    assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_checkpoint_of_another_run_or_of_nothing_is_refused(tmp_path):
+def test_a_checkpoint_of_another_run_or_a_broken_one_is_refused(tmp_path):
     file = tmp_path / "c.safetensors"
-    train(pupil(), lesson, squared, PLAN, checkpoint=file, identity="mine", evaluate=exam)
+    train(network(), batch_of, squared, PLAN, checkpoint=file, identity="mine", evaluate=held_out)
     with pytest.raises(UserError, match="other data or options"):
-        train(pupil(), lesson, squared, PLAN, checkpoint=file, identity="yours", evaluate=exam)
+        train(network(), batch_of, squared, PLAN, checkpoint=file, identity="yours", evaluate=held_out)
     file.write_bytes(b"torn")
     with pytest.raises(UserError, match="cannot resume"):
-        train(pupil(), lesson, squared, PLAN, checkpoint=file, evaluate=exam)
+        train(network(), batch_of, squared, PLAN, checkpoint=file, evaluate=held_out)
 
 
-def test_a_loss_that_explodes_is_told(tmp_path):
+def test_a_loss_that_is_not_finite_is_refused(tmp_path):
     def nan(module, batch):
         return Loss(squared(module, batch).value * float("nan"), 1)
 
     with pytest.raises(UserError, match="nan at step 1"):
-        train(pupil(), lesson, nan, PLAN, checkpoint=tmp_path / "c.safetensors", evaluate=exam)
+        train(network(), batch_of, nan, PLAN, checkpoint=tmp_path / "c.safetensors", evaluate=held_out)
     assert not (tmp_path / "c.safetensors").exists()
 
 
@@ -234,20 +235,20 @@ def test_signals_wait_for_a_checkpoint(tmp_path, kind, raised):
     before = signal.getsignal(kind)
     plan, file = replace(PLAN, save_every=0), tmp_path / "c.safetensors"
     with pytest.raises(raised):
-        train(pupil(), lesson, interrupted, plan, checkpoint=file, evaluate=exam)
+        train(network(), batch_of, interrupted, plan, checkpoint=file, evaluate=held_out)
     assert file.exists()
     assert signal.getsignal(kind) is before
-    module, plain = pupil(), pupil()
-    train(module, lesson, squared, plan, checkpoint=file, evaluate=exam)
-    train(plain, lesson, squared, plan, evaluate=exam)
+    module, plain = network(), network()
+    train(module, batch_of, squared, plan, checkpoint=file, evaluate=held_out)
+    train(plain, batch_of, squared, plan, evaluate=held_out)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True))
 
 
 def test_frozen_parameters_stay_out_of_the_checkpoint(tmp_path):
-    module = pupil()
+    module = network()
     module[0].requires_grad_(requires_grad=False)
     kept = module[0].weight.clone()
-    train(module, lesson, squared, PLAN, checkpoint=tmp_path / "c.safetensors", evaluate=exam)
+    train(module, batch_of, squared, PLAN, checkpoint=tmp_path / "c.safetensors", evaluate=held_out)
     assert torch.equal(module[0].weight, kept)
     assert b"module.0.weight" not in (tmp_path / "c.safetensors").read_bytes()
 
@@ -267,7 +268,7 @@ def expected(pair, context, token):
     return float(p.log() - q.log()), float(q.log())
 
 
-def test_labels_of_drafted_tokens_are_the_tables():
+def test_labels_of_drafted_tokens_are_those_of_the_tables():
     pair = table_pair()
     for row, rows in zip(RESPONSES, features.drafted(pair)(RESPONSES, 7), strict=True):
         for i, token in enumerate(row.tokens):
@@ -283,9 +284,9 @@ def test_the_state_is_the_one_at_the_token_or_the_one_above_it():
     at, above = (features.drafted(pair, above=flag)(RESPONSES, 0)[0] for flag in (False, True))
     assert torch.equal(at.hidden[:-1], above.hidden[1:])
     assert torch.equal(at.log_ratio, above.log_ratio)
-    wanted = pair.q([Response((0, 1), (2,))])[0][1]
-    assert torch.equal(above.hidden[0], wanted[0].half())
-    assert torch.equal(at.hidden[0], wanted[1].half())
+    states = pair.q([Response((0, 1), (2,))])[0][1]
+    assert torch.equal(above.hidden[0], states[0].half())
+    assert torch.equal(at.hidden[0], states[1].half())
 
 
 def test_token_mixing_labels_after_x_and_reads_states_after_z():
@@ -299,7 +300,7 @@ def test_token_mixing_labels_after_x_and_reads_states_after_z():
         assert any(abs(label - a) < 1e-4 and abs(log_q - b) < 1e-4 for a, b in legal)
     (all_x,) = features.mixed(pair, 0.999999, seed=3)([row], 0)
     assert len(all_x) == 0
-    # with r = 0 Z is y itself, so a state that follows three drawn tokens is that of a prefix which X never was
+    # with r = 0 Z is y, so the states after drawn tokens are those of other prefixes than X
     (none_x,) = features.mixed(pair, 0.0, seed=3)([row], 0)
     assert len(none_x) == 400
     assert not torch.equal(none_x.hidden[5:], pair.q([row])[0][1][6:].half())
@@ -314,7 +315,7 @@ def test_tokens_drawn_along_a_text_follow_q():
     assert (rows.hidden == rows.hidden[0]).all()
 
 
-def test_features_come_back_from_shards(tmp_path):
+def test_features_are_read_from_shards(tmp_path):
     pair, many = table_pair(), RESPONSES * 20
     with pytest.raises(KilledError):
         features.collect(features.before(pair, 1), many, tmp_path / "a", watch=killer(1))
@@ -328,7 +329,7 @@ def test_features_come_back_from_shards(tmp_path):
 # --- losses and metrics -------------------------------------------------------------------------------------------
 
 
-def test_the_gradient_pulls_towards_the_label():
+def test_the_gradient_points_towards_the_label():
     for label, sign in ((1.0, -1), (0.0, 1), (0.9, -1), (0.1, 1)):
         output = torch.zeros(1, requires_grad=True)
         weighted_bce(output, torch.tensor([label])).backward()
@@ -338,7 +339,7 @@ def test_the_gradient_pulls_towards_the_label():
     )
 
 
-def test_the_weighted_loss_is_smallest_where_judge_says():
+def test_the_weighted_loss_is_smallest_at_the_odds_that_evaluate_head_assumes():
     label, w = torch.tensor([0.7]), 6.0
     best = torch.tensor([0.7 / (0.3 * w)]).log()
     for shift in (-0.1, 0.1):
@@ -371,7 +372,7 @@ def test_calibration_and_kl_are_zero_for_the_truth():
     )
 
 
-def test_the_fitted_baseline_finds_a_logistic_law():
+def test_the_fitted_baseline_finds_a_logistic_curve():
     x = torch.linspace(-3, 3, 200)
     slope, offset = metrics.fitted(x, (1.5 * x - 0.5).sigmoid())
     assert (slope, offset) == (pytest.approx(1.5, abs=1e-2), pytest.approx(-0.5, abs=1e-2))
@@ -381,7 +382,7 @@ def test_the_fitted_baseline_finds_a_logistic_law():
 
 
 def planted(rows, seed, *, shuffled=False):
-    """Rows whose log ratio hangs on one direction of the state."""
+    """Rows whose log ratio depends on one direction of the state."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, 8, generator=generator)
     ratio = 2 * hidden[:, 0] - 1 + 0.1 * torch.randn(rows, generator=generator)
@@ -396,13 +397,13 @@ SHORT = TrainingPlan(steps=200, learning_rate=1e-2, log_every=100)
 
 
 @pytest.mark.parametrize("kind", ["acceptance", "log_ratio", "verifier"])
-def test_a_head_learns_what_is_there_and_nothing_else(kind):
+def test_a_head_learns_a_dependence_and_nothing_from_shuffled_labels(kind):
     labels = Labels(w_rej=1.0)
     for shuffled in (False, True):
         rows, valid, test = (planted(n, s, shuffled=shuffled) for n, s in ((3000, 0), (500, 1), (1000, 2)))
         config = HeadConfig(kind, 8, "draft", "target", depth=0 if kind == "verifier" else 1)
         head, _ = train_head(config, rows, valid, SHORT, labels)
-        found = judge(head, test, rows, labels)
+        found = evaluate_head(head, test, rows, labels)
         ours, constant = (found["huber"], found["huber_constant"]) if kind == "log_ratio" else (
             found["kl"], found["kl_constant"],
         )  # fmt: skip
@@ -414,17 +415,17 @@ def test_a_head_learns_what_is_there_and_nothing_else(kind):
             assert found["auc"] > 0.95
 
 
-def test_weights_are_undone_by_the_odds():
+def test_the_odds_correct_for_the_weights():
     rows, labels = planted(3000, 0), Labels(w_rej=6.0)
     head, _ = train_head(
         HeadConfig("acceptance", 8, "d", "t", depth=2), rows, planted(500, 1), replace(SHORT, steps=500), labels
     )
-    found = judge(head, planted(1000, 2), rows, labels)
+    found = evaluate_head(head, planted(1000, 2), rows, labels)
     assert found["kl_unweighted"] < 0.85 * found["kl"]
     assert found["ece_unweighted"] < 0.6 * found["ece"]
 
 
-def test_blocks_have_weights_of_their_own_unless_shared():
+def test_blocks_have_their_own_weights_unless_shared():
     sizes = {}
     for shared in (False, True):
         config = HeadConfig("acceptance", 64, "d", "t", depth=3, shared_blocks=shared)
@@ -441,30 +442,30 @@ def test_blocks_have_weights_of_their_own_unless_shared():
 # --- in the engine ------------------------------------------------------------------------------------------------
 
 
-def test_drafts_of_sprinter_have_the_length_of_the_theorem():
+def test_drafts_of_sprinter_have_the_length_of_theorem_3_3():
     for run, true, false in ((0, 0.9, 0.2), (3, 0.8, 0.3), (7, 0.95, 0.05)):
         long = sprinter.expected_drafted(run, true, false, limit=2000)
         assert long == pytest.approx(expected_accepted(run, true, false) + 1)
         assert sprinter.expected_drafted(run, true, false, limit=1) == 1
 
 
-def test_the_law_of_a_position_is_between_q_and_p():
+def test_the_distribution_of_a_position_is_between_q_and_p():
     p, q = (torch.rand(4, 6, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     yes = torch.ones(4, 1, dtype=torch.bool)
-    assert torch.allclose(sprinter.position_law(p, q, yes), q)
-    assert torch.allclose(sprinter.position_law(p, q, ~yes), p, atol=1e-6)
+    assert torch.allclose(sprinter.position_distribution(p, q, yes), q)
+    assert torch.allclose(sprinter.position_distribution(p, q, ~yes), p, atol=1e-6)
     some = torch.rand(4, 6, generator=torch.Generator().manual_seed(2)) > 0.5
-    assert torch.allclose(sprinter.position_law(p, q, some).sum(-1), torch.ones(4), atol=1e-6)
+    assert torch.allclose(sprinter.position_distribution(p, q, some).sum(-1), torch.ones(4), atol=1e-6)
 
 
-def test_the_cheapest_row_and_the_dominated_lengths():
+def test_the_row_with_the_least_latency_and_the_dominated_lengths():
     short, long = {"discard_rate": 0.2, "verification_rate": 0.6}, {"discard_rate": 1.5, "verification_rate": 0.3}
     fixed = [{"length": 2, **short}, {"length": 8, **long}]
     heads = [{"threshold": 0.5, "discard_rate": 0.2, "verification_rate": 0.5}]
     assert sweep.dominated(fixed, heads) == [2]
-    assert sweep.beside_fixed(fixed, heads)[0]["fixed_verification_rate"] == pytest.approx(0.6)
-    assert sweep.beside_fixed(fixed, [{"discard_rate": 2.0}])[0]["fixed_verification_rate"] is None
+    assert sweep.with_fixed_drafts(fixed, heads)[0]["fixed_verification_rate"] == pytest.approx(0.6)
+    assert sweep.with_fixed_drafts(fixed, [{"discard_rate": 2.0}])[0]["fixed_verification_rate"] is None
     assert sweep.choose(sweep.with_latency(fixed, PassCosts(0.01, 1.0)))["length"] == 8
     assert sweep.choose(sweep.with_latency(fixed, PassCosts(0.5, 1.0)))["length"] == 2
 
@@ -480,11 +481,11 @@ def story_file(tmp_path_factory):
 
 @pytest.fixture
 def loaded_once(monkeypatch):
-    """The embedded pair, loaded and probed for all tests together, and short tables of trials."""
+    """The embedded pair, loaded once for all tests, and short tables of trials."""
     monkeypatch.setattr(sweep, "LENGTHS", (2,))
     monkeypatch.setattr(sweep, "THRESHOLDS", (0.3, 0.9))
-    monkeypatch.setattr(workshop, "load_backend", lambda name, **_: helpers.backend(name.partition(":")[2]))
-    monkeypatch.setattr(workshop, "load_tokenizer", lambda _: helpers.tokenizer())
+    monkeypatch.setattr(pair_data, "load_backend", lambda name, **_: helpers.backend(name.partition(":")[2]))
+    monkeypatch.setattr(pair_data, "load_tokenizer", lambda _: helpers.tokenizer())
 
 
 def job(folder, story_file, **options):
@@ -493,19 +494,19 @@ def job(folder, story_file, **options):
         "embedded:target", "embedded:draft", (story_file,), params=params, starts=1, cache=folder / "cache"
     )
     plan = TrainingPlan(steps=60, learning_rate=3e-3, log_every=10, save_every=3)
-    told = {"plan": plan, "threshold": 0.5, "depth": 1, "trial_prompts": 2, "trial_tokens": 12, "batch": 64, **options}
-    return HeadJob(material, folder / "out", **told)
+    known = {"plan": plan, "threshold": 0.5, "depth": 1, "trial_prompts": 2, "trial_tokens": 12, "batch": 64}
+    return HeadJob(material, folder / "out", **{**known, **options})
 
 
 def artefact(folder):
     files = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors", "metrics.json")}
-    told = json.loads((folder / "provenance.json").read_text())
-    del told["seconds"]
-    return files | {"provenance": told}
+    provenance = json.loads((folder / "provenance.json").read_text())
+    del provenance["seconds"]
+    return files | {"provenance": provenance}
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_ten_kills_at_random_moments_give_the_same_artefact(tmp_path, story_file):
+def test_ten_interruptions_at_random_moments_give_the_same_files(tmp_path, story_file):
     make_head(job(tmp_path / "plain", story_file))
     dice, kills, done = random.Random(7), 0, False
     while not done:
@@ -523,9 +524,9 @@ def test_ten_kills_at_random_moments_give_the_same_artefact(tmp_path, story_file
 
 @pytest.mark.usefixtures("loaded_once")
 def test_a_trained_head_ends_drafts_in_the_engine(tmp_path, story_file):
-    asked = job(tmp_path, story_file, threshold=None, cost_ratio=0.2)
-    summary = make_head(asked)
-    head = load_head(asked.out)
+    head_job = job(tmp_path, story_file, threshold=None, cost_ratio=0.2)
+    summary = make_head(head_job)
+    head = load_head(head_job.out)
     assert head.config.threshold == summary["chosen"]["threshold"]
     assert (head.config.draft, head.config.target) == ("embedded:draft", "embedded:target")
     drafted = {}
@@ -540,7 +541,7 @@ def test_a_trained_head_ends_drafts_in_the_engine(tmp_path, story_file):
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_a_sweep_takes_the_cheapest_cell_and_goes_on_after_a_kill(tmp_path, story_file, monkeypatch):
+def test_a_sweep_takes_the_cheapest_cell_and_continues_after_an_interruption(tmp_path, story_file, monkeypatch):
     monkeypatch.setattr(sweep, "DEPTHS", (0, 1))
     monkeypatch.setattr(sweep, "WEIGHTS", (3.0,))
     plan = TrainingPlan(steps=20, log_every=10)
@@ -559,39 +560,39 @@ def test_a_sweep_takes_the_cheapest_cell_and_goes_on_after_a_kill(tmp_path, stor
 
 
 @pytest.mark.usefixtures("loaded_once")
-def test_a_verifier_comes_with_its_rates_and_its_drift(tmp_path, story_file):
-    asked = job(tmp_path, story_file, kind="verifier", depth=0)
-    summary = make_verifier_head(asked)
-    told = json.loads((asked.out / "metrics.json").read_text())
-    assert set(told["rows_of_each_category"]) == {"original", "draft", "target", "mixed"}
-    assert len(set(told["rows_of_each_category"].values())) == 1
+def test_a_verifier_has_its_rates_and_its_drift_in_its_files(tmp_path, story_file):
+    head_job = job(tmp_path, story_file, kind="verifier", depth=0)
+    summary = make_verifier_head(head_job)
+    categories = json.loads((head_job.out / "metrics.json").read_text())["rows_of_each_category"]
+    assert set(categories) == {"original", "draft", "target", "mixed"}
+    assert len(set(categories.values())) == 1
     assert 0 <= summary["eta_fp"] <= 1
     assert summary["sprinter"]["drift"]["position_tv"] < summary["sprinter"]["drift"]["draft_tv"]
     assert (
         summary["sprinter"]["measured"]["rouge"] is None or 0 <= summary["sprinter"]["measured"]["rouge"]["rouge1"] <= 1
     )
-    provenance = json.loads((asked.out / "provenance.json").read_text())
+    provenance = json.loads((head_job.out / "provenance.json").read_text())
     assert provenance["data"][0]["name"] == "stories.txt"
     assert str(tmp_path) not in json.dumps(provenance)
 
 
-def test_jobs_that_make_no_sense_are_refused(tmp_path, story_file):
+def test_jobs_with_illegal_values_are_refused(tmp_path, story_file):
     (tmp_path / "out").mkdir()
     with pytest.raises(UserError, match="exists already"):
         job(tmp_path, story_file)
-    for options, said in (
+    for options, message in (
         ({"mix": 1.0}, "mix is 1"),
         ({"threshold": 2.0}, "threshold is 2"),
         ({"cost_ratio": 0.0}, "cost ratio is 0"),
         ({"trial_prompts": 0}, "trial prompts 0"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             job(tmp_path / "new", story_file, **options)
     with pytest.raises(UserError, match="depth 99"):
         make_head(job(tmp_path / "new", story_file, depth=99))
 
 
-def test_fingerprints_tell_models_apart():
+def test_different_models_have_different_fingerprints():
     assert fingerprint("embedded:target") != fingerprint("embedded:draft")
     assert fingerprint("embedded:draft") == fingerprint("embedded:draft")
 
@@ -601,8 +602,18 @@ def test_fingerprints_tell_models_apart():
 PAIR = ["--target", "embedded:target", "--draft", "embedded:draft"]
 
 
+@pytest.mark.parametrize("command", ["head", "verifier", "drafter", "feature-head"])
+def test_every_option_has_a_help_text(command):
+    parameters = typer.main.get_command(train_app).commands[command].params
+    assert len(parameters) > 20
+    for option in parameters:
+        assert option.help, option.name
+        assert "  " not in option.help
+        assert option.help[-1] in ".)", option.help
+
+
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         (["head", *PAIR, "--data", "none.txt", "--out", "OUT"], 1, "cannot read none.txt"),
         (["head", *PAIR, "--data", "DATA", "--out", "OUT", "--kind", "best"], 2, "legal are acceptance"),
@@ -611,16 +622,16 @@ PAIR = ["--target", "embedded:target", "--draft", "embedded:draft"]
         (["verifier", *PAIR, "--data", "DATA", "--out", "DATA"], 1, "exists already"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, story_file, words, code, said):
+def test_mistakes_are_one_line(tmp_path, story_file, words, code, message):
     places = {"OUT": str(tmp_path / "out"), "DATA": str(story_file)}
     result = CliRunner().invoke(app, ["train", *[places.get(word, word) for word in words]])
     assert result.exit_code == code
-    assert said in " ".join(result.stderr.split())
+    assert message in " ".join(result.stderr.split())
     assert len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.slow
-def test_a_process_killed_ten_times_ends_with_the_same_artefact(tmp_path, story_file):
+def test_a_process_killed_ten_times_ends_with_the_same_files(tmp_path, story_file):
     def command(place):
         words = ["--max-tokens", "16", "--steps", "3000", "--threshold", "0.5", "--batch", "64", "--quiet"]
         where = ["--data", str(story_file), "--out", str(tmp_path / place), "--cache", str(tmp_path / f"{place}-cache")]
@@ -641,6 +652,6 @@ def test_a_process_killed_ten_times_ends_with_the_same_artefact(tmp_path, story_
         subprocess.run(command("killed"), check=True, capture_output=True)
     assert kills >= 1
     plain, killed = artefact(tmp_path / "plain"), artefact(tmp_path / "killed")
-    for told in (plain, killed):
-        del told["provenance"]["command"]
+    for files in (plain, killed):
+        del files["provenance"]["command"]
     assert plain == killed

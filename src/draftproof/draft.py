@@ -1,7 +1,4 @@
-"""What parts hand each other in a round: Draft (tokens with q), DraftStep (its newest tokens), Verdict (the outcome).
-
-Knows: the shapes of the contracts. Does not know: who makes or uses them.
-"""
+"""The data of a round: Draft (tokens with q), DraftStep (the newest tokens, for a stopper), Verdict (the outcome)."""
 
 from __future__ import annotations
 
@@ -17,15 +14,15 @@ from draftproof.tree import ROOT, TokenTree
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """Drafted tokens and the distribution each was drawn from, in one object so that they cannot drift apart.
+    """Drafted tokens, each with the distribution it was drawn from.
 
     Attributes:
         tree: the drafted tokens.
-        probs: q of each node, the vector it was drawn from (float32 or float64); None when every node is a point mass.
-        draws: the node each draw landed on, in the order of drawing, for drafts of several draws whose equal prefixes
-            are merged: a node that was drawn m times stands there m times, and the draws at a node are those that
-            landed on its children. K chains are their node paths one after another; a prefix tree (SpecTr,
-            Algorithm 5) is its draws level by level. None: every node was drawn once, in node order.
+        probs: q of each node, the row it was drawn from (float32 or float64); None when every node is a point mass.
+        draws: the node of each draw, in order of drawing. Equal prefixes are merged, so a node that was drawn m times
+            is listed m times; the draws at a node are the entries for its children. For K chains this is their paths of
+            nodes one after another; for a prefix tree (SpecTr, arXiv 2310.15141, Algorithm 5) the draws level by level.
+            None: every node was drawn once, in the order of the nodes.
     """
 
     tree: TokenTree
@@ -34,27 +31,29 @@ class Draft:
 
     def __post_init__(self) -> None:
         if self.probs is not None and self.probs.shape[0] != len(self.tree):
-            raise ValueError(f"a draft of {len(self.tree)} nodes came with {self.probs.shape[0]} rows of q")
+            raise ValueError(
+                f"a draft of {len(self.tree)} nodes has {self.probs.shape[0]} rows of q: one each is legal"
+            )
 
     def __len__(self) -> int:
         return len(self.tree)
 
     @property
     def depth(self) -> int:
-        """Tokens on the longest path, the most that can be accepted."""
+        """Number of tokens on the longest path, which is the most that can be accepted."""
         return max(self.tree.depths, default=0)
 
     def to(self, device: torch.device) -> Draft:
-        """The draft with its tensors on a device, where a drafter made them elsewhere (n-gram drafts: on the host)."""
+        """The draft with its tensors on this device (n-gram drafts, for example, are made on the host)."""
         if self.tree.tokens.device == device:
             return self
         probs = None if self.probs is None else self.probs.to(device)
         return replace(self, tree=replace(self.tree, tokens=self.tree.tokens.to(device)), probs=probs)
 
     @classmethod
-    @cache  # every round of plain decoding has one
+    @cache  # every round of plain decoding needs one
     def empty(cls, device: torch.device | str = "cpu") -> Draft:
-        """Nothing drafted; the same object for a device."""
+        """A draft without tokens; every call with the same device returns the same object."""
         return cls(TokenTree.empty(device), None)
 
 
@@ -63,10 +62,10 @@ class Verdict:
     """What a round emits.
 
     Attributes:
-        path: accepted nodes from the root's child downwards.
-        token: the bonus token that every round ends with.
+        path: the accepted nodes, from the root's child down.
+        token: id of the bonus token that every round ends with.
         emitted: token ids of the path followed by the bonus token.
-        state: what the rule wants to be given with the row's next draft; None for rules without memory.
+        state: state of the rule that `Verifier.verify` gets with the row's next draft; None for rules without state.
     """
 
     path: tuple[int, ...]
@@ -77,14 +76,15 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)
 class DraftStep:
-    """Freshly drawn tokens, one of each of several paths, shown to the stopper; they are submitted whatever it says.
+    """The newest token of each of several paths, for the stopper; these tokens are verified in any case.
 
     Attributes:
-        tokens: their ids.
-        probs: rows of q they were drawn from; None for point masses.
-        hidden: the draft model's last hidden states at the positions that produced q (so at the tokens above the drawn
-            ones), when the stopper reads them.
-        logits: the draft model's own logits there, before any transform, when the stopper reads them.
+        tokens: token ids.
+        probs: rows of q that the tokens were drawn from; None for point masses.
+        hidden: last hidden states of the draft model at the positions that produced q, one token before the drawn
+            ones; None unless the stopper reads them.
+        logits: logits of the draft model at the same positions, before any transform; None unless the stopper reads
+            them.
     """
 
     tokens: Int[Tensor, " drawn"]

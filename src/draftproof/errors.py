@@ -1,7 +1,4 @@
-"""The error a user can act on.
-
-Knows: nothing but the sentence. Does not know: who prints it.
-"""
+"""The error for a user's mistakes, and the text of other errors on one line."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from typing import Any
 
 
 class UserError(ValueError):
-    """A mistake the user can mend, told in one line: cause, offending value, what is legal, next step.
+    """A mistake that the user can correct; the message is one line: cause, offending value, what is legal, next step.
 
-    The command line prints it on stderr and exits with code 1; no traceback is shown.
+    The command line prints it on stderr and exits with code 1, without a traceback.
     """
 
 
@@ -45,6 +42,6 @@ def blamed_on(request_id: int) -> Iterator[None]:
 
 
 def reason(cause: BaseException) -> str:
-    """What an exception says, on one line of at most 200 characters; its type where it says nothing."""
-    said = " ".join(str(cause).split()) or type(cause).__name__
-    return said if len(said) <= 200 else said[:197] + "..."
+    """The message of an exception on one line of at most 200 characters; its type where the message is empty."""
+    text = " ".join(str(cause).split()) or type(cause).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

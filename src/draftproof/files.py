@@ -1,7 +1,4 @@
-"""Files that appear whole or not at all, and the folder for those that are kept from one run to the next.
-
-Knows: temporary names, renaming, the variable DRAFTPROOF_HOME. Does not know: what is written.
-"""
+"""Files that are written whole or not at all, and the folder for files that are kept from one run to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from draftproof.errors import UserError
 
 
 def home() -> Path:
-    """The folder of all that is pulled, built or measured once: `$DRAFTPROOF_HOME`, else in the user's cache."""
+    """The folder for pulled models, builds and measurements: `$DRAFTPROOF_HOME`, else one in the user's cache."""
     if chosen := os.environ.get("DRAFTPROOF_HOME"):
         return Path(chosen).expanduser()
     try:
@@ -29,18 +26,18 @@ def home() -> Path:
 
 @contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """Give a temporary sibling of `out` to fill; it becomes `out` if the block ends well and vanishes if not.
+    """Yield a temporary directory next to `out`; it is renamed to `out` if the block succeeds, and removed if not.
 
     Raises:
-        UserError: `out` is there already.
+        UserError: `out` exists already.
     """
-    _refuse_existing(out)
+    refuse_existing(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = out.parent / f".{out.name}.{uuid4().hex}"
     work.mkdir()
     try:
         yield work
-        _refuse_existing(out)
+        refuse_existing(out)
         work.rename(out)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -48,7 +45,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Give a temporary sibling of `out` to write; it replaces `out` if the block ends well and vanishes if not.
+    """Yield a temporary path next to `out`; the file replaces `out` if the block succeeds, and is removed if not.
 
     Args:
         out: the file.
@@ -66,6 +63,11 @@ def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
         work.unlink(missing_ok=True)
 
 
-def _refuse_existing(out: Path) -> None:
+def refuse_existing(out: Path) -> None:
+    """Refuse a path that exists, before work on it begins.
+
+    Raises:
+        UserError: naming the path.
+    """
     if out.exists():
-        raise UserError(f"{out} exists already: name a path that does not, or remove it first")
+        raise UserError(f"{out} exists already: choose another path, or remove it first")

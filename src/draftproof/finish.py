@@ -1,7 +1,7 @@
-"""Where a generation ends and what text it shows: one cut, made before commit, stream and statistics.
+"""Where a generation ends, and its text: one cut that is made before tokens are committed, streamed and counted.
 
-Knows: EOS, stop tokens, stop strings, length, and how token ids become text that never has to be taken back. Does not
-know: models, drafts, rounds; a block of emitted tokens ends exactly where the same tokens would one at a time.
+A block of emitted tokens ends exactly where the same tokens would end one at a time: at EOS, a stop token, a stop
+string or a length limit. Text that was streamed is never changed by a later token.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ _HIGH_BYTE = re.compile("<0x[89A-F][0-9A-F]>")
 class TextDecoder:
     """Token ids to text, piece by piece: all pieces and the flush together are the text of all ids.
 
-    Only a window is decoded: the tokens behind the last piece, which give the decoder its context, and those not shown
-    yet. Text is held back while it ends in a replacement character (bytes of a character still to come) or in a byte
-    token of 0x80 or above (tokenizers with byte fallback decode a whole run of bytes or none of it).
+    Only a window of tokens is decoded: the tokens of the last piece, which give the decoder its context, and the tokens
+    that have not become text yet. Text is held back while it ends in a replacement character (a character whose other
+    bytes are still missing) or in a byte token of 0x80 or above (tokenizers with byte fallback decode a whole run of
+    bytes or none of it).
 
-    The text is `tokenizer.decode(ids, clean_up_tokenization_spaces=False)`: cleaning up looks ahead. One exception:
-    an ASCII byte token (a line feed in Llama 2) is shown at once, though invalid bytes right after it would make
-    `decode` replace it too.
+    The text is `tokenizer.decode(ids, clean_up_tokenization_spaces=False)`, because cleaning up would depend on later
+    tokens. There is one exception: an ASCII byte token (a line feed in Llama 2) becomes text at once, although invalid
+    bytes right after it would make `decode` replace it too.
 
     Args:
         tokenizer: None gives no text.
@@ -42,16 +43,16 @@ class TextDecoder:
         self._tokenizer: Any = tokenizer  # transformers is untyped, and `push` lets no None through
         self._skip = skip_special_tokens
         self._window: list[int] = []
-        self._behind = 0  # how many tokens of the window are shown already
-        self._shown = ""  # the text of those
+        self._returned = 0  # how many tokens at the start of the window have become text
+        self._shown = ""  # the text of these tokens
         self._pending = ""  # the text of the window after the last push
         self._skipped: dict[int, bool] = {}
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now that this token is known; often one token's, or empty."""
+        """Add a token and return the text that no later token can change; often the token's own text, or empty."""
         if self._tokenizer is None:
             return ""
-        if self._is_skipped(token_id):  # also to keep the window short where such tokens come in long runs
+        if self._is_skipped(token_id):  # this also keeps the window short where many such tokens follow each other
             return ""
         self._window.append(token_id)
         self._pending = self._decode(self._window)
@@ -59,14 +60,14 @@ class TextDecoder:
         return "" if held else self._release()
 
     def flush(self) -> str:
-        """What was held back, as it stands; nothing is pushed after it."""
+        """The text that was held back; no token may be pushed after this."""
         return self._release()
 
     def _release(self) -> str:
         fresh = self._pending[len(self._shown) :]
         if fresh:
-            self._window = self._window[self._behind :]
-            self._behind = len(self._window)
+            self._window = self._window[self._returned :]
+            self._returned = len(self._window)
             self._shown = self._pending = self._decode(self._window)
         return fresh
 
@@ -77,7 +78,7 @@ class TextDecoder:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False))
 
     def _is_skipped(self, token_id: int) -> bool:
-        """Whether decoding leaves the token out because it is special, and not because it is, say, a leading space."""
+        """Whether decoding leaves the token out because it is special (a leading space is left out as well)."""
         if token_id not in self._skipped:
             hidden = self._skip and not self._decode([token_id])
             self._skipped[token_id] = hidden and bool(self._text([token_id], skip=False))
@@ -88,7 +89,7 @@ class TextDecoder:
 
 
 class Finish(StrEnum):
-    """Why a generation ended; the values are OpenAI's and vLLM's finish_reason."""
+    """Why a generation ended; the values are those of `finish_reason` in the OpenAI API and in vLLM."""
 
     ERROR = "error"
     LENGTH = "length"
@@ -97,13 +98,13 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class Cut:
-    """What is left of a block of emitted tokens.
+    """The part of a block of emitted tokens that belongs to the output.
 
     Attributes:
-        kept: how many of its tokens belong to the output, the finishing one included.
-        text: new text that is safe to stream: no later token takes it back.
+        kept: number of tokens of the block that belong to the output, including the one that ends it.
+        text: new text that can be streamed: no later token changes it.
         finish: why the generation ended in this block; None while it goes on.
-        stop_reason: as in vLLM the stop token's id or the stop string; None for EOS and length.
+        stop_reason: the stop token's id or the stop string, as in vLLM; None for EOS and length.
     """
 
     kept: int
@@ -113,27 +114,28 @@ class Cut:
 
 
 class Cutter:
-    """One request's ending: feed it every block of emitted tokens, keep what it keeps.
+    """Finds the end of one request: give it every block of emitted tokens, and keep the part that it returns.
 
-    Looked at after each token: EOS, stop tokens, stop strings in the text so far, length; a stop wins over the length
-    it falls on. Of several stop strings the one completed first ends the text (of those completed by the same character
-    the longest), so the text does not depend on how it was split into tokens. Before min_tokens tokens nothing but
-    length counts, and a stop string must be completed by a later token, as in vLLM. The finishing EOS or stop token
-    stays among the tokens; its text is shown only with include_stop_str_in_output.
+    After each token it checks for EOS, stop tokens, stop strings in the text so far, and the length. Where a stop and
+    the length limit fall on the same token, the reason is the stop. Of several stop strings, the one that is completed
+    first ends the text (of those completed by the same character, the longest), so the text does not depend on how it
+    was split into tokens. Before `min_tokens` tokens only the length can end a request, and a stop string must be
+    completed by a later token, as in vLLM. The EOS or stop token at the end is one of the output tokens; its text is
+    shown only with `include_stop_str_in_output`.
 
     Args:
-        params: the request's.
+        params: sampling parameters of the request.
         eos_token_ids: the model's end-of-sequence ids.
         tokenizer: None gives no text, and refuses stop strings.
-        room: the most tokens the model's context has left, a second limit beside max_tokens.
+        room: number of tokens for which the model's context has room; a second limit besides `max_tokens`.
 
     Attributes:
-        count: tokens kept so far.
-        text: all text so far; while the generation goes on, its end may not be streamed yet.
-        finish, stop_reason: as in `Cut`.
+        count: number of tokens kept so far.
+        text: all text so far; while the generation goes on, its end may be held back from the stream.
+        finish, stop_reason: see `Cut`.
 
     Raises:
-        ValueError: stop strings without a tokenizer; room for no token.
+        UserError: stop strings without a tokenizer, or a context without room for a token.
     """
 
     def __init__(
@@ -145,9 +147,9 @@ class Cutter:
         room: int | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
-            raise UserError(f"stop is {params.stop!r}, but there is no tokenizer: legal is ()")
+            raise UserError(f"stop is {params.stop!r}, but there is no tokenizer to find it with: legal is ()")
         if room is not None and room < 1:
-            raise UserError(f"the context has room for {room} tokens: legal is 1 or more")
+            raise UserError(f"the context has room for {room} tokens: legal is 1 or more; shorten the prompt")
         self._params = params
         self._stops = tuple(params.stop)
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
@@ -161,13 +163,13 @@ class Cutter:
         self.stop_reason: int | str | None = None
 
     def cut(self, emitted: Sequence[int]) -> Cut:
-        """Takes the tokens of one round in order and drops what follows the end.
+        """Add the tokens of one round in order, and return the part up to the end.
 
         Raises:
-            ValueError: the generation has ended already.
+            ValueError: the generation has already ended.
         """
         if self.finish is not None:
-            raise ValueError(f"{len(emitted)} tokens came after the end ({self.finish}): legal is none")
+            raise ValueError(f"{len(emitted)} tokens came after the end ({self.finish}): no token may follow it")
         before = self.count
         for token in emitted:
             self._push(token)
@@ -192,7 +194,7 @@ class Cutter:
         self.finish, self.stop_reason = finish, reason
 
     def _append(self, fresh: str) -> None:
-        """Adds text and ends it at a stop string that the addition completes."""
+        """Add text, and end it at a stop string that the new text completes."""
         old = len(self.text)
         self.text += fresh
         if not fresh or self.count <= self._params.min_tokens:
@@ -204,11 +206,11 @@ class Cutter:
             self._end(Finish.STOP, stop)
 
     def _find(self, stop: str, old: int) -> int:
-        """Where the first `stop` begins that ends after the first `old` characters, or -1."""
+        """The start of the first `stop` that ends after the first `old` characters, or -1."""
         return self.text.find(stop, max(0, old - len(stop) + 1))
 
     def _open(self) -> int:
-        """How many characters at the end could be the beginning of a stop string."""
+        """Number of characters at the end that could be the beginning of a stop string."""
         return max((_overlap(self.text, stop) for stop in self._stops), default=0)
 
 

@@ -1,14 +1,14 @@
-"""Heads: small trained networks that read a draft model's hidden state and judge a drafted token.
+"""Heads: small trained networks that read a draft model's hidden state and predict whether a token will be accepted.
 
-Knows: their three kinds, their shape, their files. Does not know: stopping rules, training, models.
+A head is a directory with `config.json` and `model.safetensors`. It belongs to one draft model, whose hidden states it
+reads; its config names this model.
 
-A head is a directory with `config.json` and `model.safetensors`. It belongs to one draft model, because it reads that
-model's hidden states; its config names it.
-
-Kinds, each a number for one drafted token y with target and draft probabilities p and q:
-- acceptance: P(y is accepted), sigmoid of the output; from the state at y itself (SpecDec++, section 3.2);
-- log_ratio: log(p/q); from the state at y itself, for block verification;
-- verifier: P(q <= lambda p), sigmoid of the output; from the state before y, which y was drawn from (SPRINTER, 3.2).
+There are three kinds. Each gives one number for a drafted token y with target probability p and draft probability q:
+- acceptance: Pr(y is accepted), the sigmoid of the output, from the hidden state at y (SpecDec++, arXiv 2405.19715,
+  section 3.2);
+- log_ratio: log(p/q), the output, from the hidden state at y; for block verification;
+- verifier: Pr(q <= lambda p), the sigmoid of the output, from the hidden state before y, which y was drawn from
+  (SPRINTER, arXiv 2502.04557, section 3.2).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """What a head is and what it was made for.
+    """Kind and shape of a head, and the models it was trained for.
 
     Attributes:
         kind: acceptance, log_ratio or verifier.
         hidden_size: width of the draft model's last hidden state.
         draft: the draft model it was trained on.
-        target: the target model its labels came from.
+        target: the target model that its labels came from.
         depth: residual blocks before the output layer; 0 is a linear head.
         shared_blocks: whether all blocks share one set of weights, as in the published code of SpecDec++.
-        reads_draw: whether log q(y) is a further input (verifier only: the state before y does not know y).
-        threshold: where its stopper stops unless told otherwise; its meaning is the stopper's.
+        reads_draw: whether log q(y) is a further input (kind verifier only, since the state before y does not depend on
+            y).
+        threshold: the default threshold of its stopper; each stopper defines its meaning.
     """
 
     kind: str
@@ -60,17 +61,23 @@ class HeadConfig:
             raise UserError(f"kind of a head is {self.kind!r}: legal are {', '.join(KINDS)}")
         if self.hidden_size < 1 or not 0 <= self.depth <= 64:
             raise UserError(
-                f"a head of width {self.hidden_size} and depth {self.depth}: legal are 1 or more, and 0 to 64"
+                f"a head has width {self.hidden_size} and depth {self.depth}: legal are a width of 1 or more and a "
+                "depth of 0 to 64"
             )
         if self.reads_draw and self.kind != "verifier":
-            raise UserError(f"a head of kind {self.kind} reads the state at the token, so it cannot also read its draw")
+            raise UserError(
+                f"a head of kind {self.kind} reads the state at the token, so it cannot also read its draw: reads_draw "
+                "is for kind verifier only"
+            )
 
 
 class Head(nn.Module):
-    """A residual network with SiLU blocks and one output (SpecDec++, section 4.1; linear for SPRINTER.
+    """A residual network with SiLU blocks and one output; a linear layer at depth 0.
 
     Args:
-        config: its shape.
+        config: its kind and shape.
+
+    Source: SpecDec++, arXiv 2405.19715, section 4.1; the linear head is that of SPRINTER, arXiv 2502.04557.
     """
 
     def __init__(self, config: HeadConfig) -> None:
@@ -88,11 +95,11 @@ class Head(nn.Module):
     def forward(
         self, hidden: Float[Tensor, "*rows dim"], log_q: Float[Tensor, "*rows"] | None = None
     ) -> Float[Tensor, "*rows"]:
-        """The output before any sigmoid.
+        """The output before the sigmoid, in float32.
 
         Args:
-            hidden: last hidden states of the draft model, any float dtype; computed with in float32.
-            log_q: log q of the drawn tokens, for heads that read it.
+            hidden: last hidden states of the draft model, of any float dtype.
+            log_q: log q of the drawn tokens, for heads with `reads_draw`.
         """
         x = hidden.float()
         for place in range(self.config.depth):
@@ -106,7 +113,7 @@ class Head(nn.Module):
 
 
 def save_head(head: Head, directory: Path) -> None:
-    """Write a head's two files into an existing directory."""
+    """Write the head's config and weights into an existing directory."""
     save_file({name: tensor.contiguous() for name, tensor in head.state_dict().items()}, directory / WEIGHTS)
     text = json.dumps({"format": FORMAT, **asdict(head.config)}, indent=2) + "\n"
     (directory / CONFIG).write_text(text, encoding="utf-8")
@@ -116,13 +123,13 @@ def load_head(directory: str | Path) -> Head:
     """Read a head from its directory.
 
     Raises:
-        UserError: not there, not a head, or weights of another shape.
+        UserError: a file is missing, the config is not that of a head, or the weights have another shape.
     """
     where = Path(directory).expanduser()
     for name in (CONFIG, WEIGHTS):
         if not (where / name).is_file():
             raise UserError(
-                f"no head in {str(where)!r} ({name} is missing): legal is a directory of `draftproof train`"
+                f"no head in {str(where)!r} ({name} is missing): legal is a directory made by `draftproof train head`"
             )
     head = Head(_read_config(where / CONFIG))
     try:

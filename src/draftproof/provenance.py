@@ -1,8 +1,6 @@
-"""Where an artefact comes from: command, versions, data, seed, metrics, time, machine.
+"""The origin of an artefact: command, versions, data, seed, metrics, time, machine.
 
-Knows: hashes of files and models, what may be told about a machine. Does not know: what was trained.
-
-No path and no host name is written: a provenance file travels with its artefact.
+A provenance file is distributed with its artefact, so it contains no path and no host name.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _WEIGHTS = ("*.safetensors", "config.json", "tokenizer.json")
 
 
 def digest(*parts: object) -> str:
-    """A hash of values that JSON can carry; the same values give the same hash on every machine."""
+    """A hash of values that can be written as JSON; the same values give the same hash on every machine."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -40,7 +38,7 @@ def file_digest(path: Path) -> str:
 
 
 def fingerprint(name: str) -> str:
-    """A hash of the model that a name stands for: its files, or the hub id and commit of one that is not a directory.
+    """A hash of a model: of its files, or of hub id and commit for a model in the hub's cache.
 
     Args:
         name: a registered name, hub id, directory or .gguf file.
@@ -58,7 +56,7 @@ def fingerprint(name: str) -> str:
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The kind of machine, not which one: architecture, system, threads, native operations, accelerator."""
+    """The kind of machine: architecture, system, threads, native operations, accelerator."""
     found = {"architecture": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()}
     found["native"] = native.levels()
     chosen = torch.device(device)
@@ -76,15 +74,15 @@ def provenance(
     device: torch.device | str = "cpu",
     **origin: Any,
 ) -> dict[str, Any]:
-    """What stands in an artefact's provenance.json.
+    """The content of an artefact's provenance.json.
 
     Args:
-        data: for each file its name, hash and size.
-        seed: of everything.
-        metrics: the figures that sum the artefact up.
-        seconds: wall clock of the run, of its last part where it was resumed.
-        device: where it was trained.
-        origin: further facts: options, models and their fingerprints.
+        data: name, hash and size of each data file.
+        seed: seed of all random choices.
+        metrics: the main figures of the artefact.
+        seconds: wall-clock seconds of the run; of its last part where it was interrupted.
+        device: the device of the training.
+        origin: further entries: options, models and their fingerprints.
     """
     return {
         "command": command(),
@@ -99,12 +97,12 @@ def provenance(
 
 
 def command() -> list[str]:
-    """The command line, as `told` has its words."""
-    return [told(word) for word in sys.argv]
+    """The words of the command line, with absolute paths shortened."""
+    return [without_folders(word) for word in sys.argv]
 
 
-def told(word: str) -> str:
-    """A word whose absolute path is cut to its last part, behind a word and a colon or an equals sign too."""
+def without_folders(word: str) -> str:
+    """A word of a command line; an absolute path, alone or after `=` or `:`, is cut to its last part."""
     before, mark, path = next(
         (parts for parts in (word.partition(mark) for mark in ("=", ":")) if parts[1] and os.path.isabs(parts[2])),  # noqa: PTH117
         ("", "", word),
@@ -112,8 +110,16 @@ def told(word: str) -> str:
     return before + mark + (Path(path).name if os.path.isabs(path) else path)  # noqa: PTH117 - words, not paths
 
 
+def model_name(name: str) -> str:
+    """The name of a model, or the last part of its path if it is an absolute path or `feature_head:PATH`."""
+    if Path(name).is_absolute():
+        return Path(name).name
+    kind, colon, where = name.rpartition(":")
+    return f"{kind}{colon}{Path(where).name}" if Path(where).is_absolute() or kind == "feature_head" else name
+
+
 def versions() -> dict[str, str]:
-    """Versions of this package, of Python and of what computes."""
+    """Versions of this package, of Python and of the packages that compute."""
     found = {"draftproof": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -124,5 +130,5 @@ def versions() -> dict[str, str]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON for people and programs."""
+    """Write indented JSON."""
     path.write_text(json.dumps(content, indent=2, sort_keys=False) + "\n", encoding="utf-8")

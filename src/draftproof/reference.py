@@ -1,10 +1,8 @@
-"""Speculative sampling on one page, in plain loops: the page to read first, and the slow twin of functional/chain.py.
+"""Speculative sampling on one page, in plain loops: the page to read first, and a reference for functional/chain.py.
 
-Knows: one draft chain, its q, the target's p. Does not know: batches, models, speed.
-
-A draft x_1..x_n was drawn from q_1..q_n (each given what precedes it); p_1..p_{n+1} are the target's distributions at
-the same places and after the last token. Both rules return how many drafted tokens are kept, and the token that follows
-them; the tokens that come out have exactly the law of sampling from p alone.
+A draft x_1..x_n was drawn from q_1..q_n, each given the tokens before it. p_1..p_{n+1} are the target's distributions
+at the same positions and after the last token. Both rules return how many drafted tokens are accepted, and the token
+that follows them. The distribution of these tokens is exactly that of sampling from p.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ Uniform = Callable[[], float]
 
 
 def residual(p: Row, q: Row, scale: float) -> list[float]:
-    """norm(max(scale p - q, 0)): what the draft has not served yet; p itself where nothing is left."""
+    """Weights max(scale p - q, 0), the mass of p that the draft has not covered; p where all of them are 0."""
     rest = [max(scale * a - b, 0.0) for a, b in zip(p, q, strict=True)]
     return rest if sum(rest) > 0 else list(p)
 
@@ -33,7 +31,7 @@ def draw(weights: Row, uniform: Uniform) -> int:
 
 
 def token_acceptance(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row]) -> list[float]:
-    """min(1, p/q) of each drafted token: each is accepted if all before it were.
+    """min(1, p/q) of each drafted token: its acceptance probability, given that all tokens before it were accepted.
 
     Source: Block Verification, arXiv 2403.10444, Algorithm 1.
     """
@@ -41,7 +39,7 @@ def token_acceptance(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row]) 
 
 
 def block_acceptance(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row]) -> tuple[list[float], list[float]]:
-    """P_i = min(1, P_{i-1} p/q), and h_i with which the prefix of length i passes.
+    """P_i = min(1, P_{i-1} p/q), and the probability h_i that the prefix of length i passes its test.
 
     Source: Block Verification, arXiv 2403.10444, Algorithm 2.
     """
@@ -58,7 +56,11 @@ def block_acceptance(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row]) 
 
 
 def token_verify(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row], uniform: Uniform) -> tuple[int, int]:
-    """Token verification: stop at the first refusal, and draw there from what the draft left over."""
+    """Token verification: stop at the first rejection and draw from the residual there.
+
+    Returns:
+        the number of accepted tokens, and the token after them.
+    """
     for i, accept in enumerate(token_acceptance(tokens, q, p)):
         if not uniform() < accept:
             return i, draw(residual(p[i], q[i], 1.0), uniform)
@@ -66,7 +68,11 @@ def token_verify(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row], unif
 
 
 def block_verify(tokens: Sequence[int], q: Sequence[Row], p: Sequence[Row], uniform: Uniform) -> tuple[int, int]:
-    """Block verification: test every prefix, keep the longest that passes; P at that place scales the residual."""
+    """Block verification: test every prefix and keep the longest one that passes; its P scales the residual.
+
+    Returns:
+        the number of accepted tokens, and the token after them.
+    """
     running, passes = block_acceptance(tokens, q, p)
     kept = max((i + 1 for i, h in enumerate(passes) if uniform() < h), default=0)
     if kept == len(tokens):

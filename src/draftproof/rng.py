@@ -1,11 +1,9 @@
-"""The one door to randomness: bernoulli and categorical draws that depend only on who asks, when, and what for.
+"""All randomness of the library: bernoulli and categorical draws, keyed by request, round, purpose and place.
 
-Knows: counters, hashing, how a uniform becomes a decision. Does not know: models, drafts, rules.
-
-A draw is a hash of (the request's seed, its own round, the purpose, the place in the round, the call, the element), so
-a request gets the same draws alone or in any batch, and after a restart. The round is part of the key because a
-position drafted and thrown away is drafted again in the next round: sharing the uniform between the two would tie the
-new draw to the event that rejected the old one.
+A draw is a hash of (the request's seed, the request's round, the purpose, the place in the round, the call, the
+element). So a request gets the same draws alone and in any batch, and again after a restart. The round is part of the
+key because a rejected position is drafted again in the next round: with the same uniform, the new draw would depend on
+the rejection of the old one.
 """
 
 from __future__ import annotations
@@ -29,14 +27,14 @@ _MIX_B = 0x94D049BB133111EB
 
 
 class _DrawKind(enum.IntEnum):
-    """The two doors, whose calls are numbered apart."""
+    """The two kinds of draws, whose calls are counted separately."""
 
     DECISION = 1
     INDEX = 2
 
 
 class Purpose(enum.IntEnum):
-    """What a draw decides; two purposes never share a uniform."""
+    """What a draw is for; two purposes never share a uniform."""
 
     DRAFT = 1
     VERIFY = 2
@@ -45,7 +43,7 @@ class Purpose(enum.IntEnum):
 
 @runtime_checkable
 class Rng(Protocol):
-    """Where decisions come from; every random choice of the library is one of these two calls."""
+    """A source of randomness; every random choice of the library is one of these two calls."""
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """One independent yes/no for each probability."""
@@ -58,12 +56,12 @@ class Rng(Protocol):
 
 @runtime_checkable
 class RoundRng(Protocol):
-    """The draws of one round for the rows of a batch; `at` opens the door for one purpose."""
+    """The randomness of one round for the rows of a batch; `at` returns the Rng for one purpose."""
 
     def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> Rng:
         """An Rng whose tensors have one leading row for each of `rows` (default: all rows of the batch).
 
-        `place` tells apart the draws of one purpose in one round: the step of a chain, the number of a chain.
+        `place` distinguishes draws of one purpose in one round, such as the steps of a chain.
         """
         ...
 
@@ -98,11 +96,12 @@ def _mix_tensor(x: Tensor) -> Tensor:
 
 
 def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
-    """Uniforms in the open interval (0, 1), 52 bits each, row r from keys[r].
+    """Uniforms in the open interval (0, 1), 52 bits each; row r comes from keys[r].
 
-    An element is addressed by its coordinates, not by its offset, so padding a batch to a longer row leaves it alone.
+    The number of an element depends on its coordinates and not on its offset, so padding a batch to longer rows does
+    not change it.
     """
-    if len(shape) == 1:  # a draw a row, the most common: the same numbers without tensors
+    if len(shape) == 1:  # one draw per row, the most common case: the same numbers without tensors
         return torch.tensor([((key >> 12) + 0.5) * 2.0**-52 for key in keys], dtype=torch.float64, device=device)
     x = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
     for size in shape[1:]:
@@ -112,15 +111,15 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
     return (x.to(torch.float64) + 0.5) * 2.0**-52
 
 
-_WIDE, _BLOCK = 4096, 512  # rows from this width on are searched by blocks
+_WIDE, _BLOCK = 4096, 512  # rows of at least this width are searched by blocks of this size
 
 
 @fused("draw")
 def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """The first index whose cumulative weight exceeds u times the total; never an index of zero weight.
 
-    Float64 throughout. Wide rows are searched in two steps, by sums of blocks and inside one block: a running sum of
-    all entries would write eight bytes for each of them.
+    All sums are in float64. Wide rows are searched in two steps, first by sums of blocks and then inside one block: a
+    running sum of all entries would write eight bytes for each entry.
     """
     width = weights.shape[-1]
     if width < _WIDE:
@@ -147,10 +146,10 @@ def _inverse_cdf_by_blocks(weights: Float[Tensor, "*rows vocab"], u: Float[Tenso
 
 
 def _first_above(cdf: Float[Tensor, "*rows width"], goal: Float[Tensor, "*rows 1"]) -> Int[Tensor, "*rows 1"]:
-    """The first index whose running sum exceeds the goal, which is held strictly below the total.
+    """The first index whose running sum exceeds the goal, after the goal was limited to less than the total.
 
-    Rounding can lift a goal to the total (their product does where the total is subnormal); held below, the search ends
-    inside the row and where the sum rises.
+    Rounding can raise the goal to the total (u times the total does so where the total is subnormal). The limit makes
+    sure that the search ends inside the row, at an index of positive weight.
     """
     total = cdf[..., -1:]
     below = torch.minimum(goal, torch.nextafter(total, torch.zeros_like(total)))
@@ -158,10 +157,10 @@ def _first_above(cdf: Float[Tensor, "*rows width"], goal: Float[Tensor, "*rows 1
 
 
 class CounterRng:
-    """Counter-based draws, one key for each leading row.
+    """An Rng whose draws follow from counters and from one key for each leading row.
 
-    Decisions and indices are numbered apart, so that a rule which has nothing to decide for a batch (no row was
-    drafted) draws the indices it would draw in any other batch.
+    The calls of `bernoulli` and of `categorical` are counted separately. So a rule that makes no `bernoulli` call for a
+    batch, because no row was drafted, gets the same `categorical` draws as in any other batch.
     """
 
     def __init__(self, keys: Sequence[int]) -> None:
@@ -171,13 +170,14 @@ class CounterRng:
     def _next(self, kind: _DrawKind, shape: Sequence[int], device: torch.device) -> Float[Tensor, "*shape"]:
         if not shape or shape[0] != len(self._keys):
             raise ValueError(
-                f"rng has {len(self._keys)} rows, asked for draws of shape {tuple(shape)}: rows come first"
+                f"draws of shape {tuple(shape)} were requested from an rng of {len(self._keys)} rows: the first "
+                "dimension must be the rows"
             )
         self._calls[kind] += 1
         return _uniforms([fold(key, kind, self._calls[kind]) for key in self._keys], shape, device)
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-        """True with the given probabilities; strict, so 0 is never and 1 is always."""
+        """True with the given probabilities; never for 0 and always for 1."""
         return self._next(_DrawKind.DECISION, prob.shape, prob.device) < prob
 
     def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
@@ -186,7 +186,7 @@ class CounterRng:
 
 
 class CounterRoundRng:
-    """The round's draws for a batch: row r is keyed by its own seed and its own round number."""
+    """The RoundRng of the engine: row r is keyed by its own seed and its own round number."""
 
     def __init__(self, seeds: Sequence[int], rounds: Sequence[int]) -> None:
         self._keys = [fold(seed, number) for seed, number in zip(seeds, rounds, strict=True)]
@@ -198,11 +198,11 @@ class CounterRoundRng:
 
 
 class TorchRng:
-    """An Rng for callers without an engine: reproducible from one seed, any shape, tensors on `device` or elsewhere.
+    """An Rng for callers without an engine: reproducible from one seed, for tensors of any shape.
 
     Args:
         seed: any integer.
-        device: where tensors are expected; draws are made on the device of the tensor that asks.
+        device: a label only; draws are made on the device of the argument.
     """
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
@@ -215,7 +215,7 @@ class TorchRng:
         return _uniforms([fold(self.seed, self._calls)], (1, *shape), device).squeeze(0)
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
-        """True with the given probabilities; strict, so 0 is never and 1 is always."""
+        """True with the given probabilities; never for 0 and always for 1."""
         return self._next(prob.shape, prob.device) < prob
 
     def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:

@@ -1,7 +1,7 @@
-"""Test doubles and exact laws, shipped for users' own drafters and rules: EnumeratingRng, TableModel, assert_lossless.
+"""Tests for users' own drafters and rules: exact output distributions by enumeration, and models small enough for it.
 
-Knows: how to walk every outcome of a program whose only randomness is an Rng, and what law a target must have. Does not
-know: how any drafter or rule works.
+`assert_lossless` checks that an engine has the target's output distribution. `exact_distribution` enumerates all
+outcomes of any program whose only randomness is an Rng. `TableModel` is a target or draft model to run them on.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ Outcome = TypeVar("Outcome", bound=Hashable)
 
 
 class EnumeratingRng:
-    """An Rng (and RoundRng) that follows a script of choices and records the choices there were.
+    """An Rng (and RoundRng) that follows a script of choices and records which choices were possible.
 
-    `exact_distribution` reruns a program with every script; the product of the probabilities along a script is
-    `weight`. A choice of probability 0 is never taken and a certain one is not a choice, so impossible branches cost
-    nothing.
+    `exact_distribution` runs a program once for every script; `weight` is the product of the probabilities of the
+    choices. Only choices with a probability between 0 and 1 are part of a script, so impossible branches cost nothing.
     """
 
     def __init__(self, script: Sequence[int] = ()) -> None:
@@ -37,7 +36,7 @@ class EnumeratingRng:
         self.options: list[tuple[int, ...]] = []
 
     def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> EnumeratingRng:  # noqa: ARG002
-        """Every purpose shares the one walk."""
+        """The same object, for every purpose, place and row."""
         return self
 
     def _choose(self, probs: Sequence[float]) -> int:
@@ -67,23 +66,23 @@ class EnumeratingRng:
 
 
 def exact_distribution(program: Callable[[EnumeratingRng], Outcome]) -> dict[Outcome, float]:
-    """The probability of every outcome of a program, by running it once for each path of choices.
+    """The probability of every outcome of a program, by running it once for each sequence of choices.
 
     Args:
-        program: takes an EnumeratingRng and returns something hashable; deterministic apart from the Rng.
+        program: takes an EnumeratingRng and returns a hashable value; it must be deterministic apart from the Rng.
     """
-    law: dict[Outcome, float] = {}
+    found: dict[Outcome, float] = {}
     script: tuple[int, ...] | None = ()
     while script is not None:
         rng = EnumeratingRng(script)
         outcome = program(rng)
-        law[outcome] = law.get(outcome, 0.0) + rng.weight
+        found[outcome] = found.get(outcome, 0.0) + rng.weight
         script = _next_script(rng)
-    return law
+    return found
 
 
 def _next_script(rng: EnumeratingRng) -> tuple[int, ...] | None:
-    """The depth-first successor of the walk just taken; None after the last."""
+    """The script after the one just run, in depth-first order; None after the last one."""
     for step in range(len(rng.taken) - 1, -1, -1):
         options = rng.options[step]
         place = options.index(rng.taken[step])
@@ -92,23 +91,23 @@ def _next_script(rng: EnumeratingRng) -> tuple[int, ...] | None:
     return None
 
 
-def total_variation(law: Mapping[Outcome, float], other: Mapping[Outcome, float]) -> float:
-    """Half the sum of absolute differences between two laws; outcomes missing on one side have probability 0 there."""
-    return 0.5 * sum(abs(law.get(key, 0.0) - other.get(key, 0.0)) for key in {*law, *other})
+def total_variation(first: Mapping[Outcome, float], second: Mapping[Outcome, float]) -> float:
+    """Half the sum of absolute differences between two distributions; a missing outcome has probability 0."""
+    return 0.5 * sum(abs(first.get(key, 0.0) - second.get(key, 0.0)) for key in {*first, *second})
 
 
 class TableModel:
-    """A backend whose next-token rows are looked up, one random row for each context; float64 and exact.
+    """A backend with a table of next-token distributions, one random row for each context, in float64.
 
     Args:
         vocab: number of tokens.
-        seed: of the rows; two models with one seed are equal.
+        seed: seed of the rows; two models with the same arguments are equal.
         order: how many of the last tokens a row depends on.
-        zeros: probability that an entry of a row is 0 (one entry is always left).
-        sharpness: larger makes rows more peaked.
-        rows: explicit rows by context (the last `order` tokens); others are random.
-        max_positions: longest sequence, None for no limit.
-        hidden: width of the made-up hidden states it returns, 0 for none; they depend on what a row depends on.
+        zeros: probability that an entry of a row is 0 (at least one entry is positive).
+        sharpness: a larger number makes rows more peaked.
+        rows: explicit rows by context (the last `order` tokens); all other rows are random.
+        max_positions: longest sequence in tokens, None for no limit.
+        hidden: width of its random hidden states, 0 for none; they depend on the same tokens as the rows.
     """
 
     def __init__(
@@ -151,16 +150,16 @@ class TableModel:
         return (row / row.sum()).log()
 
     def open(self) -> Session:
-        """A session that remembers tokens and nothing else."""
+        """A session that stores tokens only."""
         return Session()
 
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """Rows looked up for the last chain token and each node."""
+        """Rows of the table after the last token of the chain and after each node."""
         assert self.capabilities.hidden or not hidden, "this table has no hidden states"
         return [self._read(feed, hidden=hidden) for feed in feeds]
 
     def state(self, context: Sequence[int]) -> Float[Tensor, " dim"]:
-        """The hidden state after a context: standard normal numbers."""
+        """The hidden state after a context, [hidden]: standard normal numbers."""
         source = torch.Generator().manual_seed(fold(self._seed, 1, *self._key(context)) >> 1)
         return torch.randn(self.capabilities.hidden, generator=source)
 
@@ -187,30 +186,33 @@ class TableModel:
 def target_distribution(
     target: TableModel, prompt: Sequence[int], params: SamplingParams, eos_token_ids: Sequence[int] = ()
 ) -> dict[tuple[int, ...], float]:
-    """The law of whole outputs by the definition of sampling: token after token from the target, no engine involved.
+    """The distribution of whole outputs when every token is sampled from the target, without an engine.
 
     Args:
         target: any object with `logits(context)` and `vocab_size`.
         prompt: token ids.
-        params: max_tokens bounds the enumeration; stop strings are not known here.
+        params: sampling parameters; `max_tokens` bounds the enumeration, and stop strings are ignored.
         eos_token_ids: tokens that end an output.
+
+    Returns:
+        the probability of each output, a tuple of token ids.
     """
     transforms = params.bind(vocab_size=target.vocab_size, eos_token_ids=eos_token_ids, prompt_ids=prompt)
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-    law: dict[tuple[int, ...], float] = {}
+    found: dict[tuple[int, ...], float] = {}
     open_ends: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     while open_ends:
         output, weight = open_ends.pop()
-        for token, prob in enumerate(_next_law(target, prompt, output, transforms)):
+        for token, prob in enumerate(_next_row(target, prompt, output, transforms)):
             longer = (*output, token)
             if prob > 0 and (len(longer) == params.max_tokens or token in ends):
-                law[longer] = law.get(longer, 0.0) + weight * prob
+                found[longer] = found.get(longer, 0.0) + weight * prob
             elif prob > 0:
                 open_ends.append((longer, weight * prob))
-    return law
+    return found
 
 
-def _next_law(target: TableModel, prompt: Sequence[int], output: Sequence[int], transforms: Transforms) -> list[float]:
+def _next_row(target: TableModel, prompt: Sequence[int], output: Sequence[int], transforms: Transforms) -> list[float]:
     logits = target.logits([*prompt, *output]).unsqueeze(0)
     row: list[float] = probabilities(logits, transforms, output, [()])[0].tolist()
     return row
@@ -219,16 +221,19 @@ def _next_law(target: TableModel, prompt: Sequence[int], output: Sequence[int], 
 def engine_distribution(
     make_engine: Callable[[RoundRngFactory], Engine], prompt: Sequence[int], params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
-    """The law of whole outputs of an engine, by walking every outcome of every draw it makes.
+    """The distribution of whole outputs of an engine, by enumerating every outcome of every random draw.
 
     Args:
-        make_engine: builds a fresh engine around the given randomness.
+        make_engine: builds a new engine with the given source of randomness.
         prompt: token ids.
-        params: of the request.
+        params: sampling parameters of the request.
+
+    Returns:
+        the probability of each output, a tuple of token ids.
     """
 
     def program(rng: EnumeratingRng) -> tuple[int, ...]:
-        engine = make_engine(lambda seeds, rounds: rng)  # noqa: ARG005 - one walk serves all rows and rounds
+        engine = make_engine(lambda seeds, rounds: rng)  # noqa: ARG005 - one script for all rows and rounds
         return engine.generate([list(prompt)], params)[0].token_ids
 
     return exact_distribution(program)
@@ -241,12 +246,12 @@ def assert_lossless(
     params: SamplingParams | None = None,
     tolerance: float = 1e-12,
 ) -> None:
-    """Assert that an engine over a TableModel has exactly the target's output law.
+    """Assert that an engine whose target is a TableModel has exactly the target's output distribution.
 
     Args:
-        make_engine: builds a fresh engine around the given randomness; its target is a TableModel.
+        make_engine: builds a new engine with the given source of randomness; its target must be a TableModel.
         prompt: token ids.
-        params: of the request; keep max_tokens at 5 or less, the walk is exponential in it.
+        params: sampling parameters of the request; keep max_tokens at 5 or less, as the time is exponential in it.
         tolerance: largest total variation that passes.
 
     Raises:
@@ -255,12 +260,12 @@ def assert_lossless(
     params = params or SamplingParams(max_tokens=3)
     probe = make_engine(lambda seeds, rounds: EnumeratingRng())  # noqa: ARG005 - never drawn from
     target: Backend = probe.target
-    assert isinstance(target, TableModel), f"the target is {target.name}: exact laws need a TableModel"
-    wanted = target_distribution(target, prompt, params, probe.eos_token_ids)
+    assert isinstance(target, TableModel), f"the target is {target.name}: exact distributions need a TableModel"
+    expected = target_distribution(target, prompt, params, probe.eos_token_ids)
     found = engine_distribution(make_engine, prompt, params)
-    distance = total_variation(found, wanted)
-    worst = max({*found, *wanted}, key=lambda output: abs(found.get(output, 0.0) - wanted.get(output, 0.0)))
+    distance = total_variation(found, expected)
+    worst = max({*found, *expected}, key=lambda output: abs(found.get(output, 0.0) - expected.get(output, 0.0)))
     assert distance < tolerance, (
-        f"total variation {distance:.3g} from the target's law; worst output {worst}: "
-        f"{found.get(worst, 0.0):.6g} instead of {wanted.get(worst, 0.0):.6g}"
+        f"total variation {distance:.3g} from the target's distribution; worst output {worst}: "
+        f"{found.get(worst, 0.0):.6g} instead of {expected.get(worst, 0.0):.6g}"
     )

@@ -1,9 +1,7 @@
-"""Tokenizers: loading one, and telling whether two models speak the same tokens.
+"""Tokenizers: loading one, comparing those of two models, and the ids that end a sequence.
 
-Knows: transformers' tokenizers. Does not know: models, sampling.
-
-Speculation needs a drafter whose token ids mean what the target's mean. Vocabularies that differ in padded size only
-are fine; truly different ones are refused (docs/log.md says why).
+Speculative decoding needs a drafter whose token ids mean the same as the target's. Vocabularies that differ only in
+their padded size are accepted; different ones are refused (docs/log.md says why).
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from draftproof.errors import UserError, reason
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer beside a model: of a hub id, a directory or inside a .gguf file.
+    """The tokenizer of a model that is given as a hub id, a directory or a .gguf file.
 
     Raises:
-        UserError: none to be had there.
+        UserError: there is none.
     """
     from transformers import AutoTokenizer
 
@@ -34,7 +32,7 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def end_tokens(*found: int | Sequence[int] | None) -> tuple[int, ...]:
-    """Tokens that end a text: every id that a config, a generation config or a tokenizer names, each once, in order."""
+    """End-of-sequence ids: all that a config, a generation config or a tokenizer names, each once, in order."""
     ids: list[int] = []
     for each in found:
         ids += [each] if isinstance(each, int) else each or ()
@@ -42,10 +40,10 @@ def end_tokens(*found: int | Sequence[int] | None) -> tuple[int, ...]:
 
 
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:
-    """Refuse two tokenizers that give one text different ids.
+    """Refuse two tokenizers that have different ids for the same token.
 
     Raises:
-        UserError: naming the first token that differs.
+        UserError: naming the first token that differs, or how few tokens the two share.
     """
     ours, theirs = target.get_vocab(), draft.get_vocab()
     for token, index in sorted(theirs.items(), key=lambda item: item[1]):

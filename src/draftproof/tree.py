@@ -1,7 +1,4 @@
-"""TokenTree: drafted tokens and whose child each one is. Everything else about a tree follows from the parents.
-
-Knows: tokens, parents. Does not know: probabilities, models, rules.
-"""
+"""TokenTree: drafted tokens and the parent of each one; depths, paths and masks follow from the parents."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ ROOT = -1
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """Drafted tokens below the root (the last committed token), parents before children.
+    """Drafted tokens below the root (the last committed token); parents come before their children.
 
     Attributes:
-        tokens: token id of each node; stays on the device it was drawn on.
+        tokens: token id of each node, on the device where it was drawn.
         parents: index of each node's parent, ROOT (-1) for a child of the root.
-        known: 0 for a whole tree. A drafter that has a tree read piece by piece says here how many nodes came before
-            this piece: parents count those first, and depths, paths and masks belong to the whole tree only.
+        known: 0 for a whole tree. A draft model that reads a tree in several parts gets here the number of nodes before
+            this part: `parents` counts those nodes too, and depths, paths and masks exist for whole trees only.
     """
 
     tokens: Int[Tensor, " nodes"]
@@ -33,7 +30,10 @@ class TokenTree:
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.shape[0] != len(self.parents):
-            raise ValueError(f"a tree needs one parent for each token: {tuple(self.tokens.shape)}, {len(self.parents)}")
+            raise ValueError(
+                f"tokens have shape {tuple(self.tokens.shape)}, and there are {len(self.parents)} parents: a tree "
+                "needs one parent for each token"
+            )
         for node, parent in enumerate(self.parents, start=self.known):
             if not ROOT <= parent < node:
                 raise ValueError(f"node {node} has parent {parent}: legal are {ROOT} (the root) to {node - 1}")
@@ -45,7 +45,7 @@ class TokenTree:
 
     @classmethod
     def empty(cls, device: torch.device | str = "cpu") -> TokenTree:
-        """No drafted token: the round is a plain decoding step."""
+        """A tree without nodes: the round is a step of plain decoding."""
         return cls.chain(torch.empty(0, dtype=torch.int64, device=device))
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether node i is the child of node i - 1 throughout."""
+        """Whether every node i is the child of node i - 1."""
         return not self.known and all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @cached_property
@@ -64,7 +64,7 @@ class TokenTree:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """Depth of each node; children of the root have depth 1."""
-        assert not self.known, "a piece of a tree has no depths of its own"
+        assert not self.known, "a part of a tree has no depths of its own"
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
@@ -72,8 +72,8 @@ class TokenTree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, the nodes from the root's child down to and including itself."""
-        assert not self.known, "a piece of a tree has no paths of its own"
+        """For each node, the nodes from the root's child down to the node itself."""
+        assert not self.known, "a part of a tree has no paths of its own"
         paths: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
             paths.append((node,) if parent == ROOT else (*paths[parent], node))
@@ -81,8 +81,8 @@ class TokenTree:
 
     @cached_property
     def children(self) -> dict[int, tuple[int, ...]]:
-        """Children of each node, and of the root under ROOT, in node order."""
-        assert not self.known, "a piece of a tree has no children of its own"
+        """Children of each node, in node order; those of the root are under the key ROOT."""
+        assert not self.known, "a part of a tree has no children of its own"
         found: dict[int, list[int]] = {node: [] for node in range(ROOT, len(self))}
         for node, parent in enumerate(self.parents):
             found[parent].append(node)
@@ -90,7 +90,7 @@ class TokenTree:
 
     @cached_property
     def visible(self) -> Bool[Tensor, "nodes nodes"]:
-        """visible[i, j]: node j lies on the path to node i, itself included (the attention mask among nodes)."""
+        """Attention mask among nodes: [i, j] is true where node j is on the path to node i, or is node i."""
         mask = torch.zeros(len(self), len(self), dtype=torch.bool)
         for node, path in enumerate(self.paths):
             mask[node, list(path)] = True
@@ -100,10 +100,11 @@ class TokenTree:
 def merge_chains(
     chains: Sequence[Sequence[int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Put chains into a prefix trie: equal prefixes become one node.
+    """Merge chains into a prefix trie: equal prefixes become one node.
 
     Returns:
-        tokens and parents of the trie (chains in order, parents before children), and for each chain its path of nodes.
+        tokens and parents of the trie (in the order of the chains, parents before children), and each chain's path of
+        nodes.
     """
     nodes: dict[tuple[int, int], int] = {}
     tokens: list[int] = []

@@ -1,1 +1,1 @@
-"""Audits of verification rules: their exact laws by enumeration, statistical tests, adapters for other people's."""
+"""Audits of verification rules: exact output distributions by enumeration, statistical tests, other packages' rules."""

@@ -1,7 +1,7 @@
-"""Other people's rules as they are installed here, behind our signature, so that their laws can be enumerated too.
+"""Rules of other packages, as installed here, with our signature, so that they can be enumerated too.
 
-Knows: where each package keeps its rule, what it wants to be given, which functions it draws with. Does not know: how a
-law is found. Every adapter states the version it ran; private functions move, and then it says so.
+Every report states the version of the package. The rules are private functions; if one is missing in another version,
+the report says so.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from draftproof.audit.suite import suite
 from draftproof.functional.chain import ChainVerdict
 from draftproof.rng import Rng
 
-ROUNDED = 1e-6  # total variation that float32 rows may cost
+ROUNDED = 1e-6  # total variation that rounding to float32 may cause
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found of one package.
+    """The audit of one package.
 
     Attributes:
-        package: its name.
-        version: as installed; None when it is not.
-        rule: the function audited.
-        status: "ok", "FAIL", "not installed" or why there is nothing to audit.
-        lines: float64, pair by pair.
-        rounded: the same in float32.
-        notes: what else was seen.
+        package: name of the package.
+        version: installed version; None when it is not installed.
+        rule: the audited function.
+        status: "ok", "FAIL", "not installed" or why the rule was not audited.
+        lines: results in float64, one for each pair.
+        rounded: results in float32, one for each pair.
+        notes: further findings.
     """
 
     package: str
@@ -49,15 +49,15 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        told = {"kind": "package", "package": self.package, "version": self.version, "rule": self.rule}
+        """The report as values for JSON."""
+        names = {"kind": "package", "package": self.package, "version": self.version, "rule": self.rule}
         lines = {"float64": self.lines, "float32": self.rounded}
         models = {name: [line.to_dict() for line in found] for name, found in lines.items()}
-        return {**told, "status": self.status, "notes": self.notes, **models}
+        return {**names, "status": self.status, "notes": self.notes, **models}
 
 
 class _Uniforms:
-    """Stands for a tensor of uniforms that is only ever compared: each comparison is a decision of our Rng."""
+    """In place of a tensor of uniforms that is only compared: each comparison is a draw of our Rng."""
 
     def __init__(self, rng: Rng) -> None:
         self._rng = rng
@@ -70,10 +70,10 @@ class _Uniforms:
 
 @contextmanager
 def drawing_from(rng: Rng) -> Iterator[None]:
-    """Make torch.rand_like and torch.multinomial draw from our Rng: uniforms as decisions, one index a row."""
+    """Make torch.rand_like and torch.multinomial draw from our Rng, within the block."""
 
     def multinomial(weights: Tensor, num_samples: int = 1, **_: Any) -> Tensor:
-        assert num_samples == 1, f"{num_samples} draws a row: only one is enumerated"
+        assert num_samples == 1, f"{num_samples} draws per row: only one can be enumerated"
         return rng.categorical(weights).unsqueeze(-1)
 
     with _patched(rand_like=lambda *_, **__: _Uniforms(rng), multinomial=multinomial):
@@ -82,7 +82,7 @@ def drawing_from(rng: Rng) -> Iterator[None]:
 
 @contextmanager
 def _patched(**functions: Callable[..., Any]) -> Iterator[None]:
-    """Functions of torch replaced for a while."""
+    """Replace functions of torch within the block."""
     before = {name: getattr(torch, name) for name in functions}
     try:
         for name, function in functions.items():
@@ -98,14 +98,14 @@ TRANSFORMERS = "transformers.generation.utils._speculative_sampling"
 
 def _speculative_sampling() -> Callable[..., Any]:
     module: Any = importlib.import_module("transformers.generation.utils")
-    found: Callable[..., Any] = module._speculative_sampling  # noqa: SLF001 - there is no public door to the rule
+    found: Callable[..., Any] = module._speculative_sampling  # noqa: SLF001 - the rule has no public name
     return found
 
 
 def transformers_verify(
     tokens: Int[Tensor, "1 n"], q: Float[Tensor, "1 n V"], p: Float[Tensor, "1 n+1 V"], *, rng: Rng
 ) -> ChainVerdict:
-    """transformers' speculative sampling as a chain rule; one row, as it is written for."""
+    """transformers' speculative sampling as a chain rule; it is written for one row."""
     rule = _speculative_sampling()
     with drawing_from(rng):
         emitted, matches = rule(tokens, q.log(), tokens.shape[1], p.log())
@@ -113,7 +113,7 @@ def transformers_verify(
 
 
 def _accepts_the_impossible() -> bool:
-    """Whether a drafted token of target probability 0 is kept when the uniform drawn is exactly 0."""
+    """Whether a drafted token with p = 0 is accepted when the uniform is exactly 0."""
     q, p = torch.tensor([[[0.5, 0.5, 0.0]]]), torch.tensor([[[0.0, 0.5, 0.5], [0.0, 0.5, 0.5]]])
     rule = _speculative_sampling()
     with _patched(rand_like=torch.zeros_like):
@@ -147,8 +147,8 @@ def _notes(rounded: list[CheckLine]) -> list[str]:
         notes += [f"float32, {line.model}: {why} (probability {x:.2g})" for why, x in line.failures.items() if x > 0]
     if _accepts_the_impossible():
         notes.append(
-            "a uniform of exactly 0 (one float32 uniform in 2^24) accepts a token that the target gives probability 0: "
-            "the comparison is not strict; enumeration takes uniforms as continuous and does not count it"
+            "a uniform of exactly 0 (one float32 uniform in 2^24) accepts a token with target probability 0, because "
+            "the comparison is not strict; the enumeration treats uniforms as continuous and does not count this"
         )
     return notes
 

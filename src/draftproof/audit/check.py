@@ -1,7 +1,6 @@
-"""The audit of a rule that is given as a callable: by enumeration where it draws from our Rng, else by a powered test.
+"""The audit of a user's rule: by enumeration if it draws from our Rng, else by a statistical test with a known power.
 
-Knows: the two signatures, how to find out which one a callable has, what is reported. Does not know: where the callable
-comes from beyond its name; it is imported and run, so it must be trusted.
+The rule is imported by name and run, so its code must be trusted.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from draftproof.audit.distributions import (
     WorstOutcome,
     all_drafts,
     as_paths,
+    compare,
     emitted,
     illegal,
-    judge,
     normal,
-    target_law,
+    target_distribution,
     verdicts_alone,
     worst_cell,
 )
@@ -37,12 +36,13 @@ from draftproof.audit.statistics import chi_square_test
 from draftproof.audit.suite import Context, ToyPair, plain, suite
 from draftproof.errors import UserError
 from draftproof.rng import TorchRng
+from draftproof.testing import total_variation
 
 Kind = Literal["chain", "path"]
 EXACT = 1e-12
 POWER = 0.99
 BATCH = 8192
-LARGER = ("trap", "zeros", "disjoint", "near-equal")  # pairs on which path rules verify two tokens a chain
+LARGER = ("trap", "zeros", "disjoint", "near-equal")  # pairs on which path rules verify chains of two tokens
 SIGNATURES = {
     "chain": "rule(tokens [B, n], q [B, n, V], p [B, n+1, V]) -> (accepted [B], token [B])",
     "path": "rule(tokens [B, K, n], q [B, K, n, V], p [B, K, n+1, V]) -> (path [B], accepted [B], token [B])",
@@ -54,10 +54,10 @@ class Candidate:
     """A rule to audit.
 
     Attributes:
-        name: as given.
-        verify: as a path rule.
-        kind: which signature it has.
-        takes_rng: whether all its randomness is the keyword `rng`.
+        name: the name that it was imported by.
+        verify: the rule with the signature of a path rule.
+        kind: its own signature, "chain" or "path".
+        takes_rng: whether it has the keyword `rng`, from which all its randomness must come.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CheckLine:
-    """What was found on one pair.
+    """The result on one pair.
 
     Attributes:
-        model: the pair.
+        model: name of the pair.
         drafts: chains x tokens.
         method: "enumeration" or "statistics".
-        total_variation: exact, or as counted (sampling alone makes it positive).
-        p_value: of the test, None under enumeration.
-        detectable: total variation that the test catches with probability 0.99, None under enumeration.
-        worst_cell: the outcome on which found and expected differ most.
-        failures: what the rule raised or returned in place of a verdict, with its probability.
+        total_variation: from the target's distribution; exact, or from counts (then it is positive by chance alone).
+        p_value: p-value of the test, None for enumeration.
+        detectable: total variation that the test detects with probability 0.99, None for enumeration.
+        worst_cell: the outcome whose probability differs most.
+        failures: what the rule raised or returned instead of a verdict, with its probability.
         verdict: "ok" or "FAIL".
     """
 
@@ -93,17 +93,17 @@ class CheckLine:
     verdict: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The line as values for JSON."""
         return {"kind": "model", **asdict(self), "worst_cell": self.worst_cell._asdict()}
 
 
 def load_rule(target: str, kind: Kind | None = None) -> Candidate:
-    """Import `package.module:function` and find out its signature by a trial call.
+    """Import `package.module:function`, and find its signature by a trial call.
 
-    The working directory is searched too. Importing runs the module: name code that is trusted.
+    The working directory is searched too. Importing runs the module, so its code must be trusted.
 
     Raises:
-        UserError: nothing to import there, or another signature.
+        UserError: it cannot be imported, or it has another signature.
     """
     rule = _imported(target)
     takes_rng = "rng" in _parameters(rule)
@@ -129,33 +129,33 @@ def _imported(target: str) -> Callable[..., Any]:
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:
-        raise UserError(f"cannot import {target}: {_said(error)}") from error
+        raise UserError(f"cannot import {target}: {_message(error)}") from error
     if not callable(found):
-        raise UserError(f"{target} is a {type(found).__name__}: a rule is a function")
+        raise UserError(f"{target} is of type {type(found).__name__}: legal is a function")
     called: Callable[..., Any] = found
     return called
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _parameters(rule: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(rule).parameters)
-    except (TypeError, ValueError):  # builtins have none
+    except (TypeError, ValueError):  # builtins have no signature
         return ()
 
 
 def _trial(rule: Callable[..., Any], kind: str, options: dict[str, Any]) -> str:
-    """Call a rule once with two rows; says what is wrong with the answer, "" for nothing."""
+    """Call a rule once with two rows; return what is wrong with the answer, or ""."""
     drafts = all_drafts(plain(), 2 if kind == "path" else 1, 2)
     inputs = [x[:2].clone() if kind == "path" else x[:2, 0].clone() for x in drafts[:3]]
     try:
         with torch.random.fork_rng():
             answer = rule(*inputs, **options)
     except Exception as error:  # noqa: BLE001 - anyone's code
-        return f"raised {_said(error)}"
+        return f"raised {_message(error)}"
     names = ("path", "accepted", "token")[-3 if kind == "path" else -2 :]
     if not isinstance(answer, tuple) or len(answer) != len(names):
         size = f" of {len(answer)}" if isinstance(answer, tuple) else ""
@@ -168,7 +168,7 @@ def _trial(rule: Callable[..., Any], kind: str, options: dict[str, Any]) -> str:
 
 
 def shapes(candidate: Candidate, *, full: bool = False) -> list[tuple[ToyPair, int, int]]:
-    """The pairs of the suite with the chains and tokens of the drafts on each."""
+    """The pairs of the suite, each with the number of chains and of tokens per chain of its drafts."""
     pairs = suite(full=full)
     if candidate.kind == "chain":
         return [(pair, 1, 3 if candidate.takes_rng else 2) for pair in pairs]
@@ -191,13 +191,13 @@ def check(
     Args:
         candidate: the rule.
         full: the larger suite.
-        samples: on each pair, where the rule brings its own randomness.
+        samples: number of samples on each pair, for a rule without the keyword `rng`.
         alpha: false-alarm rate of all tests together (Bonferroni).
-        seed: of the drafts, and of torch's global generator while the rule runs.
-        tolerance: largest total variation that passes enumeration.
+        seed: seed of the drafts, and of torch's global generator while the rule runs.
+        tolerance: largest total variation that passes in an enumeration.
 
     Raises:
-        UserError: options out of range.
+        UserError: an option is out of range.
     """
     if samples < 1000:
         raise UserError(f"samples is {samples}: legal are 1000 and more")
@@ -213,12 +213,12 @@ def check(
 
 
 def enumerated(rule: PathRule, pair: ToyPair, drafts: Drafts, tolerance: float = EXACT) -> CheckLine:
-    """The exact law of a rule on one pair, against the target's."""
-    law, lost = verdicts_alone(rule, drafts)
-    total = float(law.sum()) + sum(lost.values())
+    """Compare the exact output distribution of a rule on one pair with the target's."""
+    joint, lost = verdicts_alone(rule, drafts)
+    total = float(joint.sum()) + sum(lost.values())
     if abs(total - 1) > 1e-6:
         lost = {**lost, f"is not a function of its rng: its outcomes have probability {total:.6g} together": 0.0}
-    found = judge(pair, drafts, law, lost)
+    found = compare(pair, drafts, joint, lost)
     good = found.distance < tolerance and all(chance < tolerance for chance in lost.values())
     good = good and abs(total - 1) <= max(tolerance, 1e-9)
     return CheckLine(
@@ -239,24 +239,25 @@ def _size(drafts: Drafts) -> str:
 
 
 def tested(rule: PathRule, pair: ToyPair, drafts: Drafts, samples: int, level: float, seed: int) -> CheckLine:
-    """Counts of what a rule emits on one pair, continued by the target, against the target's law."""
+    """Test the counts of emitted tokens on one pair, continued by the target, against the target's distribution."""
     source = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         seen, why = _sampled(rule, drafts, samples, source)
     length = drafts.p.shape[2]
-    counts, law = _completed(pair, emitted(drafts, seen.double()), length, source), target_law(pair, length)
+    counts = _completed(pair, emitted(drafts, seen.double()), length, source)
+    expected = target_distribution(pair, length)
     shares = {outcome: count / samples for outcome, count in counts.items()}
-    outcome = chi_square_test(counts, law, level=level, power=POWER) if counts else None
+    outcome = chi_square_test(counts, expected, level=level, power=POWER) if counts else None
     good = not why and outcome is not None and outcome.p_value > level
     return CheckLine(
         model=pair.name,
         drafts=_size(drafts),
         method="statistics",
-        total_variation=0.5 * sum(abs(shares.get(key, 0.0) - law.get(key, 0.0)) for key in {*shares, *law}),
+        total_variation=total_variation(shares, expected),
         p_value=outcome.p_value if outcome else None,
         detectable=outcome.detectable if outcome else None,
-        worst_cell=worst_cell(shares, law),
+        worst_cell=worst_cell(shares, expected),
         failures={why: 1.0} if why else {},
         verdict="ok" if good else "FAIL",
     )
@@ -265,7 +266,7 @@ def tested(rule: PathRule, pair: ToyPair, drafts: Drafts, samples: int, level: f
 def _sampled(
     rule: PathRule, drafts: Drafts, samples: int, source: torch.Generator
 ) -> tuple[Int[Tensor, "B K m V"], str]:
-    """How often each (draft, path, accepted, token) came out; stops at the first failure and says which."""
+    """How often each (draft, path, accepted, token) occurred; after a failure of the rule, also its description."""
     ways, chains, m, vocab = drafts.p.shape
     seen = torch.zeros(ways * chains * m * vocab, dtype=torch.int64)
     drawn = torch.multinomial(drafts.weight, samples, replacement=True, generator=source)
@@ -274,7 +275,7 @@ def _sampled(
             verdict = rule(*(x[rows].clone() for x in drafts[:3]))
             answer = torch.stack([x.long() for x in verdict], -1)
         except Exception as error:  # noqa: BLE001 - anyone's code
-            return seen.view(drafts.p.shape), f"raised {_said(error)}"
+            return seen.view(drafts.p.shape), f"raised {_message(error)}"
         limits = torch.tensor(drafts.p.shape[1:])
         bad = ((answer < 0) | (answer >= limits)).any(-1)
         if bad.any():
@@ -285,10 +286,10 @@ def _sampled(
     return seen.view(drafts.p.shape), ""
 
 
-def _completed(pair: ToyPair, law: dict[Context, float], length: int, source: torch.Generator) -> Counter[Context]:
-    """Counts of emitted sequences continued by draws from the target."""
+def _completed(pair: ToyPair, counts: dict[Context, float], length: int, source: torch.Generator) -> Counter[Context]:
+    """Counts of emitted sequences, continued by draws from the target."""
     full: Counter[Context] = Counter()
-    todo = [(seq, round(count)) for seq, count in law.items()]
+    todo = [(seq, round(count)) for seq, count in counts.items()]
     while todo:
         seq, count = todo.pop()
         if len(seq) == length:

@@ -1,7 +1,4 @@
-"""Every drafter with every stopper and every rule, on toy models: what composes, why the rest does not, and its law.
-
-Knows: one toy instance of each part. Does not know: how parts work, how a table is printed.
-"""
+"""Every drafter with every stopper and every rule on toy models: which compose, and their exact output distribution."""
 
 from __future__ import annotations
 
@@ -39,18 +36,18 @@ Rows = Mapping[tuple[int, ...], Sequence[float]]
 VOCAB = 3
 PROMPT = (0, 1, 0, 1)
 WIDTH = 4
-# Zeros keep the walk short; every case occurs: one-sided zeros, p > q, p < q, a token that only the target has.
+# Zeros keep the enumeration short; every case occurs: one-sided zeros, p > q, p < q, a token that only the target has.
 TARGET: Rows = {(0,): [0.6, 0.4, 0.0], (1,): [0.0, 0.3, 0.7], (2,): [0.5, 0.0, 0.5]}
 DRAFT: Rows = {(0,): [0.3, 0.0, 0.7], (1,): [0.0, 0.8, 0.2], (2,): [0.6, 0.4, 0.0]}
 
 
 class Toy(NamedTuple):
-    """A toy part.
+    """A toy drafter or stopper.
 
     Attributes:
-        make: builds a fresh one.
-        tokens: output tokens whose law shows what the part does; the walk is exponential in it.
-        slow: whether its walk is long.
+        make: makes a new one.
+        tokens: number of output tokens to enumerate; the time is exponential in it.
+        slow: whether its enumeration takes long.
     """
 
     make: Callable[..., Any]
@@ -59,7 +56,7 @@ class Toy(NamedTuple):
 
 
 def _head(kind: str) -> Head:
-    """A head with weights that make its stopper stop here and go on there."""
+    """A head whose stopper stops in some contexts and continues in others."""
     head = Head(HeadConfig(kind, WIDTH, draft="toy", target="toy", depth=1, reads_draw=kind == "verifier"))
     source = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -81,7 +78,8 @@ DRAFTERS: dict[str, Toy] = {
     "tree": Toy(_tree(1, 2, 1)),
     "wide": Toy(_tree(2, 2), slow=True),
 }
-# A chain's length must hang on what was drawn: by the row of its second token, or by the head's word on its first.
+# The length of a chain must depend on the drawn tokens: on the row of the second token, or on the head's prediction for
+# the first one.
 STOPPERS: dict[str, Toy] = {
     "fixed": Toy(lambda: FixedLength(2)),
     "schedule": Toy(lambda: Schedule(1, 2), tokens=5),
@@ -93,7 +91,7 @@ STOPPERS: dict[str, Toy] = {
     "ratio": Toy(lambda: Ratio(_head("log_ratio"), 0.6, 3), tokens=4, slow=True),
     "approximate": Toy(lambda: Approximate(_head("verifier"), 0.6, 3), tokens=4, slow=True),
 }
-UNSTOPPED = ("none", "ngram", "suffix")  # drafters that no stopper belongs to
+UNSTOPPED = ("none", "ngram", "suffix")  # drafters without a stopper
 
 
 @dataclass(frozen=True)
@@ -101,10 +99,10 @@ class Composition:
     """One drafter, stopper and rule.
 
     Attributes:
-        drafter, stopper, rule: names; the stopper is "" for drafters that have none.
-        lossless: whether the rule promises the target's law.
-        refused: why the engine refuses it; None when it composes.
-        slow: whether its law takes minutes.
+        drafter, stopper, rule: their names; the stopper is "" for drafters without one.
+        lossless: whether the rule is lossless.
+        refused: the engine's message if it refuses the composition; None if it composes.
+        slow: whether its enumeration takes minutes.
     """
 
     drafter: str
@@ -115,13 +113,13 @@ class Composition:
     slow: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The composition as values for JSON."""
         return asdict(self)
 
     def maker(
         self, target: TableModel | None = None, draft: TableModel | None = None
     ) -> Callable[[RoundRngFactory], Engine]:
-        """Builds the engine around given randomness."""
+        """A function that makes the engine with a given source of randomness."""
 
         def make(round_rng: RoundRngFactory) -> Engine:
             return toy_engine(self.drafter, self.stopper, self.rule, round_rng, target=target, draft=draft)
@@ -130,17 +128,17 @@ class Composition:
 
     @property
     def params(self) -> SamplingParams:
-        """Sampling parameters under which its parts have something to do."""
+        """Sampling parameters with as many tokens as its parts need."""
         return SamplingParams(max_tokens=STOPPERS[self.stopper].tokens if self.stopper else 3)
 
     def distance(self) -> float:
-        """Total variation of the engine's law from the target's, by enumeration."""
+        """Total variation of the engine's output distribution from the target's, by enumeration."""
         found = engine_distribution(self.maker(), PROMPT, self.params)
         return total_variation(found, target_distribution(toy_target(), PROMPT, self.params))
 
 
 def toy_target() -> TableModel:
-    """The target all compositions share."""
+    """The target of all compositions."""
     return TableModel(VOCAB, 0, order=1, rows=TARGET)
 
 
@@ -165,13 +163,13 @@ def toy_engine(
 
 
 def _slow(drafter: str, stopper: str, rule: str) -> bool:
-    """Whether a walk takes a minute or so: K chains branch everywhere, and match draws from the target everywhere."""
+    """Whether the enumeration takes about a minute: `chains` and `match` have many outcomes at every position."""
     long = bool(stopper) and STOPPERS[stopper].slow
     return DRAFTERS[drafter].slow or (long and (drafter == "chains" or rule == "match"))
 
 
 def compositions() -> Iterator[Composition]:
-    """Every drafter with every stopper that belongs to it and every rule."""
+    """Every drafter with every rule, and with every stopper if it has one."""
     for drafter in DRAFTERS:
         for stopper in ("",) if drafter in UNSTOPPED else STOPPERS:
             for rule in VERIFIERS:
@@ -184,19 +182,23 @@ def compositions() -> Iterator[Composition]:
 
 
 def markdown(made: Sequence[Composition]) -> str:
-    """The page of the docs: drafters by rules, the stoppers under which they compose, and why the rest does not."""
+    """The page docs/compositions.md: drafters by rules, with the stoppers that compose, and the reasons of refusals."""
     rules = list(dict.fromkeys(one.rule for one in made))
     lines = [
-        "# What composes",
+        "# Which drafters, stoppers and rules compose",
         "",
-        "Made by `draftproof audit compositions --markdown`; a test holds it to the list that is enumerated.",
+        "This page is made by `draftproof audit compositions --markdown`. A test checks that it is up to date.",
         "",
-        "`exact`: the law of whole outputs is the target's to 1e-12, by enumeration, under every stopper:",
-        f"{', '.join(STOPPERS)} ({', '.join(UNSTOPPED)} take none). `exact (fixed)`: under that stopper only.",
-        "`lossy`: composes, and says so in every result. `-`: the engine refuses it at construction.",
+        "- `exact`: the distribution of whole outputs is the target's to 1e-12, by enumeration, with every stopper.",
+        "- `exact (fixed)`: exact, and only the stopper `fixed` composes.",
+        "- `lossy`: composes, and every result says that it is lossy.",
+        "- `-`: the engine refuses the composition when it is constructed.",
         "",
-        "`tree` and `wide` are two shapes of `tree:AxBxC`; `early_exit:L` composes as `model` and `early_exit:LxK` as",
-        "`chains`.",
+        f"The stoppers are {', '.join(STOPPERS)}.",
+        f"The drafters {', '.join(UNSTOPPED)} have no stopper.",
+        "",
+        "`tree` and `wide` are two shapes of `tree:AxBxC`. `early_exit:L` composes like `model`, and `early_exit:LxK`",
+        "like `chains`.",
         "",
         f"| rule | {' | '.join(DRAFTERS)} |",
         "|---" * (len(DRAFTERS) + 1) + "|",
@@ -204,18 +206,18 @@ def markdown(made: Sequence[Composition]) -> str:
     for rule in rules:
         cells = [_cell([one for one in made if (one.drafter, one.rule) == (drafter, rule)]) for drafter in DRAFTERS]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
-    lines += ["", "Why the rest is refused, with an example of each message:", ""]
+    lines += ["", "An example of each message with which the engine refuses a composition:", ""]
     examples: dict[str, str] = {}
     for one in made:
-        if one.refused:  # messages differ in the names they quote
+        if one.refused:  # messages of one kind differ in their names
             kind = re.sub(r"(rule|drafter) [\w:.]+", "", one.refused)
             examples.setdefault(kind, one.refused)
     return "\n".join([*lines, *(f"- {example}" for example in examples.values())]) + "\n"
 
 
 def _cell(own: Sequence[Composition]) -> str:
-    there = [one for one in own if one.refused is None]
-    if not there:
+    composing = [one for one in own if one.refused is None]
+    if not composing:
         return "-"
-    word = "exact" if there[0].lossless else "lossy"
-    return word if len(there) == len(own) else f"{word} ({', '.join(one.stopper for one in there)})"
+    word = "exact" if composing[0].lossless else "lossy"
+    return word if len(composing) == len(own) else f"{word} ({', '.join(one.stopper for one in composing)})"

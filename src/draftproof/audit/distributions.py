@@ -1,11 +1,9 @@
-"""The exact law of a rule on a toy model: every draft, every choice of the rule, every continuation.
+"""The exact output distribution of a rule on toy models, over all drafts, choices of the rule and continuations.
 
-Knows: how to enumerate. Does not know: what any rule does, which law is wanted of it beyond the target's. A chain rule
-is a path rule with one chain (`as_paths`).
-
-Two ways to enumerate a rule. `verdicts` runs it on all drafts at once and gives every row the same choices: fast, for
-rules that treat rows apart and draw with one leading row for each. `verdicts_alone` runs it on one draft at a time, for
-rules of which nothing is known.
+There are two ways to enumerate a rule. `verdicts` runs it on all drafts at once and gives every row the same choices.
+This is fast, and right for rules whose rows are independent and whose draws have one leading row for each.
+`verdicts_alone` runs the rule on one draft at a time, and is right for any rule. A chain rule is enumerated as a path
+rule with one chain (`as_paths`).
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Rng
 from draftproof.testing import exact_distribution, total_variation
 
-Law = dict[Context, float]
+Distribution = dict[Context, float]
 PathRule = Callable[..., PathVerdict]
 
 
@@ -31,10 +29,10 @@ class Drafts(NamedTuple):
     """All ways to draw K i.i.d. chains of n tokens.
 
     Attributes:
-        tokens: of each way and chain.
+        tokens: token ids, for each way of drawing and each chain.
         q: the draft's row before each token.
-        p: the target's row before each token and after the last.
-        weight: probability of each way.
+        p: the target's row before each token and after the last one.
+        weight: probability of each way of drawing.
     """
 
     tokens: Int[Tensor, "B K n"]
@@ -44,7 +42,13 @@ class Drafts(NamedTuple):
 
 
 class WorstOutcome(NamedTuple):
-    """The outcome on which two laws differ most."""
+    """The outcome whose probability differs most between two distributions.
+
+    Attributes:
+        outcome: token ids.
+        expected: its probability under the target.
+        found: its probability under the rule.
+    """
 
     outcome: Context
     expected: float
@@ -52,13 +56,13 @@ class WorstOutcome(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What enumeration says of a rule on one pair.
+    """The result of enumerating a rule on one pair.
 
     Attributes:
-        distance: total variation from the target's law of the first n + 1 tokens.
-        worst: where it differs most.
+        distance: total variation from the target's distribution of the first n + 1 tokens.
+        worst: the outcome that differs most.
         accepted: expected number of accepted tokens.
-        lost: probability that the rule returned nothing usable, and why.
+        lost: descriptions of failures of the rule, with their probabilities.
     """
 
     distance: float
@@ -85,7 +89,7 @@ def _chains(pair: ToyPair, length: int) -> list[tuple[Context, float]]:
 
 
 def normal(row: Float[Tensor, " V"]) -> list[float]:
-    """A row as numbers that sum to 1 in float64, whatever it was rounded to."""
+    """A row as numbers that sum to 1 in float64, also if the row was rounded."""
     wide = row.double()
     return [float(x) for x in wide / wide.sum()]
 
@@ -112,9 +116,9 @@ def as_paths(rule: Callable[..., Any]) -> PathRule:
 
 
 class SharedRng:
-    """An Rng that gives all rows of a batch the same choices and keeps each row's probability of having made them.
+    """An Rng that gives all rows of a batch the same choices, and keeps the probability of these choices in each row.
 
-    A row that took a turn it could not take has weight 0, and what becomes of it is nobody's business.
+    A row for which a choice was impossible has weight 0 from then on; its draws are not checked and count for nothing.
     """
 
     def __init__(self, script: tuple[int, ...], rows: int) -> None:
@@ -123,21 +127,21 @@ class SharedRng:
         self.weight = torch.ones(rows, dtype=torch.float64)
 
     def _choose(self, probs: Float[Tensor, "B options"]) -> int:
-        live = (probs * self.weight.unsqueeze(-1) > 0).any(0).nonzero().flatten().tolist() or [0]
-        choice = live[0]
-        if len(live) > 1:
+        possible = (probs * self.weight.unsqueeze(-1) > 0).any(0).nonzero().flatten().tolist() or [0]
+        choice = possible[0]
+        if len(possible) > 1:
             step = len(self.taken)
             choice = self._script[step] if step < len(self._script) else choice
-            self.taken.append((choice, live))
+            self.taken.append((choice, possible))
         self.weight = self.weight * probs[:, choice]
         return int(choice)
 
     def _clean(self, rows: Tensor) -> Tensor:
-        """Rows in float64, zeros for those without weight; refuses what is no probability in the others."""
-        dead = (self.weight <= 0).reshape(-1, *[1] * (rows.ndim - 1))
-        clean = rows.double().masked_fill(dead, 0)
+        """Rows in float64, with zeros in rows without weight; refuse values that are no probabilities."""
+        impossible = (self.weight <= 0).reshape(-1, *[1] * (rows.ndim - 1))
+        clean = rows.double().masked_fill(impossible, 0)
         if not (torch.isfinite(clean).all() and (clean >= 0).all()):
-            raise ValueError(f"a draw from {clean.tolist()}: probabilities are finite and not negative")
+            raise ValueError(f"a draw from {clean.tolist()}: probabilities must be finite and not negative")
         return clean
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
@@ -149,7 +153,7 @@ class SharedRng:
         return torch.tensor(picks, dtype=torch.bool).reshape(1, *prob.shape[1:]).expand(prob.shape)
 
     def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
-        """Each column is a choice among the indices with weight in some row."""
+        """Each column is a choice among the indices that have weight in some row."""
         rows = self._clean(weights).reshape(weights.shape[0], -1, weights.shape[-1])
         total = rows.sum(-1, keepdim=True)
         if ((total <= 0).squeeze(-1) & (self.weight > 0).unsqueeze(-1)).any():
@@ -161,7 +165,7 @@ class SharedRng:
 
 
 def _walk(program: Callable[[Rng], PathVerdict], rows: int) -> Iterator[tuple[Tensor, PathVerdict]]:
-    """Every outcome of a vectorised rule: the weight of each row, what was returned."""
+    """Every outcome of a vectorised rule: the weight of each row, and the verdict."""
     script: tuple[int, ...] | None = ()
     while script is not None:
         rng = SharedRng(script, rows)
@@ -171,7 +175,7 @@ def _walk(program: Callable[[Rng], PathVerdict], rows: int) -> Iterator[tuple[Te
 
 
 def _next(taken: list[tuple[int, list[int]]]) -> tuple[int, ...] | None:
-    """The depth-first successor of a walk; None after the last."""
+    """The script after the one just run, in depth-first order; None after the last one."""
     for step in range(len(taken) - 1, -1, -1):
         choice, options = taken[step]
         after = options.index(choice) + 1
@@ -181,23 +185,23 @@ def _next(taken: list[tuple[int, list[int]]]) -> tuple[int, ...] | None:
 
 
 def verdicts(rule: PathRule, drafts: Drafts, **options: Any) -> Float[Tensor, "B K m V"]:
-    """The joint law of (draft, path, accepted, token), all drafts enumerated together."""
+    """The joint distribution of (draft, path, accepted, token), with all drafts enumerated together."""
     ways, chains, m, vocab = drafts.p.shape
-    law = torch.zeros(ways * chains * m * vocab, dtype=torch.float64)
+    joint = torch.zeros(ways * chains * m * vocab, dtype=torch.float64)
     base = torch.arange(ways)
     tokens, q, p, weight = drafts
     for chance, (path, accepted, token) in _walk(lambda rng: rule(tokens, q, p, rng=rng, **options), ways):
         at = ((base * chains + path) * m + accepted) * vocab + token
-        law.index_add_(0, at, chance * weight)
-    return law.view(ways, chains, m, vocab)
+        joint.index_add_(0, at, chance * weight)
+    return joint.view(ways, chains, m, vocab)
 
 
 def verdicts_alone(rule: PathRule, drafts: Drafts) -> tuple[Float[Tensor, "B K m V"], dict[str, float]]:
-    """The same with one draft a call, for any rule whose randomness is the Rng; and what it failed with, how often.
+    """The joint distribution of `verdicts` with one draft for each call, and the failures with their probabilities.
 
-    The total of the law and of the failures is 1.
+    All these probabilities sum to 1 if the rule's only randomness is the Rng.
     """
-    law, lost = torch.zeros(drafts.p.shape, dtype=torch.float64), dict[str, float]()
+    joint, lost = torch.zeros(drafts.p.shape, dtype=torch.float64), dict[str, float]()
     for b in range(drafts.tokens.shape[0]):
         tokens, q, p = (x[b : b + 1] for x in drafts[:3])
         found = exact_distribution(lambda rng, inputs=(tokens, q, p): _attempt(rule, inputs, rng))  # type: ignore[misc]
@@ -205,32 +209,32 @@ def verdicts_alone(rule: PathRule, drafts: Drafts) -> tuple[Float[Tensor, "B K m
             if isinstance(outcome, str):
                 lost[outcome] = lost.get(outcome, 0.0) + chance * float(drafts.weight[b])
             else:
-                law[b][outcome] += chance * drafts.weight[b]
-    return law, lost
+                joint[b][outcome] += chance * drafts.weight[b]
+    return joint, lost
 
 
 def _attempt(rule: PathRule, inputs: tuple[Tensor, Tensor, Tensor], rng: Rng) -> tuple[int, int, int] | str:
-    """(path, accepted, token) of a single draft, or in words why there is none."""
+    """(path, accepted, token) of a single draft, or a description of the failure."""
     tokens, q, p = (x.clone() for x in inputs)
     try:
         path, accepted, token = (int(x) for x in rule(tokens, q, p, rng=rng))
-    except Exception as error:  # noqa: BLE001 - the rule is anyone's; what it raises is a finding
+    except Exception as error:  # noqa: BLE001 - the rule can be anyone's, and what it raises is a result
         return f"raised {type(error).__name__}: {error}"
     return illegal(path, accepted, token, p.shape) or (path, accepted, token)
 
 
 def illegal(path: int, accepted: int, token: int, shape: torch.Size) -> str:
-    """What is wrong with a verdict, "" for nothing; `shape` is that of p, [B, K, n + 1, V]."""
+    """What is wrong with a verdict, or ""; `shape` is that of p, [B, K, n + 1, V]."""
     for name, value, limit in zip(("path", "accepted", "token"), (path, accepted, token), shape[1:], strict=True):
         if not 0 <= value < limit:
             return f"returned {name} {value}: legal are 0 to {limit - 1}"
     return ""
 
 
-def complete(pair: ToyPair, law: Law, length: int) -> Law:
+def complete(pair: ToyPair, sequences: Distribution, length: int) -> Distribution:
     """Continue emitted sequences with the target up to a length."""
-    full: Law = {}
-    todo = list(law.items())
+    full: Distribution = {}
+    todo = list(sequences.items())
     while todo:
         seq, weight = todo.pop()
         if len(seq) == length:
@@ -241,37 +245,42 @@ def complete(pair: ToyPair, law: Law, length: int) -> Law:
     return full
 
 
-def target_law(pair: ToyPair, length: int) -> Law:
-    """The target's law of the first tokens."""
+def target_distribution(pair: ToyPair, length: int) -> Distribution:
+    """The target's distribution of the first `length` tokens."""
     return complete(pair, {(): 1.0}, length)
 
 
-def emitted(drafts: Drafts, law: Float[Tensor, "B K m V"]) -> Law:
-    """The law of what a rule emits in its round: accepted tokens and the bonus token."""
-    found: Law = {}
+def emitted(drafts: Drafts, joint: Float[Tensor, "B K m V"]) -> Distribution:
+    """The distribution of the tokens that a rule emits in its round: accepted tokens and the bonus token.
+
+    Args:
+        drafts: the drafts of `joint`.
+        joint: see `verdicts`.
+    """
+    found: Distribution = {}
     tokens = drafts.tokens.tolist()
-    for at in law.nonzero().tolist():
+    for at in joint.nonzero().tolist():
         b, path, accepted, token = at
         seq = (*tokens[b][path][:accepted], token)
-        found[seq] = found.get(seq, 0.0) + float(law[tuple(at)])
+        found[seq] = found.get(seq, 0.0) + float(joint[tuple(at)])
     return found
 
 
-def expected_accepted(law: Float[Tensor, "B K m V"]) -> float:
+def expected_accepted(joint: Float[Tensor, "B K m V"]) -> float:
     """The expected number of accepted tokens."""
-    return float((law.sum((0, 1, 3)) * torch.arange(law.shape[2])).sum())
+    return float((joint.sum((0, 1, 3)) * torch.arange(joint.shape[2])).sum())
 
 
-def worst_cell(found: Law, wanted: Law) -> WorstOutcome:
-    """The outcome on which two laws differ most."""
-    at = max({*found, *wanted}, key=lambda seq: abs(found.get(seq, 0.0) - wanted.get(seq, 0.0)))
-    return WorstOutcome(at, wanted.get(at, 0.0), found.get(at, 0.0))
+def worst_cell(found: Distribution, expected: Distribution) -> WorstOutcome:
+    """The outcome whose probability differs most between two distributions."""
+    at = max({*found, *expected}, key=lambda seq: abs(found.get(seq, 0.0) - expected.get(seq, 0.0)))
+    return WorstOutcome(at, expected.get(at, 0.0), found.get(at, 0.0))
 
 
-def judge(
-    pair: ToyPair, drafts: Drafts, law: Float[Tensor, "B K m V"], lost: dict[str, float] | None = None
+def compare(
+    pair: ToyPair, drafts: Drafts, joint: Float[Tensor, "B K m V"], lost: dict[str, float] | None = None
 ) -> Finding:
-    """Compare what a rule emits, continued by the target, with the target's law."""
-    length = law.shape[2]
-    found, wanted = complete(pair, emitted(drafts, law), length), target_law(pair, length)
-    return Finding(total_variation(found, wanted), worst_cell(found, wanted), expected_accepted(law), lost or {})
+    """Compare the emitted tokens of a rule, continued by the target, with the target's distribution."""
+    length = joint.shape[2]
+    found, expected = complete(pair, emitted(drafts, joint), length), target_distribution(pair, length)
+    return Finding(total_variation(found, expected), worst_cell(found, expected), expected_accepted(joint), lost or {})

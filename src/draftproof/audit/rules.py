@@ -1,10 +1,7 @@
-"""The audit of the library's own rules: a line for each rule, each identity and each ordering that theory states.
+"""The audit of the library's own rules: one line for each rule, and for each identity and ordering that theory states.
 
-Knows: the rules, the shapes of drafts they are enumerated on, what must hold. Does not know: how a rule works, how a
-line is printed.
-
-Lengths are those of a round of two drafted tokens (one for selections) in two chains (one for chain rules), averaged
-over the suite.
+Lengths are accepted tokens of a round with two drafted tokens (one for selections) in two chains (one for chain rules),
+averaged over the suite.
 """
 
 from __future__ import annotations
@@ -27,8 +24,8 @@ from draftproof.audit.distributions import (
     WorstOutcome,
     all_drafts,
     as_paths,
+    compare,
     expected_accepted,
-    judge,
     verdicts,
     worst_cell,
 )
@@ -43,17 +40,16 @@ from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Rng
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import engine_distribution, total_variation
-from draftproof.testing import target_distribution as output_law
+from draftproof.testing import engine_distribution, target_distribution, total_variation
 from draftproof.theory.acceptance import kseq_acceptance, optimal_acceptance
 from draftproof.theory.lengths import full_information_length
 from draftproof.verifiers.greedy import GreedyBlockVerifier
 
 EXACT = 1e-12
-SEARCH = 1e-4  # K-SEQ's root search stops that far above the root, which costs acceptance and no exactness
+SEARCH = 1e-4  # K-SEQ's search stops this far above the root, which costs acceptance and keeps the rule exact
 DRAFTED, DRAWS = 2, 2
-ENGINEWISE = ("trap", "zeros", "disjoint", "one-hot p")
-# rule, the rule it is, chains, tokens
+IN_ENGINE = ("trap", "zeros", "disjoint", "one-hot p")  # pairs for rules that are enumerated in the engine, by --quick
+# a rule, an equal rule, number of chains, number of tokens
 IDENTITIES = (
     ("spectr", "token", 1, DRAFTED),
     ("multi_round", "token", 1, DRAFTED),
@@ -63,7 +59,7 @@ IDENTITIES = (
     ("trie_block", "kseq", DRAWS, 1),
     ("trie_block", "kseq", 3, 1),
 )
-# rule, its chains, the rule it accepts at least as much as, that one's chains, how far rounding may put it below
+# a rule, its chains, a rule that accepts no more, the chains of that rule, tolerance
 ORDERINGS = (
     ("block", 1, "token", 1, EXACT),
     ("greedy_block", 1, "block", 1, EXACT),
@@ -79,12 +75,12 @@ class Rule:
     """A rule and how it is audited.
 
     Attributes:
-        name: in Python, on the command line and here.
-        verify: as a path rule.
-        shapes: (chains, tokens) of the drafts it is enumerated on; the first one's lengths are reported.
-        lossless: as declared.
+        name: name in Python, on the command line and here.
+        verify: the rule with the signature of a path rule.
+        shapes: (chains, tokens) of the drafts on which it is enumerated; lengths are reported for the first one.
+        lossless: whether it is declared lossless.
         tolerance: largest total variation of a lossless rule.
-        rounds: its law holds over several rounds only, so the engine is enumerated in place of one call.
+        rounds: whether it is exact over several rounds only, so that the engine is enumerated instead of one call.
     """
 
     name: str
@@ -97,20 +93,20 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleLine:
-    """What was found of a rule.
+    """The result for a rule.
 
     Attributes:
-        rule: its name.
-        lossless: as declared.
-        total_variation: the largest over the suite.
-        worst_model: the pair it is largest on.
-        worst_cell: the outcome on which the law differs most there.
+        rule: name of the rule.
+        lossless: whether it is declared lossless.
+        total_variation: the largest total variation over the suite.
+        worst_model: the pair with the largest total variation.
+        worst_cell: the outcome whose probability differs most on this pair.
         accepted: expected accepted tokens, mean over the suite.
-        drafted: chains x tokens of the drafts of that number.
-        against_token: as a multiple of token verification's, for one chain of as many tokens.
-        of_optimum: as a share of what no rule exceeds: the full-information bound for one chain, alpha_k for several
-            chains of one token.
-        tolerance: the total variation that a lossless rule must stay below.
+        drafted: chains x tokens of the drafts for `accepted`.
+        against_token: `accepted` divided by that of token verification, for one chain of the same length.
+        of_optimum: `accepted` divided by an upper bound for all rules: the full-information bound for one chain,
+            alpha_k for several chains of one token.
+        tolerance: the upper limit of the total variation of a lossless rule.
         verdict: "ok", "FAIL" or "lossy".
     """
 
@@ -127,19 +123,19 @@ class RuleLine:
     verdict: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The line as values for JSON."""
         return {"kind": "rule", **asdict(self), "worst_cell": self.worst_cell._asdict()}
 
 
 @dataclass(frozen=True)
 class ClaimLine:
-    """What was found of a statement about several rules.
+    """The result for a statement about two rules.
 
     Attributes:
         kind: "identity" or "ordering".
         claim: the statement.
-        value: an identity's largest total variation, an ordering's smallest margin.
-        worst_model: the pair it comes from.
+        value: the largest total variation of an identity, or the smallest margin of an ordering.
+        worst_model: the pair with this value.
         verdict: "ok" or "FAIL".
     """
 
@@ -150,7 +146,7 @@ class ClaimLine:
     verdict: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """The line as values for JSON."""
         return asdict(self)
 
 
@@ -158,7 +154,7 @@ Line = RuleLine | ClaimLine
 
 
 def _as_path(found: Selection, draws: int) -> PathVerdict:
-    """A selection as the verdict on chains of one token: a token from the residual is the bonus token."""
+    """A selection as a verdict on chains of one token: a token from the residual is the bonus token."""
     none = found.accepted >= draws
     return PathVerdict(found.accepted.masked_fill(none, 0), (~none).long(), found.token)
 
@@ -166,7 +162,7 @@ def _as_path(found: Selection, draws: int) -> PathVerdict:
 def kseq_rule(
     tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"], p: Float[Tensor, "B K m V"], *, rng: Rng, **_: Any
 ) -> PathVerdict:
-    """K-SEQ on chains of one token; after an accepted one the bonus token comes from p."""
+    """K-SEQ on chains of one token; after an accepted token the bonus token comes from p."""
     found = functional.kseq_select(tokens[:, :, 0], q[:, 0, 0], p[:, 0, 0], rng=rng, validate=False)
     return _with_bonus(_as_path(found, tokens.shape[1]), p, rng)
 
@@ -174,14 +170,14 @@ def kseq_rule(
 def otm_rule(
     tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"], p: Float[Tensor, "B K m V"], *, rng: Rng, **_: Any
 ) -> PathVerdict:
-    """The optimal coupling on chains of one token; all rows share the root's vectors."""
+    """The optimal coupling on chains of one token; all drafts have the same p and q."""
     plan = functional.otm_plan(p[0, 0, 0], q[0, 0, 0], tokens.shape[1])
     found = functional.otm_select(tokens[:, :, 0], plan, rng=rng)
     return _with_bonus(_as_path(found, tokens.shape[1]), p, rng)
 
 
 def _with_bonus(found: PathVerdict, p: Float[Tensor, "B K m V"], rng: Rng) -> PathVerdict:
-    """Follow an accepted token by one from p; the token of a refusal is settled."""
+    """Draw the bonus token from p after an accepted token; after a rejection keep the token."""
     settled = torch.nn.functional.one_hot(found.token, p.shape[-1]).to(p)
     after = p[torch.arange(p.shape[0]), found.path, 1]
     return found._replace(token=rng.categorical(torch.where((found.accepted > 0).unsqueeze(-1), after, settled)))
@@ -196,7 +192,7 @@ def _paths(name: str, rule: PathRule) -> Rule:
 
 
 def all_rules() -> dict[str, Rule]:
-    """Every rule by name; the optimal coupling only where its solver is installed."""
+    """Every rule by name; the optimal coupling only if its solver is installed."""
     lossy = {"lossless": False}
     found = [
         _chain("token", functional.token_verify),
@@ -218,38 +214,39 @@ def all_rules() -> dict[str, Rule]:
 
 
 class Audit:
-    """Findings of rules on the suite, made once each.
+    """Enumerations of rules on the suite, each made once.
 
     Args:
         pairs: the suite.
-        enginewise: names of the pairs on which rules with a state are audited, through the engine; all when None.
+        in_engine: names of the pairs on which rules with a state are enumerated in the engine; None for all.
     """
 
-    def __init__(self, pairs: Sequence[ToyPair], enginewise: Collection[str] | None = None) -> None:
+    def __init__(self, pairs: Sequence[ToyPair], in_engine: Collection[str] | None = None) -> None:
         self.pairs = pairs
         self.rules = all_rules()
-        self.law = cache(self._law)
-        self._enginewise = enginewise
+        self.joint = cache(self._joint)
+        self._in_engine = in_engine
 
-    def _law(self, name: str, place: int, chains: int, length: int) -> Float[Tensor, "B K m V"]:
-        """The joint law of (draft, path, accepted, token) of a rule on a pair."""
+    def _joint(self, name: str, place: int, chains: int, length: int) -> Float[Tensor, "B K m V"]:
+        """The joint distribution of (draft, path, accepted, token) of a rule on a pair."""
         drafts = all_drafts(self.pairs[place], chains, length)
         return verdicts(self.rules[name].verify, drafts, validate=False)
 
     def length(self, name: str, place: int, chains: int, length: int) -> float:
         """Expected accepted tokens."""
-        return expected_accepted(self.law(name, place, chains, length))
+        return expected_accepted(self.joint(name, place, chains, length))
 
     def _findings(self, rule: Rule) -> Iterator[tuple[ToyPair, Finding]]:
-        """The laws of a rule on every pair and shape."""
+        """The results of a rule on every pair and shape."""
         for place, pair in enumerate(self.pairs):
-            if rule.rounds and (self._enginewise is None or pair.name in self._enginewise):
+            if rule.rounds and (self._in_engine is None or pair.name in self._in_engine):
                 yield pair, engine_finding(pair)
             for chains, length in () if rule.rounds else rule.shapes:
-                yield pair, judge(pair, all_drafts(pair, chains, length), self.law(rule.name, place, chains, length))
+                joint = self.joint(rule.name, place, chains, length)
+                yield pair, compare(pair, all_drafts(pair, chains, length), joint)
 
     def line(self, rule: Rule) -> RuleLine:
-        """Law and lengths of a rule."""
+        """Total variation and lengths of a rule."""
         pair, worst = max(self._findings(rule), key=lambda found: found[1].distance)
         chains, length = rule.shapes[0]
         accepted = self._mean(partial(self.length, rule.name, chains=chains, length=length))
@@ -273,7 +270,7 @@ class Audit:
         return math.fsum(of_pair(place=place) for place in range(len(self.pairs))) / len(self.pairs)
 
     def _share(self, rule: Rule) -> float | None:
-        """Accepted tokens as a share of what no lossless rule exceeds."""
+        """Accepted tokens divided by the upper bound for lossless rules."""
         if not rule.lossless:
             return None
         chains, length = rule.shapes[0]
@@ -285,16 +282,16 @@ class Audit:
         return self._mean(partial(self.length, rule.name, chains=chains, length=length)) / best
 
     def identities(self) -> Iterator[ClaimLine]:
-        """Rules that must be one rule where drafts are single chains, or chains of one token."""
+        """Rules that must be equal for single chains, or for chains of one token."""
         for one, other, chains, length in IDENTITIES:
             drafts = f"one chain of {length}" if chains == 1 else f"{chains} chains of {length}"
             yield self._identity(f"{one} = {other} for {drafts}", one, other, chains, length)
 
     def _identity(self, claim: str, one: str, other: str, chains: int, length: int) -> ClaimLine:
-        """Compare the joint laws of draft, accepted tokens and bonus token; which of equal chains won is left open."""
+        """Compare the joint distributions of draft, accepted tokens and bonus token; the path may differ."""
 
         def distance(place: int) -> float:
-            a, b = (self.law(name, place, chains, length).sum(1) for name in (one, other))
+            a, b = (self.joint(name, place, chains, length).sum(1) for name in (one, other))
             return 0.5 * float((a - b).abs().sum())
 
         worst = max(range(len(self.pairs)), key=distance)
@@ -303,11 +300,11 @@ class Audit:
         return ClaimLine("identity", claim, found, self.pairs[worst].name, verdict)
 
     def orderings(self) -> Iterator[ClaimLine]:
-        """Expected lengths in the order that theory states, on every pair."""
+        """Expected accepted tokens in the order that theory states, on every pair."""
         for more, chains, less, fewer, slack in ORDERINGS:
             margin = partial(self._margin, more, chains, less, fewer)
-            yield self._ordering(f"{more} accepts at least what {less} does", margin, slack)
-        yield self._ordering("kseq accepts what its closed form says", self._kseq_gap, SEARCH)
+            yield self._ordering(f"{more} accepts at least as much as {less}", margin, slack)
+        yield self._ordering("kseq accepts as much as its closed form", self._kseq_gap, SEARCH)
 
     def _margin(self, more: str, chains: int, less: str, fewer: int, place: int) -> float:
         return self.length(more, place, chains, DRAFTED) - self.length(less, place, fewer, DRAFTED)
@@ -327,28 +324,28 @@ def _root(pair: ToyPair) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "1 V"]]:
 
 
 def engine_finding(pair: ToyPair, most: int = DRAFTED + 1) -> Finding:
-    """The law of whole outputs of an engine under greedy block verification, whose state travels between rounds."""
+    """Compare the distribution of whole outputs of an engine with greedy block verification with the target's."""
 
     def make(round_rng: RoundRngFactory) -> Engine:
         drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=VOCAB), FixedLength(DRAFTED))
         return Engine(pair.target, drafter, GreedyBlockVerifier(), round_rng=round_rng)
 
     params = SamplingParams(max_tokens=most)
-    found, wanted = engine_distribution(make, (0,), params), output_law(pair.target, (0,), params)
-    return Finding(total_variation(found, wanted), worst_cell(found, wanted), math.nan, {})
+    found, expected = engine_distribution(make, (0,), params), target_distribution(pair.target, (0,), params)
+    return Finding(total_variation(found, expected), worst_cell(found, expected), math.nan, {})
 
 
 def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Line]:
-    """Audit rules by name, or all of them and with them the identities and orderings between them.
+    """Audit some rules by name, or all rules with the identities and orderings between them.
 
     Args:
-        names: of rules; all when empty.
-        full: the larger suite.
+        names: names of rules; all when empty.
+        full: use the larger suite.
 
     Raises:
         UserError: an unknown name.
     """
-    audit = Audit(suite(full=full), None if full else ENGINEWISE)
+    audit = Audit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
         if name not in audit.rules:
             raise UserError(f"no rule {name!r} to audit: legal are {', '.join(audit.rules)}")
@@ -364,5 +361,5 @@ def _lines(audit: Audit, names: Sequence[str]) -> Iterator[Line]:
 
 
 def count_lines(names: Sequence[str] = ()) -> int:
-    """How many lines `audit_rules` makes."""
+    """Number of lines of `audit_rules`."""
     return len(set(names)) if names else len(all_rules()) + len(IDENTITIES) + len(ORDERINGS) + 1

@@ -1,12 +1,13 @@
-"""SPRINTER with a verifier that was really trained, on pairs small enough to enumerate: its law against Theorem 3.1.
+"""SPRINTER (arXiv 2502.04557) with trained verifiers, enumerated on toy pairs and compared with its Theorem 3.1.
 
-Knows: toy pairs, training a verifier on them, the law of an engine's first token. Does not know: texts, artefacts.
-
-SPRINTER's theorem says that a position has the law (1 - eta) p + eta q, where eta is the rate at which the verifier
-passes unacceptable tokens. A trained verifier's decisions depend on where it is asked. So three things are compared:
-- the enumerated law after every context with the law of its own decisions there, which must agree to rounding;
-- its total variation from the target with eta TV(p, q), eta being the passed share of the excess (q - p)+: exact, too;
-- the mean of these with eta_FP times the mean TV, one rate for all contexts: the theorem as it is used for predictions.
+The theorem says that a position has the distribution (1 - eta) p + eta q, where eta is the rate at which the verifier
+accepts unacceptable tokens. The decisions of a trained verifier depend on the context. So three comparisons are made:
+- the enumerated distribution after every context with the one that follows from the verifier's decisions there; both
+  must be equal up to rounding;
+- its total variation from the target with eta TV(p, q), where eta is the accepted share of the excess (q - p)+; both
+  must be equal up to rounding;
+- the mean of this total variation with eta_FP times the mean TV, with one rate for all contexts: this is how the
+  theorem is used for predictions, and it is an approximation.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from draftproof.training.features import JudgeRows, ModelPair, drafted, join
 from draftproof.training.heads import Labels, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.responses import Response
-from draftproof.training.sprinter import accepted_at, position_law
+from draftproof.training.sprinter import accepted_at, position_distribution
 from draftproof.verifiers.lossy import last_token_verifier
 
 VOCAB, WIDTH, ORDER = 3, 6, 2
-TAU = 0.35  # lower than trained for: so it passes bad tokens in some contexts and refuses good ones in others
+TAU = 0.35  # a low threshold: the verifier accepts bad tokens in some contexts and rejects good ones in others
 EXACT = 1e-12
-FRESH = SamplingParams(max_tokens=3)  # room for a drafted token, one after it, and a bonus token
+PARAMS = SamplingParams(max_tokens=3)  # a drafted token, one after it, and a bonus token
 
 
 @dataclass(frozen=True)
 class SprinterLine:
-    """What one verifier does on one pair.
+    """Figures of one verifier on one pair.
 
     Attributes:
-        pair, verifier: which.
-        contexts: how many were enumerated.
-        passed: share of the draft's mass that the verifier passes, mean over contexts.
-        distance: largest total variation between the enumerated law and that of the verifier's decisions.
-        excess: largest difference between the enumerated drift and eta TV(p, q), eta the passed share of the excess.
+        pair, verifier: their names.
+        contexts: number of enumerated contexts.
+        passed: share of the draft's mass that the verifier accepts, mean over contexts.
+        distance: largest total variation between the enumerated distribution and that of the verifier's decisions.
+        excess: largest difference between the enumerated drift and eta TV(p, q), eta the accepted share of the excess.
         drift: enumerated total variation from the target, mean over contexts.
-        eta_fp: share of unacceptable mass that passes, over all contexts.
+        eta_fp: accepted share of the unacceptable mass, over all contexts.
         predicted: eta_fp times the mean of TV(p, q).
     """
 
@@ -69,19 +70,19 @@ class SprinterLine:
 
     @property
     def exact(self) -> bool:
-        """Whether both exact statements hold."""
+        """Whether both exact comparisons agree."""
         return max(self.distance, self.excess) < EXACT
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON lines."""
+        """The line as values for JSON."""
         return {**asdict(self), "exact": self.exact}
 
 
 def audit_sprinter(seeds: int = 4) -> Iterator[SprinterLine]:
-    """Train two verifiers on each of several pairs, and enumerate what they do.
+    """Train two verifiers on each of several pairs, and enumerate their output distributions.
 
     Args:
-        seeds: how many pairs.
+        seeds: number of pairs.
     """
     for seed in range(seeds):
         draft = TableModel(VOCAB, 1000 + seed, order=ORDER, hidden=WIDTH)
@@ -93,7 +94,7 @@ def audit_sprinter(seeds: int = 4) -> Iterator[SprinterLine]:
 
 
 def trained(pair: ModelPair, *, depth: int, reads_draw: bool, seed: int) -> Head:
-    """A verifier trained on what the pair's draft model writes, with lambda = 1 as Theorem 3.1 has it."""
+    """A verifier trained on texts of the pair's draft model, with lambda = 1 as in Theorem 3.1."""
     shape: dict[str, Any] = {"depth": depth, "reads_draw": reads_draw, "threshold": TAU}
     config = HeadConfig("verifier", WIDTH, pair.draft.name, pair.target.name, **shape)
     known, held = _rows(pair, seed, range(96)), _rows(pair, seed, range(96, 128))
@@ -111,18 +112,18 @@ def _rows(pair: ModelPair, seed: int, numbers: range) -> JudgeRows:
 
 
 def examine(name: str, verifier: str, pair: ModelPair, head: Head) -> SprinterLine:
-    """Enumerate the first token's law after every context, and compare.
+    """Enumerate the distribution of the first token after every context, and compare it with the theorem.
 
     Args:
-        name: of the pair.
-        verifier: how the head is called.
+        name: name of the pair.
+        verifier: name of the verifier.
         pair: table models, whose rows depend on the last ORDER tokens.
         head: a verifier.
     """
     contexts = list(itertools.product(range(VOCAB), repeat=ORDER))
     p, q, passed = (torch.stack(parts) for parts in zip(*(_at(pair, head, c) for c in contexts), strict=True))
-    found = torch.stack([first_token_law(pair, head, context) for context in contexts])
-    own = position_law(p, q, passed)
+    found = torch.stack([first_token_distribution(pair, head, context) for context in contexts])
+    own = position_distribution(p, q, passed)
     over = (q - p).clamp(min=0)
     far = (found - p).abs().sum(-1) / 2
     eta = (over * passed).sum(-1) / over.sum(-1)
@@ -142,15 +143,15 @@ def examine(name: str, verifier: str, pair: ModelPair, head: Head) -> SprinterLi
 
 
 def _at(pair: ModelPair, head: Head, context: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """p, q and which tokens pass after a context."""
+    """p, q and whether the verifier accepts each token, after a context."""
     p, q = (model.logits(context).softmax(-1) for model in (pair.target, pair.draft) if isinstance(model, TableModel))
     ((_, states),) = pair.q([Response(context, (0,))])
     passed = accepted_at(head, q.unsqueeze(0).float(), states[:1])
     return p, q, passed.expand(1, VOCAB)[0]
 
 
-def first_token_law(pair: ModelPair, head: Head, context: tuple[int, ...]) -> Float[Tensor, " vocab"]:
-    """The law of the first token after a context, by walking every outcome of the engine.
+def first_token_distribution(pair: ModelPair, head: Head, context: tuple[int, ...]) -> Float[Tensor, " vocab"]:
+    """The distribution of the first token after a context, by enumerating every outcome of the engine.
 
     Args:
         pair: table models.
@@ -162,7 +163,7 @@ def first_token_law(pair: ModelPair, head: Head, context: tuple[int, ...]) -> Fl
         drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=VOCAB), Approximate(head))
         return Engine(pair.target, drafter, last_token_verifier(), round_rng=round_rng)
 
-    law = torch.zeros(VOCAB, dtype=torch.float64)
-    for tokens, weight in engine_distribution(make, context, FRESH).items():
-        law[tokens[0]] += weight
-    return law
+    found = torch.zeros(VOCAB, dtype=torch.float64)
+    for tokens, weight in engine_distribution(make, context, PARAMS).items():
+        found[tokens[0]] += weight
+    return found

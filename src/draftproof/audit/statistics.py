@@ -1,10 +1,8 @@
-"""A test with a stated power: counts of outcomes against the law they should have (Pearson's chi-square).
+"""A test with a known power: counts of outcomes against the distribution they should have (Pearson's chi-square).
 
-Knows: counts, expected probabilities, central and noncentral chi-square. Does not know: what the outcomes are.
-
-Let d be the difference of two laws and N the number of samples. The test's noncentrality is N sum d^2 / p, at least
-N (sum |d|)^2 = N (2 TV)^2 by Cauchy and Schwarz; so the noncentrality that is caught with probability 0.99 gives a
-total variation that is caught at least as often, whatever the shape of the difference.
+Let d be the difference of two distributions and N the number of samples. The test's noncentrality is N sum d^2 / p,
+which is at least N (sum |d|)^2 = N (2 TV)^2 by the Cauchy-Schwarz inequality. So the noncentrality that is detected
+with probability 0.99 gives a total variation that is detected at least as often, for any difference.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-SMALLEST = 10.0  # expected count of a cell, below which cells are pooled
-STEPS = 100
+SMALLEST = 10.0  # cells with a smaller expected count are pooled
+STEPS = 100  # of a bisection
 
 Outcome = TypeVar("Outcome", bound=Hashable)
 
@@ -25,8 +23,9 @@ class Tested(NamedTuple):
     """The outcome of a test.
 
     Attributes:
-        p_value: probability of counts this far off if the law is right; 0 when an impossible outcome was seen.
-        detectable: total variation that is caught with the power asked for.
+        p_value: probability of counts that differ at least this much if the distribution is right; 0 if an impossible
+            outcome occurred.
+        detectable: total variation that is detected with the required power.
     """
 
     p_value: float
@@ -39,7 +38,7 @@ def chi_square_survival(x: float, df: int) -> float:
 
 
 def noncentral_survival(x: float, df: int, noncentrality: float) -> float:
-    """Pr(X > x) for a noncentral one: a Poisson mixture of central ones."""
+    """Pr(X > x) for a noncentral chi-square variable, as a Poisson mixture of central ones."""
     half = noncentrality / 2
     most = int(half + 12 * math.sqrt(half + 1) + 20)
     j = torch.arange(most, dtype=torch.float64)
@@ -49,7 +48,7 @@ def noncentral_survival(x: float, df: int, noncentrality: float) -> float:
 
 
 def _first_above(rises: Callable[[float], float], goal: float) -> float:
-    """Where an increasing function reaches a goal, by bisection."""
+    """The argument at which an increasing function reaches a goal, by bisection."""
     low, high = 0.0, 1.0
     while rises(high) < goal:
         high *= 2
@@ -60,13 +59,13 @@ def _first_above(rises: Callable[[float], float], goal: float) -> float:
 
 
 def needed_noncentrality(df: int, level: float, power: float) -> float:
-    """The noncentrality that a test at a level finds with a probability."""
+    """The noncentrality that a test at this level detects with probability `power`."""
     critical = _first_above(lambda x: -chi_square_survival(x, df), -level)
     return _first_above(lambda strength: noncentral_survival(critical, df, strength), power)
 
 
 def pooled(expected: Mapping[Outcome, float], counts: Mapping[Outcome, int]) -> tuple[list[tuple[float, int]], float]:
-    """Cells with enough expected counts each, and the expected share of those that were pooled."""
+    """Cells (expected count, count) that are large enough, and the expected share of the pooled ones."""
     total = sum(expected.values())
     cells = sorted((mean, counts.get(key, 0)) for key, mean in expected.items() if mean > 0)
     mean, count, taken = 0.0, 0, 0
@@ -76,21 +75,21 @@ def pooled(expected: Mapping[Outcome, float], counts: Mapping[Outcome, int]) -> 
 
 
 def chi_square_test(
-    counts: Mapping[Outcome, int], law: Mapping[Outcome, float], *, level: float, power: float = 0.99
+    counts: Mapping[Outcome, int], distribution: Mapping[Outcome, float], *, level: float, power: float = 0.99
 ) -> Tested:
-    """Are these counts of this law?
+    """Test whether counts come from a distribution.
 
     Args:
-        counts: of each outcome.
-        law: the probability of each.
-        level: the false-alarm rate at which `detectable` is stated.
-        power: with which it is.
+        counts: number of times that each outcome occurred.
+        distribution: probability of each outcome.
+        level: false-alarm rate for which `detectable` is given.
+        power: probability of detection for which `detectable` is given.
     """
     samples = sum(counts.values())
-    impossible = any(count and law.get(key, 0.0) <= 0 for key, count in counts.items())
-    cells, share = pooled({key: samples * chance for key, chance in law.items()}, counts)
+    impossible = any(count and distribution.get(key, 0.0) <= 0 for key, count in counts.items())
+    cells, share = pooled({key: samples * chance for key, chance in distribution.items()}, counts)
     df = len(cells) - 1
-    if df == 0:  # one outcome is possible: a single other one settles it
+    if df == 0:  # only one outcome is possible, so one other outcome decides the test
         return Tested(0.0 if impossible else 1.0, -math.log(1 - power) / samples + share)
     statistic = math.fsum((count - mean) ** 2 / mean for mean, count in cells)
     detectable = math.sqrt(needed_noncentrality(df, level, power) / samples) / 2 + share

@@ -1,7 +1,7 @@
-"""Adversarial pairs of toy models: small enough to enumerate, chosen so that wrong rules show.
+"""Pairs of toy models that are small enough to enumerate, and chosen so that wrong rules fail on them.
 
-Knows: next-token rows that trip rules up (zeros, ties, disjoint supports, point masses, equal and nearly equal rows).
-Does not know: any rule. Two tokens would hide a wrong residual (one token is left either way), so there are three.
+Their rows have zeros, ties, disjoint supports, point masses, equal and nearly equal rows. There are three tokens: with
+two, a wrong residual would not show, because every residual has mass on one token only.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class ToyPair:
     """A target and a draft model.
 
     Attributes:
-        name: what is special about it.
+        name: name of the pair, after its special property.
         target: p of every context.
         draft: q of every context.
-        dtype: of the rows that rules are given.
+        dtype: dtype of the rows that rules get.
     """
 
     name: str
@@ -62,7 +62,7 @@ def _random(name: str, seed: int, *, zeros: float = 0.0, sharpness: float = 2.0,
 
 
 def _near() -> ToyPair:
-    """q is p but for the last bits of float32."""
+    """q equals p except for the last bits of float32."""
     p = [[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5], [0.7, 0.2, 0.1]]
     bit = 2.0**-23
     q = [[a * (1 + bit), b * (1 - bit), c] for a, b, c in p]
@@ -70,7 +70,7 @@ def _near() -> ToyPair:
 
 
 def _one_bit() -> ToyPair:
-    """In float32 q exceeds p by a bit at the rarest token and equals it elsewhere: nothing is left of p - q."""
+    """In float32 q exceeds p by one bit at the rarest token and equals p elsewhere: max(p - q, 0) is 0 everywhere."""
     p, bit = [0.6, 0.39, 0.01], 2.0**-30
     q = [0.6 - bit / 2, 0.39 - bit / 2, 0.01 + bit]
     return ToyPair("one bit", _table(0, [p] * 4), _table(1, [q] * 4))
@@ -83,14 +83,14 @@ def _ties() -> ToyPair:
 
 
 def _disjoint() -> ToyPair:
-    """No token of the draft is ever one of the target's, but after token 2, where supports overlap in one."""
+    """The supports of draft and target are disjoint, except after token 2, where they share one token."""
     p = [[0.0, 1.0, 2.0], [0.0, 2.0, 1.0], [1.0, 0.0, 1.0], [1.0, 1.0, 0.0]]
     q = [[1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 3.0]]
     return ToyPair("disjoint", _table(0, p), _table(1, q))
 
 
 def _onehot_q() -> ToyPair:
-    """Point masses, as n-gram drafters draw."""
+    """Point masses for q, as from n-gram drafters."""
     p = [[0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.4, 0.5, 0.1], [0.3, 0.3, 0.4]]
     q = [[1.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     return ToyPair("one-hot q", _table(0, p), _table(1, q))
@@ -104,15 +104,15 @@ def _onehot_p() -> ToyPair:
 
 
 def plain() -> ToyPair:
-    """A pair with nothing special about it."""
+    """A pair without special properties."""
     return _random("dense", 1)
 
 
 def suite(*, full: bool = False) -> list[ToyPair]:
-    """The pairs of an audit; `full` adds more random ones of each kind.
+    """The pairs of an audit; `full` adds more random pairs of each kind.
 
-    "trap" was searched for among 12000 pairs: with token verification's residual in the block rule its law is off by
-    0.07, while most pairs hardly show that mistake.
+    "trap" was chosen from 12000 pairs: with the residual of token verification in the block rule, its output
+    distribution differs by 0.07. For most pairs the difference is very small.
     """
     same = TableModel(VOCAB, 5, order=1)
     pairs = [

@@ -27,7 +27,7 @@ COMMANDS = {
     "profile": "Measure what a composition costs here: memory.",
     "audit": "Check verification rules: ours, yours, other people's.",
     "models": "List, fetch, find and cut models.",
-    "train": "Train the small heads that judge drafts.",
+    "train": "Train drafters, and heads that end drafts.",
 }
 _DEBUG = "draftproof.debug"
 _COMPLETION = {"install_completion", "show_completion"}

@@ -1,7 +1,4 @@
-"""`draftproof audit`: check verification rules, ours, the user's own and other people's.
-
-Knows: options, tables, exit codes. Does not know: how a law is found.
-"""
+"""`draftproof audit`: check verification rules: our own, the user's, and those of other packages."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class Audits(TyperGroup):
-    """A group that takes `package.module:function` for `check package.module:function`."""
+    """A group in which `package.module:function` is short for `check package.module:function`."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """The command, `check` where a target stands in its place."""
+        """The command; `check` if the first word is a target."""
         named = args[0] in self.commands or ":" not in args[0]
         return super().resolve_command(ctx, args if named else ["check", *args])
 
@@ -33,34 +30,36 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
-Full = Annotated[bool, typer.Option("--full/--quick", help="More models, minutes; or about half a minute.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
+Full = Annotated[bool, typer.Option("--full/--quick", help="More models, in minutes; or fewer, in half a minute.")]
 EXACT = 1e-12
 RULE_HEADS = ("rule", "drafts", "lossless", "total variation", "worst on", "accepted", "x token", "of optimum", "")
 CLAIM_HEADS = ("identity", "total variation", "worst on", "")
 CHECK_HEADS = ("model", "drafts", "total variation", "p-value", "detectable", "")
 OTHER_HEADS = ("model", "drafts", "total variation", "worst outcome", "")
 ORDER_HEADS = ("ordering", "smallest margin", "worst on", "")
-SPRINTER_HEADS = ("pair", "verifier", "passes", "law", "eta TV", "drift", "eta_FP", "eta_FP TV", "")
+SPRINTER_HEADS = ("pair", "verifier", "accepts", "distance", "eta TV", "drift", "eta_FP", "eta_FP TV", "")
 SPRINTER_NOTE = (
-    "After every context of two tokens. law: total variation between the enumerated first token and the law of the\n"
-    "verifier's own decisions. eta TV: |drift - eta TV(p, q)|, eta the passed share of the excess (q - p)+, as\n"
-    "Theorem 3.1 has it in each context; of both the largest is shown. drift: total variation from the target, mean\n"
-    "over contexts. eta_FP TV: the theorem with one rate for all contexts; it is off by as much as a verifier is\n"
-    "surer in some contexts than in others."
+    "After every context of two tokens. accepts: mass of the draft that the verifier accepts. distance: total\n"
+    "variation between the enumerated distribution of the first token and the one that follows from the verifier's\n"
+    "decisions.\n"
+    "eta TV: |drift - eta TV(p, q)|, where eta is the accepted share of the excess (q - p)+ in each context, as in\n"
+    "Theorem 3.1 of SPRINTER, arXiv 2502.04557. Both are the largest over the contexts. drift: total variation from\n"
+    "the target, mean over contexts. eta_FP TV: the theorem with one rate for all contexts. It differs from the drift\n"
+    "where the verifier's error rate depends on the context."
 )
 NOTE = (
-    "Exact, by enumeration of every draft and every choice on toy models of three tokens. total variation:\n"
-    "from the target's law, the largest over the suite. accepted: expected tokens a round, mean over the suite.\n"
-    "x token: against token verification of one chain as long. of optimum: of the full-information bound (one chain),\n"
-    "of alpha_k (several chains, their first token). greedy_block, which has a state, is enumerated through\n"
-    "the engine (by --quick on four of the models)."
+    "Exact, by enumeration of every draft and every choice on toy models of three tokens. total variation: from the\n"
+    "target's distribution, the largest over the suite. accepted: expected accepted tokens of a round, mean over\n"
+    "the suite. x token: divided by that of token verification on one chain of the same length. of optimum: divided\n"
+    "by the full-information bound (one chain) or by alpha_k (several chains, first token). greedy_block, which has\n"
+    "a state, is enumerated in the engine (by --quick on four of the models)."
 )
 
 
 @app.callback()
 def _group() -> None:
-    """Check verification rules: ours, yours, other people's.
+    """Check verification rules: our own, yours, and those of other packages.
 
     `draftproof audit package.module:function` is short for `draftproof audit check package.module:function`.
     """
@@ -73,7 +72,7 @@ def rules(
     full: Full = False,
     as_json: Json = False,
 ) -> None:
-    """Enumerate the laws of our own rules on adversarial toy models; exit code 1 if one is not what it should be."""
+    """Enumerate our own rules on adversarial toy models; exit code 1 if a distribution is not what it should be."""
     import torch
 
     from draftproof.audit.rules import audit_rules, count_lines
@@ -95,7 +94,7 @@ def rules(
 def compositions(
     *,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print the page of the docs; nothing is enumerated.")
+        bool, typer.Option("--markdown", help="Print docs/compositions.md, without an enumeration.")
     ] = False,
     full: Full = False,
     as_json: Json = False,
@@ -132,7 +131,7 @@ def sprinter(
     pairs: Annotated[int, typer.Option(min=1, max=50, help="Toy pairs to train verifiers on.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Train small verifiers on toy pairs and enumerate SPRINTER's law; exit code 1 if it is not Theorem 3.1's."""
+    """Train small verifiers on toy pairs and enumerate SPRINTER's output; exit code 1 if Theorem 3.1 does not hold."""
     import torch
 
     from draftproof.audit.sprinter import audit_sprinter
@@ -161,23 +160,25 @@ def sprinter(
 def check(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The rule, as package.module:function.")],
     *,
-    kind: Annotated[str | None, typer.Option(help="chain or path; without it a trial call tells.")] = None,
-    samples: Annotated[int, typer.Option(help="On each model, for a rule with its own randomness.")] = 50_000,
+    kind: Annotated[str | None, typer.Option(help="chain or path; by default a trial call decides.")] = None,
+    samples: Annotated[
+        int, typer.Option(help="Number of samples on each model, for a rule without the keyword rng.")
+    ] = 50_000,
     alpha: Annotated[float, typer.Option(help="False-alarm rate of all tests together.")] = 0.01,
-    seed: Annotated[int, typer.Option(help="Of the samples, and of torch's generator while the rule runs.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the samples, and of torch's generator while the rule runs.")] = 0,
     tolerance: Annotated[
-        float, typer.Option(help="Largest total variation that passes enumeration; 1e-6 for rules in float32.")
+        float, typer.Option(help="Largest total variation that passes an enumeration; 1e-6 for rules in float32.")
     ] = 1e-12,
     full: Full = False,
     as_json: Json = False,
 ) -> None:
-    """Check a rule of your own against the target's law; exit code 1 if it misses.
+    """Check a rule of your own against the target's distribution; exit code 1 if it fails.
 
-    It has the signature of token_verify (chain) or of spectr_verify (path).
-    With a keyword rng that all its randomness comes from, its law is enumerated.
-    Without one it is sampled, and the test says what it would have caught.
+    The rule has the signature of token_verify (chain) or of spectr_verify (path).
+    If all its randomness comes from a keyword rng, its output distribution is enumerated.
+    Without this keyword it is sampled, and the result states which differences the test detects.
 
-    TARGET is imported and run: name only code that you trust.
+    TARGET is imported and run: only name code that you trust.
     """
     if kind not in {None, "chain", "path"}:
         raise typer.BadParameter(f"--kind is {kind!r}: legal are chain, path")
@@ -205,7 +206,7 @@ def check(
 
 @app.command()
 def others(*, full: Full = False, as_json: Json = False) -> None:
-    """Enumerate the laws of other packages' rules, as installed here; exit code 1 if one is not the target's."""
+    """Enumerate the rules of other packages, as installed here; exit code 1 if one is not lossless."""
     import torch
 
     from draftproof.audit.adapters import ADAPTERS
@@ -223,8 +224,8 @@ def others(*, full: Full = False, as_json: Json = False) -> None:
 
 def _method(candidate: Candidate, samples: int) -> str:
     if candidate.takes_rng:
-        return "enumerated: every draft, every choice it makes of its rng"
-    return f"sampled {samples} times a model: it has no keyword rng"
+        return "enumerated: every draft, and every outcome of its rng"
+    return f"sampled {samples} times on each model: it has no keyword rng"
 
 
 def _print_checks(lines: Sequence[CheckLine]) -> None:
@@ -246,7 +247,7 @@ def _check_row(line: CheckLine) -> tuple[str, ...]:
 
 
 def _worst(lines: Sequence[CheckLine]) -> CheckLine:
-    """The line that fails most clearly; the one with the largest deviation when none fails."""
+    """The failing line with the largest deviation; the line with the largest deviation if none fails."""
     return max(lines, key=lambda line: (line.verdict == "FAIL", line.total_variation))
 
 
@@ -273,20 +274,20 @@ def _conclusion(
 
 
 def _in_words(candidate: Candidate, lines: Sequence[CheckLine], alpha: float, tolerance: float, *, passed: bool) -> str:
-    """The verdict on the rule, and how much it is worth."""
-    told = _conclusion(candidate, lines, alpha, tolerance, passed=passed)
+    """The verdict on the rule, and the power of the test."""
+    result = _conclusion(candidate, lines, alpha, tolerance, passed=passed)
     power = (
         ""
-        if told["detectable"] is None
-        else f" A right rule fails with probability {alpha:g} at most; one that is off by a total variation of "
-        f"{told['detectable']:.4f} on one of these models is caught with probability 0.99."
+        if result["detectable"] is None
+        else f" A right rule fails with probability {alpha:g} at most; a rule with a total variation of "
+        f"{result['detectable']:.4f} on one of these models is detected with probability 0.99."
     )
     if passed:
-        return f"ok: the target's law{'' if power else f', to a total variation below {tolerance:g}'}.{power}"
-    cell = told["worst_cell"]
+        return f"ok: the target's distribution{'' if power else f', to a total variation below {tolerance:g}'}.{power}"
+    cell = result["worst_cell"]
     return (
-        f"FAIL: total variation {told['total_variation']:.2g} on {told['worst_model']}; worst outcome "
-        f"{' '.join(map(str, cell['outcome']))}: {cell['found']:.6g} in place of {cell['expected']:.6g}.{power}"
+        f"FAIL: total variation {result['total_variation']:.2g} on {result['worst_model']}; worst outcome "
+        f"{' '.join(map(str, cell['outcome']))}: {cell['found']:.6g} instead of {cell['expected']:.6g}.{power}"
     )
 
 
@@ -295,7 +296,7 @@ def _print_report(report: Report) -> None:
     typer.echo(f"{report.package}{version}: {report.rule}: {report.status}")
     for lines, width, limit in ((report.lines, "float64", "1e-12"), (report.rounded, "float32", "1e-06")):
         if lines:
-            typer.echo(f"\nin {width}, held to a total variation below {limit}:")
+            typer.echo(f"\nin {width}, with a total variation below {limit} required:")
             _table(OTHER_HEADS, [_other_row(line) for line in lines])
     for note in report.notes:
         typer.echo(f"\nnote: {note}")
@@ -303,7 +304,7 @@ def _print_report(report: Report) -> None:
 
 def _other_row(line: CheckLine) -> tuple[str, ...]:
     cell = line.worst_cell
-    worst = f"{' '.join(map(str, cell.outcome))}: {cell.found:.6g} for {cell.expected:.6g}"
+    worst = f"{' '.join(map(str, cell.outcome))}: {cell.found:.6g} instead of {cell.expected:.6g}"
     return (line.model, line.drafts, f"{line.total_variation:.1e}", worst, line.verdict)
 
 
@@ -340,7 +341,7 @@ def _claim_row(line: ClaimLine) -> tuple[str, ...]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns two spaces apart, as wide as they must be: they are also read from files."""
+    """Print columns two spaces apart, as wide as needed: the output is also written to files."""
     lines = [heads, *rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     for line in lines:
@@ -348,7 +349,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def _counted(items: Iterable[Any], total: int, words: str) -> Iterator[Any]:
-    """The items, counted on a bar on stderr where that is a terminal."""
+    """The items, with a progress bar on stderr if that is a terminal."""
     with _bar(total, words) as advance:
         for item in items:
             advance()

@@ -1,1 +1,1 @@
-"""Where drafted tokens come from; each comes with the distribution it was drawn from."""
+"""Drafters make the drafted tokens, each with the distribution it was drawn from."""

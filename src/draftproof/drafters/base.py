@@ -1,7 +1,4 @@
-"""The contract of a drafter.
-
-Knows: what a drafter is asked and told. Does not know: any drafter, rule or the engine.
-"""
+"""The contract of a drafter: what the engine gives it and what it returns."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from draftproof.stoppers.base import Stopper
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a drafter learns about one row.
+    """One row of the batch, as a drafter gets it.
 
     Attributes:
-        id: names the request for as long as it lives.
-        tokens: prompt and committed tokens; do not change.
-        prompt_length: how many of them are the prompt.
-        limit: longest chain that is of use this round; 0 asks for nothing.
-        transforms: the request's sampling parameters, to be applied to the draft as well.
-        session: what the target has read of it, for drafters that share the target's cache.
+        id: identifies the request until it ends.
+        tokens: prompt and committed tokens; a drafter must not change this list.
+        prompt_length: number of prompt tokens.
+        limit: length of the longest chain that can be used this round; 0 for no draft.
+        transforms: the request's sampling parameters, which also apply to the draft.
+        session: the target's session of the request, for drafters that share the target's cache.
     """
 
     id: int
@@ -43,7 +40,7 @@ class Drafter(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name in Python, on the command line and in reports."""
+        """The drafter's name in Python, on the command line and in reports."""
         ...
 
     @property
@@ -53,22 +50,22 @@ class Drafter(Protocol):
 
     @property
     def point_masses(self) -> bool:
-        """Whether its tokens come without probabilities."""
+        """Whether its drafts have no probabilities."""
         ...
 
     @property
     def constant(self) -> bool:
-        """Whether its drafts have one constant length (limits of requests aside)."""
+        """Whether its drafts have one constant length, apart from the limits of requests."""
         ...
 
     @property
     def limit(self) -> int:
-        """Deepest draft it makes; 0 for none."""
+        """Depth of the deepest draft that it makes; 0 for none."""
         ...
 
     @property
     def max_positions(self) -> int | None:
-        """Longest sequence it can draft for; None when unbounded."""
+        """Length of the longest sequence that it can draft for, in tokens; None when unbounded."""
         ...
 
     @property
@@ -77,13 +74,13 @@ class Drafter(Protocol):
         ...
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """A draft for each request; a row that wants or gets none has an empty draft."""
+        """Return one draft for each request; a row without a draft gets an empty one."""
         ...
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Told after each round how deep a row's draft went, and how much of it was accepted."""
+        """Called after each round with the depth of the row's draft and the number of accepted tokens."""
         ...
 
     def release(self, request_id: int) -> None:
-        """The request has ended; forget it (unknown ids are fine)."""
+        """Called when the request has ended; unknown ids are ignored."""
         ...

@@ -1,7 +1,4 @@
-"""A draft model as drafters use it: one session a request, rows of q at the target's width, a stopper.
-
-Knows: sessions by request, how logits become q, what a stopper may ask of a model. Does not know: chains, trees.
-"""
+"""A draft model as drafters use it: one session for each request, and rows of q as wide as the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -24,19 +21,19 @@ from draftproof.stoppers.base import Stopper
 
 
 class DraftModel:
-    """Sessions and transforms of the requests that a draft model serves.
+    """A draft model with the sessions and transforms of all requests.
 
     Args:
         backend: the model; its vocabulary may be padded to another width than the target's.
-        vocab_size: width of the target's logits; q has this width.
-        temperature: of the draft, when it shall differ from the request's.
-        top_k: of the draft, when it shall differ from the request's.
+        vocab_size: width of the target's logits and of q.
+        temperature: temperature of the draft; None for the request's.
+        top_k: top_k of the draft; None for the request's.
 
     Attributes:
-        changes: what the draft's sampling has that the request's has not.
+        changes: the sampling parameters in which the draft differs from the request.
 
     Raises:
-        UserError: a temperature or top_k out of range.
+        UserError: the temperature or top_k is out of range.
     """
 
     def __init__(
@@ -55,26 +52,27 @@ class DraftModel:
 
     @property
     def covers(self) -> bool:
-        """Whether every id of the target's vocabulary is one of the draft's."""
+        """Whether every token id of the target is a token id of the draft model."""
         return self.backend.vocab_size >= self._vocab_size
 
     def session(self, request: DraftRequest) -> Session:
-        """The request's session for a round; its sampling parameters are bound at the first."""
+        """The request's session for a round; the first call also fixes the request's sampling parameters."""
         if request.id not in self._transforms:
             own = replace(request.transforms.params, **self.changes)
             self._transforms[request.id] = replace(request.transforms, params=own)
         return self.open(request)
 
     def open(self, request: DraftRequest) -> Session:
-        """A session of the request's own that is kept from round to round."""
+        """The request's own session, which is kept from round to round."""
         if request.id not in self._sessions:
             self._sessions[request.id] = self.backend.open()
         return self._sessions[request.id]
 
     def depth(self, request: DraftRequest, limit: int) -> int:
-        """How deep a draft may go: the request's wish, the stopper's limit, and where the model's context ends.
+        """Largest depth of a draft: limited by the request, by `limit` and by the model's context.
 
-        0 also after a token that the model has no embedding for: its vocabulary may be padded less than the target's.
+        It is 0 where a token of the request has no embedding in the model, whose vocabulary may be smaller than the
+        target's by padding.
         """
         if self.backend.vocab_size < self._vocab_size and max(request.tokens) >= self.backend.vocab_size:
             return 0
@@ -83,7 +81,7 @@ class DraftModel:
         return max(min(request.limit, limit, room), 0)
 
     def path_dependent(self, request: DraftRequest) -> bool:
-        """Whether q depends on the drafted path through a transform, so that ids must be on the host."""
+        """Whether a transform makes q depend on the drafted path, so that its ids are needed on the host."""
         return self._transforms[request.id].path_dependent
 
     def rows(
@@ -93,13 +91,17 @@ class DraftModel:
         paths: Sequence[Sequence[int]],
         ids: Int[Tensor, " width"] | None = None,
     ) -> Float[Tensor, "rows vocab"]:
-        """Rows of q after the given drafted paths: logits through the request's transforms, at the target's width.
+        """Rows of q after the given drafted paths, as wide as the target's vocabulary.
 
         Args:
-            request: whose they are.
-            logits: the model's.
-            paths: for each row; not looked at unless q is `path_dependent`.
-            ids: the tokens of the logits' columns; see `Output`.
+            request: the request that the rows are for.
+            logits: logits of the draft model.
+            paths: the drafted path of each row; not used unless q is `path_dependent`.
+            ids: the tokens of the columns of `logits`, when these are not the whole vocabulary; see
+                `draftproof.backends.base.FeedOutput`.
+
+        Raises:
+            UserError: logits with NaN, +inf or a row without a finite value.
         """
         with blamed_on(request.id):
             return self._rows(request, logits, paths, ids)
@@ -112,12 +114,12 @@ class DraftModel:
         ids: Int[Tensor, " width"] | None,
     ) -> Float[Tensor, "rows vocab"]:
         transforms = self._transforms[request.id]
-        apart = None if transforms.edits else ids  # tokens it does not speak of stay out of all but the result
-        fitted = fit_width(logits, self._vocab_size, ids) if apart is None else logits
+        columns = None if transforms.edits else ids  # without edits, the transforms need only these columns
+        fitted = fit_width(logits, self._vocab_size, ids) if columns is None else logits
         check_logits(fitted, f"the drafter ({self.backend.name})")
-        if apart is not None:
+        if columns is not None:
             narrow = shaped(fitted.to(torch.promote_types(fitted.dtype, torch.float32)), transforms.params)
-            return native.spread(narrow, apart, self._vocab_size)
+            return native.spread(narrow, columns, self._vocab_size)
         outputs = request.tokens[request.prompt_length :] if transforms.path_dependent else []
         return probabilities(fitted, transforms, outputs, paths)
 
@@ -130,14 +132,14 @@ class DraftModel:
 
 
 class ModelBacked:
-    """What drafters that draw from a draft model have in common.
+    """The common part of drafters that draw from a draft model.
 
     Args:
         model: the draft model.
-        stopper: when a chain ends.
+        stopper: decides how long drafts get.
 
     Raises:
-        UserError: the stopper reads hidden states that the model does not have.
+        UserError: the stopper reads hidden states that the model does not return.
     """
 
     point_masses = False
@@ -156,12 +158,12 @@ class ModelBacked:
 
     @property
     def constant(self) -> bool:
-        """As constant as its stopper, if the model knows every token: it cannot draft after one that it does not."""
+        """Whether the stopper is constant and the model has all tokens: it cannot draft after a token it lacks."""
         return self.stopper.constant and self.model.covers
 
     @property
     def limit(self) -> int:
-        """As deep as its stopper lets it."""
+        """The stopper's limit."""
         return self.stopper.limit
 
     @property
@@ -175,11 +177,11 @@ class ModelBacked:
         return self.model.backend.max_positions
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Passed on to the stopper."""
+        """Tell the stopper."""
         self.stopper.observe(request_id, drafted, accepted)
 
     def release(self, request_id: int) -> None:
-        """Close the request's session."""
+        """Close the request's session, and tell the stopper."""
         self.stopper.release(request_id)
         self.model.release(request_id)
 
@@ -188,17 +190,20 @@ def refuse_misfit(stopper: Stopper, backend: Backend) -> None:
     """Refuse a stopper that reads hidden states of another width than the model's.
 
     Raises:
-        UserError: naming stopper, what it was trained on, model and widths.
+        UserError: naming the stopper, the model it was trained on, this model, and both widths.
     """
-    wanted, there = stopper.hidden_size, backend.capabilities.hidden
-    if not wanted or wanted == there:
+    needed, width = stopper.hidden_size, backend.capabilities.hidden
+    if not needed or needed == width:
         return
-    if not there:
-        raise UserError(f"stopper {stopper.name} reads hidden states, and {backend.name} returns none")
+    if not width:
+        raise UserError(
+            f"stopper {stopper.name} reads hidden states, and {backend.name} returns none: choose a stopper without a "
+            "head"
+        )
     maker = getattr(stopper, "trained_on", None)
     raise UserError(
-        f"stopper {stopper.name} reads hidden states of width {wanted}"
-        f"{f' (its head was trained on {maker})' if maker else ''}, and those of {backend.name} have {there}: "
+        f"stopper {stopper.name} reads hidden states of width {needed}"
+        f"{f' (its head was trained on {maker})' if maker else ''}, and those of {backend.name} have {width}: "
         "choose a head that was trained on this draft model"
     )
 
@@ -206,14 +211,16 @@ def refuse_misfit(stopper: Stopper, backend: Backend) -> None:
 def fit_width(
     logits: Float[Tensor, "rows width"], width: int, ids: Int[Tensor, " width"] | None = None
 ) -> Float[Tensor, "rows vocab"]:
-    """Rows of logits at the target's width; tokens the drafter does not have get probability 0.
+    """Rows of logits as wide as the target's vocabulary; tokens that the drafter lacks get probability 0.
 
-    Vocabularies that differ by padding only agree on every real token; tokenizers are compared when models are loaded.
+    Vocabularies that differ only by padding have the same ids for every real token; tokenizers are compared when models
+    are loaded.
 
     Args:
-        logits: the drafter's.
-        width: of the target's.
-        ids: the tokens of the logits' columns; see `Output`.
+        logits: logits of the draft model.
+        width: width of the target's logits.
+        ids: the tokens of the columns of `logits`, when these are not the whole vocabulary; see
+            `draftproof.backends.base.FeedOutput`.
     """
     if ids is not None:
         return logits.new_full((logits.shape[0], width), float("-inf")).index_copy_(1, ids, logits)
@@ -223,5 +230,5 @@ def fit_width(
 
 
 def stack_rows(rows: list[Float[Tensor, " _"]]) -> Float[Tensor, "rows _"] | None:
-    """Rows as one tensor; None for no rows."""
+    """The rows as one tensor; None without rows."""
     return torch.stack(rows) if rows else None

@@ -1,8 +1,7 @@
-"""Drafts without a model: the continuation of an earlier occurrence of the last tokens, in the prompt or the output.
+"""The drafter `ngram`: what followed an earlier occurrence of the last tokens, in the request's own prompt or output.
 
-Knows: token ids of one request. Does not know: models, probabilities - its tokens are point masses.
-
-Also known as prompt lookup decoding; it pays where the output quotes the input (code editing, summaries).
+It needs no model; its tokens are point masses. It is also known as prompt lookup decoding, and pays where the output
+quotes the input (code editing, summaries).
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from draftproof.tree import TokenTree
 
 
 class NgramDrafter:
-    """Proposes what followed the most recent occurrence of the longest matching suffix.
+    """Proposes the tokens after the most recent earlier occurrence of the longest matching suffix.
 
     Args:
-        length: tokens to propose, 1 to 64.
-        longest: longest suffix looked for.
-        shortest: shortest suffix that counts as a match.
+        length: number of tokens to propose, 1 to 64.
+        longest: length of the longest suffix to look for.
+        shortest: length of the shortest suffix that counts as a match.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
     """
 
     branching = False
@@ -58,7 +57,7 @@ class NgramDrafter:
         return point_chain(found)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Nothing to learn."""
+        """Does nothing."""
 
     def release(self, request_id: int) -> None:
         """Forget the request's index."""
@@ -66,12 +65,12 @@ class NgramDrafter:
 
 
 def point_chain(tokens: Sequence[int]) -> Draft:
-    """A draft of these tokens, one after another, each a point mass; empty without any."""
+    """A draft with these tokens as one chain of point masses; empty without tokens."""
     return Draft(TokenTree.chain(torch.tensor(tokens, dtype=torch.int64)), None)
 
 
 class _NgramIndex:
-    """Where each run of tokens was last followed by something, kept up to date as the sequence grows."""
+    """The position after the last occurrence of each run of tokens, updated as the sequence grows."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
@@ -79,7 +78,7 @@ class _NgramIndex:
         self._done = 0
 
     def extend(self, tokens: list[int]) -> None:
-        """Index every run that is followed by a token; the last token has no successor yet."""
+        """Add every run that is followed by a token; nothing follows the last token yet."""
         for end in range(max(self._done, 1), len(tokens)):
             for size in self._sizes:
                 if size <= end:
@@ -87,7 +86,7 @@ class _NgramIndex:
         self._done = len(tokens)
 
     def find(self, tokens: list[int]) -> int | None:
-        """Position after the most recent earlier occurrence of the longest suffix; None without one."""
+        """The position after the most recent earlier occurrence of the longest suffix; None without one."""
         for size in self._sizes:
             start = self._after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
             if start is not None:

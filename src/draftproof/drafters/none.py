@@ -1,7 +1,4 @@
-"""No drafts: plain decoding as a composition of the same engine, so that a speed-up is measured against ourselves.
-
-Knows: nothing. Does not know: anything.
-"""
+"""The drafter `none`: plain decoding by the same engine, which is what speed-ups are measured against."""
 
 from __future__ import annotations
 
@@ -24,11 +21,11 @@ class NoDrafter:
     stopper = None
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """Empty drafts."""
+        """An empty draft for each request."""
         return [Draft.empty() for _ in requests]
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Nothing to learn."""
+        """Does nothing."""
 
     def release(self, request_id: int) -> None:
-        """Nothing to forget."""
+        """Does nothing."""

@@ -1,9 +1,7 @@
-"""Several drafts a row from a smaller model: K i.i.d. chains or a prefix tree, equal prefixes drawn into one node.
+"""The drafters `chains` and `tree`: K i.i.d. chains, or a prefix tree, from a draft model; equal prefixes are merged.
 
-Knows: how a tree grows level by level, shared prefixes read once. Does not know: how its nodes are verified.
-
-The draws at a node are i.i.d. from its row of q; how many there are depends on earlier rounds and on what was drawn
-above, never on what is drawn below, so every rule on tries stays exact.
+The draws at a node are i.i.d. from the node's row of q. Their number depends on earlier rounds and on the draws above
+the node, and never on the draws below it, so every rule on tries stays exact.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from draftproof.backends.base import Feed, FeedOutput, Session, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
+from draftproof.drafters.model import ModelDrafter
 from draftproof.errors import UserError
 from draftproof.rng import Purpose, RoundRng
 from draftproof.stoppers.base import Stopper
@@ -26,16 +25,16 @@ from draftproof.tree import ROOT, TokenTree
 MAX_DRAWS = 64
 
 
-class _Growing:
+class _DraftTree:
     """The tree of one row while it is drafted.
 
     Attributes:
-        tokens, parents, probs: of each node.
-        draws: the node of each draw, in order.
-        frontier: nodes that may get children, with the number of draws that landed on each.
-        rows: row of q after each frontier node.
-        chains: draws at the root.
-        signals: what the stopper saw along the path to each node.
+        tokens, parents, probs: token, parent and row of q of each node.
+        draws: the node of each draw, in order of drawing.
+        frontier: nodes that may get children, with the number of draws of each.
+        rows: the row of q after each node of the frontier.
+        chains: number of draws at the root.
+        signals: the stopper's signals along the path to each node.
     """
 
     def __init__(self, row: int, request: DraftRequest, session: Session, limit: int, chains: int) -> None:
@@ -53,8 +52,8 @@ class _Growing:
         self.signals: dict[int, tuple[float, ...]] = {}
         self._nodes: dict[tuple[int, int], int] = {}
 
-    def land(self, parent: int, token: int) -> int:
-        """The node a draw lands on, made at the first such draw."""
+    def add(self, parent: int, token: int) -> int:
+        """Add a draw and return its node, which is new for the first draw of this token."""
         node = self._nodes.setdefault((parent, token), len(self.tokens))
         if node == len(self.tokens):
             self.tokens.append(token)
@@ -64,7 +63,7 @@ class _Growing:
         return node
 
     def path(self, node: int) -> list[int]:
-        """Drafted ids from the root down to a node."""
+        """The drafted ids from the root down to a node."""
         ids: list[int] = []
         while node != ROOT:
             ids.insert(0, self.tokens[node])
@@ -80,17 +79,19 @@ class _Growing:
 
 
 class SampledTreeDrafter(ModelBacked):
-    """Draws trees from a draft model, a level a forward pass.
+    """Draws trees from a draft model, one level for each forward pass.
 
     Args:
-        model: the draft model; its backend must read trees.
-        stopper: asked after each new node; a node it stops at gets no children.
-        chains: K i.i.d. chains: K draws at the root, or as many as the stopper wants, then one for each draw that
-            landed on a node.
-        factors: instead of chains, a prefix tree: that many draws at every node of each depth (SpecTr, Algorithm 5).
+        model: the draft model; its backend must be able to read trees.
+        stopper: called for each new node; a node where it stops gets no children.
+        chains: K, for K i.i.d. chains: at most K draws at the root (the stopper may choose fewer), and below it as many
+            draws at a node as there were draws of the node.
+        factors: instead of chains, a prefix tree: the number of draws at every node of each depth (SpecTr, arXiv
+            2310.15141, Algorithm 5).
 
     Raises:
-        UserError: numbers out of range, a backend without tree attention, a stopper that needs what it cannot return.
+        UserError: a number is out of range, the backend cannot read trees, or the stopper reads hidden states that the
+            model does not return.
     """
 
     branching = True
@@ -109,72 +110,72 @@ class SampledTreeDrafter(ModelBacked):
 
     @property
     def limit(self) -> int:
-        """As deep as its stopper and its factors let it."""
+        """The stopper's limit, or the depth of the prefix tree if that is less."""
         return min(self.stopper.limit, len(self.factors)) if self.factors else self.stopper.limit
 
     @property
     def most(self) -> int:
-        """Drafts that a row can get: the stopper may want fewer chains; the factors of a prefix tree are fixed."""
+        """Largest number of drafts that the stopper can choose; 1 for a prefix tree, whose factors are fixed."""
         return 1 if self.factors else self.chains
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
-        """See Drafter: one forward pass of the draft model a level, for the rows that are still drafting."""
+        """See Drafter; each level is one forward pass of the draft model, for the rows that are still drafting."""
         self.stopper.begin([request.id for request in requests], self.most)
         trees = [self._open(row, request) for row, request in enumerate(requests)]
-        live = [tree for tree in trees if tree.limit > 0]
-        feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in live]
+        active = [tree for tree in trees if tree.limit > 0]
+        feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in active]
         depth = 0
-        while live:
+        while active:
             outputs = self.model.backend.forward(feeds, hidden=self.stopper.hidden_size > 0)
-            self._grow(live, outputs, rng, depth)
+            self._grow(active, outputs, rng, depth)
             depth += 1
-            live = [tree for tree in live if tree.frontier and depth < tree.limit]
-            feeds = [self._feed(tree) for tree in live]
+            active = [tree for tree in active if tree.frontier and depth < tree.limit]
+            feeds = [self._feed(tree) for tree in active]
         return [tree.draft(self.model.backend.device) for tree in trees]
 
-    def _open(self, row: int, request: DraftRequest) -> _Growing:
-        wanted = min(self.stopper.wanted(request.id), self.limit)
+    def _open(self, row: int, request: DraftRequest) -> _DraftTree:
+        length = min(self.stopper.length(request.id), self.limit)
         chains = min(self.stopper.drafts(request.id, self.most), self.most)
-        return _Growing(row, request, self.model.session(request), self.model.depth(request, wanted), chains)
+        return _DraftTree(row, request, self.model.session(request), self.model.depth(request, length), chains)
 
-    def _feed(self, tree: _Growing) -> Feed:
-        """The new level, whole: stopped nodes too, since parents are counted by slots."""
+    def _feed(self, tree: _DraftTree) -> Feed:
+        """The new level, including nodes without children, because parents are numbers of slots."""
         known = len(tree.session.tail)
         tokens = torch.tensor(tree.tokens[known:], device=self.model.backend.device)
         return Feed(tree.session, (), TokenTree(tokens, tuple(tree.parents[known:]), known))
 
-    def _counts(self, tree: _Growing, depth: int) -> list[int]:
-        """For each draw of this level the frontier node it is made at."""
+    def _counts(self, tree: _DraftTree, depth: int) -> list[int]:
+        """For each draw of this level its parent, a node of the frontier."""
         if self.factors:
             return [node for node in tree.frontier for _ in range(self.factors[depth])]
         times = tree.chains if depth == 0 else 1
-        return [node for node, landed in tree.frontier.items() for _ in range(landed * times)]
+        return [node for node, draws in tree.frontier.items() for _ in range(draws * times)]
 
-    def _grow(self, live: Sequence[_Growing], outputs: Sequence[FeedOutput], rng: RoundRng, depth: int) -> None:
-        """Draw a level for every live tree, and let the stopper look at its new nodes."""
-        for tree, output in zip(live, outputs, strict=True):
+    def _grow(self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput], rng: RoundRng, depth: int) -> None:
+        """Draw a level of every active tree, and ask the stopper about the new nodes."""
+        for tree, output in zip(active, outputs, strict=True):
             self._take(tree, output)
-        plans = [self._counts(tree, depth) for tree in live]
-        drawn = self._draw(live, plans, rng, depth)
-        for tree, plan, tokens in zip(live, plans, drawn, strict=True):
+        plans = [self._counts(tree, depth) for tree in active]
+        drawn = self._draw(active, plans, rng, depth)
+        for tree, plan, tokens in zip(active, plans, drawn, strict=True):
             tree.frontier = {}
             for parent, token in zip(plan, tokens, strict=False):
-                node = tree.land(parent, token)
+                node = tree.add(parent, token)
                 tree.frontier[node] = tree.frontier.get(node, 0) + 1
-        self._judge(live, outputs)
+        self._judge(active, outputs)
 
-    def _take(self, tree: _Growing, output: FeedOutput) -> None:
-        """Rows of q after the nodes just read."""
+    def _take(self, tree: _DraftTree, output: FeedOutput) -> None:
+        """Store the rows of q after the nodes that were just read."""
         first = len(tree.session.tail) - output.logits.shape[0]
         nodes = [ROOT] if not tree.tokens else list(range(first, len(tree.session.tail)))
         paths = [tree.path(node) for node in nodes] if self.model.path_dependent(tree.request) else [()] * len(nodes)
         rows = self.model.rows(tree.request, output.logits, paths, output.ids)
         tree.rows = dict(zip(nodes, rows, strict=True))
 
-    def _judge(self, live: Sequence[_Growing], outputs: Sequence[FeedOutput]) -> None:
-        """Take the new nodes that the stopper stops at out of their trees' frontiers."""
-        new = [(tree, node) for tree in live for node in tree.frontier]
-        signal = self.stopper.signal(self._step(live, outputs, new))
+    def _judge(self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput]) -> None:
+        """Remove the new nodes where the stopper stops from the frontiers of their trees."""
+        new = [(tree, node) for tree in active for node in tree.frontier]
+        signal = self.stopper.signal(self._step(active, outputs, new))
         if signal is None:
             return
         for (tree, node), value in zip(new, signal.tolist(), strict=True):
@@ -183,12 +184,12 @@ class SampledTreeDrafter(ModelBacked):
                 del tree.frontier[node]
 
     def _step(
-        self, live: Sequence[_Growing], outputs: Sequence[FeedOutput], new: Sequence[tuple[_Growing, int]]
+        self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput], new: Sequence[tuple[_DraftTree, int]]
     ) -> DraftStep:
-        """What the stopper is shown of new nodes: what the model made of their parents."""
+        """The new nodes as the stopper sees them, with the model's output at their parents."""
         tokens = torch.tensor([tree.tokens[node] for tree, node in new], device=self.model.backend.device)
-        made = {id(tree): output for tree, output in zip(live, outputs, strict=True)}
-        places = {id(tree): {node: place for place, node in enumerate(tree.rows)} for tree in live}
+        made = {id(tree): output for tree, output in zip(active, outputs, strict=True)}
+        places = {id(tree): {node: place for place, node in enumerate(tree.rows)} for tree in active}
         above = [(made[id(tree)], places[id(tree)][tree.parents[node]]) for tree, node in new]
         hidden = [output.hidden[place] for output, place in above if output.hidden is not None]
         logits = [output.logits[place] for output, place in above if self.stopper.reads_logits]
@@ -196,14 +197,29 @@ class SampledTreeDrafter(ModelBacked):
         return DraftStep(tokens, probs, stack_rows(hidden), stack_rows(logits))
 
     @staticmethod
-    def _draw(live: Sequence[_Growing], plans: Sequence[Sequence[int]], rng: RoundRng, depth: int) -> list[list[int]]:
-        """Tokens of every planned draw; rows with fewer draws are padded, which leaves the others' draws alone."""
+    def _draw(
+        active: Sequence[_DraftTree], plans: Sequence[Sequence[int]], rng: RoundRng, depth: int
+    ) -> list[list[int]]:
+        """The tokens of all planned draws; rows with fewer draws are padded, which does not change other draws."""
         most = max(map(len, plans))
         padded = [[*plan, *[plan[0]] * (most - len(plan))] for plan in plans]
         weights = torch.stack(
-            [torch.stack([tree.rows[node] for node in plan]) for tree, plan in zip(live, padded, strict=True)]
+            [torch.stack([tree.rows[node] for node in plan]) for tree, plan in zip(active, padded, strict=True)]
         )
         tokens: list[list[int]] = (
-            rng.at(Purpose.DRAFT, depth, [tree.row for tree in live]).categorical(weights).tolist()
+            rng.at(Purpose.DRAFT, depth, [tree.row for tree in active]).categorical(weights).tolist()
         )
         return tokens
+
+
+def chains_drafter(model: DraftModel, stopper: Stopper, *, chains: int, name: str) -> ModelDrafter | SampledTreeDrafter:
+    """A drafter of this name with one chain, or with K i.i.d. chains, from a draft model.
+
+    Raises:
+        UserError: as for `ModelDrafter` and `SampledTreeDrafter`.
+    """
+    drafter: ModelDrafter | SampledTreeDrafter = (
+        ModelDrafter(model, stopper) if chains == 1 else SampledTreeDrafter(model, stopper, chains=chains)
+    )
+    drafter.name = name
+    return drafter

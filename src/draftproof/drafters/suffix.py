@@ -1,10 +1,10 @@
-"""Drafts without a model from every request seen so far: the most frequent continuation of the longest known suffix.
+"""The drafter `suffix`: the most frequent continuation of the longest known suffix, from all requests so far.
 
-Knows: token ids of the running requests and of finished ones, as far as there is room. Does not know: models,
-probabilities - its tokens are point masses; what it counts decides only how far to draft.
+It needs no model. It stores the tokens of running requests, and of finished ones up to a capacity. Its tokens are point
+masses; the stored counts only decide how many tokens to draft.
 
-After SuffixDecoding (Oliaro et al., arXiv 2411.04975). It pays where requests resemble each other or themselves:
-agents, self-refinement, code editing, many samples of one prompt.
+Source: SuffixDecoding (Oliaro et al., arXiv 2411.04975). It pays where requests resemble each other or repeat
+themselves: agents, self-refinement, code editing, many samples of one prompt.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from draftproof.drafters.ngram import point_chain
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
 
-_START = -1  # the token before the first: where a short context ends, so that no context is the beginning of another
+_START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
 
 
 class SuffixDrafter:
-    """Follows the longest suffix known from the request itself or from others, token by token.
+    """Follows the longest known suffix, from the request itself or from other requests, token by token.
 
-    Each drafted token is the most frequent successor of the longest known suffix of what stands before it; at equal
-    length a request's own tokens come first. A draft ends where nothing is known, where the product of the frequencies
-    falls below `threshold`, or at `factor` times the length of the first match, plus one.
+    Each drafted token is the most frequent successor of the longest known suffix of the tokens before it; of two
+    suffixes with the same length, the one from the request's own tokens is used. A draft ends where no suffix is known,
+    where the product of the relative frequencies is below `threshold`, or after 1 + `factor` times the length of the
+    first match.
 
-    Drafts depend on committed tokens only, so every rule that takes point masses stays exact - provided the tokens were
-    not drawn with the very randomness that is to verify them. Two requests of one seed share their draws: the later one
-    must not draft what the earlier one drew. A request that samples from a seed the user chose therefore reads its own
-    tokens only, and is answered alike alone and in any company; greedy requests and requests without a seed read
-    everything. Their law is the target's, and their draws depend on what ran before.
+    Drafts depend on committed tokens only, so every rule that accepts point masses stays exact, under one condition:
+    the drafted tokens must not have been drawn with the same random numbers that verify them. Two requests with the
+    same seed have the same random numbers, so the later one must not draft tokens of the earlier one. Therefore a
+    request that samples with a seed of the user drafts from its own tokens only, and its answer is the same alone and
+    in any batch. Greedy requests and requests without a seed draft from all requests: their output distribution is the
+    target's, and the sampled text depends on earlier requests.
 
     Args:
-        length: tokens to propose, 1 to 64.
-        context: longest suffix looked for, in tokens.
-        factor: how far to draft for each token matched.
-        threshold: least estimated probability of a whole draft, 0 to 1.
-        capacity: tokens of finished requests that are remembered, at about 400 bytes each; the oldest request is
-            forgotten first, and whole.
-        shared: whether requests learn from each other; without, each keeps to itself, as it must where the speed of an
-            answer may not tell one user what another one wrote.
+        length: number of tokens to propose, 1 to 64.
+        context: length of the longest suffix to look for, in tokens, 1 to 64.
+        factor: number of tokens to draft for each matched token.
+        threshold: smallest estimated probability of a whole draft, 0 to 1.
+        capacity: number of tokens of finished requests to remember, at about 400 bytes each; the oldest request is
+            forgotten first, completely.
+        shared: whether requests draft from each other's tokens. Switch this off where the speed of an answer must not
+            reveal to one user what another user wrote.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
     """
 
     branching = False
@@ -79,11 +81,11 @@ class SuffixDrafter:
         self.limit = length
         self._context, self._factor, self._threshold = context, factor, threshold
         self._memory = _FinishedRequests(context, capacity) if shared else None
-        self._running: dict[int, _Row] = {}
+        self._running: dict[int, _Indexed] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """See Drafter; all requests are read before the first is drafted for."""
-        rows = [self._running.setdefault(request.id, _Row()) for request in requests]
+        """See Drafter; all requests are read before the first draft is made."""
+        rows = [self._running.setdefault(request.id, _Indexed()) for request in requests]
         for request, row in zip(requests, rows, strict=True):
             row.tokens = request.tokens
             self._read(row)
@@ -92,8 +94,8 @@ class SuffixDrafter:
             for request, row in zip(requests, rows, strict=True)
         ]
 
-    def _read(self, row: _Row) -> None:
-        """Count what the request committed since the last time."""
+    def _read(self, row: _Indexed) -> None:
+        """Count the tokens that the request committed since the last call."""
         start = len(row.read)
         row.read.extend(row.tokens[start:])
         for key, token in _contexts(row.read, start, self._context):
@@ -101,8 +103,8 @@ class SuffixDrafter:
             if self._memory is not None:
                 self._memory.index.add(key, token)
 
-    def _follow(self, request: DraftRequest, row: _Row) -> list[int]:
-        """The draft: the best successor, and its best successor, and so on."""
+    def _follow(self, request: DraftRequest, row: _Indexed) -> list[int]:
+        """The draft: the most frequent successor, then its most frequent successor, and so on."""
         others = self._memory.index if self._memory is not None and _may_share(request) else None
         near = tuple(row.read[-self._context :][::-1])
         draft: list[int] = []
@@ -124,10 +126,10 @@ class SuffixDrafter:
         return draft
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
-        """Nothing to learn: what was committed says it all."""
+        """Does nothing: drafts depend on committed tokens only."""
 
     def release(self, request_id: int) -> None:
-        """The request has ended: its tokens, those of its last round included, go to the memory of finished ones."""
+        """Move the tokens of a request that has ended, its last round included, to the finished requests."""
         row = self._running.pop(request_id, None)
         if row is not None and self._memory is not None:
             self._read(row)
@@ -135,13 +137,13 @@ class SuffixDrafter:
 
 
 def _may_share(request: DraftRequest) -> bool:
-    """Whether the verifier's draws for the request are certainly not those that drew the others' tokens."""
+    """Whether the request's random numbers are certainly not those that drew the tokens of other requests."""
     params = request.transforms.params
     return params.seed is None or params.temperature == 0
 
 
-class _Row:
-    """A running request: its tokens, which grow, those of them that are counted, and an index of its own."""
+class _Indexed:
+    """A running request: all its tokens, those that were counted, and its own index."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -150,7 +152,7 @@ class _Row:
 
 
 class _FinishedRequests:
-    """The index of all requests, running and finished, and which finished ones are still in it."""
+    """The index of all requests, running and finished, and the finished requests that are still in it."""
 
     def __init__(self, context: int, capacity: int) -> None:
         self.index = _ContextTree()
@@ -159,7 +161,7 @@ class _FinishedRequests:
         self._context, self._capacity = context, capacity
 
     def keep(self, tokens: list[int]) -> None:
-        """Remember a finished request, and forget the oldest ones when there are too many tokens."""
+        """Add a finished request, and remove the oldest ones while there are too many tokens."""
         self.finished.append(tokens)
         self.size += len(tokens)
         while self.size > self._capacity:
@@ -170,7 +172,7 @@ class _FinishedRequests:
 
 
 def _contexts(tokens: list[int], start: int, size: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Each token from `start` on, with the (at most) `size` tokens before it, newest first."""
+    """Each token from `start` on, as pairs (the at most `size` tokens before it, newest first; the token)."""
     base = max(start - size, 0)
     back = tuple(tokens[base:][::-1]) + (() if base else (_START,))
     for place in range(max(start, 1), len(tokens)):
@@ -179,19 +181,19 @@ def _contexts(tokens: list[int], start: int, size: int) -> Iterator[tuple[tuple[
 
 
 class _ContextTree:
-    """Which tokens followed each context of up to `size` tokens, and how often: a path-compressed tree of contexts.
+    """How often each token followed each context of up to `size` tokens: a path-compressed tree of contexts.
 
-    A context is written newest token first, so what followed its shorter suffixes stands on the way from the root; a
-    token of text adds at most two nodes, whatever the size. Counts are exact under removal: the tree depends on the
-    multiset of what it holds and not on what it once held. Only ties are broken by history: the latest token to reach
-    the highest count wins.
+    A context is stored with its newest token first, so the counts of its shorter suffixes are on the path from the
+    root. Each token of text adds at most two nodes, for any size. Counts stay exact after a removal: the tree depends
+    only on the contexts that are in it now, and not on removed ones. Only ties depend on history: the token that
+    reached the highest count last wins.
     """
 
     def __init__(self) -> None:
         self.root: dict[int, _Node] = {}
 
     def add(self, key: tuple[int, ...], token: int) -> None:
-        """Count a token after a context; contexts are never each other's beginning."""
+        """Count a token after a context; no context is a prefix of another one."""
         level: dict[int, _Node] | None = self.root
         at = 0
         while level is not None:
@@ -207,13 +209,13 @@ class _ContextTree:
             at, level = end, node.children
 
     def remove(self, key: tuple[int, ...], token: int) -> None:
-        """Undo one `add` of the same."""
+        """Undo one `add` of the same context and token."""
         level: dict[int, _Node] | None = self.root
         above: dict[int, _Node] = {}
         at = up = 0
         while level is not None:
             node = level[key[at]]
-            if node.total == 1:  # nobody else came here, so this is a leaf
+            if node.total == 1:  # this was the only context here, so the node is a leaf
                 del level[key[at]]
                 if len(level) == 1 and level is not self.root:
                     (last,) = level.values()
@@ -225,7 +227,7 @@ class _ContextTree:
             at, level = at + len(node.label), node.children
 
     def match(self, near: tuple[int, ...]) -> tuple[int, _Node | None]:
-        """How many of the nearest tokens are a known context, and what followed it; (0, None) when nothing did."""
+        """Length of the longest known context among the nearest tokens, and its node; (0, None) without one."""
         level: dict[int, _Node] | None = self.root
         found, at = None, 0
         while level is not None and at < len(near):
@@ -240,14 +242,14 @@ class _ContextTree:
 
 
 class _Node:
-    """Contexts that occurred at the same places: the tokens they add to the node above, and what followed them.
+    """Contexts that occurred at the same places: the tokens they add to the parent node, and what followed them.
 
     Attributes:
-        label: the tokens from the node above to here.
-        children: nodes below by the first token of their label; None for a leaf.
-        total: how often a token followed.
-        best: the one that did most often.
-        counts: how often each did; None while there is but one.
+        label: the tokens from the parent node to this one.
+        children: the child nodes by the first token of their label; None for a leaf.
+        total: how often any token followed.
+        best: the token that followed most often.
+        counts: how often each token followed; None while there is only one.
     """
 
     __slots__ = ("best", "children", "counts", "label", "total")
@@ -261,7 +263,7 @@ class _Node:
 
     @property
     def share(self) -> float:
-        """Of all that followed, how much the best makes."""
+        """Relative frequency of the most frequent token."""
         return 1.0 if self.counts is None else self.counts[self.best] / self.total
 
     def add(self, token: int) -> None:
@@ -276,7 +278,7 @@ class _Node:
             self.best = token
 
     def remove(self, token: int) -> None:
-        """Count a token no longer."""
+        """Undo one `add` of the same token."""
         self.total -= 1
         if self.counts is None:
             return
@@ -289,7 +291,7 @@ class _Node:
             self.counts = None
 
     def split(self, size: int) -> _Node:
-        """A node for the first tokens of the label, above this one, which keeps the rest."""
+        """Make a parent node with the first tokens of the label; this node keeps the rest."""
         upper = _Node(self.label[:size], self.best)
         upper.total = self.total
         upper.counts = None if self.counts is None else dict(self.counts)
@@ -299,7 +301,7 @@ class _Node:
 
 
 def _common(label: tuple[int, ...], tokens: tuple[int, ...], at: int) -> int:
-    """How many tokens of a label stand at a place."""
+    """How many tokens of a label are equal to the tokens from a place on."""
     for size, token in enumerate(label[: len(tokens) - at]):
         if tokens[at + size] != token:
             return size

@@ -261,7 +261,7 @@ class _Bounded(FixedLength):
         super().__init__(max(length, 1))
         self._wanted, self._drafts = length, drafts
 
-    def wanted(self, row: int) -> int:  # noqa: ARG002
+    def length(self, row: int) -> int:  # noqa: ARG002
         """That length."""
         return self._wanted
 

@@ -1,7 +1,7 @@
-"""Verification rules for one draft chain a row: token and block verification, vectorised over the batch.
+"""Verification rules for one draft chain per row: token and block verification, vectorised over the batch.
 
-Knows: probabilities. Does not know: models, trees, requests. Each rule is a plan (acceptance probabilities and residual
-weights, as tensors) followed by its draws (`rng.bernoulli`, `rng.categorical`); nothing is read back from a device.
+Each rule first computes acceptance probabilities and residual weights as tensors, and then draws with `rng.bernoulli`
+and `rng.categorical`. Nothing is copied from the device to the host.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from draftproof.rng import Rng
 
 
 class ChainVerdict(NamedTuple):
-    """How much of each row's chain is kept, and the token that follows.
+    """The outcome of a rule on chains.
 
     Attributes:
-        accepted: number of accepted draft tokens, 0 to the row's length.
-        token: the bonus token.
+        accepted: number of accepted draft tokens in each row, 0 to the row's length.
+        token: id of each row's bonus token.
     """
 
     accepted: Int[Tensor, " B"]
@@ -33,7 +33,7 @@ class ChainVerdict(NamedTuple):
 def log_ratios(
     tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"] | None, p: Float[Tensor, "B m V"]
 ) -> Float[Tensor, "B n"]:
-    """log p(x_i)/q(x_i) of each drafted token in float64; q = None stands for point masses (q(x_i) = 1)."""
+    """log(p(x_i) / q(x_i)) of each drafted token, in float64; q = None stands for point masses (q(x_i) = 1)."""
     index = tokens.unsqueeze(-1)
     log_p = p[:, : tokens.shape[1]].gather(-1, index).squeeze(-1).double().log()
     return log_p if q is None else log_p - q.gather(-1, index).squeeze(-1).double().log()
@@ -42,8 +42,9 @@ def log_ratios(
 def running_ratios(log_ratio: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
     """P_i = min(1, P_{i-1} p/q) with P_0 = 1 (Block Verification, arXiv 2403.10444, Algorithm 2), without a loop.
 
-    A walk that may not rise above 0 equals the free walk less its running maximum (counting the start): log P_i = c_i -
-    max(0, max_{j<=i} c_j) with c the cumulative sum.
+    In logarithms this is a walk that is capped at 0. It equals the free walk minus the running maximum of the free
+    walk, where the maximum includes the start: log P_i = c_i - max(0, max_{j<=i} c_j), with c the cumulative sum of
+    `log_ratio`.
     """
     walk = log_ratio.cumsum(-1)
     return (walk - walk.cummax(-1).values.clamp_(min=0)).exp()
@@ -52,11 +53,11 @@ def running_ratios(log_ratio: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
 def residual_weights(
     p: Float[Tensor, "B V"], q: Float[Tensor, "B V"] | None, drafted: Int[Tensor, " B"], scale: Float[Tensor, " B"]
 ) -> Float[Tensor, "B V"]:
-    """max(scale p - q, 0), falling back to p where nothing is left (0/0 in exact arithmetic).
+    """Residual weights max(scale p - q, 0) of each row; p where all of them are 0 (0/0 in exact arithmetic).
 
     Args:
-        p: the target's row.
-        q: the draft's row, or None for a point mass on `drafted`.
+        p: rows of the target.
+        q: rows of the draft, or None for point masses on `drafted`.
         drafted: the token drawn from q.
         scale: 1 for token verification, P_tau for block verification.
     """
@@ -79,7 +80,7 @@ def bonus_weights(
     lengths: Int[Tensor, " B"],
     scale: Float[Tensor, " B"],
 ) -> Float[Tensor, "B V"]:
-    """Weights of the round's last token: the residual at the first position not accepted, p after a full chain."""
+    """Weights of the bonus token: the residual at the first position that was not accepted, or p after a full chain."""
     natively = native.single(p) if tokens.shape[1] else None
     if natively is not None and (q is None or q.dtype == p.dtype):
         return _bonus_natively(natively, p.contiguous(), q, tokens, accepted, lengths, scale)
@@ -102,7 +103,7 @@ def _bonus_natively(
     scale: Float[Tensor, " B"],
 ) -> Float[Tensor, "B V"]:
     if q is not None and q.shape[-1] != p.shape[-1]:  # C would read past its rows
-        raise ValueError(f"q has {q.shape[-1]} columns and p {p.shape[-1]}: both are of the target's vocabulary")
+        raise ValueError(f"q has {q.shape[-1]} columns and p has {p.shape[-1]}: both need one for each target token")
     q = None if q is None else q.contiguous()
     out = p.new_empty((p.shape[0], p.shape[2]))
     each = zip(accepted.tolist(), lengths.tolist(), scale.tolist(), strict=True)
@@ -115,14 +116,21 @@ def _bonus_natively(
     return out
 
 
-def _row_lengths(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
+def row_lengths(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
+    """`lengths` where given, else n for every row."""
     if lengths is not None:
         return lengths
     return torch.full(tokens.shape[:1], tokens.shape[1], dtype=torch.int64, device=tokens.device)
 
 
-def _nothing_drafted(p: Float[Tensor, "B m V"], rng: Rng) -> ChainVerdict:
-    """A round of plain decoding: every chain rule draws from p then."""
+def leading_accepted(accept: Float[Tensor, "B n"], lengths: Int[Tensor, " B"], rng: Rng) -> Int[Tensor, " B"]:
+    """Accept each token with its own probability; return the number of tokens before the first rejected one."""
+    padding = torch.arange(accept.shape[1], device=accept.device) >= lengths.unsqueeze(-1)
+    return rng.bernoulli(accept.masked_fill(padding, 0)).long().cumprod(-1).sum(-1)
+
+
+def plain_round(p: Float[Tensor, "B m V"], rng: Rng) -> ChainVerdict:
+    """The verdict of a round without a draft: a token drawn from p, which is plain decoding."""
     first = p[:, 0]
     return ChainVerdict(torch.zeros(first.shape[:1], dtype=torch.int64, device=p.device), rng.categorical(first))
 
@@ -136,27 +144,29 @@ def token_verify(
     lengths: Int[Tensor, " B"] | None = None,
     validate: bool = True,
 ) -> ChainVerdict:
-    """Token verification: accept x_i with min(1, p/q) until the first refusal, then draw from norm(max(p - q, 0)).
+    """Token verification: accept x_i with probability min(1, p/q); at the first rejection draw from max(p - q, 0).
 
     Args:
         tokens: drafted token ids.
         q: the distribution each token was drawn from; None for point masses (n-gram drafts).
         p: the target's distribution before each drafted token and after the last one.
         rng: source of all randomness.
-        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
+        validate: check shapes, ranges and normalisation first.
+
+    Raises:
+        ValueError: `validate` found a mistake; the message names the row.
 
     Source: Leviathan et al. 2023; Block Verification, arXiv 2403.10444, Algorithm 1.
     """
     if validate:
         check_chain(tokens, q, p, lengths)
     if not tokens.shape[1]:
-        rng.bernoulli(p[:, :0, 0])  # an Rng that numbers all calls alike goes on as after any draft
-        return _nothing_drafted(p, rng)
-    size = _row_lengths(tokens, lengths)
+        rng.bernoulli(p[:, :0, 0])  # the same number of calls as with a draft, for an Rng that counts its calls
+        return plain_round(p, rng)
+    size = row_lengths(tokens, lengths)
     accept = log_ratios(tokens, q, p).exp().clamp_(max=1)
-    accept = accept.masked_fill(torch.arange(tokens.shape[1], device=tokens.device) >= size.unsqueeze(-1), 0)
-    accepted = rng.bernoulli(accept).long().cumprod(-1).sum(-1)
+    accepted = leading_accepted(accept, size, rng)
     weights = bonus_weights(p, q, tokens, accepted, size, torch.ones_like(accept[:, :1].sum(-1)))
     return ChainVerdict(accepted, rng.categorical(weights))
 
@@ -167,8 +177,8 @@ def surplus_mass(
 ) -> Float[Tensor, "B m"]:
     """sum_x max(scale p(x) - q(x), 0) of each row.
 
-    On a CPU a row of the batch at a time through one buffer: a temporary of the whole batch's size costs more in page
-    faults than in arithmetic.
+    On a CPU the rows of the batch go one by one through a single buffer: a temporary for the whole batch costs more in
+    page faults than in arithmetic.
     """
     one = p.device.type == "cpu"
     parts = [slice(row, row + 1) for row in range(p.shape[0])] if one else [slice(None)]
@@ -187,10 +197,12 @@ def block_acceptance(
     p: Float[Tensor, "B m V"],
     lengths: Int[Tensor, " B"],
 ) -> tuple[Float[Tensor, "B n"], Float[Tensor, "B n"]]:
-    """P_i and h_i for i = 1..n (Block Verification, Algorithm 2): h_i = S_i / (S_i + 1 - P_i), h_length = P_length.
+    """P_i and h_i for i = 1..n: h_i = S_i / (S_i + 1 - P_i), and h_length = P_length.
 
-    S_i = sum_x max(P_i p(x|x_<=i) - q(x|x_<=i), 0). Where S_i = 0 and P_i = 1 any h_i will do, since a longer block is
-    then accepted with certainty; 1 is taken. Beyond a row's length h is 0.
+    S_i = sum_x max(P_i p(x|x_<=i) - q(x|x_<=i), 0). Where S_i = 0 and P_i = 1 every h_i is right, because a longer
+    prefix is then accepted with certainty; 1 is used. Beyond a row's length h is 0.
+
+    Source: Block Verification, arXiv 2403.10444, Algorithm 2.
     """
     natively = native.single(p) if way(p.device) is Way.TORCH else None
     if natively is not None and (q is None or q.dtype == p.dtype):
@@ -221,18 +233,19 @@ def block_verify(
     lengths: Int[Tensor, " B"] | None = None,
     validate: bool = True,
 ) -> ChainVerdict:
-    """Block verification: keep the longest prefix whose own test succeeds, then draw from norm(max(P_tau p - q, 0)).
+    """Block verification: keep the longest prefix whose own test succeeds, then draw from max(P_tau p - q, 0).
 
-    Every prefix is tested with its own h_i and the LARGEST success wins; Pr(at least i accepted | x) = P_i. In
-    expectation it never accepts less than token verification. Arguments as for `token_verify`.
+    Every prefix is tested with its own probability h_i, and the longest prefix that passes is accepted. So
+    Pr(at least i accepted | x) = P_i. In expectation the rule never accepts less than token verification. Arguments
+    and errors are those of `token_verify`.
 
     Source: Block Verification, arXiv 2403.10444, Algorithm 2 and Lemma 3.
     """
     if validate:
         check_chain(tokens, q, p, lengths)
     if not tokens.shape[1]:
-        return _nothing_drafted(p, rng)
-    size = _row_lengths(tokens, lengths)
+        return plain_round(p, rng)
+    size = row_lengths(tokens, lengths)
     running, h = block_acceptance(tokens, q, p, size)
     place = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
     accepted = (rng.bernoulli(h) * place).amax(-1)

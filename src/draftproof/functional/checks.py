@@ -1,7 +1,4 @@
-"""Checks of the tensors handed to a verification rule; every error names the row and says what is legal.
-
-Knows: shapes and what a distribution is. Does not know: any rule.
-"""
+"""Checks of the tensors that a verification rule is given; every error names the row and says what is legal."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ def _first(bad: Tensor) -> tuple[int, ...]:
 
 
 def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None = None) -> None:
-    """Finite, non-negative, summing to 1 within 1e-3, wherever `valid` holds.
+    """Check that rows are finite, non-negative and sum to 1 within 1e-3, wherever `valid` is true.
 
     Raises:
         ValueError: naming the first bad row and its value.
@@ -44,7 +41,7 @@ def check_rows(name: str, rows: Float[Tensor, "*rows V"], valid: Tensor | None =
 
 
 def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> None:
-    """Token ids lie in [0, vocab) wherever `valid` holds.
+    """Check that token ids lie in [0, vocab), wherever `valid` is true.
 
     Raises:
         ValueError: naming the first bad position.
@@ -56,7 +53,7 @@ def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> Non
 
 
 def check_drawn(tokens: Int[Tensor, "*rows"], q: Float[Tensor, "*rows V"], valid: Tensor) -> None:
-    """Every drafted token has q > 0: it was drawn from q.
+    """Check that q(token) > 0 for every drafted token, as it must be for a token drawn from q.
 
     Raises:
         ValueError: naming the first position where q(token) is 0.
@@ -76,10 +73,10 @@ def check_chain(
     p: Float[Tensor, "*B m V"],
     lengths: Int[Tensor, "*B"] | None,
 ) -> None:
-    """Check the inputs of a rule on chains; leading dimensions are batch, or batch and draft.
+    """Check the inputs of a rule on chains; the leading dimensions are batch, or batch and draft.
 
     Raises:
-        ValueError: a shape, a dtype, a row that is no distribution, a token out of range or not drawn from q.
+        ValueError: a wrong shape or dtype, a row that is no distribution, a token out of range or not drawn from q.
     """
     *lead, n = tokens.shape
     if p.ndim != tokens.ndim + 1 or list(p.shape[:-1]) != [*lead, n + 1]:

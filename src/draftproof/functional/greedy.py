@@ -1,20 +1,18 @@
-"""Greedy block verification, and the modified target that keeps its law exact from round to round.
+"""Greedy block verification, and the modified target that keeps its output distribution exact over several rounds.
 
-Knows: probabilities and the windows left open by earlier rounds. Does not know: models, requests, who keeps the state.
-
-One round of the greedy rule accepts with the unclipped joint ratio and repairs the law afterwards: after a round of n
-drafted tokens that emitted tau + 1, the next n - tau - 1 tokens must come from norm(max(r p - q, 0)), r the joint
-ratio p/q from the round's start along everything emitted. Later rounds verify against that target, so the windows
-stack: `GreedyState` lists them, oldest first. In every round
+One round of the greedy rule accepts with the unclipped joint ratio. Later rounds correct the output distribution: after
+a round of n drafted tokens that emitted tau + 1 tokens, the next n - tau - 1 tokens must come from
+norm(max(r p - q, 0)), where r is the joint ratio p/q of all tokens emitted since the start of that round. These
+n - tau - 1 positions are called a window. Later rounds verify against the modified target of the open windows, and may
+open windows of their own: `GreedyState` lists them, oldest first. Every round runs
 
     target = modified_target(state, p, q, tokens)
     verdict = greedy_block_verify(tokens, q, target.rows, rng=rng)
     state = advance(state, target, q, tokens, verdict)
 
-Inside a window the rule needs the draft model's q at that context: the drafted positions' own rows of q. A window
-that is open at the start of a round has at most n - 1 places left and the row after the last drafted token is place
-n, so the bonus row never lies in a window as long as every round drafts n tokens (or at least as many as the longest
-window left).
+Inside a window the rule needs the draft model's q at that context: the rows of q of the drafted positions. At the start
+of a round a window has at most n - 1 positions left. So the bonus token, at position n, is never inside a window, as
+long as every round drafts n tokens (or at least as many as the longest window has left).
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.functional.chain import ChainVerdict, log_ratios
+from draftproof.functional.chain import ChainVerdict, log_ratios, row_lengths
 from draftproof.functional.checks import check_chain
 from draftproof.rng import Rng
 
 
 @dataclass(frozen=True, eq=False)
 class GreedyState:
-    """The open windows of each row, oldest first; a window lives less than n rounds, so n - 1 places hold them all.
+    """The open windows of each row, oldest first; a window is open for less than n rounds, so L = n - 1 is enough.
 
     Attributes:
-        remaining: places of the window still to come; 0 for a closed one.
-        log_r: log joint ratio of the window's own target to q, along what was emitted since its round began.
+        remaining: positions of the window that are still to come; 0 for a closed window.
+        log_r: log joint ratio of the window's own target to q, over the tokens emitted since its round began.
     """
 
     remaining: Int[Tensor, "B L"]
@@ -46,7 +44,7 @@ class GreedyState:
 
     @classmethod
     def fresh(cls, rows: int, drafted: int, device: torch.device | str = "cpu") -> GreedyState:
-        """No window open: the state of a request that starts, for rounds of `drafted` tokens."""
+        """The state at the start of a request, with no open window, for rounds of `drafted` tokens."""
         shape = (rows, max(drafted - 1, 0))
         return cls(
             torch.zeros(shape, dtype=torch.int64, device=device), torch.zeros(shape, dtype=torch.float64, device=device)
@@ -66,9 +64,9 @@ class ModifiedTarget(NamedTuple):
     """The target of a round.
 
     Attributes:
-        rows: p' before each drafted token and after the last one.
-        layers: for each window, oldest first, the target it was made from: layers[0] is the model's p.
-        log_r: for each window, log joint ratio at the context of each row.
+        rows: the modified target before each drafted token and after the last one.
+        layers: for each window, oldest first, the target before this window was applied; layers[0] is the model's p.
+        log_r: for each window, the log joint ratio at the context of each row.
     """
 
     rows: Float[Tensor, "B m V"]
@@ -79,7 +77,7 @@ class ModifiedTarget(NamedTuple):
 def _difference(
     p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"], log_r: Float[Tensor, "*rows"]
 ) -> Float[Tensor, "*rows V"]:
-    """r p - q up to a positive factor, finite for every r from 0 to infinity."""
+    """r p - q times a positive factor that keeps it finite for every r from 0 to infinity."""
     scale_p, scale_q = log_r.clamp(max=0).exp(), (-log_r).clamp(max=0).exp()
     return p * scale_p.to(p.dtype).unsqueeze(-1) - q * scale_q.to(q.dtype).unsqueeze(-1)
 
@@ -87,7 +85,7 @@ def _difference(
 def _surplus(
     p: Float[Tensor, "*rows V"], q: Float[Tensor, "*rows V"], log_r: Float[Tensor, "*rows"]
 ) -> Float[Tensor, "*rows V"]:
-    """norm(max(r p - q, 0)), and p where nothing is left (a context that the target never reaches)."""
+    """norm(max(r p - q, 0)); p where this has no mass (a context that the target never reaches)."""
     weights = _difference(p, q, log_r).clamp_(min=0)
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total.masked_fill(total <= 0, 1), p)
@@ -98,13 +96,15 @@ def modified_target(
 ) -> ModifiedTarget:
     """The target that this round must verify against: the windows applied to p one after another, oldest first.
 
+    The last row is never modified (see the module's docstring).
+
     Args:
-        state: the windows open at the start of the round.
+        state: the windows that are open at the start of the round.
         p: the model's distribution before each drafted token and after the last one.
         q: the draft model's distribution before each drafted token.
-        tokens: the drafted tokens, along which every window's ratio advances.
+        tokens: the drafted tokens; each window's ratio is continued along them.
 
-    Source: Block Verification, Algorithms 5 and 6; the last row is never inside a window (see the module's docstring).
+    Source: Block Verification, arXiv 2403.10444, Algorithms 5 and 6.
     """
     n = tokens.shape[1]
     place = torch.arange(n, device=tokens.device)
@@ -112,7 +112,7 @@ def modified_target(
     for level in range(state.remaining.shape[1]):
         steps = log_ratios(tokens, q, rows).cumsum(-1)
         log_r = state.log_r[:, level : level + 1] + torch.cat([torch.zeros_like(steps[:, :1]), steps], -1)
-        log_r = log_r.nan_to_num(-math.inf, math.inf, -math.inf)  # a token of probability 0 was drafted: never reached
+        log_r = log_r.nan_to_num(-math.inf, math.inf, -math.inf)  # after a token with p = 0: never reached
         inside = place < state.remaining[:, level : level + 1]
         head = torch.where(inside.unsqueeze(-1), _surplus(rows[:, :n], q, log_r[:, :n]), rows[:, :n])
         layers.append(rows)
@@ -125,7 +125,7 @@ def modified_target(
 def _ratio_after(
     rows: Float[Tensor, "B m V"], q: Float[Tensor, "B n V"], log_r: Float[Tensor, "B m"], verdict: ChainVerdict
 ) -> Float[Tensor, " B"]:
-    """log r along the accepted tokens and the bonus token; the latter counts only where q is known, which is enough."""
+    """log r after the accepted tokens and the bonus token; after a full chain, where q is not known, it is not used."""
     at = torch.arange(rows.shape[0], device=rows.device)
     place = verdict.accepted.clamp(max=q.shape[1] - 1)
     step = rows[at, place, verdict.token].double().log() - q[at, place, verdict.token].double().log()
@@ -139,16 +139,17 @@ def advance(
     tokens: Int[Tensor, "B n"],
     verdict: ChainVerdict,
 ) -> GreedyState:
-    """The state after a round: open windows move on by what was emitted, a new one opens for the places not reached.
+    """The state after a round: open windows get shorter by the emitted tokens, and a new window opens.
 
-    The oldest place is dropped: a window that entered the list n - 1 rounds ago has closed since.
+    The new window covers the drafted positions that were not reached. The oldest entry is dropped: a window that
+    entered the list n - 1 rounds ago is closed.
 
     Args:
-        state: as given to `modified_target`.
-        target: what that returned.
-        q: the round's rows of q.
-        tokens: the round's drafted tokens.
-        verdict: the round's outcome; all its tokens are taken as emitted.
+        state: the state that `modified_target` was given.
+        target: what `modified_target` returned.
+        q: the rows of q of this round.
+        tokens: the drafted tokens of this round.
+        verdict: the outcome of this round; all its tokens count as emitted.
     """
     n = tokens.shape[1]
     if state.remaining.shape[1] == 0:
@@ -165,10 +166,12 @@ def advance(
 def greedy_acceptance(
     tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"], p: Float[Tensor, "B m V"], lengths: Int[Tensor, " B"]
 ) -> tuple[Float[Tensor, "B n+1"], Float[Tensor, "B n"]]:
-    """log r_i for i = 0..n and h_i for i = 1..n (Block Verification, arXiv 2403.10444, Algorithm 4).
+    """log r_i for i = 0..n and h_i for i = 1..n.
 
     h_i = min(1, sum max(r_i p - q, 0) / sum max(q - r_i p, 0)), and min(1, r) at a row's length. Where both sums are
-    0 a longer prefix is accepted with certainty and 1 is taken.
+    0, a longer prefix is accepted with certainty, and 1 is used.
+
+    Source: Block Verification, arXiv 2403.10444, Algorithm 4.
     """
     n = tokens.shape[1]
     log_r = log_ratios(tokens, q, p).cumsum(-1)
@@ -195,24 +198,27 @@ def greedy_block_verify(
 ) -> ChainVerdict:
     """One round of greedy block verification: Pr(at least i accepted | x) = min(1, r_i), r_i the unclipped joint ratio.
 
-    Lossless only together with `modified_target` and `advance`: the tokens after the bonus token must come from the
-    modified target, n - accepted - 1 of them. It accepts more than block verification in one round and fewer over
-    many (Block Verification, arXiv 2403.10444, table 4).
+    It is lossless only together with `modified_target` and `advance`: after the bonus token, the next n - accepted - 1
+    tokens must come from the modified target. It accepts more than block verification in a single round, and less over
+    many rounds (Block Verification, arXiv 2403.10444, table 4).
 
     Args:
         tokens: drafted token ids.
         q: the distribution each token was drawn from.
-        p: this round's target, `modified_target(...).rows`.
+        p: the target of this round, `modified_target(...).rows`.
         rng: source of all randomness.
-        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
+        validate: check shapes, ranges and normalisation first.
+
+    Raises:
+        ValueError: `validate` found a mistake; the message names the row.
 
     Source: Block Verification, arXiv 2403.10444, Algorithm 4; Block Verification v1, arXiv 2403.10444v1, Algorithm 3.
     """
     if validate:
         check_chain(tokens, q, p, lengths)
     n = tokens.shape[1]
-    size = lengths if lengths is not None else torch.full_like(tokens[:, :1].sum(-1), n)
+    size = row_lengths(tokens, lengths)
     log_r, h = greedy_acceptance(tokens, q, p, size)
     at = torch.arange(tokens.shape[0], device=tokens.device)
     if n == 0:

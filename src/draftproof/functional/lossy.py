@@ -1,6 +1,6 @@
-"""Lossy rules: they accept more than exactness allows. Each docstring states the law that is known to come out.
+"""Lossy rules: they accept more than a lossless rule may. Each docstring states the output distribution that is known.
 
-Knows: probabilities. Does not know: models, requests, that somebody must be told: callers mark these rules as lossy.
+Callers mark these rules as lossy: `draftproof.verifiers.lossy` does so for the engine.
 """
 
 from __future__ import annotations
@@ -9,7 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.functional.chain import ChainVerdict, log_ratios, residual_weights
+from draftproof.functional.chain import (
+    ChainVerdict,
+    bonus_weights,
+    leading_accepted,
+    log_ratios,
+    plain_round,
+    row_lengths,
+)
 from draftproof.functional.checks import check_chain
 from draftproof.rng import Rng
 
@@ -17,33 +24,19 @@ KL_STEPS = 50
 TINY = 1e-300
 
 
-def _sizes(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
-    return torch.full_like(tokens[:, :1].sum(-1), tokens.shape[1]) if lengths is None else lengths
-
-
-def _leading(accept: Float[Tensor, "B n"], size: Int[Tensor, " B"], rng: Rng) -> Int[Tensor, " B"]:
-    """Number of tokens before the first refusal."""
-    place = torch.arange(accept.shape[1], device=accept.device)
-    return rng.bernoulli(accept.masked_fill(place >= size.unsqueeze(-1), 0)).long().cumprod(-1).sum(-1)
-
-
-def _finish(
-    accepted: Int[Tensor, " B"],
-    size: Int[Tensor, " B"],
+def _accept_each(
+    accept: Float[Tensor, "B n"],
+    lengths: Int[Tensor, " B"] | None,
     tokens: Int[Tensor, "B n"],
     q: Float[Tensor, "B n V"] | None,
     p: Float[Tensor, "B n+1 V"],
     rng: Rng,
 ) -> ChainVerdict:
-    """The bonus token: from norm(max(p - q, 0)) at a refusal, from p after a full chain."""
-    at = torch.arange(tokens.shape[0], device=tokens.device)
-    weights = p[at, accepted]
-    if tokens.shape[1] > 0:
-        place = accepted.clamp(max=tokens.shape[1] - 1)
-        one = torch.ones(tokens.shape[0], device=tokens.device)
-        residual = residual_weights(weights, None if q is None else q[at, place], tokens[at, place], one)
-        weights = torch.where((accepted < size).unsqueeze(-1), residual, weights)
-    return ChainVerdict(accepted, rng.categorical(weights))
+    """Accept tokens with these probabilities, then draw from max(p - q, 0), or from p after a full chain."""
+    size = row_lengths(tokens, lengths)
+    accepted = leading_accepted(accept, size, rng)
+    one = torch.ones(tokens.shape[0], dtype=torch.float64, device=tokens.device)
+    return ChainVerdict(accepted, rng.categorical(bonus_weights(p, q, tokens, accepted, size, one)))
 
 
 def last_token_verify(
@@ -55,22 +48,25 @@ def last_token_verify(
     lengths: Int[Tensor, " B"] | None = None,
     validate: bool = True,
 ) -> ChainVerdict:
-    """Accept every drafted token but the last unseen, and token-verify the last one: SPRINTER's rule at the target.
+    """Accept every drafted token but the last without a test, and the last one by token verification.
 
-    It belongs with a stopper that ends the draft at the first token it refuses. Known law: with a stopper that lets
-    acceptable tokens (q <= p) pass and refuses the others but for a fraction eta, each position has law (1 - eta) p +
-    eta q given its prefix (SPRINTER, Theorem 3.1), read so that the token is kept when the target accepts it. With
-    any other stopper, or at a length limit, the law is not known in closed form. Arguments as for
-    `draftproof.functional.chain.token_verify`.
+    This is what SPRINTER does at the target. It is meant for a stopper that ends the draft at the first token it
+    rejects.
+
+    Output distribution: suppose that the stopper passes all acceptable tokens (q <= p) and a fraction eta of the
+    others. Then each position has the distribution (1 - eta) p + eta q given its prefix (SPRINTER, Theorem 3.1, read
+    such that the last token is kept when the target accepts it). With any other stopper, or at a length limit, the
+    distribution is not known in closed form. Arguments and errors are those of
+    `draftproof.functional.token_verify`.
 
     Source: SPRINTER, arXiv 2502.04557, Algorithm 1 and Theorem 3.1.
     """
     if validate:
         check_chain(tokens, q, p, lengths)
-    size = _sizes(tokens, lengths)
+    last = row_lengths(tokens, lengths) - 1
     place = torch.arange(tokens.shape[1], device=tokens.device)
-    accept = log_ratios(tokens, q, p).exp().clamp_(max=1).masked_fill(place < (size - 1).unsqueeze(-1), 1)
-    return _finish(_leading(accept, size, rng), size, tokens, q, p, rng)
+    accept = log_ratios(tokens, q, p).exp().clamp_(max=1).masked_fill(place < last.unsqueeze(-1), 1)
+    return _accept_each(accept, lengths, tokens, q, p, rng)
 
 
 def typical_verify(
@@ -86,30 +82,34 @@ def typical_verify(
 ) -> ChainVerdict:
     """Typical acceptance: keep x_i while p(x_i) > min(epsilon, delta exp(-H(p))), then draw the next token from p.
 
-    H is the entropy of p at that place. Known law: given its prefix, a position has law q(x) on typical tokens plus
-    the mass of q on the others spread as p; after a full chain it has law p. Arguments as for
-    `draftproof.functional.chain.token_verify`; q is not used but checked.
+    H is the entropy of p at that position. A token above the threshold is called typical.
+
+    Output distribution: given its prefix, a drafted position has q(x) on typical tokens, plus the mass of q on all
+    other tokens times p(x). The bonus token after a full chain has the distribution p.
 
     Args:
         tokens: drafted token ids.
-        q: ignored.
+        q: not used, but checked when given.
         p: the target's distribution before each drafted token and after the last one.
         rng: source of all randomness.
         epsilon: probability above which a token is always typical.
         delta: factor of exp(-H), which lowers the threshold where the target is undecided.
-        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
+        validate: check shapes, ranges and normalisation first.
+
+    Raises:
+        ValueError: `validate` found a mistake; the message names the row.
 
     Source: Cai et al. 2024 (Medusa, arXiv 2401.10774), section on typical acceptance, with its defaults; Hewitt et
     al. 2022.
     """
     if validate:
         check_chain(tokens, q, p, lengths)
-    size, n = _sizes(tokens, lengths), tokens.shape[1]
+    size, n = row_lengths(tokens, lengths), tokens.shape[1]
     entropy = torch.special.entr(p[:, :n]).sum(-1, dtype=torch.float64)
     threshold = (delta * torch.exp(-entropy)).clamp_(max=epsilon)
     typical = p[:, :n].gather(-1, tokens.unsqueeze(-1)).squeeze(-1) > threshold
-    accepted = _leading(typical.double(), size, rng)
+    accepted = leading_accepted(typical.double(), size, rng)
     return ChainVerdict(accepted, rng.categorical(p[torch.arange(tokens.shape[0], device=tokens.device), accepted]))
 
 
@@ -125,31 +125,33 @@ def mixture_verify(
 ) -> ChainVerdict:
     """Token verification against the mixture (1 - epsilon) p + epsilon q.
 
-    Acceptance is min(1, (1 - epsilon) p/q + epsilon), and the residual is token verification's own, norm(max(p - q,
-    0)). Known law: each drafted position has law (1 - epsilon) p + epsilon q given its prefix, at a distance of epsilon
-    TV(p, q) from p; the bonus token after a full chain has law p, q being unknown there.
+    A token is accepted with probability min(1, (1 - epsilon) p/q + epsilon). The residual is that of token
+    verification, max(p - q, 0).
+
+    Output distribution: each drafted position has (1 - epsilon) p + epsilon q given its prefix, at total variation
+    distance epsilon TV(p, q) from p. The bonus token after a full chain has the distribution p, because q is not known
+    there.
 
     Args:
         tokens: drafted token ids.
         q: the distribution each token was drawn from; None for point masses.
         p: the target's distribution before each drafted token and after the last one.
         rng: source of all randomness.
-        epsilon: weight of the draft's law, 0 (lossless) to 1 (everything is accepted).
-        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+        epsilon: weight of q, 0 (lossless) to 1 (every token is accepted).
+        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
+        validate: check shapes, ranges and normalisation first.
 
     Raises:
-        ValueError: epsilon outside [0, 1], or what `validate` finds.
+        ValueError: epsilon outside [0, 1], or `validate` found a mistake; the message names the row.
 
-    Source: the law of SPRINTER, arXiv 2502.04557, Theorem 3.1, made a rule of its own.
+    Source: the output distribution of SPRINTER, arXiv 2502.04557, Theorem 3.1, as a rule that needs no stopper.
     """
     if not 0 <= epsilon <= 1:
         raise ValueError(f"epsilon is {epsilon}: legal are 0 (lossless) to 1 (accept everything)")
     if validate:
         check_chain(tokens, q, p, lengths)
-    size = _sizes(tokens, lengths)
     accept = (log_ratios(tokens, q, p).exp() * (1 - epsilon) + epsilon).clamp_(max=1)
-    return _finish(_leading(accept, size, rng), size, tokens, q, p, rng)
+    return _accept_each(accept, lengths, tokens, q, p, rng)
 
 
 def _clamped_mass(
@@ -169,23 +171,24 @@ def _floor_for(
     mass_q: Float[Tensor, "R W"],
     taken: Float[Tensor, " R"],
 ) -> Float[Tensor, " R"]:
-    """The floor a at which what a p adds to q is `taken`; `filled` is what it adds when it reaches each token's q/p."""
+    """The floor a at which max(a p - q, 0) sums to `taken`; `filled` holds that sum for a = q/p of each token."""
     at = torch.searchsorted(filled, taken.unsqueeze(-1), right=True)
     floor = (taken + mass_q.gather(-1, at).squeeze(-1)) / mass_p.gather(-1, at).squeeze(-1)
-    return floor.clamp_(TINY, 1)  # above 0, so that tokens which q never draws count in the divergence
+    return floor.clamp_(TINY, 1)  # above 0, so that tokens with q = 0 count in the divergence
 
 
 def mentored_bounds(
     p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], budget: float
 ) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
-    """The floor a and ceiling b of mentored decoding: its output law is pi = clamp(q, a p, b p), a <= 1 <= b.
+    """The floor a and the ceiling b of mentored decoding, for each row: a <= 1 <= b.
 
-    pi maximises the acceptance sum_x min(q, pi) among the laws with KL(p || pi) <= budget that give nothing to tokens
-    the target forbids (p = 0): the stationary points of the Lagrangian are b p where q is cut, a p where it is filled
-    up, q between. b is found by bisection (on 1/b), a follows from sum pi = 1; with prefix sums over the tokens sorted
-    by q/p, no step of the search passes over the vocabulary.
+    The rule's output distribution is pi = clamp(q, a p, b p). Among the distributions with KL(p || pi) <= budget that
+    give no mass to tokens with p = 0, pi has the largest acceptance sum_x min(q, pi): the stationary points of the
+    Lagrangian are b p where q is cut off, a p where q is filled up, and q between. b is found by bisection (on 1/b), a
+    follows from sum pi = 1. Prefix sums over the tokens sorted by q/p make each step of the search a look-up instead of
+    a pass over the vocabulary.
     """
-    if budget == 0:  # the divergence is flat there, so a search would stop 1e-8 short
+    if budget == 0:  # the divergence is flat there, so a search would stop 1e-8 too early
         return torch.ones_like(p[:, 0], dtype=torch.float64), torch.ones_like(p[:, 0], dtype=torch.float64)
     p64, q64 = p.double(), q.double()
     ratio, order = torch.where(p64 > 0, q64 / p64, torch.inf).sort(-1)
@@ -201,7 +204,7 @@ def mentored_bounds(
         p_low, q_low = _clamped_mass(ratio, mass_p, mass_q, ceiling)
         return _floor_for(filled, mass_p, mass_q, mass_q[:, -1] - q_low - ceiling * (mass_p[:, -1] - p_low))
 
-    low, high = torch.zeros_like(p64[:, 0]), torch.ones_like(p64[:, 0])  # of 1/b: at 1 the law is p itself
+    low, high = torch.zeros_like(p64[:, 0]), torch.ones_like(p64[:, 0])  # bounds of 1/b; at 1 pi is p
     for _ in range(KL_STEPS):
         middle = (low + high) / 2
         ceiling = middle.reciprocal()
@@ -224,23 +227,25 @@ def mentored_verify(
     lengths: Int[Tensor, " B"] | None = None,
     validate: bool = True,
 ) -> ChainVerdict:
-    """Mentored decoding: accept as much as a divergence KL(p || law) of at most `budget` a position allows.
+    """Mentored decoding: accept as much as possible while KL(p || output) is at most `budget` at each position.
 
-    Accept x with min(1, b p/q), else draw from norm(max(a p - q, 0)). Known law: each drafted position has law
-    clamp(q, a p, b p) given its prefix (`mentored_bounds`), the bonus token after a full chain has law p; budget 0 is
-    token verification. A token with p = 0 is never accepted, whatever the budget.
+    A token is accepted with probability min(1, b p/q); at a rejection the next one is drawn from max(a p - q, 0).
+    `mentored_bounds` gives a and b. Budget 0 is token verification. A token with p = 0 is never accepted.
+
+    Output distribution: each drafted position has clamp(q, a p, b p) given its prefix. The bonus token after a full
+    chain has the distribution p.
 
     Args:
         tokens: drafted token ids.
         q: the distribution each token was drawn from.
         p: the target's distribution before each drafted token and after the last one.
         rng: source of all randomness.
-        budget: the largest divergence in nats at each position.
-        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+        budget: the largest divergence at each position, in nats.
+        lengths: number of tokens in each row when rows differ; entries beyond a row's length are padding.
+        validate: check shapes, ranges and normalisation first.
 
     Raises:
-        ValueError: a negative budget, or what `validate` finds.
+        ValueError: a negative budget, or `validate` found a mistake; the message names the row.
 
     Source: Tran-Thien 2023, "An optimal lossy variant of speculative decoding" (Hugging Face blog).
     """
@@ -248,13 +253,11 @@ def mentored_verify(
         raise ValueError(f"budget is {budget}: a divergence is not negative; 0 is lossless")
     if validate:
         check_chain(tokens, q, p, lengths)
-    size, n = _sizes(tokens, lengths), tokens.shape[1]
+    size, n = row_lengths(tokens, lengths), tokens.shape[1]
     if n == 0:
-        return ChainVerdict(size, rng.categorical(p[:, 0]))
+        return plain_round(p, rng)
     floor, ceiling = (x.view(-1, n) for x in mentored_bounds(p[:, :n].flatten(0, 1), q.flatten(0, 1), budget))
     accept = (log_ratios(tokens, q, p).exp() * ceiling).clamp_(max=1)
-    accepted = _leading(accept, size, rng)
-    at, place = torch.arange(tokens.shape[0], device=tokens.device), accepted.clamp(max=n - 1)
-    weights = p[at, accepted]
-    residual = residual_weights(weights, q[at, place], tokens[at, place], floor[at, place])
-    return ChainVerdict(accepted, rng.categorical(torch.where((accepted < size).unsqueeze(-1), residual, weights)))
+    accepted = leading_accepted(accept, size, rng)
+    scale = floor.gather(-1, accepted.clamp(max=n - 1).unsqueeze(-1)).squeeze(-1)
+    return ChainVerdict(accepted, rng.categorical(bonus_weights(p, q, tokens, accepted, size, scale)))

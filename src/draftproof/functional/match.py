@@ -1,7 +1,4 @@
-"""Match verification: the target draws its own token at every place, and the draft is kept while it guessed it.
-
-Knows: probabilities. Does not know: models, requests, q.
-"""
+"""Match verification: the target draws its own token at every position, and the draft is kept while it is equal."""
 
 from __future__ import annotations
 
@@ -23,20 +20,13 @@ def match_verify(
     lengths: Int[Tensor, " B"] | None = None,
     validate: bool = True,
 ) -> ChainVerdict:
-    """Draw y_i ~ p at each place and accept while y_i is the drafted token; the first other y_i is the bonus token.
+    """Draw y_i ~ p at each position and accept while y_i is the drafted token; the first other y_i is the bonus token.
 
-    Lossless whatever drafted the tokens, since q is not used; a token is accepted with probability sum_x p(x) q(x),
-    which is below token verification's sum_x min(p, q) unless q is a point mass.
+    Lossless for any drafter, because q is not used. A token is accepted with probability sum_x p(x) q(x), which is
+    less than token verification's sum_x min(p, q) unless q is a point mass. Arguments and errors are those of
+    `draftproof.functional.token_verify`; q is ignored, but checked when it is given.
 
-    Args:
-        tokens: drafted token ids.
-        q: ignored, but checked when given: every chain rule is called the same way.
-        p: the target's distribution before each drafted token and after the last one.
-        rng: source of all randomness.
-        lengths: tokens in each row when rows differ; entries beyond a row's length are padding.
-        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
-
-    Source: blockwise parallel decoding (Stern et al. 2018), with a draw from p in place of the most likely token.
+    Source: blockwise parallel decoding (Stern et al. 2018), with a draw from p instead of the most likely token.
     """
     if validate:
         check_chain(tokens, q, p, lengths)

@@ -1,16 +1,16 @@
-"""Tries: drafts that share prefixes, as index tables over rows of q and p, so that rules touch every node once.
+"""Tries: drafts that share prefixes, as index tables over rows of q and p, so that rules visit every node once.
 
-Knows: parents, the order of the draws, where a node's rows are. Does not know: probabilities, rules.
+Slot 0 of a trie is its root (the context before the draft), slot i + 1 is its node i. The draws at a slot are the
+drafted tokens that were drawn in that context, in order; a slot without draws is a leaf. K i.i.d. chains, chains that
+stopped early and prefix trees (SpecTr, arXiv 2310.15141, Algorithm 5) differ only in the table of draws.
 
-Slot 0 of a trie is its root (the context before the draft), slot i + 1 its node i. The draws at a slot are the drafted
-tokens that were drawn in that context, in order; a slot without draws is a leaf. K i.i.d. chains, chains that stopped
-early and prefix trees (SpecTr, Algorithm 5) differ only in the table of draws. How many draws a context gets may
-depend on anything drawn before them and on nothing drawn after: then every rule on tries stays exact.
+The number of draws in a context may depend on everything that was drawn before them, and on nothing that was drawn
+after them. Under that condition the rules on tries are lossless.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,17 +19,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.functional.checks import check_rows, check_tokens
+from draftproof.functional.checks import check_chain, check_rows, check_tokens
+from draftproof.rng import Rng
 from draftproof.tree import ROOT, TokenTree, merge_chains
 
 
 class PathVerdict(NamedTuple):
-    """How much of which chain is kept, and the token that follows.
+    """The outcome of a rule on several chains per row.
 
     Attributes:
-        path: a chain that carries the accepted prefix (0 when nothing was accepted).
+        path: index of a chain that begins with the accepted tokens (0 when nothing was accepted).
         accepted: number of accepted draft tokens.
-        token: the bonus token.
+        token: id of the bonus token.
     """
 
     path: Int[Tensor, " B"]
@@ -38,11 +39,11 @@ class PathVerdict(NamedTuple):
 
 
 class NodeVerdict(NamedTuple):
-    """The last accepted node of each row's tree, and the token that follows.
+    """The outcome of a rule on tries.
 
     Attributes:
-        node: index into the row's own tree; ROOT (-1) when nothing was accepted.
-        token: the bonus token.
+        node: the last accepted node, an index into the row's own tree; ROOT (-1) when nothing was accepted.
+        token: id of the bonus token.
     """
 
     node: Int[Tensor, " B"]
@@ -53,8 +54,8 @@ class Level(NamedTuple):
     """The slots of one depth that have draws.
 
     Attributes:
-        rows: their flat ids (row of the batch * slots + slot), those with a single draw first.
-        single: how many have a single draw.
+        rows: their flat ids (row of the batch * slots + slot); slots with a single draw come first.
+        single: number of slots with a single draw.
     """
 
     rows: Int[Tensor, " rows"]
@@ -69,12 +70,12 @@ class Tries:
         tokens: token of each slot (meaningless for slot 0).
         parent: slot of the parent.
         depth: 0 for the root.
-        kids: the slot each draw landed on, in order; 0 where a slot has fewer draws.
-        q_row: where the vector the slot's token was drawn from lies among the rows of q.
-        p_row: where the target's vector after the slot lies among the rows of p.
+        kids: the slots of the drawn tokens, in order of drawing; 0 where a slot has fewer draws.
+        q_row: the row of q that the slot's token was drawn from.
+        p_row: the row of p after the slot.
         chain: a chain that passes through the slot (0 for trees).
         inner: for each depth, the slots with draws.
-        slots: for each depth, the slots of that depth; 0 pads.
+        slots: for each depth, the slots of that depth, padded with 0.
         branching: whether some slot has two different children.
     """
 
@@ -91,16 +92,15 @@ class Tries:
 
     @classmethod
     def from_trees(cls, trees: Sequence[TokenTree], draws: Sequence[tuple[int, ...] | None]) -> Tries:
-        """Tries of drafts as the engine holds them; nothing is read from the device.
+        """Tries of trees as the engine has them; nothing is copied from the device.
 
         Args:
-            trees: one tree for each row of the batch. Rows of q are their nodes in order, tree after tree; rows of p
-            are, tree
-                after tree, the root's vector and then the nodes' vectors.
+            trees: one tree for each row of the batch. q has one row for each node, tree after tree. p has, tree after
+                tree, one row for the root and then one for each node.
             draws: see `draftproof.draft.Draft.draws`.
 
         Raises:
-            ValueError: an empty batch, or a node that no draw landed on.
+            ValueError: an empty batch, or a node that is not among the draws.
         """
         if not trees:
             raise ValueError("no trees: verification needs at least one row")
@@ -118,12 +118,12 @@ class Tries:
     def from_chains(
         cls, tokens: Int[Tensor, "B K n"], lengths: Int[Tensor, "B K"] | None = None, *, once: bool = False
     ) -> Tries:
-        """Merge equal prefixes of K chains a row; the tokens are read to the host once.
+        """Tries of K chains per row, with equal prefixes merged; the tokens are copied to the host once.
 
         Args:
-            tokens: drafted token ids. Rows of q are those of [B, K, n], rows of p those of [B, K, n + 1].
-            lengths: tokens in each chain when chains differ; entries beyond are padding.
-            once: count each node as drawn once, however many chains share it (draws without replacement).
+            tokens: drafted token ids. The rows of q are those of [B, K, n], the rows of p those of [B, K, n + 1].
+            lengths: number of tokens in each chain when chains differ; entries beyond are padding.
+            once: count each node as drawn once, also when several chains share it (draws without replacement).
         """
         _, k, n = tokens.shape
         chains: list[list[list[int]]] = tokens.tolist()
@@ -148,7 +148,7 @@ class Tries:
         return len(self.slots) - 1
 
     def draws_at(self, at: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B D"], Int[Tensor, "B D"]]:
-        """The slots that the draws at one slot of each row landed on, and their tokens."""
+        """The slots of the tokens drawn at one slot of each row, and the tokens."""
         rows = torch.arange(at.shape[0], device=at.device)
         kids = self.kids[rows, at]
         return kids, self.tokens.gather(1, kids)
@@ -156,19 +156,24 @@ class Tries:
     def drawn_from(
         self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], kids: Int[Tensor, " r"]
     ) -> Float[Tensor, "r V"]:
-        """The vectors that the tokens of these flat slots were drawn from; q = None stands for point masses."""
+        """The rows of q that the tokens of these flat slots were drawn from; q = None stands for point masses."""
         if q is not None:
             return q[self.q_row.flatten()[kids]]
         tokens = self.tokens.flatten()[kids].unsqueeze(-1)
         return torch.zeros(kids.shape[0], p.shape[-1], dtype=p.dtype, device=p.device).scatter_(-1, tokens, 1)
 
     def path_verdict(self, at: Int[Tensor, " B"], token: Int[Tensor, " B"]) -> PathVerdict:
-        """The verdict in terms of chains."""
+        """The verdict as a number of tokens of a chain.
+
+        Args:
+            at: the last accepted slot of each row.
+            token: the bonus token of each row.
+        """
         slot = at.unsqueeze(-1)
         return PathVerdict(self.chain.gather(1, slot).squeeze(-1), self.depth.gather(1, slot).squeeze(-1), token)
 
     def check(self, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> None:
-        """Rows are distributions of one vocabulary, tokens lie in it and were drawn from their q.
+        """Check that all rows are distributions over one vocabulary and that every token can come from its row of q.
 
         Raises:
             ValueError: naming the first bad row or slot.
@@ -179,7 +184,9 @@ class Tries:
         if q is None or q.shape[0] == 0:
             return
         if q.shape[-1] != p.shape[-1]:
-            raise ValueError(f"q has {q.shape[-1]} columns and p has {p.shape[-1]}: both are over one vocabulary")
+            raise ValueError(
+                f"q has {q.shape[-1]} columns and p has {p.shape[-1]}: both need one for each target token"
+            )
         check_rows("q", q)
         bad = inside & (q[self.q_row * inside, self.tokens * inside] <= 0)
         if bad.any():
@@ -198,13 +205,13 @@ def _depths(parents: Sequence[int]) -> list[int]:
 
 
 def _draw_table(parents: Sequence[int], draws: Sequence[int]) -> list[list[int]]:
-    """For each slot the slots its draws landed on, in order."""
+    """For each slot the slots of its draws, in order."""
     table: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node in draws:
         table[parents[node] + 1].append(node + 1)
     if len(set(draws)) != len(parents):
         missing = min(set(range(len(parents))) - set(draws))
-        raise ValueError(f"node {missing} is in the tree and no draw landed on it: draws must name every node")
+        raise ValueError(f"node {missing} is in the tree but not among its draws: draws must name every node")
     return table
 
 
@@ -214,7 +221,7 @@ def _pad(rows: Sequence[Sequence[int]], device: torch.device) -> Int[Tensor, "B 
 
 
 def _levels(tables: list[list[list[int]]], depths: list[list[int]], device: torch.device) -> tuple[Level, ...]:
-    """Slots with draws by depth; a single draw needs no root search, so those come first."""
+    """Slots with draws by depth; those with a single draw come first, because they need no search for a factor."""
     size = max(len(table) for table in tables)
     found: list[list[tuple[bool, int]]] = [[] for _ in range(max(map(max, depths)))]
     for row, (table, depth) in enumerate(zip(tables, depths, strict=True)):
@@ -263,4 +270,50 @@ def _build(
     )
 
 
-__all__ = ["ROOT", "Level", "NodeVerdict", "PathVerdict", "Tries"]
+Rule = Callable[
+    [Tries, Float[Tensor, "rows V"] | None, Float[Tensor, "m V"], Rng],
+    tuple[Int[Tensor, " B"], Int[Tensor, " B"]],
+]
+"""A rule on tries: it returns the last accepted slot and the bonus token of each row."""
+
+
+def verify_tries(
+    rule: Rule,
+    tries: Tries,
+    q: Float[Tensor, "rows V"] | None,
+    p: Float[Tensor, "m V"],
+    *,
+    rng: Rng,
+    validate: bool,
+) -> NodeVerdict:
+    """Check the inputs where `validate` is true, apply the rule, and return its verdict in terms of nodes.
+
+    Raises:
+        ValueError: `validate` found a mistake; the message names the row.
+    """
+    if validate:
+        tries.check(q, p)
+    at, token = rule(tries, q, p, rng)
+    return NodeVerdict(at + ROOT, token)
+
+
+def verify_chains(
+    rule: Rule,
+    tokens: Int[Tensor, "B K n"],
+    q: Float[Tensor, "B K n V"] | None,
+    p: Float[Tensor, "B K n+1 V"],
+    *,
+    rng: Rng,
+    lengths: Int[Tensor, "B K"] | None,
+    validate: bool,
+    once: bool = False,
+) -> PathVerdict:
+    """Merge K chains per row into tries and apply the rule; `once` as for `Tries.from_chains`.
+
+    Raises:
+        ValueError: `validate` found a mistake; the message names the row.
+    """
+    if validate:
+        check_chain(tokens, q, p, lengths)
+    tries = Tries.from_chains(tokens, lengths, once=once)
+    return tries.path_verdict(*rule(tries, None if q is None else q.flatten(0, -2), p.flatten(0, -2), rng))

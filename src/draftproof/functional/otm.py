@@ -1,7 +1,7 @@
-"""OTM-k: the best possible coupling of k i.i.d. draws with one token, by linear programming, for study.
+"""OTM-k: the best possible coupling of k i.i.d. draws with one token, by linear programming; for study.
 
-Knows: one pair of distributions. Does not know: batches, models. The number of variables grows as the number of
-multisets of k tokens; `draftproof.theory.acceptance.optimal_acceptance` gives the value alone at any vocabulary.
+It handles one pair of distributions. The number of variables grows with the number of multisets of k tokens.
+`draftproof.theory.acceptance.optimal_acceptance` computes the acceptance probability alone, at any vocabulary size.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class OtmPlan:
 
     Attributes:
         value: acceptance probability, Pr(the token is one of the draws).
-        support: the tokens that may be selected from the draws; the others count as one, OTHER (-1).
-        accept: for a multiset of draws (sorted token ids), the probability of selecting each of its tokens; what is
-            missing to 1 goes to the residual.
-        residual: weights of the token when no draw is accepted.
+        support: the tokens that may be selected from the draws; all others are treated as one token, OTHER (-1).
+        accept: for each multiset of draws (sorted token ids), the probability of selecting each of its tokens; with the
+            remaining probability no draw is selected.
+        residual: weights of the token when no draw is selected.
     """
 
     value: float
@@ -62,17 +62,17 @@ def _probability(counts: Counter[int], q: dict[int, float]) -> float:
 
 
 def otm_plan(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, *, support: int | None = None) -> OtmPlan:
-    """The coupling of k i.i.d. draws from q with a token of law p that selects one of the draws as often as possible.
+    """The coupling of k i.i.d. draws from q with a token from p that selects one of the draws as often as possible.
 
-    Solved over multisets of draws in inequality form: maximise the selected mass, at most Pr(S) from each multiset S
+    The linear program is over multisets of draws: maximise the selected mass, with at most Pr(S) from each multiset S
     and at most p(y) for each token y in S. The rest of p is the residual.
 
     Args:
         p: the target's distribution.
         q: the draft's distribution.
         k: number of draws.
-        support: keep only this many tokens, those with the largest min(p, k q); the others are never selected from the
-            draws, so the value is then a lower bound and the rule still exact.
+        support: keep only this many tokens, those with the largest min(p, k q). The others are never selected from the
+            draws: the rule is still exact, and its acceptance probability is a lower bound of the best one.
 
     Raises:
         ImportError: scipy is missing (extra `audit`).
@@ -98,7 +98,7 @@ def otm_plan(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, *, support:
 
 
 def _solve(limits: list[float], targets: list[float], pairs: list[tuple[int, int]]) -> list[float]:
-    """Mass of each (multiset, token) pair: within both lists of limits, and the most in total."""
+    """Mass of each (multiset, token) pair: the largest total within both lists of limits."""
     linprog, csr_array = _solver()
     count = len(pairs)
     rows = [row for row, _ in pairs] + [len(limits) + place for _, place in pairs]
@@ -118,9 +118,9 @@ def _as_plan(
     target: Float[Tensor, " V"],
     support: frozenset[int],
 ) -> OtmPlan:
-    """Conditional selection probabilities; what the solver adds beyond a limit is scaled away.
+    """Selection probabilities from the solver's masses; masses that exceed a limit are scaled down to it.
 
-    Then the rule is exact to rounding, however loosely the program was solved: the residual makes up for what lacks.
+    So the rule is exact up to rounding, also where the solver is not: the residual holds all mass that is not selected.
     """
     rows, tokens = [row for row, _ in pairs], [token for _, token in pairs]
     kept = _within(_within(mass, rows, limits), tokens, target.tolist())
@@ -144,9 +144,9 @@ def _within(mass: list[float], groups: list[int], limits: list[float]) -> list[f
 
 
 def otm_select(tokens: Int[Tensor, "B K"], plan: OtmPlan, *, rng: Rng) -> Selection:
-    """Select a token given k draws, by the optimal coupling; lossless for the pair the plan was made for.
+    """Select a token given k draws, by the optimal coupling; lossless for the p, q and k that the plan was made for.
 
-    Reads the draws to the host: a study tool, not a serving rule.
+    The draws are copied to the host: this is for study, not for serving.
 
     Args:
         tokens: the draws.

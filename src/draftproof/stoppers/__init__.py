@@ -1,1 +1,1 @@
-"""When a drafter stops drafting: stopping times that look at what was drafted and never take a token back."""
+"""Stoppers decide how long drafts get: they look at the drafted tokens, and never discard one."""

@@ -1,13 +1,12 @@
-"""The contract of a stopping rule, and what most rules share.
+"""The contract of a stopper, which decides how long drafts get, and a base class with the usual defaults.
 
-Knows: what a stopper is asked and told. Does not know: any rule, drafter or model.
+A stopper may look at everything that was drafted so far, the newest token included. It may not discard that token: a
+token that was sampled must be verified. Under this condition every lossless rule stays lossless; a stopper that drops
+its newest token would change the output distribution.
 
-A stopper may look at everything drafted so far, the newest token included, and it may not throw that token away: what
-was sampled is submitted. Then every lossless rule stays lossless; a rule that drops its last token is biased.
-
-It looks in two steps. `signal` computes one number for each drawn token where the model is; `stop_after` decides on the
-host from the numbers of a path. So a drafter may ask after every token, or draw several more first and cut at the first
-token that ends its chain: the draft that is submitted is the same.
+A stopper works in two steps. `signal` computes one number for each drawn token on the model's device. `stop_after`
+decides on the host, from the numbers of a path. So a drafter may ask after every token, or it may draw several tokens
+first and then cut the chain at the first token that ends it: the verified draft is the same.
 """
 
 from __future__ import annotations
@@ -25,43 +24,45 @@ from draftproof.theory.cost import BatchCosts
 
 @dataclass(frozen=True)
 class AcceptanceRates:
-    """How often drafted tokens are accepted; the defaults are hopeful, since a rate that is thought low is never seen.
+    """How often drafted tokens are accepted, as probabilities.
+
+    The defaults are optimistic: with a low rate nothing is drafted, so a rate that is too low would never be corrected.
 
     Attributes:
-        first: a first token.
-        later: one after an accepted one.
+        first: rate of the first token.
+        later: rate of a token after an accepted one.
     """
 
     first: float = 0.5
     later: float = 0.7
 
-    def or_better(self, other: AcceptanceRates) -> AcceptanceRates:
-        """The higher of each."""
+    def at_least(self, other: AcceptanceRates) -> AcceptanceRates:
+        """The higher of the two rates, for the first token and for later ones."""
         return AcceptanceRates(max(self.first, other.first), max(self.later, other.later))
 
 
 @runtime_checkable
 class Stopper(Protocol):
-    """Decides how long chains of drafted tokens get."""
+    """Decides how long chains of drafted tokens get. A row is the id of a request."""
 
     @property
     def name(self) -> str:
-        """Its name in Python, on the command line and in reports."""
+        """The stopper's name in Python, on the command line and in reports."""
         ...
 
     @property
     def limit(self) -> int:
-        """Longest chain it ever lets pass."""
+        """Length of the longest chain that it allows."""
         ...
 
     @property
     def constant(self) -> bool:
-        """Whether every chain has length `limit` (some rules need that)."""
+        """Whether every chain has length `limit`, which some rules need."""
         ...
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states it reads from DraftStep; 0 when it reads none."""
+        """Width of the hidden states that it reads from DraftStep; 0 when it reads none."""
         ...
 
     @property
@@ -79,40 +80,40 @@ class Stopper(Protocol):
         ...
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
-        """Told before each round which rows draft in it, and how many drafts each can get at most."""
+        """Called before each round, with the rows that draft in it and the largest number of drafts for each row."""
         ...
 
-    def wanted(self, row: int) -> int:
-        """Longest chain that a row shall draft this round, 0 to `limit`."""
+    def length(self, row: int) -> int:
+        """Largest number of tokens that the row may draft this round, 0 to `limit`."""
         ...
 
     def drafts(self, row: int, most: int) -> int:
-        """How many drafts a row shall get this round, 1 to `most`; asked by drafters that make several."""
+        """Number of drafts for the row this round, 1 to `most`; called by drafters that make several drafts."""
         ...
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:
-        """One number for each drawn token, on its device; None when `wanted` is all there is to say."""
+        """One number for each drawn token, on the token's device; None when only `length` ends chains."""
         ...
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:
-        """Whether the chain ends with its newest token; `signals` are those of its tokens from the first on."""
+        """Whether the chain ends with its newest token, given the signals of all its tokens so far."""
         ...
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Told after each round how deep a row's draft went (the length of a chain), and how much was accepted."""
+        """Called after each round with the depth of the row's draft (a chain's length) and the accepted tokens."""
         ...
 
     def release(self, row: int) -> None:
-        """The row's request has ended; forget it (unknown rows are fine)."""
+        """Called when the row's request has ended; unknown rows are ignored."""
         ...
 
 
 class StopperBase:
-    """A stopper that wants `limit` tokens, reads no hidden states, has no signal and learns nothing.
+    """A stopper that always allows `limit` tokens, reads no hidden states, has no signal and learns nothing.
 
     Args:
-        name: its name.
-        limit: longest chain.
+        name: the stopper's name.
+        limit: length of the longest chain.
     """
 
     constant = False
@@ -128,26 +129,26 @@ class StopperBase:
         """Nothing depends on costs."""
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
-        """Nothing that depends on company."""
+        """Does nothing: the decision does not depend on the other rows."""
 
-    def wanted(self, row: int) -> int:  # noqa: ARG002
+    def length(self, row: int) -> int:  # noqa: ARG002
         """The limit."""
         return self.limit
 
     def drafts(self, row: int, most: int) -> int:  # noqa: ARG002
-        """All of them."""
+        """The largest number allowed."""
         return most
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"] | None:  # noqa: ARG002
-        """Nothing to look at."""
+        """None: there is no signal."""
         return None
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
-        """The length alone ends a chain."""
+        """False: only `length` ends a chain."""
         return False
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Nothing to learn."""
+        """Does nothing."""
 
     def release(self, row: int) -> None:
-        """Nothing to forget."""
+        """Does nothing."""

@@ -1,7 +1,4 @@
-"""A constant number of drafted tokens.
-
-Knows: the number. Does not know: anything else.
-"""
+"""The stopper `fixed`: a constant number of drafted tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ MAX_LENGTH = 64
 
 
 class FixedLength(StopperBase):
-    """Draft exactly `length` tokens every round.
+    """Drafts exactly `length` tokens in every round.
 
     Args:
         length: 1 to 64.
 
     Raises:
-        UserError: length out of range.
+        UserError: the length is out of range.
     """
 
     constant = True

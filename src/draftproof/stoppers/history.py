@@ -1,7 +1,4 @@
-"""Lengths known before a round is drafted: by how earlier drafts fared, or by hindsight.
-
-Knows: lengths, accepted counts, recorded agreements. Does not know: probabilities, models.
-"""
+"""Stoppers that fix the length before a round: `schedule` from earlier rounds, the oracle from a recorded run."""
 
 from __future__ import annotations
 
@@ -13,35 +10,35 @@ from draftproof.stoppers.fixed import MAX_LENGTH
 
 
 class Schedule(StopperBase):
-    """Draft two tokens more after a draft that was accepted whole, one less after any other.
+    """Drafts two tokens more after a draft that was accepted completely, and one token less after any other draft.
 
-    Every request has its own length, so that it is answered alike alone and in any batch.
+    Every request has its own length, so its answer is the same alone and in any batch.
 
     Args:
-        length: of the first round, 1 to `limit`.
-        limit: longest chain.
+        length: length in the first round, 1 to `limit`.
+        limit: length of the longest chain.
 
     Raises:
-        UserError: a length out of range.
+        UserError: a length is out of range.
 
     Source: the heuristic schedule of transformers' assisted generation (constants +2 and -1).
     """
 
     def __init__(self, length: int = 5, limit: int = 20) -> None:
         if not 1 <= length <= limit <= MAX_LENGTH:
-            raise UserError(f"schedule starts with length {length} of at most {limit}: legal are 1 to {limit}")
+            raise UserError(f"schedule starts with length {length}, and the longest is {limit}: legal are 1 to {limit}")
         super().__init__(f"schedule:{length}", limit)
         self._start = length
         self._lengths: dict[int, int] = {}
 
-    def wanted(self, row: int) -> int:
-        """The row's present length."""
+    def length(self, row: int) -> int:
+        """The row's current length."""
         return self._lengths.get(row, self._start)
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Lengthen or shorten by a round's outcome."""
+        """Change the row's length by the outcome of a round."""
         if drafted:
-            length = self.wanted(row)
+            length = self.length(row)
             self._lengths[row] = min(length + 2, self.limit) if accepted == drafted else max(length - 1, 1)
 
     def release(self, row: int) -> None:
@@ -50,14 +47,14 @@ class Schedule(StopperBase):
 
 
 class Oracle(StopperBase):
-    """Hindsight for greedy decoding: draft exactly up to the token before the next disagreement.
+    """Drafts up to the next token on which a recorded greedy run disagrees; for analysis.
 
-    It is for analysis: the fewest target calls with nothing discarded that any stopping rule could reach.
+    No stopper can need fewer target calls without discarding a token.
 
     Args:
-        agreements: for each request id, whether the draft's greedy token is the target's, position by position of the
-            output; what is not recorded counts as a disagreement.
-        limit: longest chain.
+        agreements: for each request id, whether the draft's greedy token is the target's, for each position of the
+            output; a position without a record counts as a disagreement.
+        limit: length of the longest chain.
 
     Source: SpecDec++, arXiv 2405.19715, Lemma 2.1.
     """
@@ -67,16 +64,16 @@ class Oracle(StopperBase):
         self._agreements = agreements
         self._emitted: dict[int, int] = {}
 
-    def wanted(self, row: int) -> int:
-        """Tokens up to the next disagreement."""
+    def length(self, row: int) -> int:
+        """Number of tokens before the next disagreement."""
         start = self._emitted.get(row, 0)
         ahead = list(self._agreements.get(row, ()))[start : start + self.limit]
         return ahead.index(False) if False in ahead else len(ahead)
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:  # noqa: ARG002
-        """Move on by what was emitted: the accepted tokens and the one every round ends with."""
+        """Move forward by the emitted tokens: the accepted ones and the bonus token."""
         self._emitted[row] = self._emitted.get(row, 0) + accepted + 1
 
     def release(self, row: int) -> None:
-        """Forget where the row is."""
+        """Forget the row's position."""
         self._emitted.pop(row, None)

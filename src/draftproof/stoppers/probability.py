@@ -1,9 +1,7 @@
-"""Stopping by what the draft thinks of itself: the probability of its best token, or its entropy.
+"""Stoppers that look at the draft model's own distribution: `confidence` at its largest probability, `entropy`.
 
-Knows: the draft model's rows, and how drafts fared so far. Does not know: models, targets.
-
-Both look at the model's own distribution, at temperature 1 and before any transform: q itself is a point mass at
-temperature 0, and would then always be sure of itself.
+Both use the distribution at temperature 1 and before any transform. At temperature 0 q is a point mass, which has
+probability 1 and entropy 0 at every token.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ DEFAULT_LIMIT = 16
 
 
 def probs_of(step: DraftStep) -> Float[Tensor, "drawn vocab"]:
-    """Rows of q; drafters of point masses take no stopper."""
-    assert step.probs is not None, "point masses have no probabilities to look at"
+    """The rows of q; they exist, because drafters of point masses have no stopper."""
+    assert step.probs is not None, "drafts of point masses have no rows of q"
     return step.probs
 
 
 def own_probs(step: DraftStep) -> Float[Tensor, "drawn width"]:
-    """The draft model's own distribution."""
-    assert step.logits is not None, "drafters hand over logits to stoppers that read them"
+    """The draft model's own distribution, at temperature 1 and before any transform."""
+    assert step.logits is not None, "drafters pass logits to stoppers that read them"
     return step.logits.float().softmax(-1)
 
 
@@ -37,21 +35,21 @@ def check_threshold(name: str, threshold: float) -> None:
     """Refuse thresholds outside (0, 1).
 
     Raises:
-        UserError: naming stopper and value.
+        UserError: naming the stopper and the value.
     """
     if not 0 < threshold < 1:
-        raise UserError(f"stopper {name} was given {threshold:g}: legal is 0 < threshold < 1")
+        raise UserError(f"the threshold of stopper {name} is {threshold:g}: legal is 0 < threshold < 1")
 
 
 class Confidence(StopperBase):
-    """Stop after a token that was drawn from an undecided row: the model's largest probability is below a threshold.
+    """Stops after a token for which the draft model's largest probability was below a threshold.
 
     Args:
-        threshold: smallest max probability that goes on, between 0 and 1.
-        limit: longest chain.
+        threshold: the threshold, between 0 and 1.
+        limit: length of the longest chain.
 
     Raises:
-        UserError: threshold out of range.
+        UserError: the threshold is out of range.
     """
 
     reads_logits = True
@@ -66,24 +64,25 @@ class Confidence(StopperBase):
         return own_probs(step).amax(-1)
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
-        """Whether the newest row was undecided."""
+        """Whether the largest probability of the newest row is below the threshold."""
         return signals[-1] < self._threshold
 
 
 class Entropy(StopperBase):
-    """AdaEDL: stop when the entropy's lower bound on acceptance, 1 - sqrt(gamma H(q)), falls below a moving threshold.
+    """AdaEDL: stops when 1 - sqrt(gamma H), a lower bound on the acceptance probability, is below a moving threshold.
 
-    The threshold follows the acceptance rate: it rises while fewer tokens are accepted than wished for, and falls while
-    more are. Every request has its own, so that it is answered alike alone and in any batch.
+    H is the entropy of the draft model's distribution. The threshold follows the acceptance rate: it rises while the
+    rate is below `goal`, and falls while the rate is above it. Every request has its own threshold, so its answer is
+    the same alone and in any batch.
 
     Args:
-        threshold: where the moving threshold starts, between 0 and 1.
-        limit: longest chain.
+        threshold: initial value of the moving threshold, between 0 and 1.
+        limit: length of the longest chain.
         gamma: factor of the entropy in nats.
-        wanted: acceptance rate the threshold steers to.
+        goal: acceptance rate that the threshold is adapted to.
 
     Raises:
-        UserError: threshold out of range.
+        UserError: the threshold is out of range.
 
     Source: Agrawal et al. 2024 (AdaEDL, arXiv 2410.18351).
     """
@@ -94,16 +93,16 @@ class Entropy(StopperBase):
     _inertia = 0.9
 
     def __init__(
-        self, threshold: float = 0.4, limit: int = DEFAULT_LIMIT, *, gamma: float = 0.2, wanted: float = 0.9
+        self, threshold: float = 0.4, limit: int = DEFAULT_LIMIT, *, gamma: float = 0.2, goal: float = 0.9
     ) -> None:
         check_threshold("entropy", threshold)
         super().__init__(f"entropy:{threshold:g}", limit)
-        self._gamma, self._goal = gamma, wanted
-        self._start = (threshold, wanted)
+        self._gamma, self._goal = gamma, goal
+        self._start = (threshold, goal)
         self._moving: dict[int, tuple[float, float]] = {}
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
-        """The bound on acceptance."""
+        """The lower bound on the acceptance probability of each token."""
         entropy: Tensor = torch.special.entr(own_probs(step)).sum(-1)
         return 1 - (self._gamma * entropy).sqrt()
 
@@ -112,13 +111,13 @@ class Entropy(StopperBase):
         return signals[-1] < self._moving.get(row, self._start)[0]
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
-        """Move the row's threshold by a round's acceptance."""
+        """Move the row's threshold by the acceptance rate of a round."""
         if drafted == 0:
             return
         threshold, rate = self._moving.get(row, self._start)
         rate = self._memory * rate + (1 - self._memory) * accepted / drafted
-        goal = threshold + (self._step if rate < self._goal else -self._step)
-        self._moving[row] = (self._inertia * threshold + (1 - self._inertia) * goal, rate)
+        moved = threshold + (self._step if rate < self._goal else -self._step)
+        self._moving[row] = (self._inertia * threshold + (1 - self._inertia) * moved, rate)
 
     def release(self, row: int) -> None:
         """Forget the row's threshold."""

@@ -1,7 +1,4 @@
-"""Stopping by a trained head: SpecDec++, its block-aware variant, and SPRINTER's small verifier.
-
-Knows: how a head's numbers become a decision. Does not know: how heads are trained, which model they read.
-"""
+"""Stoppers with a trained head: `acceptance` (SpecDec++), `ratio` (its form for block verification), `approximate`."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ LIMIT = 20  # SpecDec++, arXiv 2405.19715, section 4.1
 
 
 class _HeadStopper(StopperBase):
-    """What the three share: a head of one kind, moved to where the hidden states are.
+    """The common part of these stoppers: a head of one kind, on the device of the hidden states.
 
     Args:
-        head: of kind `kind`.
-        threshold: default the head's own.
-        limit: longest chain.
+        head: a head of the class's `kind`.
+        threshold: the threshold; None for the head's own.
+        limit: length of the longest chain.
 
     Raises:
-        UserError: a head of another kind, or a threshold out of range.
+        UserError: the head is of another kind, or the threshold is out of range.
     """
 
     kind: str
@@ -41,8 +38,8 @@ class _HeadStopper(StopperBase):
         config = head.config
         if config.kind != self.kind:
             raise UserError(
-                f"stopper {self.stopper} takes a head of kind {self.kind}, and was given one of kind {config.kind} "
-                f"(trained on {config.draft})"
+                f"stopper {self.stopper} was given a head of kind {config.kind} (trained on {config.draft}): it takes "
+                f"a head of kind {self.kind}"
             )
         self.threshold = config.threshold if threshold is None else threshold
         check_threshold(self.stopper, self.threshold)
@@ -52,24 +49,24 @@ class _HeadStopper(StopperBase):
         self.trained_on = config.draft
 
     def _output(self, step: DraftStep, log_q: Float[Tensor, " drawn"] | None = None) -> Float[Tensor, " drawn"]:
-        assert step.hidden is not None, "drafters hand over hidden states to stoppers that read them"
+        assert step.hidden is not None, "drafters pass hidden states to stoppers that read them"
         made: Tensor = self.head.to(step.hidden.device)(step.hidden, log_q)
         return made
 
 
 class Acceptance(_HeadStopper):
-    """SpecDec++: stop when the predicted probability that some drafted token is rejected exceeds a threshold.
+    """SpecDec++: stops when the predicted probability that some drafted token is rejected exceeds a threshold.
 
-    The newest token is not judged yet (its own hidden state is computed when it is read), so it is submitted with the
-    tokens before it, as in the published algorithm.
+    There is no prediction for the newest token yet, because its hidden state is computed only when the model reads the
+    token. So the newest token is always verified, as in the published algorithm.
 
     Args:
-        head: of kind acceptance.
-        threshold: h, between 0 and 1; default the head's own.
-        limit: longest chain; the paper's 20.
+        head: a head of kind acceptance.
+        threshold: h, between 0 and 1; None for the head's own.
+        limit: length of the longest chain, by default the paper's 20.
 
     Raises:
-        UserError: a head of another kind, or a threshold out of range.
+        UserError: the head is of another kind, or the threshold is out of range.
 
     Source: SpecDec++, arXiv 2405.19715, Algorithm 2.
     """
@@ -78,39 +75,39 @@ class Acceptance(_HeadStopper):
     stopper = "acceptance"
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
-        """Log of the predicted probability that the token above each drawn one is accepted."""
+        """Log of the predicted acceptance probability of the token before each drawn one."""
         return logsigmoid(self._output(step))
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
-        """Whether 1 - prod P > h; the first signal is about the root, which is committed."""
+        """Whether 1 - prod P > h; the first signal belongs to the root, which is committed."""
         return 1 - math.exp(math.fsum(signals[1:])) > self.threshold
 
 
 class Ratio(_HeadStopper):
-    """Block-aware SpecDec++: stop when the predicted running probability P of block verification is small.
+    """SpecDec++ for block verification: stops when the predicted running probability P of the block rule is small.
 
-    P_i = min(1, P_{i-1} p/q) can recover after an unlikely token where a product of acceptance probabilities cannot.
+    P_i = min(1, P_{i-1} p/q) can rise again after an unlikely token; a product of acceptance probabilities cannot.
 
     Args:
-        head: of kind log_ratio.
-        threshold: h, between 0 and 1: stop when 1 - P > h; default the head's own.
-        limit: longest chain.
+        head: a head of kind log_ratio.
+        threshold: h, between 0 and 1: the chain stops when 1 - P > h; None for the head's own.
+        limit: length of the longest chain.
 
     Raises:
-        UserError: a head of another kind, or a threshold out of range.
+        UserError: the head is of another kind, or the threshold is out of range.
 
-    Source: Block Verification, arXiv 2403.10444, Algorithm 2 for P; SpecDec++, arXiv 2405.19715 for the policy.
+    Source: P is from Block Verification, arXiv 2403.10444, Algorithm 2; the policy from SpecDec++, arXiv 2405.19715.
     """
 
     kind = "log_ratio"
     stopper = "ratio"
 
     def signal(self, step: DraftStep) -> Float[Tensor, " drawn"]:
-        """Predicted log(p/q) of the token above each drawn one."""
+        """Predicted log(p/q) of the token before each drawn one."""
         return self._output(step)
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
-        """Whether 1 - P > h for the predicted P of the newest judged token."""
+        """Whether 1 - P > h, with the predicted P of the newest token that has a prediction."""
         running = 0.0
         for value in signals[1:]:
             running = min(0.0, running + value)
@@ -118,18 +115,19 @@ class Ratio(_HeadStopper):
 
 
 class Approximate(_HeadStopper):
-    """SPRINTER: stop at the first token that the small verifier refuses.
+    """SPRINTER: stops at the first token that the small verifier rejects.
 
-    With the rule `last_token` the tokens before it are emitted unseen by the target, which is lossy; with a lossless
-    rule it is a stopper like any other.
+    With the rule `last_token`, all tokens before that one are emitted without a test by the target, which is lossy.
+    With a lossless rule this is a stopper like the others.
 
     Args:
-        head: of kind verifier.
-        threshold: tau, between 0 and 1: tokens above it are accepted; default the head's own.
-        limit: longest chain.
+        head: a head of kind verifier.
+        threshold: tau, between 0 and 1: the verifier passes a token whose probability is above tau; None for the
+            head's own.
+        limit: length of the longest chain.
 
     Raises:
-        UserError: a head of another kind, or a threshold out of range.
+        UserError: the head is of another kind, or the threshold is out of range.
 
     Source: SPRINTER, arXiv 2502.04557, Algorithm 1.
     """
@@ -145,5 +143,5 @@ class Approximate(_HeadStopper):
         return torch.sigmoid(self._output(step, log_q))
 
     def stop_after(self, signals: Sequence[float], row: int) -> bool:  # noqa: ARG002
-        """Whether the newest token is refused."""
+        """Whether the verifier rejects the newest token."""
         return signals[-1] <= self.threshold

@@ -1,1 +1,1 @@
-"""Closed forms: what acceptance, lengths and time the rules can and do reach, without running a model."""
+"""Acceptance rates, lengths, times and best policies, computed from probabilities without running a model."""

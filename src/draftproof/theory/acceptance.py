@@ -1,7 +1,7 @@
-"""Acceptance at one place: what each rule reaches with k draws, and what no rule can exceed.
+"""Acceptance at one position: what each rule reaches with k draws, and the upper bounds for all rules.
 
-Knows: pairs of distributions, in rows. Does not know: sequences, models. Acceptance is the probability that the
-emitted token is one of the k tokens drawn from q.
+Acceptance is the probability that the emitted token is one of the k tokens drawn from q. Every function takes rows of p
+and q, and returns one number for each row.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ EXACT_PASSES = 60
 
 
 def token_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
-    """sum_x min(p, q) = 1 - TV(p, q): the best there is for one draw (Leviathan et al. 2023, theorem 3.5)."""
+    """sum_x min(p, q) = 1 - TV(p, q), the optimum for one draw (Leviathan et al. 2023, theorem 3.5)."""
     return torch.minimum(p, q).sum(-1, dtype=torch.float64)
 
 
 def match_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
-    """sum_x p q: acceptance when the target draws by itself and the draft must have guessed it."""
+    """sum_x p q: acceptance of match verification, where the target draws its own token."""
     return (p.double() * q).sum(-1)
 
 
 def kseq_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
     """Acceptance of K-SEQ at its best division factor (SpecTr, arXiv 2310.15141, Algorithm 2 and Theorem 2).
 
-    Counts accepted draws only; a token that comes from the residual and happens to have been drawn adds to it.
+    It counts accepted draws only, and not tokens from the residual that are equal to one of the draws.
     """
     return kseq_plan(p, q, k, gamma=kseq_gamma(p, q, k, passes=EXACT_PASSES)).accept
 
@@ -48,11 +48,11 @@ def multi_round_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: 
 
 
 def optimal_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
-    """The acceptance of the best coupling of k i.i.d. draws, without a linear program: O(V log V) a row.
+    """Acceptance of the best coupling of k i.i.d. draws, without a linear program, in O(V log V) for each row.
 
-    alpha_k = 1 - max_H [q(H)^k - p(H)]: whenever all draws fall into H the token must be in H to be one of them. The
-    best H is a prefix of the tokens in ascending order of p/q. Equal to the linear program of SpecTr, equation (4),
-    on every model tried.
+    alpha_k = 1 - max_H [q(H)^k - p(H)]: when all draws are in H, the token must be in H to be one of them. The best H
+    is a prefix of the tokens in ascending order of p/q. On every model that was tried, this equals the linear program
+    of SpecTr, arXiv 2310.15141, equation (4).
     """
     p64, q64 = p.double(), q.double()
     order = torch.where(q64 > 0, p64 / q64, torch.inf).argsort(-1)
@@ -61,7 +61,7 @@ def optimal_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int)
 
 
 def union_bound(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
-    """sum_x min(p, 1 - (1 - q)^k): no coupling accepts more.
+    """sum_x min(p, 1 - (1 - q)^k), an upper bound for every coupling.
 
     Source: SpecTr, arXiv 2310.15141, Theorem 1 with all tokens in the subset.
     """
@@ -70,13 +70,15 @@ def union_bound(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Flo
 
 
 def subset_bound(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, subset: Collection[int]) -> float:
-    """Theorem 1 of SpecTr for one subset, by enumerating all V^k draws: for tests and small vocabularies.
+    """The upper bound of SpecTr, arXiv 2310.15141, Theorem 1, for one subset, by enumerating all V^k draws.
+
+    It is for tests and small vocabularies.
 
     Args:
         p: the target's distribution.
         q: the draft's distribution.
         k: number of draws.
-        subset: the tokens bounded one by one; the others are bounded through the draws that show them.
+        subset: the tokens that are bounded one by one; the others are bounded through the draws that contain them.
     """
     target, draft = p.double().tolist(), q.double().tolist()
     bound: float = sum(min(target[y], 1 - (1 - draft[y]) ** k) for y in subset)
@@ -89,7 +91,7 @@ def subset_bound(p: Float[Tensor, " V"], q: Float[Tensor, " V"], k: int, subset:
 
 
 def kseq_guarantee(k: int) -> float:
-    """1 - (1 - 1/k)^k: the fraction of the optimum that K-SEQ reaches at least; above 1 - 1/e.
+    """1 - (1 - 1/k)^k, a lower bound on K-SEQ's fraction of the optimum; it is above 1 - 1/e.
 
     Source: SpecTr, arXiv 2310.15141, Theorem 2.
     """
@@ -97,13 +99,13 @@ def kseq_guarantee(k: int) -> float:
 
 
 def uniform_acceptance(ratio: int, k: int) -> float:
-    """alpha_k for q uniform on d tokens, p uniform on d / ratio of them; K-SEQ reaches it.
+    """Optimal acceptance for q uniform on d tokens and p uniform on d / ratio of them; K-SEQ reaches it.
 
-    Source: SpecTr, arXiv 2310.15141, D.1.
+    Source: SpecTr, arXiv 2310.15141, appendix D.1.
     """
     return 1.0 - (1.0 - 1.0 / ratio) ** k
 
 
 def uniform_gamma(ratio: int, k: int) -> float:
-    """K-SEQ's division factor for that pair (SpecTr, arXiv 2310.15141, appendix D.1)."""
+    """K-SEQ's division factor for the pair of `uniform_acceptance` (SpecTr, arXiv 2310.15141, appendix D.1)."""
     return ratio * uniform_acceptance(ratio, k)

@@ -1,8 +1,8 @@
-"""When to stop drafting: the best policy by dynamic programming, SpecDec++'s theorem, and the greedy oracle (SpecDec++.
+"""When to stop drafting: the optimal policy, the theorem of SpecDec++ (arXiv 2405.19715), and the greedy oracle.
 
-Knows: next-token distributions as functions of the context, two costs, recorded agreements. Does not know: tensors of a
-batch, stoppers, the engine. Drafts are checked by token verification. A round of a run that has R tokens to go drafts
-at most R - 1 candidates, as the engine does, so N_draft + N_target = N + N_discarded holds exactly.
+The optimal policy is found by dynamic programming, on models that are functions from the context to a distribution.
+Drafts are checked by token verification. With R tokens still to emit, a round drafts at most R - 1 candidates, as the
+engine does, so N_draft + N_target = N + N_discarded holds exactly.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ THRESHOLDS = tuple(i / 20 for i in range(21))
 
 @dataclass(frozen=True)
 class Problem:
-    """A run to be made as cheap as possible.
+    """A run whose expected cost is to be minimised.
 
     Attributes:
         p: the target.
         q: the draft model.
-        costs: seconds of the two passes; a discarded token costs c1 = draft, a target call c2 = target - draft.
-        tokens: how many to emit, N.
-        limit: most candidates a round.
-        order: how many of the last tokens p and q depend on (they are shown no more); the work is V^(order + limit) N.
-        context: what is committed already.
+        costs: seconds of the two passes; a discarded token costs c1 = draft, a target call costs c2 = target - draft.
+        tokens: N, the number of tokens to emit.
+        limit: largest number of candidates in a round.
+        order: how many of the last tokens p and q depend on, and are given; the work is V^(order + limit) N.
+        context: the committed tokens.
 
     Raises:
         UserError: a number is out of range.
@@ -48,20 +48,20 @@ class Problem:
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("limit", 1), ("order", 0)):
             if getattr(self, name) < least:
-                raise UserError(f"a decision problem was given {name}={getattr(self, name)}: legal is {least} or more")
+                raise UserError(f"a decision problem has {name}={getattr(self, name)}: legal is {least} or more")
 
     @property
     def discard_cost(self) -> float:
-        """c1, of a drafted token that is not emitted."""
+        """c1, the cost of a drafted token that is not emitted."""
         return self.costs.draft
 
     @property
     def call_cost(self) -> float:
-        """c2, of a target call."""
+        """c2, the cost of a target call."""
         return self.costs.target - self.costs.draft
 
     def seconds(self, cost: float) -> float:
-        """Time of the whole run from its cost in the decision process: t_draft N more.
+        """Seconds of the whole run, from its cost in the decision process: the cost and t_draft N.
 
         Source: SpecDec++, arXiv 2405.19715, equation (2.2).
         """
@@ -69,7 +69,7 @@ class Problem:
 
 
 class State(NamedTuple):
-    """A round in the making, as a policy sees it: the next candidate is drawn whatever is decided.
+    """The state of an unfinished round, for a policy; the next candidate is drawn in any case.
 
     Attributes:
         prefix: the last `order` tokens committed before the round.
@@ -85,11 +85,11 @@ class State(NamedTuple):
 
 
 Policy = Callable[[State], bool]
-"""Whether to stop: the candidates and one more go to the target, otherwise drafting goes on after that one."""
+"""Whether to stop: then the target gets the candidates and one more; otherwise drafting continues after that one."""
 
 
 class _Step(NamedTuple):
-    """A token that can follow a context: its probabilities, and the least of the two."""
+    """A token that can follow a context, with its two probabilities and their minimum."""
 
     token: int
     p: float
@@ -98,7 +98,7 @@ class _Step(NamedTuple):
 
 
 class _Ahead(NamedTuple):
-    """Expected cost from here on: all of it if the candidates so far are accepted, that of this round if not."""
+    """Expected cost from a state on: of all rounds if the candidates so far are accepted, of this round if not."""
 
     accepted: float
     rejected: float
@@ -107,12 +107,12 @@ class _Ahead(NamedTuple):
 class Values:
     """Expected costs under a policy, solved from the last token back (SpecDec++, arXiv 2405.19715, section 3.1).
 
-    What follows a rejection does not depend on the decisions after it, so a state needs two numbers: its cost if all
-    its candidates are accepted and its cost if one is not.
+    The rounds after a rejection do not depend on decisions made after the rejected candidate. So two numbers are enough
+    for a state: its cost if all its candidates are accepted, and its cost if one is not.
 
     Args:
         problem: the run.
-        policy: decides in every state where both actions are legal; None for the optimal one.
+        policy: decides in every state where both actions are legal; None for the optimal policy.
     """
 
     def __init__(self, problem: Problem, policy: Policy | None = None) -> None:
@@ -125,7 +125,7 @@ class Values:
         self._stop = functools.cache(self._solve_stop)
         self._act = functools.cache(self._solve_act)
         self._levels = self._reachable()
-        for left in sorted(self._levels):  # the recursion stays one round deep
+        for left in sorted(self._levels):  # in this order, the recursion is only one round deep
             for context in self._levels[left]:
                 self._start(context, left)
 
@@ -135,7 +135,7 @@ class Values:
         return self._start(self._seen(self.problem.context), self.problem.tokens)
 
     def stops(self, state: State) -> bool:
-        """The policy's decision; stopping where the limit or the end of the run leaves no choice."""
+        """The policy's decision; true where the limit or the end of the run forces the round to stop."""
         if not self.is_open(state):
             return True
         if self._policy is not None:
@@ -143,11 +143,11 @@ class Values:
         return self._mean(state, stop=True) <= self._mean(state, stop=False)
 
     def is_open(self, state: State) -> bool:
-        """Whether both actions are legal: going on takes room for two more candidates."""
+        """Whether both actions are legal: going on needs room for two more candidates."""
         return len(state.candidates) + 2 <= min(self.problem.limit, state.remaining - 1)
 
     def open_states(self) -> Iterator[State]:
-        """Every state with two legal actions after a prefix the target can emit, visited by the policy or not."""
+        """Every state with two legal actions after a prefix that the target can emit, also those the policy avoids."""
         waiting = [State(context, (), left) for left, contexts in self._levels.items() for context in contexts]
         while waiting:
             state = waiting.pop()
@@ -156,9 +156,9 @@ class Values:
                 waiting.extend(self._drawn(state, step) for step in self._steps(self._context(state)) if step.q > 0)
 
     def action_costs(self, state: State) -> tuple[float, float]:
-        """E[C(s, stop)] and E[C(s, continue)] given the candidates, the policy being followed afterwards.
+        """E[C(s, stop)] and E[C(s, continue)] given the candidates, when the policy is followed afterwards.
 
-        Continuing costs infinity where it is illegal.
+        The second is infinite where continuing is illegal.
         """
         replaced, accepted, context = 0.0, 1.0, state.prefix
         for place, token in enumerate(state.candidates):
@@ -170,14 +170,16 @@ class Values:
         return replaced + self._mean(state, stop=True), replaced + go_on
 
     def gaps(self, state: State) -> list[float]:
-        """E[Delta_1 | E_2] and E[Delta_2 | E_3] of SpecDec++, appendix D, given the candidates; none if impossible.
+        """E[Delta_1 | E_2] and E[Delta_2 | E_3] given the candidates; an expectation is left out if it is undefined.
 
-        E_2: Y_1 .. Y_(k+1) are accepted and Y_(k+2) is not. E_3: all of them are. Delta_1 is the cost after stopping
-        less the cost after the rejection of Y_(k+2). Delta_2 is the cost after stopping less the cost of the state
-        that going on leads to. After stopping the bonus token is drawn from p by itself, as in the proof.
+        E_2: Y_1 .. Y_(k+1) are accepted and Y_(k+2) is not. E_3: all of them are accepted. Delta_1 is the cost after
+        stopping minus the cost after the rejection of Y_(k+2). Delta_2 is the cost after stopping minus the cost of the
+        state after continuing. After stopping, the bonus token is drawn from p independently, as in the proof.
 
         Args:
-            state: one with two legal actions.
+            state: a state with two legal actions.
+
+        Source: SpecDec++, arXiv 2405.19715, appendix D.
         """
         if state.accepted == 0:
             return []
@@ -186,16 +188,16 @@ class Values:
             if step.both > 0:
                 following = self._drawn(state, step)
                 context = self._context(following)
-                refused, stopped = step.both * self._loss(context), self._later(context, left, rejected=False)
-                found[0][0] += refused
-                found[0][1] += refused * (stopped - self._later(context, left, rejected=True))
+                rejected, stopped = step.both * self._loss(context), self._later(context, left, rejected=False)
+                found[0][0] += rejected
+                found[0][1] += rejected * (stopped - self._later(context, left, rejected=True))
                 for passed, cost in self._if_accepted(following):
                     found[1][0] += step.both * passed
                     found[1][1] += step.both * passed * (stopped - cost)
         return [total / weight for weight, total in found if weight > 0]
 
     def _if_accepted(self, state: State) -> Iterator[tuple[float, float]]:
-        """Probability of the next candidate being one token, and accepted, and the cost from the state on if so."""
+        """For each token: Pr(it is the next candidate and accepted), and the cost from the state on in this case."""
         context, left, stops = self._context(state), state.remaining - len(state.candidates) - 1, self.stops(state)
         for step in self._steps(context):
             if step.both > 0 and stops:
@@ -204,7 +206,7 @@ class Values:
                 yield step.both, self._decided(self._drawn(state, step)).accepted
 
     def _seen(self, tokens: Context) -> Context:
-        """What the models see of a context."""
+        """The part of a context that the models depend on."""
         return tokens[max(len(tokens) - self.problem.order, 0) :]
 
     def _context(self, state: State) -> Context:
@@ -215,7 +217,7 @@ class Values:
         return tuple(_Step(token, p, q, min(p, q)) for token, (p, q) in enumerate(rows) if p > 0 or q > 0)
 
     def _reachable(self) -> dict[int, set[Context]]:
-        """The contexts that rounds can begin with, by the number of tokens still to emit."""
+        """The contexts at which a round can begin, by the number of tokens still to emit."""
         levels = {self.problem.tokens: {self._seen(self.problem.context)}}
         for left in range(self.problem.tokens, 1, -1):
             pairs = [(context, step) for context in levels[left] for step in self._steps(context)]
@@ -261,7 +263,7 @@ class Values:
         return loss * (self._discard + self._later(context, left, rejected=True)) if loss > 0 else 0.0
 
     def _solve_act(self, state: State, *, stop: bool) -> _Ahead:
-        """An action's cost; nothing is said about acceptance where it is impossible."""
+        """The cost of an action; `accepted` is 0 where the candidates cannot be accepted."""
         context, left = self._context(state), state.remaining - len(state.candidates)
         possible = state.accepted > 0
         if stop:
@@ -279,7 +281,7 @@ class Values:
 
 
 class Rates(NamedTuple):
-    """Tokens discarded and target calls, each divided by the tokens emitted.
+    """Discarded tokens and target calls, each divided by the number of emitted tokens.
 
     Source: SpecDec++, arXiv 2405.19715, section 2.
     """
@@ -289,32 +291,35 @@ class Rates(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The parameter of a family of policies that costs least, and its expected cost."""
+    """The parameter with the least expected cost in a family of policies, and this cost."""
 
     value: float
     cost: float
 
 
 def fixed_length(length: int) -> Policy:
-    """Stop as soon as `length` tokens are submitted; 1 or more."""
+    """The policy that always drafts `length` tokens; 1 or more."""
     return lambda state: len(state.candidates) + 1 >= length
 
 
 def acceptance_threshold(h: float) -> Policy:
-    """SpecDec++ with the exact acceptance probabilities: stop when 1 - prod P > h (SpecDec++, section 3.2).
+    """The policy of SpecDec++ with the exact acceptance probabilities: stop when 1 - prod P > h.
 
-    The candidate drawn last is submitted unseen, so that even h = 0 drafts two tokens where there is room.
+    The next candidate is verified in any case and is not part of the product, so even h = 0 drafts two tokens where
+    there is room.
+
+    Source: SpecDec++, arXiv 2405.19715, section 3.2.
     """
     return lambda state: 1 - state.accepted > h
 
 
 def fixed_cost(problem: Problem, length: int) -> float:
-    """Expected cost of a constant draft length; 0 is plain decoding, which the decision process itself never does."""
+    """Expected cost of a constant draft length; 0 is plain decoding, which is no policy of the decision process."""
     return Values(problem, fixed_length(length)).cost if length > 0 else problem.call_cost * problem.tokens
 
 
 def best_fixed(problem: Problem) -> Best:
-    """The constant draft length, 0 to `limit`, of least expected cost; the shortest of equals."""
+    """The constant draft length, 0 to `limit`, with the least expected cost; the shortest of equals."""
     return min((Best(n, fixed_cost(problem, n)) for n in range(problem.limit + 1)), key=lambda best: best.cost)
 
 
@@ -325,19 +330,19 @@ def best_threshold(problem: Problem, grid: Iterable[float] = THRESHOLDS) -> Best
 
 
 def adaptive_gain(problem: Problem) -> float:
-    """Fraction of the best constant length's time that the optimal policy saves; below 0 if drafting does not pay."""
+    """Share of the best constant length's time that the optimal policy saves; negative if drafting does not pay."""
     return 1 - problem.seconds(Values(problem).cost) / problem.seconds(best_fixed(problem).cost)
 
 
 def expected_rates(problem: Problem, policy: Policy) -> Rates:
-    """Discard and verification rates of a policy: its costs where only the one or only the other costs anything."""
+    """Discard rate and verification rate of a policy: its costs when only discarding, or only calls, have a cost."""
     discarded = Values(replace(problem, costs=PassCosts(1.0, 1.0)), policy).cost
     calls = Values(replace(problem, costs=PassCosts(0.0, 1.0)), policy).cost
     return Rates(discarded / problem.tokens, calls / problem.tokens)
 
 
 class Choice(NamedTuple):
-    """A state, Pr(a candidate is rejected), and the expected cost of both actions."""
+    """A state, Pr(a candidate is rejected), and the expected costs of both actions."""
 
     state: State
     rejected: float
@@ -346,38 +351,43 @@ class Choice(NamedTuple):
 
 
 def choices(values: Values) -> list[Choice]:
-    """Every state where both actions are legal, with what they cost when the policy is followed afterwards."""
+    """Every state where both actions are legal, with their costs when the policy is followed afterwards."""
     return [Choice(state, 1 - state.accepted, *values.action_costs(state)) for state in values.open_states()]
 
 
 def delta(values: Values) -> float:
-    """Delta of SpecDec++, Theorem 3.1: the least bound from 0 up on E[Delta_1 | E_2] and E[Delta_2 | E_3] in any state.
+    """The smallest Delta >= 0 that bounds E[Delta_1 | E_2] and E[Delta_2 | E_3] in every state; see `Values.gaps`.
 
-    The proof asks for a bound that holds almost surely (appendix D); `Values.gaps` has the two expectations.
+    The proof requires a bound that holds almost surely (appendix D).
+
+    Source: SpecDec++, arXiv 2405.19715, Theorem 3.1.
     """
     return max((gap for state in values.open_states() for gap in (0.0, *values.gaps(state))), default=0.0)
 
 
 def stop_threshold(values: Values) -> float:
-    """(c2 + Delta) / (c1 + c2 + Delta): with rejection at least as likely, stopping is never dearer (Theorem 3.1)."""
+    """(c2 + Delta) / (c1 + c2 + Delta): where rejection is this likely or more, stopping costs no more than continuing.
+
+    Source: SpecDec++, arXiv 2405.19715, Theorem 3.1.
+    """
     bound = values.problem.call_cost + delta(values)
     return bound / (values.problem.discard_cost + bound)
 
 
 def settled_stops(values: Values) -> list[Choice]:
-    """The choices that Theorem 3.1 of SpecDec++ settles: stopping costs no more than going on (it can cost as much)."""
+    """The choices where stopping costs no more than continuing, by Theorem 3.1 of SpecDec++, arXiv 2405.19715."""
     threshold = stop_threshold(values)
     return [choice for choice in choices(values) if choice.rejected >= threshold]
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What one recorded run took.
+    """Counts of one recorded run.
 
     Attributes:
-        emitted: tokens of the record.
-        drafted: candidates drawn.
-        target_calls: forward passes of the target.
+        emitted: number of tokens of the record.
+        drafted: number of candidates drawn.
+        target_calls: number of forward passes of the target.
     """
 
     emitted: int
@@ -386,19 +396,19 @@ class Counts:
 
     @property
     def discarded(self) -> int:
-        """Candidates that were not emitted."""
+        """Number of candidates that were not emitted."""
         return self.drafted + self.target_calls - self.emitted
 
     def seconds(self, costs: PassCosts) -> float:
-        """Time of the run (SpecDec++, arXiv 2405.19715, equation (2.1))."""
+        """Seconds of the run (SpecDec++, arXiv 2405.19715, equation (2.1))."""
         return total_time(costs, self.drafted, self.target_calls)
 
 
 def fixed_counts(agrees: Sequence[bool], length: int) -> Counts:
-    """A greedy run with at most `length` candidates a round (never more than the tokens to go less one).
+    """Counts of a greedy run with `length` candidates per round, but less than the number of tokens still to emit.
 
     Args:
-        agrees: by position of the target's greedy output, whether the draft model's greedy token there is the same.
+        agrees: for each position of the target's greedy output, whether the draft model's greedy token is the same.
         length: 0 or more; 0 is plain decoding.
     """
     place, drafted, calls = 0, 0, 0
@@ -410,10 +420,13 @@ def fixed_counts(agrees: Sequence[bool], length: int) -> Counts:
 
 
 def oracle_counts(agrees: Sequence[bool]) -> Counts:
-    """A greedy run in which every round stops just before the first disagreement (SpecDec++, Lemma 2.1).
+    """Counts of a greedy run in which every round stops just before the first disagreement.
 
-    No sequence of lengths takes less time unless a draft pass takes longer than a target pass. The lemma's |S| + 1
-    calls are |S| when the last token disagrees: the call that emits it ends the run. Arguments as for `fixed_counts`.
+    Unless a draft pass takes longer than a target pass, no other sequence of lengths takes less time. The source counts
+    |S| + 1 target calls, where S is the set of disagreements. When the last token disagrees, there are only |S| calls:
+    the call that emits this token ends the run. Arguments as for `fixed_counts`.
+
+    Source: SpecDec++, arXiv 2405.19715, Lemma 2.1.
     """
     calls = sum(not same for same in agrees) + (len(agrees) > 0 and agrees[-1])
     return Counts(len(agrees), len(agrees) - calls, calls)

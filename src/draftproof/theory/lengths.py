@@ -1,7 +1,7 @@
-"""Expected accepted lengths: exactly on models small enough to enumerate, in closed form for i.i.d. acceptance.
+"""Expected number of accepted tokens: by enumeration on small models, in closed form for i.i.d. acceptance.
 
-Knows: next-token distributions as functions of the context. Does not know: tensors of a batch, rules' code. Lengths
-count accepted draft tokens; each round emits one more.
+A model is a function from the context to its next-token distribution. Lengths count accepted draft tokens; a round
+emits one token more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def token_length(p: Model, q: Model, drafted: int, context: Context = ()) -> flo
     Args:
         p: the target.
         q: the draft model.
-        drafted: tokens a round; the cost is V^drafted.
-        context: what is committed already.
+        drafted: number of drafted tokens; the work is V^drafted.
+        context: the committed tokens.
     """
     if drafted == 0:
         return 0.0
@@ -41,11 +41,11 @@ def token_length(p: Model, q: Model, drafted: int, context: Context = ()) -> flo
 
 
 def block_length(p: Model, q: Model, drafted: int, context: Context = (), running: float = 1.0) -> float:
-    """E[accepted] of block verification: the sum over i of E[P_i]. Arguments as for `token_length`.
+    """E[accepted] of block verification: the sum over i of E[P_i].
+
+    Arguments as for `token_length`; `running` is P at the context.
 
     Source: Block Verification, arXiv 2403.10444, Lemma 3.
-
-    `running` is P at the context.
     """
     if drafted == 0 or running == 0:
         return 0.0
@@ -59,12 +59,12 @@ def block_length(p: Model, q: Model, drafted: int, context: Context = (), runnin
 def full_information_length(
     p: Model, q: Model, drafted: int, context: Context = (), joint: tuple[float, float] = (1.0, 1.0)
 ) -> float:
-    """The bound no rule exceeds in one round: the sum over prefixes of min(p(x^i), q(x^i)).
+    """The upper bound of E[accepted] for one round of any rule: the sum over prefixes of min(p(x^i), q(x^i)).
+
+    Greedy block verification reaches it, but must verify later rounds against a modified target. Arguments as for
+    `token_length`; `joint` holds the joint probabilities of the context under p and q.
 
     Source: Block Verification, arXiv 2403.10444, Lemma 10.
-
-    Greedy block verification reaches it, at the cost of a modified target afterwards. `joint` holds the joint
-    probabilities of the context. Arguments as for `token_length`.
     """
     if drafted == 0:
         return 0.0
@@ -76,22 +76,22 @@ def full_information_length(
 
 
 def iid_length(alpha: float, drafted: int) -> float:
-    """E[accepted] when each token is accepted with probability alpha on its own: alpha + ... + alpha^n."""
+    """E[accepted] when tokens are accepted independently with probability alpha: alpha + ... + alpha^n."""
     return math.fsum(alpha**i for i in range(1, drafted + 1))
 
 
 def iid_block_efficiency(alpha: float, drafted: int) -> float:
-    """Tokens a round, (1 - alpha^(n+1)) / (1 - alpha) (Leviathan et al. 2023, equation (1))."""
+    """Expected tokens per round, (1 - alpha^(n+1)) / (1 - alpha) (Leviathan et al. 2023, equation (1))."""
     return 1 + iid_length(alpha, drafted)
 
 
 def iid_speedup(alpha: float, drafted: int, cost: float) -> float:
-    """Factor in time over plain decoding; cost = t_draft / t_target (Leviathan et al. 2023, theorem 3.8)."""
+    """Speed relative to plain decoding; cost = t_draft / t_target (Leviathan et al. 2023, theorem 3.8)."""
     return iid_block_efficiency(alpha, drafted) / (drafted * cost + 1)
 
 
 def iid_operations(alpha: float, drafted: int, cost: float) -> float:
-    """Factor in arithmetic operations over plain decoding; cost = draft operations / target operations a token.
+    """Arithmetic operations relative to plain decoding; cost = draft operations / target operations per token.
 
     Source: Leviathan et al. 2023, theorem 3.11.
     """

@@ -1,9 +1,8 @@
-"""SPRINTER in closed form: lengths, stopping times, acceptance and drift from the verifier's error rates (SPRINTER.
+"""SPRINTER (arXiv 2502.04557) in closed form: lengths, times and drift, from the error rates of its small verifier.
 
-Knows: rates. Does not know: models, verifiers. `true_positive` is the rate at which the small verifier accepts
-acceptable tokens (q <= p), `false_positive` the rate at which it accepts the others, decisions being independent;
-`run` is the number of acceptable tokens the draft model produces before its first unacceptable one, all later ones
-counting as unacceptable.
+`true_positive` is the rate at which the small verifier accepts acceptable tokens (q <= p), and `false_positive` the
+rate at which it accepts all other tokens; its decisions are independent. `run` is the number of acceptable tokens that
+the draft model produces before its first unacceptable one; all tokens after that one count as unacceptable.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def accepted_pmf(count: int, run: int, true_positive: float, false_positive: flo
 
 
 def expected_accepted(run: int, true_positive: float, false_positive: float) -> float:
-    """E[tokens the verifier accepts]; infinite if it never refuses.
+    """E[number of tokens that the verifier accepts]; infinite if it never rejects.
 
     Source: SPRINTER, arXiv 2502.04557, Theorem 3.3, equation (3).
     """
@@ -28,7 +27,7 @@ def expected_accepted(run: int, true_positive: float, false_positive: float) -> 
 
 
 def expected_stopping_time(run: int, true_positive: float, false_positive: float, draft_seconds: float) -> float:
-    """E[time until the target is called], one draft step for each token seen.
+    """E[seconds until the target is called], with one draft step for each token that the verifier reads.
 
     Source: SPRINTER, arXiv 2502.04557, Theorem 3.4, equation (4).
     """
@@ -37,12 +36,12 @@ def expected_stopping_time(run: int, true_positive: float, false_positive: float
 
 
 def acceptance_rate(false_positive: float, total_variation: float) -> float:
-    """Pr(a draft token is kept) = 1 - (1 - eta_FP) TV(p, q) (SPRINTER, arXiv 2502.04557, Theorem A.4)."""
+    """Pr(a drafted token is kept) = 1 - (1 - eta_FP) TV(p, q) (SPRINTER, arXiv 2502.04557, Theorem A.4)."""
     return 1 - (1 - false_positive) * total_variation
 
 
 def drift(false_positive: float, total_variation: float) -> float:
-    """Total variation between the law of a position and the target: eta_FP TV(p, q).
+    """Total variation between the output distribution of a position and the target's: eta_FP TV(p, q).
 
     Source: SPRINTER, arXiv 2502.04557, Theorem 3.1.
     """

@@ -1,1 +1,1 @@
-"""Training of the small parts that judge drafts: data, responses, features, one loop, provenance."""
+"""Training of drafters and heads: data, responses, features, the loop, and the directories that are written."""

@@ -1,7 +1,4 @@
-"""Texts as streams of tokens, and windows of them: the batches of models that are trained on text.
-
-Knows: where texts begin, which share of a batch is background. Does not know: files, models, losses.
-"""
+"""Streams of tokens from texts, and windows of them: the batches of models that are trained on text."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ from draftproof.rng import fold
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Texts one after another, the end token before each and after the last.
+    """Texts one after another, with the end token before each text and after the last one.
 
     Attributes:
         ids: the tokens.
-        starts: for each text the place of the end token before it.
+        starts: for each text the position of the end token before it.
     """
 
     ids: Int[Tensor, " tokens"]
     starts: Int[Tensor, " texts"]
 
     def window(self, length: int, generator: torch.Generator) -> Int[Tensor, " length"]:
-        """Tokens from a random place on, or from the beginning of the text there if that is in reach.
+        """Tokens from a random position, or from the beginning of its text if that is less than a window away.
 
-        So texts shorter than a window are read from their beginning, as they are when a model writes one.
+        So a text that is shorter than a window is read from its beginning, as when a model writes a text.
         """
         place = int(torch.randint(len(self.ids) - length + 1, (1,), generator=generator))
         start = int(self.starts[int(torch.searchsorted(self.starts, place, right=True)) - 1])
@@ -41,15 +38,15 @@ class Stream:
 
 
 def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> Stream:
-    """The stream of texts.
+    """The stream of some texts.
 
     Args:
-        rows: their token ids, without end tokens.
+        rows: token ids of the texts, without end tokens.
         end: the end token.
-        length: of the windows that shall be cut from it.
+        length: length of the windows that will be cut from the stream.
 
     Raises:
-        UserError: fewer tokens than a window holds.
+        UserError: the texts have fewer tokens than one window.
     """
     flat: list[int] = []
     starts = []
@@ -64,16 +61,16 @@ def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> Stream:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """The batch of a step, a pure function of (seed, step).
+    """The batch of each step, a pure function of (seed, step).
 
     Attributes:
-        main: what the model shall write.
-        background: other text in the same language; its share falls linearly, from twice `share` to nothing, or above
-            one half from everything to what keeps the mean.
-        share: of the background over all steps.
-        rows, length: windows a batch, tokens a window.
-        steps: of the run.
-        seed: of every choice.
+        main: the text to learn.
+        background: other text in the same language. Its share falls linearly from twice `share` to 0; where `share` is
+            above one half, it falls from 1 to 2 `share` - 1.
+        share: share of the background over all steps.
+        rows, length: number of windows in a batch, and of tokens in a window.
+        steps: number of steps of the run.
+        seed: seed of every random choice.
     """
 
     main: Stream
@@ -88,26 +85,26 @@ class Batches:
         """The windows of a step."""
         generator = torch.Generator().manual_seed(fold(self.seed, 8, step) >> 1)
         first, last = min(2 * self.share, 1.0), max(2 * self.share - 1, 0.0)
-        aside = torch.rand(self.rows, generator=generator) < first + (last - first) * step / self.steps
-        return torch.stack([self._source(bool(other)).window(self.length, generator) for other in aside])
+        other = torch.rand(self.rows, generator=generator) < first + (last - first) * step / self.steps
+        return torch.stack([self._source(bool(one)).window(self.length, generator) for one in other])
 
-    def _source(self, aside: bool) -> Stream:
-        return self.background if aside and self.background is not None else self.main
+    def _source(self, background: bool) -> Stream:
+        return self.background if background and self.background is not None else self.main
 
 
 def held_out(
     rows: Sequence[Sequence[int]], end: int, *, length: int, tokens: int
 ) -> tuple[Int[Tensor, "windows length"], int]:
-    """Whole texts one after another in windows that overlap by one token, each token predicted once.
+    """Complete texts one after another, in windows that overlap by one token, so that each token is predicted once.
 
     Args:
         rows: token ids of the texts, without end tokens.
-        end: the end token; it also fills the last window, marked -1 there.
-        length: tokens a window.
-        tokens: texts are taken until there are this many.
+        end: the end token.
+        length: number of tokens in a window; the last window is padded with -1.
+        tokens: texts are taken until there are this many tokens.
 
     Returns:
-        The windows, and how many texts were taken.
+        the windows, and the number of texts in them.
     """
     flat: list[int] = []
     taken = 0

@@ -1,7 +1,4 @@
-"""Texts and prompts from files: what is in them, how they are split, which tokens they are.
-
-Knows: .txt and .jsonl, plain or packed (.xz, .gz); splits by hash. Does not know: models, training.
-"""
+"""Texts and prompts from files (.txt and .jsonl, also compressed), their split by hash, and their tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftproof.errors import UserError, reason
-from draftproof.files import whole_file
+from draftproof.files import home, whole_file
 from draftproof.provenance import digest
 
 KEYS = ("prompt", "text", "turns", "question", "instruction", "content")
@@ -31,7 +28,7 @@ _UNPACK: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": l
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt, and the whole text it is the beginning of (itself, where nothing more is known)."""
+    """A prompt, and the text that begins with it (the prompt itself where there is no more)."""
 
     prompt: str
     text: str
@@ -39,7 +36,14 @@ class Example:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file, as provenance tells of it: its name without folders, its bytes, its texts."""
+    """A data file, as a provenance file describes it.
+
+    Attributes:
+        name: name of the file without folders.
+        sha256: hash of its bytes.
+        size: number of its bytes.
+        texts: number of its texts.
+    """
 
     name: str
     sha256: str
@@ -47,23 +51,28 @@ class DataFile:
     texts: int
 
 
+def cache_folder(chosen: Path | None) -> Path:
+    """The folder for tokens, responses and features that other runs can use: the chosen one, else in `files.home()`."""
+    return chosen or home() / "training"
+
+
 def lines(text: str) -> list[str]:
-    """One text a line."""
+    """Each line is a text."""
     return [line.strip() for line in text.split("\n")]
 
 
 def paragraphs(text: str) -> list[str]:
-    """Blank lines part texts; line ends inside one are blanks."""
+    """Blank lines separate texts; line ends inside a text become spaces."""
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text)]
 
 
 def stories(text: str) -> list[str]:
-    """A line right after another begins a text; blank lines part its paragraphs (the TinyStories sample's form)."""
+    """A line directly after another one begins a text; blank lines separate its paragraphs (as in TinyStories)."""
     return [part.strip() for part in re.split(r"(?<=\S)[ \t]*\n(?=\S)", text)]
 
 
 def documents(text: str) -> list[str]:
-    """A line `<|endoftext|>` parts texts (the form of whole books)."""
+    """A line `<|endoftext|>` separates texts, which may be whole books."""
     return [part.strip() for part in re.split(r"^<\|endoftext\|>[ \t]*$", text, flags=re.MULTILINE)]
 
 
@@ -78,15 +87,15 @@ FORMS: dict[str, Callable[[str], list[str]]] = {
 def read_examples(
     files: Iterable[str | Path], *, form: str = "lines", opening: int | None = None
 ) -> tuple[list[Example], list[DataFile]]:
-    """The distinct examples of files, in order, and what to say of the files in a provenance.
+    """The distinct examples of files, in order, and a description of each file.
 
     Args:
-        files: .txt (texts in one of FORMS) or .jsonl (one of KEYS in each object), plain or packed.
-        form: how texts stand in a .txt file.
-        opening: sentences of a text that are its prompt; 0 is all of it. Default: 1 for .txt, 0 for .jsonl.
+        files: .txt (texts in one of FORMS) or .jsonl (one of KEYS in each object), also compressed (.gz, .xz).
+        form: how texts are separated in a .txt file.
+        opening: number of sentences of a text that are its prompt, 0 for all; None is 1 for .txt and 0 for .jsonl.
 
     Raises:
-        UserError: a file that cannot be read, with the line where there is one.
+        UserError: a file that cannot be read or has no text; the message names the file, and the line in .jsonl.
     """
     if form not in FORMS:
         raise UserError(f"form is {form!r}: legal are {', '.join(FORMS)}")
@@ -109,7 +118,7 @@ def read_text(file: Path) -> tuple[bytes, str]:
     """The bytes of a file and its text, unpacked.
 
     Raises:
-        UserError: it cannot be read or unpacked, or is not UTF-8.
+        UserError: it cannot be read or unpacked, or it is not UTF-8.
     """
     raw = _bytes(file)
     return raw, _text(file, raw)
@@ -123,7 +132,7 @@ def _bytes(file: Path) -> bytes:
 
 
 def _text(file: Path, raw: bytes) -> str:
-    """The file's text, unpacked."""
+    """The unpacked text of a file."""
     unpack = _UNPACK.get(file.suffix)
     try:
         return (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
@@ -137,15 +146,15 @@ def _texts(file: Path, text: str, form: str) -> tuple[list[str], int]:
     """The texts of a file and the default of `opening` for its kind."""
     suffix = Path(file.stem).suffix if file.suffix in _UNPACK else file.suffix
     if suffix == ".jsonl":
-        rows = enumerate(text.split("\n"), 1)  # not splitlines: JSON text may hold its other line ends
+        rows = enumerate(text.split("\n"), 1)  # not splitlines: JSON text may contain the other line ends
         return [_of_json(row, f"{file}, line {number}") for number, row in rows if row.strip()], 0
     if suffix not in {".txt", ".raw", ""}:
-        raise UserError(f"{file} is of no known kind: legal are .txt, .raw and .jsonl, also with .gz or .xz")
+        raise UserError(f"the kind of {file} is not known: legal are .txt, .raw and .jsonl, also with .gz or .xz")
     return [part for part in FORMS[form](text) if part], 1
 
 
 def _of_json(row: str, where: str) -> str:
-    """The text in one line of JSON: Spec-Bench's turns count with the first of them."""
+    """The text in one line of JSON; of several turns (Spec-Bench), the first one."""
     try:
         record: Any = json.loads(row)
     except (ValueError, RecursionError) as cause:
@@ -160,7 +169,7 @@ def _of_json(row: str, where: str) -> str:
 
 
 def _opening(text: str, sentences: int) -> str:
-    """The first sentences of a text; all of it for 0, or if it has no more."""
+    """The first sentences of a text; the whole text for 0, or if it has no more sentences."""
     if sentences < 1:
         return text
     end = 0
@@ -172,16 +181,16 @@ def _opening(text: str, sentences: int) -> str:
 
 
 def split(examples: Sequence[Example], limit: int | None = None) -> dict[str, list[Example]]:
-    """Train, valid and test in the proportion 8 : 1 : 1, each text's place decided by its hash alone.
+    """Split examples into train, valid and test in the proportion 8 : 1 : 1, by the hash of each text alone.
 
-    So a text is never in two parts, whatever file it comes from and however many there are.
+    So a text is always in the same part, in any file and among any other texts.
 
     Args:
-        examples: to be split.
-        limit: examples to use in all; the first of each part by hash.
+        examples: the examples to split.
+        limit: number of examples to use in total; the first of each part by hash.
 
     Raises:
-        UserError: too few examples for each part to have one.
+        UserError: there are too few examples: a part is empty.
     """
     keyed = sorted((hashlib.sha256(each.text.encode()).digest(), each) for each in map(_Keyed, examples))
     parts: dict[str, list[Example]] = {}
@@ -197,7 +206,7 @@ def split(examples: Sequence[Example], limit: int | None = None) -> dict[str, li
 
 @dataclass(frozen=True)
 class _Keyed:
-    """An example that sorting never looks into."""
+    """An example with an order, for texts with equal hashes."""
 
     example: Example
 
@@ -210,13 +219,13 @@ class _Keyed:
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any, *, cache: Path, key: str) -> list[list[int]]:
-    """Token ids of texts, from a file of the cache where they are there.
+    """Token ids of texts, from the cache if they are in it.
 
     Args:
-        texts: to be read.
-        tokenizer: the target's.
+        texts: the texts.
+        tokenizer: the target's tokenizer.
         cache: folder of the cache.
-        key: names the tokenizer (the target's fingerprint).
+        key: identifies the tokenizer (the target's fingerprint).
     """
     file = cache / "tokens" / f"{digest(key, list(texts))[:24]}.safetensors"
     if not file.exists():

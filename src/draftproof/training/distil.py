@@ -1,7 +1,4 @@
-"""Losses of language models, and how good they are: bits per byte, how often a draft is accepted.
-
-Knows: logits, windows of tokens. Does not know: where windows come from, artefacts, engines.
-"""
+"""Losses of language models that imitate a target, and their figures: bits per byte, acceptance by the target."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ Distance = Callable[[Float[Tensor, "*rows vocab"], Float[Tensor, "*rows vocab"]]
 
 
 def forward_kl(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
-    """KL(p || q): the draft covers whatever the target may say."""
+    """KL(p || q) of each row: the draft q gives mass to every token of the target p."""
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def reverse_kl(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
-    """KL(q || p): the draft says nothing that the target would not."""
+    """KL(q || p) of each row: the draft q gives little mass to tokens that are unlikely under the target p."""
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
 def total_variation(log_p: Float[Tensor, "*rows vocab"], log_q: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
-    """Half the sum of |p - q|: exactly the chance that a drafted token is rejected."""
+    """Half the sum of |p - q| of each row: exactly the probability that a drafted token is rejected."""
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
 
 
@@ -41,7 +38,7 @@ def logits_of(model: Any, ids: Int[Tensor, "rows length"], *, low: bool) -> Floa
     Args:
         model: a causal language model of transformers.
         ids: windows of tokens.
-        low: multiply in bfloat16; the weights stay what they are.
+        low: multiply in bfloat16; the weights do not change.
     """
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=low):
         made: Tensor = model(input_ids=ids, use_cache=False).logits
@@ -49,14 +46,14 @@ def logits_of(model: Any, ids: Int[Tensor, "rows length"], *, low: bool) -> Floa
 
 
 def text_loss(model: nn.Module, windows: Int[Tensor, "rows length"], *, low: bool) -> Float[Tensor, ""]:
-    """Mean cross-entropy of each token of the windows but the first."""
+    """Mean cross-entropy of all tokens of the windows except the first of each."""
     logits = logits_of(model, windows[:, :-1], low=low)
     return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), ignore_index=-1)
 
 
 @torch.no_grad()
 def nats(model: nn.Module, windows: Int[Tensor, "rows length"], *, at_once: int = 16) -> tuple[float, int]:
-    """Sum of the cross-entropies of held-out windows, and the number of tokens predicted; -1 is no token."""
+    """Sum of the cross-entropies of windows in nats, and the number of predicted tokens; -1 is padding."""
     total, count = 0.0, 0
     for part in torch.split(windows, at_once):
         logits = logits_of(model, part[:, :-1].clamp(min=0), low=False)
@@ -67,12 +64,12 @@ def nats(model: nn.Module, windows: Int[Tensor, "rows length"], *, at_once: int 
 
 
 def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: int) -> float:
-    """Bits that the model needs for a byte of text.
+    """Bits that the model needs for one byte of text.
 
     Args:
         model: a causal language model.
-        windows: the tokens of whole texts, see `corpus.held_out`; what predicting their ends costs is counted.
-        size: bytes of those texts.
+        windows: the tokens of complete texts, see `corpus.held_out`; the end tokens count.
+        size: number of bytes of the texts.
     """
     return nats(model, windows)[0] / math.log(2) / size
 
@@ -81,17 +78,18 @@ def bits_per_byte(model: nn.Module, windows: Int[Tensor, "rows length"], size: i
 def agreement(
     target: nn.Module, draft: nn.Module, windows: Int[Tensor, "rows length"], *, skip: int = 0, at_once: int = 16
 ) -> dict[str, float]:
-    """How a draft fares against a target at temperature 1, over the positions of windows.
+    """Agreement of a draft with a target at temperature 1, over the positions of windows.
 
     Args:
         target: a causal language model.
-        draft: another with the same vocabulary.
-        windows: of tokens; -1 is none.
-        skip: tokens at the beginning of each window that are given, not predicted.
-        at_once: windows in a forward pass.
+        draft: another one with the same vocabulary.
+        windows: windows of tokens; -1 is padding.
+        skip: number of tokens at the beginning of each window that are not predicted.
+        at_once: number of windows in a forward pass.
 
     Returns:
-        acceptance: mean of sum min(p, q), the chance that a drafted token is accepted; agreement of the top tokens.
+        "acceptance": the mean of sum min(p, q), the probability that a drafted token is accepted; "top_agreement": how
+        often both models have the same most likely token.
     """
     total, top, count = 0.0, 0, 0
     for part in torch.split(windows, at_once):
@@ -106,7 +104,7 @@ def agreement(
 
 @torch.no_grad()
 def sampled(model: Any, prompts: Int[Tensor, "rows known"], length: int) -> Int[Tensor, "rows length"]:
-    """The prompts continued by the model at temperature 1 to `length` tokens, past end tokens."""
+    """The prompts with the model's continuation at temperature 1, `length` tokens each; end tokens do not stop it."""
     made: Tensor = model.generate(
         input_ids=prompts,
         attention_mask=torch.ones_like(prompts),

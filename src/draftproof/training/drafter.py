@@ -1,9 +1,7 @@
-"""A language model trained here: from scratch on text, or to imitate a target whose vocabulary it shares.
+"""Training a language model: from scratch on text, or to imitate a target whose vocabulary it shares.
 
-Knows: the order of the work, the objectives, what is read. Does not know: the loop, which options are legal.
-
-OUT appears whole, or not at all. Until then the tokenizer and the checkpoint lie in OUT.work, and the same command
-takes them up again.
+OUT is written whole or not at all. Until then the tokenizer and the checkpoint are in OUT.work, and the same command
+continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from draftproof.training.loop import Loss, Record, TrainingPlan, train
 from draftproof.training.tokenizer import train_tokenizer
 
 
-class Studio:
-    """A job under way: texts, tokenizer, models.
+class DrafterRun:
+    """One run of a job: its texts, tokenizer and models.
 
     Args:
-        job: what is asked for.
+        job: the options.
         watch: shows progress.
 
     Raises:
@@ -53,13 +51,15 @@ class Studio:
         self.settings = job.settings if job.init is None else settings_of(Path(models.resolve(job.init), "config.json"))
         positions = self.settings["max_position_embeddings"]
         if job.length > positions:
-            raise UserError(f"windows of {job.length} tokens, and the model reads {positions}: legal is {positions}")
+            raise UserError(
+                f"windows of {job.length} tokens are longer than the model reads: legal are at most {positions}"
+            )
         examples, self.sources = read_examples(job.texts.data, form=job.texts.form, opening=1)
         self.parts = split(examples, job.texts.limit)
-        self.aside: list[Example] = []
+        self.background: list[Example] = []
         if job.texts.background:
             form = job.texts.background_form
-            self.aside, sources = read_examples(job.texts.background, form=form, opening=0)
+            self.background, sources = read_examples(job.texts.background, form=form, opening=0)
             self.sources += sources
         self.device = torch.device(job.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
@@ -67,7 +67,7 @@ class Studio:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's, or the one of the model to go on from, or one trained on these texts once."""
+        """The target's tokenizer, or that of the initial model, or one that is trained on these texts."""
         init, target = self.job.init, None if self.job.imitation is None else self.job.imitation.target
         found = {name: load_tokenizer(models.resolve(name)) for name in (target, init) if name is not None}
         if target is not None and init is not None:
@@ -87,7 +87,7 @@ class Studio:
         texts = [example.text for example in self.parts["train"]]
         room = sum(map(len, texts))
         yield from texts
-        for example in self.aside:
+        for example in self.background:
             yield example.text[:room]
             room -= len(example.text)
             if room <= 0:
@@ -95,17 +95,17 @@ class Studio:
 
     @cached_property
     def end(self) -> int:
-        """The token between texts: the tokenizer's end token, or its first where the target ends texts with that."""
+        """The token between texts: the tokenizer's end token, or its begin token if the target ends texts with that."""
         found, first = self.tokenizer.eos_token_id, self.tokenizer.bos_token_id
         if self.target is not None:
             ends = self.target.generation_config.eos_token_id
             found = first if first is not None and isinstance(ends, list) and first in ends else found
         if found is None:
-            raise UserError("the target's tokenizer has no end token: name a target that has one")
+            raise UserError("the target's tokenizer has no end token: choose a target that has one")
         return int(found)
 
     def ids(self, examples: Sequence[Example]) -> list[list[int]]:
-        """Token ids of texts, with what the tokenizer puts before one, unless that is the token between texts."""
+        """Token ids of texts, after the tokens that the tokenizer adds at the start unless these are the end token."""
         texts = [example.text for example in examples]
         before = list(map(int, self.tokenizer("")["input_ids"]))
         before = [] if before == [self.end] else before
@@ -113,11 +113,11 @@ class Studio:
         return [[*before, *map(int, row)] for row in found]
 
     def stream(self, examples: Sequence[Example]) -> Stream:
-        """Texts as training reads them."""
+        """The texts as one stream of tokens."""
         return stream(self.ids(examples), self.end, length=self.job.length)
 
     def held_out(self, part: str) -> tuple[Int[Tensor, "windows length"], int]:
-        """Windows of a held-out part, and the bytes of the texts in them."""
+        """Windows of a held-out part, and the number of bytes of the texts in them."""
         windows, taken = held_out(self.ids(self.parts[part]), self.end, length=self.job.length, tokens=self.job.held)
         size = sum(len(example.text.encode()) for example in self.parts[part][:taken])
         return windows.to(self.device), size
@@ -126,7 +126,7 @@ class Studio:
 
     @cached_property
     def target(self) -> Any:
-        """The model to imitate, frozen; None where there is none."""
+        """The frozen model to imitate; None without one."""
         if self.job.imitation is None:
             return None
         made = load_model(models.resolve(self.job.imitation.target), dtype="float32", device=str(self.device))
@@ -134,14 +134,14 @@ class Studio:
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that a new model tells apart; with the padding of a target's, so that both speak the same ones."""
+        """Size of the vocabulary of a new model; as large as the target's, padding included."""
         return int(len(self.tokenizer) if self.target is None else self.target.config.vocab_size)
 
     def model(self) -> Any:
-        """The model to go on from, or an untrained one, the same for the same seed.
+        """The initial model, or an untrained one that depends on the seed only.
 
         Raises:
-            UserError: the model to go on from has another vocabulary than the target.
+            UserError: the initial model has another vocabulary than the target.
         """
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -149,8 +149,8 @@ class Studio:
             found = load_model(models.resolve(self.job.init), dtype="float32", device=str(self.device))
             if self.target is not None and found.config.vocab_size != self.vocabulary:
                 raise UserError(
-                    f"{self.job.init} tells {found.config.vocab_size} tokens apart, its target {self.vocabulary}: "
-                    "legal is as many"
+                    f"the vocabulary of {self.job.init} has {found.config.vocab_size} tokens, that of its target "
+                    f"{self.vocabulary}: both must have the same size"
                 )
             return found.requires_grad_(requires_grad=True)
         ends = {"bos_token_id": self.tokenizer.bos_token_id, "eos_token_id": self.end, "pad_token_id": None}
@@ -162,12 +162,12 @@ class Studio:
 
     @property
     def identity(self) -> str:
-        """Says which run a checkpoint belongs to."""
-        job, asked = self.job, self.job.imitation
+        """A hash of everything that decides the model, which identifies the run of a checkpoint."""
+        job, goal = self.job, self.job.imitation
         files = [file_digest(path) for path in sorted(job.work.glob("tokenizer/tokenizer.json"))]
-        told = None if asked is None else (fingerprint(asked.target), asked.loss, asked.policy, asked.share)
+        imitation = None if goal is None else (fingerprint(goal.target), goal.loss, goal.policy, goal.share)
         texts = (job.texts.form, job.texts.limit, job.texts.background_form, job.texts.share)
-        facts = (self.settings, self.vocabulary, texts, files, told, job.rows, job.length, job.held, job.precision)
+        facts = (self.settings, self.vocabulary, texts, files, imitation, job.rows, job.length, job.held, job.precision)
         init = [] if job.init is None else [fingerprint(job.init)]
         return digest([asdict(source) for source in self.sources], facts, self.device.type, *init)
 
@@ -175,7 +175,7 @@ class Studio:
 
     @property
     def plan(self) -> TrainingPlan:
-        """The job's plan; the weights of the best of twenty looks at held-out text are the result."""
+        """The job's plan with twenty evaluations on held-out text; the weights of the best one are the result."""
         plan = self.job.plan
         every = plan.evaluate_every or max(plan.steps // 20, 1)
         best = "bits_per_byte" if self.job.imitation is None else "rejection"
@@ -187,8 +187,8 @@ class Studio:
         plan = self.plan
         batches = Batches(
             main=self.stream(self.parts["train"]),
-            background=self.stream(self.aside) if self.aside else None,
-            share=job.texts.share if self.aside else 0.0,
+            background=self.stream(self.background) if self.background else None,
+            share=job.texts.share if self.background else 0.0,
             rows=job.rows,
             length=job.length,
             steps=plan.steps,
@@ -203,27 +203,27 @@ class Studio:
             plan,
             checkpoint=job.work / "checkpoint.safetensors",
             identity=self.identity,
-            evaluate=lambda module: self.judge(module, windows, size),
+            evaluate=lambda module: self.evaluate(module, windows, size),
             watch=self.watch,
         )
         return model, history
 
     def loss(self, module: nn.Module, windows: Int[Tensor, "rows length"]) -> Loss:
-        """Of a batch: cross-entropy, or the distance from the target."""
-        low, asked = self.job.precision == "bfloat16", self.job.imitation
-        if asked is None:
+        """The loss of a batch: cross-entropy, or the distance from the target."""
+        low, goal = self.job.precision == "bfloat16", self.job.imitation
+        if goal is None:
             return Loss(distil.text_loss(module, windows, low=low), windows.numel())
         given = 0
-        if asked.policy != "text" and float(torch.rand(())) < asked.share:
-            writer = module if asked.policy == "draft" else self.target
+        if goal.policy != "text" and float(torch.rand(())) < goal.share:
+            writer = module if goal.policy == "draft" else self.target
             windows, given = distil.sampled(writer, windows[:, :PROMPT], windows.shape[1]), PROMPT - 1
         with torch.no_grad():
             log_p = distil.logits_of(self.target, windows[:, :-1], low=low)[:, given:].log_softmax(-1)
         log_q = distil.logits_of(module, windows[:, :-1], low=low)[:, given:].log_softmax(-1)
-        return Loss(distil.LOSSES[asked.loss](log_p, log_q).mean(), windows.numel())
+        return Loss(distil.LOSSES[goal.loss](log_p, log_q).mean(), windows.numel())
 
-    def judge(self, model: nn.Module, windows: Int[Tensor, "windows length"], size: int) -> dict[str, float]:
-        """Figures of a model on held-out text."""
+    def evaluate(self, model: nn.Module, windows: Int[Tensor, "windows length"], size: int) -> dict[str, float]:
+        """Figures of a model on held-out text: bits per byte; with a target also acceptance and rejection."""
         found = {"bits_per_byte": distil.bits_per_byte(model, windows, size)}
         if self.target is not None:
             found |= distil.agreement(self.target, model, windows)

@@ -1,7 +1,4 @@
-"""What `train drafter` is asked for: a shape, texts, a target to imitate, where the model goes.
-
-Knows: which options are legal. Does not know: how anything is trained.
-"""
+"""Options of `train drafter`: the shape, the texts, a target to imitate, and where the model is written."""
 
 from __future__ import annotations
 
@@ -11,25 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError, reason
+from draftproof.files import refuse_existing
 from draftproof.training.distil import LOSSES
 from draftproof.training.loop import TrainingPlan
 
 POLICIES = ("text", "draft", "target")
-PROMPT = 16  # tokens of a text that a model continues, where it is trained on what it writes
+PROMPT = 16  # tokens of a text that a model continues, where it is trained on continuations
 PRECISIONS = ("float32", "bfloat16")
-_FURTHER = ("rope_theta", "rope_parameters", "rms_norm_eps", "head_dim", "attention_bias", "mlp_bias", "hidden_act")
+_OPTIONAL = ("rope_theta", "rope_parameters", "rms_norm_eps", "head_dim", "attention_bias", "mlp_bias", "hidden_act")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-shaped model in a few numbers.
+    """The shape of a Llama model.
 
     Attributes:
-        layers, width, heads: of the decoder.
-        kv_heads: heads of keys and values; 0 is as many as heads.
+        layers: number of decoder layers.
+        width: width of the hidden states.
+        heads: number of attention heads.
+        kv_heads: number of key and value heads; 0 is as many as attention heads.
         hidden: width of the feed-forward layers; 0 is 8/3 of the width, rounded up to a multiple of 32.
-        positions: the longest sequence.
-        vocabulary: tokens of a tokenizer that is trained with the model; a target's own is taken as it is.
+        positions: length of the longest sequence, in tokens.
+        vocabulary: number of tokens of the tokenizer that is trained with the model; not used with a target to imitate,
+            whose tokenizer is used.
+
+    Raises:
+        UserError: a number is out of range.
     """
 
     layers: int = 2
@@ -48,7 +52,9 @@ class Shape:
         if self.width % (2 * self.heads):
             raise UserError(f"width {self.width} with {self.heads} heads: legal is a multiple of twice the heads")
         if self.heads % (self.kv_heads or self.heads):
-            raise UserError(f"{self.heads} heads with {self.kv_heads} of keys and values: legal are divisors of heads")
+            raise UserError(
+                f"{self.heads} heads with {self.kv_heads} of keys and values: legal are divisors of the number of heads"
+            )
 
     def config(self) -> dict[str, Any]:
         """Arguments of transformers' LlamaConfig, without the vocabulary."""
@@ -65,15 +71,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Texts:
-    """What is read.
+    """The texts that a model is trained on.
 
     Attributes:
-        data: files of the text that the model shall write; a tenth is held out to choose weights, a tenth to judge.
-        form: how texts stand in .txt files.
-        limit: texts of data to use; None is all.
-        background: files of further text in the same language, read mostly early in the run.
-        background_form: how texts stand in those.
-        share: of the background over the whole run; it falls linearly from twice that to nothing, or from everything.
+        data: text to learn: .txt or .jsonl, also .gz and .xz; can be repeated. One tenth of the texts is held out to
+            choose the weights, and one tenth to evaluate them.
+        form: how texts are separated in .txt files: lines, paragraphs, stories or documents.
+        limit: number of texts of the data to use; by default all.
+        background: more text in the same language, used mostly early in the run; can be repeated.
+        background_form: how texts are separated in the background files.
+        share: share of the background over the whole run. It falls linearly from twice this value to 0; above one half
+            it starts at 1.
+
+    Raises:
+        UserError: the share is out of range.
     """
 
     data: tuple[Path, ...]
@@ -93,10 +104,14 @@ class Imitation:
     """A target to imitate.
 
     Attributes:
-        target: its name; the draft takes its tokenizer and vocabulary.
-        loss: kl, reverse_kl or tv, see training.distil.
-        policy: what the two are compared on: text, or what the draft or the target continues it with.
-        share: of the steps that read continuations where the policy is not text.
+        target: the target to imitate: registered name, hub id or directory; the model gets its tokenizer.
+        loss: distance to minimise: kl is KL(target || draft), reverse_kl is KL(draft || target), tv is the probability
+            of a rejection.
+        policy: texts on which the models are compared: text, or also continuations of it by the draft or the target.
+        share: share of the steps that use continuations, where the policy is not text.
+
+    Raises:
+        UserError: a value is not legal.
     """
 
     target: str
@@ -115,24 +130,28 @@ class Imitation:
 
 @dataclass(frozen=True)
 class DrafterJob:
-    """What shall be trained, and where it goes.
+    """A language model to train, and where it is written.
 
     Attributes:
-        texts: data.
-        out: directory to make.
-        shape: of the model.
-        config: a config.json of a Llama-shaped model that stands for the shape.
-        init: name of a model to go on from, with its shape and tokenizer; None starts from random weights.
+        texts: the data.
+        out: directory to write; it must not exist.
+        shape: shape of the model.
+        config: a config.json of a Llama model, used instead of the shape.
+        init: the initial model, with its shape and tokenizer: name or directory; by default random weights.
         imitation: the target to imitate; None trains on the text alone.
         plan: steps and learning rate.
-        rows, length: windows a step, and tokens a window.
-        held: tokens of each held-out part that are looked at.
-        precision: of the products in training: float32 or bfloat16. Weights are float32.
-        stored: of the weights in OUT: float32, float16 or bfloat16; it loads as float32.
-        device: where; None is the CPU, or an accelerator if there is one.
-        seed: of everything.
-        trial_prompts: openings of test texts that the engine continues, for the block efficiencies of a draft.
-        trial_tokens: most tokens of each continuation.
+        rows: number of windows of text in a step.
+        length: number of tokens in a window.
+        held: number of tokens of each held-out part that are used.
+        precision: precision of the matrix products in training: float32 or bfloat16; weights are float32.
+        stored: dtype of the weights in the directory: float32, float16 or bfloat16; they are loaded as float32.
+        device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.
+        seed: seed of all random choices.
+        trial_prompts: number of held-out prompts that the engine continues, for the block efficiencies of a draft.
+        trial_tokens: largest number of tokens of each continuation.
+
+    Raises:
+        UserError: a value is not legal, or `out` exists.
     """
 
     texts: Texts
@@ -162,36 +181,35 @@ class DrafterJob:
             raise UserError(f"precision is {self.precision!r}: legal are {', '.join(PRECISIONS)}")
         if self.stored not in (*PRECISIONS, "float16"):
             raise UserError(f"stored is {self.stored!r}: legal are {', '.join((*PRECISIONS, 'float16'))}")
-        if self.out.exists():
-            raise UserError(f"{self.out} exists already: name a path that does not, or remove it first")
+        refuse_existing(self.out)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of LlamaConfig but the vocabulary: the shape's, or those of a file.
+        """Arguments of LlamaConfig except the vocabulary, from the shape or from the config file.
 
         Raises:
-            UserError: a file that is no such config.
+            UserError: the file is no config of a Llama model.
         """
         return self.shape.config() if self.config is None else settings_of(self.config)
 
     @property
     def work(self) -> Path:
-        """Where tokenizer and checkpoint lie until the artefact is made."""
+        """The directory of tokenizer and checkpoint, until the artefact is written."""
         return self.out.parent / f"{self.out.name}.work"
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    """Arguments of LlamaConfig from a config.json.
+    """Arguments of LlamaConfig except the vocabulary, from a config.json.
 
     Raises:
-        UserError: none to be had there.
+        UserError: the file cannot be read, or is no config of a Llama model.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        known = {name: found[name] for name in (*Shape().config(), *_FURTHER) if name in found}
+        known = {name: found[name] for name in (*Shape().config(), *_OPTIONAL) if name in found}
     except (OSError, ValueError, TypeError) as cause:
         raise UserError(f"cannot read a config from {path}: {reason(cause)}") from cause
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     if missing := [name for name in needed if name not in known]:
-        raise UserError(f"{path} is no config of a Llama-shaped model: it lacks {missing[0]}")
+        raise UserError(f"{path} is no config of a Llama model: it lacks {missing[0]}")
     return {"max_position_embeddings": 512, **known}

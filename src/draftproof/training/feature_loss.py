@@ -1,10 +1,8 @@
-"""How a feature head is taught and measured: along known tokens, standing on its own states for several steps.
+"""The loss of a feature head along known tokens, over several steps on its own states, and its expected acceptance.
 
-Knows: unrolling, the loss, acceptance by drafted position. Does not know: files, models, the loop.
-
-Step 1 reads the target's states everywhere. Step k reads the states that step k - 1 made, and attends as a draft does:
-to the entries of step 1 up to where the draft began, and from there on to its own (EAGLE-3, arXiv 2503.01840, calls it
-training-time test). So the k-th drafted token is taught on what it will stand on.
+Step 1 reads the target's states at every position. Step k reads the states that step k - 1 computed, and its attention
+is that of a draft: to the keys and values of step 1 up to the start of the draft, and from there to its own (EAGLE-3,
+arXiv 2503.01840, calls this training-time test). So the k-th drafted token is trained on the inputs it will have.
 """
 
 from __future__ import annotations
@@ -22,20 +20,20 @@ from draftproof.backends.feature_net import FeatureNet
 from draftproof.training.feature_rows import StateRows
 from draftproof.training.loop import Loss
 
-_CHUNK = 64  # rows of logits that are worked on at once
+_CHUNK = 64  # number of rows of logits that are processed at once, so that they fit into the caches
 
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What of the target teaching needs; fixed while a head is trained.
+    """The parts of the target and the options of the loss, which are fixed while a head is trained.
 
     Attributes:
-        embed: its embedding, as a module.
-        output: the rows of its output layer for the head's tokens.
-        unroll: steps on the head's own states, the first on the target's among them.
-        tv: weight of the total variation beside the cross-entropy.
+        embed: the target's embedding, as a module.
+        output: the rows of the target's output layer for the head's tokens.
+        unroll: number of steps; the first reads the target's states, the others the head's own.
+        tv: weight of the total variation, in addition to the cross-entropy.
         states: weight of the smooth L1 distance to the target's states.
-        autocast: whether matrix products are made in bfloat16.
+        autocast: whether matrix products are computed in bfloat16.
     """
 
     embed: Any
@@ -47,7 +45,7 @@ class Frame:
 
 
 class _Unrolled:
-    """The attention of one training pass: entries of earlier steps are kept, and shifted to where a draft sees them."""
+    """The attention of one training pass: keys and values of earlier steps are kept, and shifted to their positions."""
 
     def __init__(self, length: int, window: int, device: torch.device) -> None:
         self._places = torch.arange(length, device=device)
@@ -60,7 +58,7 @@ class _Unrolled:
         back = len(self._seen) - 1
         gap = self._places.unsqueeze(1) - self._places
         allowed = (gap >= back) & (gap < self._window)
-        allowed |= ~allowed.any(-1, keepdim=True) & (self._places == 0)  # no row of a softmax is empty
+        allowed |= ~allowed.any(-1, keepdim=True) & (self._places == 0)  # so that no row of the softmax is empty
         first_keys, first_values = self._seen[0]
         if not back:
             return scaled_dot_product_attention(queries, first_keys, first_values, attn_mask=allowed)
@@ -76,18 +74,18 @@ class _Unrolled:
 
 
 def _shift(x: Float[Tensor, "*batch width dim"], by: int) -> Float[Tensor, "*batch width dim"]:
-    """Every entry moved `by` places to the right, zeros before."""
+    """Every entry moved `by` positions to the right, with zeros before."""
     return pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
 
 
 def steps(net: FeatureNet, rows: StateRows, frame: Frame, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each unrolled step the output states and which positions count.
+    """For each step the output states [rows, length, dim], and whether each position counts [rows, length].
 
     Args:
         net: the head.
         rows: known tokens with the target's states.
-        frame: what of the target is needed.
-        count: steps.
+        frame: parts of the target.
+        count: number of steps.
     """
     length = rows.ids.shape[1]
     attend = _Unrolled(length, net.config.window, rows.ids.device)
@@ -101,24 +99,22 @@ def steps(net: FeatureNet, rows: StateRows, frame: Frame, count: int) -> Iterato
         states = out
 
 
-class _Against(torch.autograd.Function):
-    """An output layer and the loss on it at once; the gradient is made on the way forward, in the logits' place."""
+class _OutputLoss(torch.autograd.Function):
+    """An output layer and its loss in one function; the forward pass overwrites the logits with the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, wanted: Tensor, tv: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, states: Tensor, weight: Tensor, target: Tensor, tv: float) -> tuple[Tensor, Tensor]:
         rows = states.to(weight.dtype)
         logits = rows @ weight.T
         losses, overlaps = [], []
-        for part, p in zip(
-            torch.split(logits, _CHUNK), torch.split(wanted, _CHUNK), strict=True
-        ):  # of a size that caches hold
-            loss, overlap, gradient = _judge(part, p, tv)
+        for part, p in zip(torch.split(logits, _CHUNK), torch.split(target, _CHUNK), strict=True):
+            loss, overlap, gradient = _loss_of(part, p, tv)
             losses.append(loss)
             overlaps.append(overlap)
             part.copy_(gradient)
-        taught, weighted = ctx.needs_input_grad[:2]
-        back = (logits @ weight).to(states.dtype) if taught else None
-        layer = (logits.T @ rows).float() if weighted else None
+        for_states, for_weight = ctx.needs_input_grad[:2]
+        back = (logits @ weight).to(states.dtype) if for_states else None
+        layer = (logits.T @ rows).float() if for_weight else None
         ctx.kept = (back, layer, states.shape[0])
         shared = torch.cat(overlaps)
         ctx.mark_non_differentiable(shared)
@@ -131,42 +127,44 @@ class _Against(torch.autograd.Function):
         return None if back is None else back * scale, None if layer is None else layer * scale, None, None
 
 
-def _judge(logits: Tensor, wanted: Tensor, tv: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and overlap of each row, and the loss's gradient by the logits."""
+def _loss_of(logits: Tensor, target: Tensor, tv: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and overlap of each row, and the gradient of the loss by the logits."""
     full = logits.float()
     log_mass = full.logsumexp(-1, keepdim=True)
-    covered = wanted.sum(-1, keepdim=True)
-    loss = (covered * log_mass).squeeze(-1) - (wanted * full).sum(-1)
+    covered = target.sum(-1, keepdim=True)
+    loss = (covered * log_mass).squeeze(-1) - (target * full).sum(-1)
     q = full.sub_(log_mass).exp_()
-    overlap = torch.minimum(q, wanted).sum(-1)
+    overlap = torch.minimum(q, target).sum(-1)
     if tv:
-        short = q * (q < wanted)  # where more of q is more of the overlap
+        short = q * (q < target)  # where a larger q gives a larger overlap
         weights = covered + tv * short.sum(-1, keepdim=True)
-        gradient = q.mul_(weights).sub_(wanted).sub_(short, alpha=tv)
+        gradient = q.mul_(weights).sub_(target).sub_(short, alpha=tv)
     else:
-        gradient = q.mul_(covered).sub_(wanted)
+        gradient = q.mul_(covered).sub_(target)
     return loss + tv * (1 - overlap), overlap, gradient
 
 
-def against(
+def output_loss(
     states: Float[Tensor, "rows dim"],
     weight: Float[Tensor, "ids dim"],
-    wanted: Float[Tensor, "rows ids"],
+    target: Float[Tensor, "rows ids"],
     tv: float = 0.0,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, " rows"]]:
-    """The mean loss of rows, cross-entropy plus `tv` times total variation, and each row's overlap sum of min(p, q).
+    """The mean loss of rows, and the overlap sum of min(p, q) of each row.
+
+    The loss is cross-entropy plus `tv` times total variation.
 
     Args:
         states: output states of a head.
-        weight: of the output layer, whose softmax is q; products are made in its dtype.
-        wanted: the target's probabilities of these tokens, of sum 1 or less.
+        weight: weights of the output layer, whose softmax is q; matrix products are computed in their dtype.
+        target: the target's probabilities of these tokens, with a sum of 1 or less.
         tv: weight of the total variation.
     """
-    found: tuple[Tensor, Tensor] = _Against.apply(states, weight, wanted, tv)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _OutputLoss.apply(states, weight, target, tv)  # type: ignore[no-untyped-call]
     return found
 
 
-def wanted_rows(rows: StateRows, frame: Frame) -> Float[Tensor, "positions ids"]:
+def target_rows(rows: StateRows, frame: Frame) -> Float[Tensor, "positions ids"]:
     """The target's probabilities of the head's tokens at every position."""
     logits = linear(rows.states.flatten(0, 1).to(frame.output.dtype), frame.output).float()
     return logits.sub_(rows.log_mass.flatten().unsqueeze(-1)).exp_()
@@ -175,13 +173,13 @@ def wanted_rows(rows: StateRows, frame: Frame) -> Float[Tensor, "positions ids"]
 def feature_loss(net: FeatureNet, rows: StateRows, frame: Frame) -> Loss:
     """The mean loss of all unrolled steps on a batch."""
     with torch.no_grad():
-        wanted = wanted_rows(rows, frame)
+        target = target_rows(rows, frame)
     total = torch.zeros((), device=rows.ids.device)
     with torch.autocast(rows.ids.device.type, torch.bfloat16, enabled=frame.autocast):
         for out, counts in steps(net, rows, frame, frame.unroll):
             index = counts.flatten().nonzero().squeeze(-1)
             chosen = out.flatten(0, 1)[index]
-            total = total + against(chosen, _weight(net, frame), wanted[index], frame.tv)[0]
+            total = total + output_loss(chosen, _weight(net, frame), target[index], frame.tv)[0]
             if frame.states:
                 given = rows.states.flatten(0, 1)[index].to(chosen.dtype)
                 total = total + frame.states * smooth_l1_loss(chosen, given)
@@ -200,30 +198,30 @@ def acceptance(net: FeatureNet, rows: StateRows, frame: Frame, positions: int = 
 
     Args:
         net: the head.
-        rows: held out.
-        frame: what of the target is needed.
-        positions: drafted tokens to look at.
+        rows: held-out rows.
+        frame: parts of the target.
+        positions: number of drafted positions.
 
     Returns:
-        "accept_1", ..., the share of the target's mass that the head's tokens cover, and "top_1": how often the most
-        likely first drafted token is the target's.
+        "accept_1", "accept_2", ...: the acceptance of each position; "covered": the share of the target's mass on the
+        head's tokens; "top_1": how often the most likely first token is the same as the target's.
     """
     sums: dict[str, list[Tensor]] = {}
     for first in range(0, rows.ids.shape[0], 4):
         part = rows.pick(range(first, min(first + 4, rows.ids.shape[0])))
         with torch.autocast(rows.ids.device.type, torch.bfloat16, enabled=frame.autocast):
-            for name, values in _judged(net, part, frame, positions):
+            for name, values in _figures(net, part, frame, positions):
                 sums.setdefault(name, []).append(values)
     return {name: float(torch.cat(values).mean()) for name, values in sums.items()}
 
 
-def _judged(net: FeatureNet, rows: StateRows, frame: Frame, positions: int) -> Iterator[tuple[str, Tensor]]:
+def _figures(net: FeatureNet, rows: StateRows, frame: Frame, positions: int) -> Iterator[tuple[str, Tensor]]:
     """The figures of `acceptance` at every position of some rows."""
-    wanted = wanted_rows(rows, frame)
+    target = target_rows(rows, frame)
     for step, (out, counts) in enumerate(steps(net, rows, frame, positions), 1):
         index = counts.flatten().nonzero().squeeze(-1)
-        chosen, p, weight = out.flatten(0, 1)[index], wanted[index], _weight(net, frame)
-        yield f"accept_{step}", against(chosen, weight, p)[1]
+        chosen, p, weight = out.flatten(0, 1)[index], target[index], _weight(net, frame)
+        yield f"accept_{step}", output_loss(chosen, weight, p)[1]
         if step == 1:
             best = [(part.to(weight.dtype) @ weight.T).argmax(-1) for part in torch.split(chosen, _CHUNK)]
             yield "covered", p.sum(-1)

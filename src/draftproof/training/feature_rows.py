@@ -1,9 +1,7 @@
-"""What a feature head learns from: rows of tokens with the target's last hidden states, computed once and kept.
+"""The rows that a feature head is trained on: tokens with the target's last hidden states, kept on disk.
 
-Knows: windows of texts, the target's own answers, files of states. Does not know: heads, losses.
-
-A shard of rows is computed when it is first asked for, so training begins at once and every later pass is cheap; a
-shard is a function of its rows and the target alone, so a run that was killed goes on with the same numbers.
+A shard of rows is computed when it is first used, so training begins at once. A shard depends on its rows and on the
+target only, so a resumed run continues with the same numbers.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from draftproof.files import whole_file
 from draftproof.provenance import digest
 from draftproof.rng import fold
 
-SHARD = 32  # rows
+SHARD = 32  # number of rows in a file
 T = TypeVar("T")
-_AGAIN = 3  # times a turn that a shard of a small kind comes at most
-_CHUNK = 512  # positions whose full rows of logits are in memory at once
+_REPEATS = 3  # how often a shard of a small kind is used in one pass over the data, at most
+_CHUNK = 512  # number of positions whose full rows of logits are in memory at once
 
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens, and from which of them on the next one is learnt from (the end of a prompt)."""
+    """Token ids, and the position of the first token whose successor is learnt (the end of a prompt)."""
 
     tokens: tuple[int, ...]
     start: int = 0
@@ -41,13 +39,13 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class StateRows:
-    """Rows of one length with what the target makes of them.
+    """Rows of one length with the target's states.
 
     Attributes:
-        ids: tokens, padded with 0.
-        counts: positions whose next token is learnt from.
+        ids: token ids, padded with 0.
+        counts: whether the next token of a position is learnt.
         states: the target's last hidden states.
-        log_mass: log of the sum of exponentials of all its logits.
+        log_mass: log of the sum of exponentials of all logits of the target.
     """
 
     ids: Int[Tensor, "rows length"]
@@ -56,7 +54,7 @@ class StateRows:
     log_mass: Float[Tensor, "rows length"]
 
     def pick(self, index: Sequence[int]) -> StateRows:
-        """Some of the rows."""
+        """The rows with these numbers."""
         where = list(index)
         return StateRows(self.ids[where], self.counts[where], self.states[where], self.log_mass[where])
 
@@ -66,19 +64,19 @@ class StateRows:
 
 
 def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, seed: int) -> list[Row]:
-    """Windows of `length` tokens, each from consecutive texts, in an order that the seed decides.
+    """Windows of `length` tokens, each from consecutive texts, in an order that depends on the seed.
 
     Args:
-        texts: in their order in the files; windows are cut where a new one begins.
-        tokenizer: the target's.
-        length: tokens of each window.
-        most: windows to return, fewer when there are no more.
-        seed: of the choice.
+        texts: the texts, in their order in the files; a window begins at the beginning of a text.
+        tokenizer: the target's tokenizer.
+        length: number of tokens in each window.
+        most: number of windows to return; fewer are returned when there are no more.
+        seed: seed of the order.
     """
     pages, page = [], ""
     for text in texts:
         page = f"{page}\n\n{text}" if page else text
-        if len(page) >= 5 * length:  # English has about four characters a token; a page that is short of it is dropped
+        if len(page) >= 5 * length:  # a token of English has about four characters; shorter pages are dropped below
             pages.append(page[: 12 * length])
             page = ""
     random.Random(fold(seed, 1)).shuffle(pages)
@@ -94,14 +92,14 @@ def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, see
 def frequent(kinds: Sequence[Sequence[Row]], size: int, vocab_size: int, always: Sequence[int] = ()) -> list[int]:
     """The `size` most frequent tokens of several kinds of rows, in ascending order.
 
-    Each kind has the same say, however few its rows are: a token's count is the mean of its shares of the kinds. Ties
-    and the rest go by id, low ones being common.
+    Every kind has the same weight, for any number of rows: tokens are ordered by the mean of their shares in the kinds.
+    Tokens with equal shares are ordered by id, since tokens with low ids are usually frequent.
 
     Args:
-        kinds: rows to count, by kind.
-        size: tokens wanted, at most the vocabulary.
-        vocab_size: of the target.
-        always: tokens that are taken whatever their count, such as those that end a text.
+        kinds: the rows to count, by kind.
+        size: number of tokens to return, at most `vocab_size`.
+        vocab_size: size of the target's vocabulary.
+        always: tokens to return in any case, such as those that end a text.
     """
     shares: defaultdict[int, float] = defaultdict(float)
     for rows in kinds:
@@ -114,29 +112,29 @@ def frequent(kinds: Sequence[Sequence[Row]], size: int, vocab_size: int, always:
 
 
 def spread(kinds: Sequence[Sequence[T]]) -> list[T]:
-    """The members of all kinds in one order, each kind evenly over it; small kinds are repeated, up to `_AGAIN` times.
+    """The members of all kinds in one list, where each kind is spread evenly.
 
-    A kind is repeated until it is an equal share of a fair division, or as often as allowed.
+    The members of a small kind are repeated, up to `_REPEATS` times, so that the kinds have similar shares.
     """
     most = max((len(kind) for kind in kinds), default=0)
     placed: list[tuple[float, int, int, T]] = []
     for number, kind in enumerate(kinds):
-        times = max(1, min(_AGAIN, most // max(len(kind), 1)))
+        times = max(1, min(_REPEATS, most // max(len(kind), 1)))
         whole = [*kind] * times
         placed += [((i + 0.5) / len(whole), number, i, member) for i, member in enumerate(whole)]
     return [member for *_, member in sorted(placed, key=lambda each: each[:3])]
 
 
 class Store:
-    """Rows with the target's states, shard by shard, from files where they are there.
+    """Rows with the target's states, one shard at a time, from files where they exist.
 
     Args:
-        target: makes the states.
-        kinds: rows; a shard holds neighbours of one kind, so more rows at the end leave the files of the others true.
-            Kinds are spread evenly over a turn. A small kind comes up to `_AGAIN` times a turn, to be a share of it.
-        length: every row is cut or padded to this.
+        target: the model that computes the states.
+        kinds: the rows by kind. A shard has consecutive rows of one kind, so its file stays valid when rows are added
+            at the end. The order of the shards is that of `spread`.
+        length: every row is cut or padded to this number of tokens.
         cache: folder of the files.
-        key: names the target and how it is run.
+        key: identifies the target and how it is run.
     """
 
     def __init__(self, target: Loaded, kinds: Sequence[Sequence[Row]], *, length: int, cache: Path, key: str) -> None:
@@ -144,8 +142,8 @@ class Store:
         self.length = length
         cut = [[list(rows[i : i + SHARD]) for i in range(0, len(rows), SHARD)] for rows in kinds if rows]
         self._shards = spread(cut)
-        told = [[[list(row.tokens), row.start] for row in rows] for rows in self._shards]
-        self._names = [digest(key, length, rows)[:24] for rows in told]
+        contents = [[[list(row.tokens), row.start] for row in rows] for rows in self._shards]
+        self._names = [digest(key, length, rows)[:24] for rows in contents]
         self.key = digest(self._names)
         self.folder = cache / "feature-rows"
         self._last: tuple[int, StateRows] | None = None
@@ -165,9 +163,10 @@ class Store:
         return self._last[1]
 
     def batch(self, step: int, size: int, seed: int) -> StateRows:
-        """The rows of a training step: shards in order at first, then in another order each time round.
+        """The rows of a training step, which depend on the arguments only.
 
-        A function of its arguments alone. Rows of a shard come together, in an order of their own.
+        The first pass over the data uses the shards in order, every later pass in a new random order. Rows of a shard
+        are used together, in random order.
         """
         per = SHARD // size
         turn, place = divmod(step, len(self) * per)
@@ -195,7 +194,7 @@ class Store:
         return StateRows(ids, (places >= starts) & (places < ends), states, mass)
 
     def _states(self, ids: Int[Tensor, "rows length"]) -> tuple[Tensor, Tensor]:
-        """Last hidden states, and log of the mass of all logits; full rows of logits exist a few at a time."""
+        """Last hidden states, and log of the sum of exponentials of all logits, a few rows of logits at a time."""
         keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
         out = self.target.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=keep)
         states: Tensor = out.hidden_states[-1]

@@ -1,13 +1,13 @@
-"""What heads are trained on: draft model's states and both models' probabilities along known tokens, kept on disk.
+"""The rows that heads are trained on: the draft model's states and both models' probabilities, kept on disk.
 
-Knows: which state a kind of head reads, token mixing, prefix categories, shards. Does not know: heads, losses.
-
-Everything is teacher-forced: one forward pass of each model over a prompt and the tokens after it. The draft tokens y
-that are judged come from q in one of three ways:
-- mixed: y_i ~ q(.|x, X_<i) beside a response X of the target; the state is the one at y_i after (x, Z_<i), where Z has
-  a share of its tokens from X and the others from y; only places taken from y count (SpecDec++, section 3.3);
-- drafted: y is what the draft model itself continues a prefix with, so states, labels and prefixes are those of a run;
-- before: y_i ~ q(.|S_<i) along any tokens S; the state is the one before y_i, which it was drawn from (SPRINTER, 3.2).
+Each model reads a prompt and the tokens after it in one forward pass. The tokens y of the rows come from q in one of
+three ways:
+- mixed: y_i ~ q(.|x, X_<i) together with a response X of the target. The state is the one at y_i after (x, Z_<i),
+  where Z has a share of its tokens from X and the others from y. Only places where Z has the token of y are rows
+  (SpecDec++, arXiv 2405.19715, section 3.3).
+- drafted: y is the draft model's own continuation of a prefix, so states, labels and prefixes are those of a run.
+- before: y_i ~ q(.|S_<i) at every place of any tokens S. The state is the one before y_i, which y_i was drawn from
+  (SPRINTER, arXiv 2502.04557, section 3.2).
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from draftproof.sampling import SamplingParams, Transforms, check_logits, probab
 from draftproof.training.responses import Response
 from draftproof.tree import TokenTree
 
-SHARD = 32  # sequences in a file
-BATCH = 8  # sequences in a forward pass
+SHARD = 32  # number of sequences in a file
+BATCH = 8  # number of sequences in a forward pass
 _LEAST = 1e-30
 
 
 @dataclass(frozen=True, eq=False)
 class JudgeRows:
-    """Judged tokens, one a row.
+    """Rows of one token each, with the state that a head reads and the label.
 
     Attributes:
-        hidden: the state that the head reads.
+        hidden: the hidden state that the head reads.
         log_ratio: log(p/q) of the token.
-        log_q: its log-probability under q.
-        top: the largest entry of its q.
-        group: number of its sequence.
-        place: its place after the prompt, from 0.
+        log_q: log q of the token.
+        top: the largest probability of q.
+        group: number of the token's sequence.
+        place: position of the token after the prompt, from 0.
     """
 
     hidden: Float16[Tensor, "rows dim"]
@@ -61,16 +61,16 @@ class JudgeRows:
 
     @property
     def accept(self) -> Float[Tensor, " rows"]:
-        """Probability that token verification accepts: min(1, p/q)."""
+        """Acceptance probability of the token in token verification: min(1, p/q)."""
         return self.log_ratio.clamp(max=0).exp()
 
     def pick(self, index: Tensor) -> JudgeRows:
-        """Some of the rows."""
+        """The rows with these numbers."""
         return JudgeRows(**{field.name: getattr(self, field.name)[index] for field in fields(JudgeRows)})
 
 
 def join(parts: Sequence[JudgeRows]) -> JudgeRows:
-    """Rows one after another."""
+    """The rows of all parts, one part after another."""
     return JudgeRows(
         **{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(JudgeRows)}
     )
@@ -78,12 +78,12 @@ def join(parts: Sequence[JudgeRows]) -> JudgeRows:
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Two models and how both are sampled.
+    """A target and a draft model, with the sampling parameters of both.
 
     Attributes:
         target, draft: the models.
-        params: temperature, top_k, top_p and min_p of p and q; options that look at the path are of no use here.
-        drafting: makes the draft model as drafters use it, where that is more than the backend `draft`.
+        params: temperature, top_k, top_p and min_p of p and q; parameters that depend on the path are not used.
+        drafting: makes the draft model as drafters use it; None if this is the backend `draft`.
     """
 
     target: Backend
@@ -92,20 +92,20 @@ class ModelPair:
     drafting: Callable[[], DraftModel] | None = None
 
     def model(self) -> DraftModel:
-        """The draft model as drafters use it, for one engine."""
+        """A new draft model as drafters use it, for one engine."""
         return self.drafting() if self.drafting else DraftModel(self.draft, vocab_size=self.target.vocab_size)
 
     @cached_property
     def transforms(self) -> Transforms:
-        """The parameters at the target's width."""
+        """The sampling parameters for the target's vocabulary."""
         return self.params.bind(vocab_size=self.target.vocab_size)
 
     def p(self, rows: Sequence[Response]) -> list[Float[Tensor, "tokens vocab"]]:
-        """The target's distribution before each token of each response, and after the last."""
+        """The target's distribution before each token of each response, and after the last token."""
         return [probs for probs, _ in self._read(self.target, rows, hidden=False)]
 
     def q(self, rows: Sequence[Response]) -> list[tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens dim"]]]:
-        """The draft's distribution and last hidden state before each token of each response, and after the last."""
+        """The draft's distribution and last hidden state before each token of each response, and after the last one."""
         return self._read(self.draft, rows, hidden=True)
 
     def _read(
@@ -131,7 +131,7 @@ class ModelPair:
 
 
 def fit(responses: Sequence[Response], *models: Backend) -> list[Response]:
-    """The responses cut to what the models can read; those without a token left are dropped."""
+    """The responses cut to the contexts of the models; responses without any token left are dropped."""
     bounds = [model.max_positions for model in models if model.max_positions is not None]
     most = min(bounds, default=None)
     cut = [
@@ -145,7 +145,10 @@ Build = Callable[[Sequence[Response], int], list[JudgeRows]]  # responses, numbe
 
 
 def mixed(pair: ModelPair, mix: float, seed: int) -> Build:
-    """Rows as in SpecDec++, section 3.3: `mix` is the share r of tokens that Z takes from the target's response."""
+    """Rows of kind mixed: `mix` is the share r of tokens that Z takes from the target's response.
+
+    Source: SpecDec++, arXiv 2405.19715, section 3.3.
+    """
 
     def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), [probs for probs, _ in pair.q(responses)]
@@ -167,11 +170,11 @@ def mixed(pair: ModelPair, mix: float, seed: int) -> Build:
 
 
 def drafted(pair: ModelPair, *, above: bool = False) -> Build:
-    """Rows of tokens that the draft model sampled itself, one after another, after each prompt.
+    """Rows of kind drafted: the responses are continuations by the draft model itself.
 
     Args:
         pair: the models.
-        above: read the state before each token, as a verifier does, and not the one at it.
+        above: use the state before each token, as a verifier does, instead of the state at the token.
     """
 
     def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
@@ -185,7 +188,7 @@ def drafted(pair: ModelPair, *, above: bool = False) -> Build:
 
 
 def before(pair: ModelPair, seed: int) -> Build:
-    """Rows with the state before a token that is drawn from q afresh at every place of the responses."""
+    """Rows of kind before: a new token is drawn from q at every place of the responses."""
 
     def build(responses: Sequence[Response], first: int) -> list[JudgeRows]:
         p, q = pair.p(responses), pair.q(responses)
@@ -206,7 +209,7 @@ def _rows(
     hidden: Float[Tensor, "tokens dim"],
     group: int,
 ) -> JudgeRows:
-    """Labels of drawn tokens; y_i was drawn from q_i."""
+    """Rows of the drawn tokens, where y_i was drawn from q_i."""
     log_p, log_q = (probs.gather(-1, y.unsqueeze(-1)).squeeze(-1).clamp(min=_LEAST).log() for probs in (p, q))
     places = torch.arange(len(y), dtype=torch.int32)
     return JudgeRows(
@@ -227,14 +230,14 @@ def collect(
     watch: Watch = silent,
     title: str = "reading features",
 ) -> JudgeRows:
-    """The rows of all responses, from shards on disk as far as they are there.
+    """The rows of all responses, from shards on disk where they exist.
 
     Args:
-        build: how rows are made of responses.
-        responses: to be read.
-        folder: where the shards are; its name must say what they were made of (a hash).
+        build: makes rows from responses.
+        responses: the responses.
+        folder: folder of the shards; its name must be a hash of everything the rows depend on.
         watch: shows progress.
-        title: what the progress bar says.
+        title: title of the progress bar.
     """
     starts = range(0, len(responses), SHARD)
     parts = []

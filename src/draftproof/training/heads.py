@@ -1,7 +1,4 @@
-"""Training heads on rows of features, and judging them on others.
-
-Knows: the loss of each kind, its labels, its report. Does not know: where rows come from, engines.
-"""
+"""Training of heads on rows of features: the loss and the labels of each kind, and its figures on held-out rows."""
 
 from __future__ import annotations
 
@@ -23,16 +20,21 @@ from draftproof.training.features import JudgeRows
 from draftproof.training.loop import Loss, Record, TrainingPlan, train
 from draftproof.training.metrics import auc, probability_report, rates_at, roc
 
-RATIO_LIMIT = 5.0  # beyond e^5 a ratio has decided: the running probability is below 1% or back at 1
+RATIO_LIMIT = 5.0  # a ratio beyond e^5 decides alone: the running probability is then below 1%, or 1
 
 
 @dataclass(frozen=True)
 class Labels:
-    """What a head learns.
+    """Weights and labels of the loss of a head.
 
     Attributes:
-        w_acc, w_rej: weights of the two halves of the cross-entropy (SpecDec++, section 3.3); acceptance only.
-        lam: a token is acceptable if q <= lam p (SPRINTER, arXiv 2502.04557, section 3.2); verifier only.
+        w_acc: weight of acceptances in the cross-entropy; acceptance only (SpecDec++, arXiv 2405.19715, section 3.3).
+        w_rej: weight of rejections in the cross-entropy; acceptance only.
+        lam: factor lambda: a token is acceptable if q <= lambda p; verifiers only (SPRINTER, arXiv 2502.04557, section
+            3.2).
+
+    Raises:
+        UserError: a number is not positive.
     """
 
     w_acc: float = 1.0
@@ -61,7 +63,7 @@ def weighted_bce(
 
 
 def ratio_loss(output: Float[Tensor, " rows"], log_ratio: Float[Tensor, " rows"]) -> Float[Tensor, ""]:
-    """Huber loss on log(p/q), the labels clamped to +-RATIO_LIMIT: a token that p forbids is one label among others."""
+    """Huber loss on log(p/q), with labels clamped to +-RATIO_LIMIT, so that a token with p = 0 has a finite label."""
     return huber_loss(output, log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT))
 
 
@@ -92,21 +94,26 @@ def train_head(
     identity: str = "",
     watch: Watch = silent,
 ) -> tuple[Head, list[Record]]:
-    """Train a head; the weights with the lowest validation loss are its own (SPRINTER, arXiv 2502.04557, appendix A.5).
+    """Train a head, and keep the weights with the lowest validation loss.
 
     Args:
-        config: its kind and shape.
-        rows: to learn from; row numbers of a step's batch are drawn by (seed, step).
-        valid: to stop early by.
+        config: kind and shape of the head.
+        rows: the rows to learn from; the batch of a step is drawn by (seed, step).
+        valid: the rows for the validation loss.
         plan: steps, seed, learning rate.
-        labels: what it learns.
-        batch: rows a step.
-        checkpoint: as for `loop.train`.
-        identity: likewise.
-        watch: likewise.
+        labels: weights and labels of the loss.
+        batch: number of rows in a step.
+        checkpoint: see `draftproof.training.loop.train`.
+        identity: see `draftproof.training.loop.train`.
+        watch: shows progress.
+
+    Returns:
+        the head and its history.
 
     Raises:
         UserError: no rows.
+
+    Source: SPRINTER, arXiv 2502.04557, appendix A.5, for the choice of the weights.
     """
     if not len(rows) or not len(valid):
         raise UserError(f"{len(rows)} rows to train on and {len(valid)} to validate on: legal is 1 or more of each")
@@ -135,14 +142,14 @@ def train_head(
 
 
 def fresh_head(config: HeadConfig, seed: int) -> Head:
-    """An untrained head, always the same for a seed."""
+    """An untrained head that depends on the seed only."""
     with torch.random.fork_rng():
         torch.manual_seed(fold(seed, 1) >> 1)
         return Head(config)
 
 
 def row_batches(rows: JudgeRows, size: int, seed: int) -> Callable[[int], JudgeRows]:
-    """Batches of rows by step, drawn with replacement."""
+    """A function from a step to its batch of rows, drawn with replacement."""
 
     def batch(step: int) -> JudgeRows:
         generator = torch.Generator().manual_seed(fold(seed, 2, step) >> 1)
@@ -152,32 +159,32 @@ def row_batches(rows: JudgeRows, size: int, seed: int) -> Callable[[int], JudgeR
 
 
 @torch.no_grad()
-def judge(
+def evaluate_head(
     head: Head, rows: JudgeRows, known: JudgeRows, labels: Labels, threshold: float | None = None
 ) -> dict[str, Any]:
-    """What a head is worth on held-out rows.
+    """Figures of a head on held-out rows, which depend on its kind.
 
     Args:
-        head: any kind.
-        rows: held-out.
-        known: those it was trained on, for the baselines.
-        labels: what it learnt.
-        threshold: tau of a verifier; default its own.
+        head: a head of any kind.
+        rows: held-out rows.
+        known: the training rows, for the baselines.
+        labels: weights and labels of the loss.
+        threshold: tau of a verifier; None for the head's own.
     """
     head.eval()
     output = run_head(head, rows).double()
     if head.config.kind == "log_ratio":
-        return _judge_ratio(output, rows, known)
+        return _ratio_figures(output, rows, known)
     if head.config.kind == "acceptance":
-        return _judge_acceptance(output, rows, known, labels)
+        return _acceptance_figures(output, rows, known, labels)
     tau = head.config.threshold if threshold is None else threshold
-    return _judge_verifier(output.sigmoid(), rows, known, labels, tau)
+    return _verifier_figures(output.sigmoid(), rows, known, labels, tau)
 
 
-def _judge_acceptance(output: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
-    """As predicted, and with the odds multiplied by w_rej / w_acc.
+def _acceptance_figures(output: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels) -> dict[str, Any]:
+    """Figures of the predictions, and of the predictions with their odds multiplied by w_rej / w_acc.
 
-    The weighted loss is smallest at odds P w_acc / ((1 - P) w_rej), so the second is what it says of P.
+    The weighted loss is smallest at odds P w_acc / ((1 - P) w_rej), so the second ones are the predictions of P.
     """
     made = probability_report(rows.accept, output.sigmoid(), rows.top, known.accept, known.top)
     plain = (output + torch.tensor(labels.w_rej / labels.w_acc).log()).sigmoid()
@@ -187,8 +194,8 @@ def _judge_acceptance(output: Tensor, rows: JudgeRows, known: JudgeRows, labels:
     return made | {f"{name}_unweighted": without[name] for name in ("kl", "ece", "calibration")}
 
 
-def _judge_ratio(output: Tensor, rows: JudgeRows, known: JudgeRows) -> dict[str, Any]:
-    """Errors of log(p/q) beside those of the training median."""
+def _ratio_figures(output: Tensor, rows: JudgeRows, known: JudgeRows) -> dict[str, Any]:
+    """Errors of the predicted log(p/q), and of the training median as a baseline."""
     label = rows.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT)
     middle = known.log_ratio.double().clamp(-RATIO_LIMIT, RATIO_LIMIT).median().expand(len(rows))
     mean_error = float(((label - label.mean()) ** 2).mean())
@@ -202,7 +209,7 @@ def _judge_ratio(output: Tensor, rows: JudgeRows, known: JudgeRows) -> dict[str,
     }
 
 
-def _judge_verifier(score: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels, tau: float) -> dict[str, Any]:
+def _verifier_figures(score: Tensor, rows: JudgeRows, known: JudgeRows, labels: Labels, tau: float) -> dict[str, Any]:
     good = labels.acceptable(rows.log_ratio)
     made = probability_report(good.float(), score, rows.top, labels.acceptable(known.log_ratio).float(), known.top)
     true, false = rates_at(score, good, tau)

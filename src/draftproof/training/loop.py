@@ -1,10 +1,8 @@
-"""One training loop for everything that is trained here: resumed to the bit, safe to kill at any moment.
+"""The training loop of all models and heads: AdamW, a cosine schedule, evaluations, and checkpoints.
 
-Knows: steps, AdamW, its schedule, checkpoints. Does not know: what is trained, on which data.
-
-Nothing random is carried from step to step: the batch and torch's generators are functions of (seed, step). So a
-checkpoint is weights, optimiser and counters, and a run that was killed ends with the bits of one that was not (on a
-CPU with the same number of threads; on an accelerator as far as its kernels repeat themselves).
+A run can be interrupted at any moment and resumed. The batch and torch's generators are functions of (seed, step), so a
+checkpoint consists of weights, optimiser state and counters. A resumed run ends with exactly the same weights as one
+that was not interrupted (on a CPU with the same number of threads; on an accelerator if its kernels are deterministic).
 """
 
 from __future__ import annotations
@@ -36,11 +34,11 @@ Evaluate = Callable[[nn.Module], Record]
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """What a batch came to.
+    """The loss of a batch.
 
     Attributes:
         value: the scalar that is minimised.
-        tokens: how many tokens the batch counts for in tokens/s.
+        tokens: number of tokens of the batch, for tokens/s.
     """
 
     value: Tensor
@@ -49,21 +47,24 @@ class Loss:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long and how a module is trained.
+    """The length and the parameters of a training run.
 
     Attributes:
-        steps: optimiser steps.
-        learning_rate: at the top of a cosine schedule.
-        warmup: steps of linear rise before it.
-        floor: share of the learning rate that is left at the end.
-        weight_decay, betas: AdamW's.
+        steps: number of optimiser steps.
+        learning_rate: learning rate of AdamW at the top of a cosine schedule.
+        warmup: number of steps in which the learning rate rises linearly; at most a tenth of all steps.
+        floor: learning rate at the end, as a share of the highest one.
+        weight_decay, betas: parameters of AdamW.
         clip: largest norm of the gradient; 0 is off.
-        seed: of batches and of whatever the module draws.
-        log_every: steps that one record of the history averages over.
-        evaluate_every: steps between evaluations; 0 evaluates at the end only.
+        seed: seed of all random choices.
+        log_every: number of steps whose mean loss is one record of the history.
+        evaluate_every: number of steps between evaluations on held-out data; 0 evaluates at the end only.
         keep_best: name of an evaluation metric; the weights with its lowest value are the result (early stopping).
-        save_every: steps between checkpoints; 0 leaves it to the clock.
+        save_every: number of steps between checkpoints; 0 saves by time only.
         save_seconds: seconds between checkpoints.
+
+    Raises:
+        UserError: a number is out of range.
     """
 
     steps: int
@@ -87,7 +88,7 @@ class TrainingPlan:
             raise UserError(f"learning rate is {self.learning_rate}: legal is a finite number above 0")
 
     def rate(self, step: int) -> float:
-        """Learning rate of a step, the first being 0."""
+        """Learning rate of a step; the first step is 0."""
         if step < self.warmup:
             return self.learning_rate * (step + 1) / self.warmup
         done = (step - self.warmup) / max(self.steps - self.warmup, 1)
@@ -105,25 +106,26 @@ def train(
     evaluate: Evaluate | None = None,
     watch: Watch = silent,
 ) -> list[Record]:
-    """Train the parameters of `module` that require gradients, in place, from a checkpoint where there is one.
+    """Train the parameters of `module` that require gradients, in place, from a checkpoint if there is one.
 
     Args:
-        module: on its device.
-        batches: the batch of a step; a pure function of the step (and of the seed, which it knows).
-        loss: of the module on a batch.
-        plan: how long, how fast.
-        checkpoint: file that is written whole every so often, on SIGINT and SIGTERM, and at the end; read at the start.
-        identity: says which run a checkpoint belongs to (a hash of data and options).
+        module: the module, on its device.
+        batches: returns the batch of a step; it must depend on the step only.
+        loss: the loss of the module on a batch.
+        plan: steps and learning rate.
+        checkpoint: file that is read at the start, and written whole at intervals, on SIGINT and SIGTERM, and at the
+            end; None for no checkpoints.
+        identity: a hash of data and options, which identifies the run of a checkpoint.
         evaluate: metrics of the module on held-out data; called in eval mode without gradients.
         watch: shows progress.
 
     Returns:
-        The history: {"step", "loss", "rate"} each `log_every` steps, evaluations with their step and metrics.
+        the history: {"step", "loss", "rate"} every `log_every` steps, and evaluations with their step and metrics.
 
     Raises:
-        UserError: the loss is not finite, or the checkpoint is another run's.
-        KeyboardInterrupt: SIGINT came; the checkpoint is written.
-        SystemExit: SIGTERM came; the checkpoint is written.
+        UserError: the loss is not finite, or the checkpoint belongs to another run.
+        KeyboardInterrupt: after SIGINT, when the checkpoint is written.
+        SystemExit: after SIGTERM, when the checkpoint is written.
     """
     run = _TrainingRun(module, plan, checkpoint, identity)
     run.restore()
@@ -142,25 +144,25 @@ def train(
 
 
 @dataclass
-class _State:
-    """The counters of a run; what a checkpoint holds beside tensors."""
+class _Progress:
+    """The counters of a run, which a checkpoint contains besides tensors."""
 
     step: int = 0
-    total: float = 0.0  # of the losses that no record has averaged yet
+    total: float = 0.0  # sum of the losses since the last record
     count: int = 0
     history: list[Record] = field(default_factory=list)
     best: float | None = None
 
 
 class _TrainingRun:
-    """A module, its optimiser and its counters while they advance."""
+    """One run: the module, its optimiser and the counters."""
 
     def __init__(self, module: nn.Module, plan: TrainingPlan, checkpoint: Path | None, identity: str) -> None:
         self.module = module
         self.plan = plan
         self.checkpoint = checkpoint
         self.identity = f"{identity} {json.dumps(asdict(plan), sort_keys=True)}"
-        self.state = _State()
+        self.state = _Progress()
         self.best: dict[str, Tensor] = {}
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         decay, betas = plan.weight_decay, plan.betas
@@ -172,7 +174,7 @@ class _TrainingRun:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def advance(self, batches: Callable[[int], Batch], loss: Callable[[nn.Module, Batch], Loss]) -> tuple[float, int]:
-        """One optimiser step; returns loss and tokens."""
+        """Make one optimiser step; return the loss and the number of tokens."""
         step, plan = self.state.step, self.plan
         for group in self.optimiser.param_groups:
             group["lr"] = plan.rate(step)
@@ -183,7 +185,9 @@ class _TrainingRun:
             found.value.backward()  # type: ignore[no-untyped-call]
         value = float(found.value.detach())
         if not math.isfinite(value):
-            raise UserError(f"the loss is {value} at step {step + 1}: lower the learning rate ({plan.learning_rate:g})")
+            raise UserError(
+                f"the loss is {value} at step {step + 1}: choose a lower learning rate than {plan.learning_rate:g}"
+            )
         if plan.clip:
             nn.utils.clip_grad_norm_(self.trained.values(), plan.clip)
         self.optimiser.step()
@@ -198,7 +202,7 @@ class _TrainingRun:
             state.total, state.count = 0.0, 0
 
     def evaluation_due(self) -> bool:
-        """Whether held-out data is looked at after this step."""
+        """Whether held-out data is evaluated after this step."""
         every = self.plan.evaluate_every
         return self.state.step == self.plan.steps or bool(every and self.state.step % every == 0)
 
@@ -213,7 +217,7 @@ class _TrainingRun:
             self.best = {name: p.detach().clone() for name, p in self.trained.items()}
 
     def adopt_best(self) -> None:
-        """Make the best weights the module's, and leave it in eval mode."""
+        """Copy the best weights into the module, and leave it in eval mode."""
         self.module.eval()
         with torch.no_grad():
             for name, value in self.best.items():
@@ -234,13 +238,13 @@ class _TrainingRun:
         tensors |= {f"module.{name}": value.detach() for name, value in self._kept().items()}
         for place, slots in self.optimiser.state_dict()["state"].items():
             tensors |= {f"optimiser.{place}.{name}": torch.as_tensor(value) for name, value in slots.items()}
-        told = {"identity": self.identity, "state": json.dumps(asdict(self.state))}
+        metadata = {"identity": self.identity, "state": json.dumps(asdict(self.state))}
         with whole_file(self.checkpoint) as work:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work, metadata=told)
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, work, metadata=metadata)
         self._saved = time.monotonic()
 
     def _kept(self) -> dict[str, Tensor]:
-        """What training changes: trained parameters and buffers; frozen parameters are somebody else's file."""
+        """The tensors that training changes: trained parameters and buffers, without frozen parameters."""
         return {**self.trained, **dict(self.module.named_buffers())}
 
     def restore(self) -> None:
@@ -252,21 +256,21 @@ class _TrainingRun:
         if self.checkpoint is None or not self.checkpoint.exists():
             return
         try:
-            told, tensors = _read(self.checkpoint)
-            state = _State(**json.loads(told["state"]))
+            metadata, tensors = _read(self.checkpoint)
+            state = _Progress(**json.loads(metadata["state"]))
         except Exception as cause:
             raise UserError(
-                f"cannot resume from {self.checkpoint} ({reason(cause)}): remove it to start anew"
+                f"cannot resume from {self.checkpoint} ({reason(cause)}): remove it to start again"
             ) from cause
-        if told["identity"] != self.identity:
+        if metadata["identity"] != self.identity:
             raise UserError(
-                f"{self.checkpoint} belongs to a run with other data or options: repeat those, "
-                "name another output, or remove it to start anew"
+                f"{self.checkpoint} belongs to a run with other data or options: use the same ones, "
+                "choose another output, or remove the file to start again"
             )
         self.state = state
-        self._take_over(tensors)
+        self._load(tensors)
 
-    def _take_over(self, tensors: dict[str, dict[str, Tensor]]) -> None:
+    def _load(self, tensors: dict[str, dict[str, Tensor]]) -> None:
         with torch.no_grad():
             for name, value in self._kept().items():
                 value.copy_(tensors["module"][name])
@@ -291,7 +295,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Tensor]]]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Torch's generators seeded for the block, and as before after it."""
+    """Seed torch's generators for the block, and restore them after it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed & ((1 << 63) - 1))
         yield

@@ -1,7 +1,4 @@
-"""How good predictions are: binary KL, calibration, ROC, error rates - beside predictors that know nothing.
-
-Knows: predicted and true probabilities. Does not know: heads, models.
-"""
+"""Measures of predicted probabilities (binary KL, calibration, ROC, error rates) with baselines; ROUGE of texts."""
 
 from __future__ import annotations
 
@@ -17,7 +14,10 @@ _EDGE = 1e-6
 
 
 def kl_rows(label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """KL(Bernoulli(label) || Bernoulli(predicted)) of each row, in nats (SpecDec++, arXiv 2405.19715, appendix C.3)."""
+    """KL(Bernoulli(label) || Bernoulli(predicted)) of each row, in nats.
+
+    Source: SpecDec++, arXiv 2405.19715, appendix C.3.
+    """
     p, q = label.double(), predicted.double().clamp(_EDGE, 1 - _EDGE)
     rows: Tensor = xlogy(p, p) + xlogy(1 - p, 1 - p) - p * q.log() - (1 - p) * (1 - q).log()
     return rows
@@ -43,14 +43,14 @@ def fitted(score: Float[Tensor, " rows"], label: Float[Tensor, " rows"], steps: 
 
 
 def odds(prob: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
-    """log(p / (1 - p)), finite."""
+    """log(p / (1 - p)), with p limited so that it is finite."""
     return prob.double().clamp(_EDGE, 1 - _EDGE).logit()
 
 
 def calibration(
     label: Float[Tensor, " rows"], predicted: Float[Tensor, " rows"], bins: int = 10
 ) -> tuple[float, list[dict[str, Any]]]:
-    """Expected calibration error, and the curve: rows, mean prediction and mean label of each bin that has rows."""
+    """Expected calibration error, and the curve: rows, mean prediction and mean label of each non-empty bin."""
     place = (predicted.double() * bins).long().clamp(0, bins - 1)
     curve = []
     for number in range(bins):
@@ -63,7 +63,7 @@ def calibration(
 
 
 def auc(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"]) -> float:
-    """Area under the ROC curve by ranks, ties counted half; NaN where one class is missing."""
+    """Area under the ROC curve by ranks, where ties count one half; NaN where one class is missing."""
     positives, negatives = int(positive.sum()), int((~positive).sum())
     if not positives or not negatives:
         return float("nan")
@@ -75,7 +75,7 @@ def auc(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"]) -> float
 
 
 def rates_at(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], threshold: float) -> tuple[float, float]:
-    """eta_TP and eta_FP: the shares of acceptable and of other tokens whose score exceeds a threshold.
+    """eta_TP and eta_FP: the shares of positive and of negative rows whose score exceeds a threshold.
 
     Source: SPRINTER, arXiv 2502.04557.
     """
@@ -84,7 +84,7 @@ def rates_at(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], thr
 
 
 def roc(score: Float[Tensor, " rows"], positive: Bool[Tensor, " rows"], points: int = 21) -> list[dict[str, Any]]:
-    """The ROC curve at evenly spread thresholds, from 0 to 1."""
+    """The ROC curve at evenly spaced thresholds from 0 to 1."""
     made = []
     for number in range(points):
         threshold = number / (points - 1)
@@ -100,9 +100,17 @@ def probability_report(
     known_label: Float[Tensor, " known"],
     known_top: Float[Tensor, " known"],
 ) -> dict[str, Any]:
-    """Predicted probabilities against baselines: the mean of the training labels, and the draft's largest probability.
+    """Figures of predicted probabilities and of two baselines.
 
-    The largest probability stands there as it is, and through a logistic curve that was fitted to the training rows.
+    The baselines are the mean training label, and the largest probability of the draft's distribution: directly, and
+    through a logistic curve that is fitted to the training rows.
+
+    Args:
+        label: true probabilities of the held-out rows.
+        predicted: predicted probabilities of the held-out rows.
+        top: largest probability of the draft's distribution, for the held-out rows.
+        known_label: true probabilities of the training rows.
+        known_top: largest probability of the draft's distribution, for the training rows.
     """
     slope, offset = fitted(odds(known_top), known_label)
     through = (slope * odds(top) + offset).sigmoid()
@@ -120,7 +128,7 @@ def probability_report(
 
 
 def rouge_scores(references: Sequence[str], texts: Sequence[str]) -> list[dict[str, float]] | None:
-    """ROUGE-1, -2 and -L F-measures of each text; None without the package rouge-score (extra `bench`)."""
+    """ROUGE-1, ROUGE-2 and ROUGE-L F-measures of each text; None without the package rouge-score (extra `bench`)."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:

@@ -1,15 +1,11 @@
-"""A pair of models, its data and everything that is made of them once and kept: tokens, responses, features.
-
-Knows: names to models, splits to rows, which hash names which cache. Does not know: heads, losses, artefacts.
-"""
+"""A pair of models with its data, and what is made from them and kept in a cache: tokens, responses, features."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,56 +24,20 @@ from draftproof.progress import Watch, silent
 from draftproof.provenance import digest, fingerprint
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import load_tokenizer, refuse_different
+from draftproof.tokenization import end_tokens, load_tokenizer, refuse_different
 from draftproof.training import features
-from draftproof.training.data import read_examples, split, tokenize
+from draftproof.training.data import cache_folder, read_examples, split, tokenize
 from draftproof.training.features import Build, JudgeRows, ModelPair, collect, fit, join
+from draftproof.training.head_options import Material
 from draftproof.training.responses import Response, sample_responses
 from draftproof.training.sweep import Trial
 
-DRAFTED = 24  # tokens of each such draft: more than any stopper lets pass
+DRAFTED = 24  # tokens of each drafted continuation: more than the limit of any stopper with a head
 CATEGORIES = ("original", "draft", "target", "mixed")  # SPRINTER, arXiv 2502.04557, section 3.2
 
 
-@dataclass(frozen=True)
-class Material:
-    """What something is trained on.
-
-    Attributes:
-        target, draft: names of models; the draft can be `feature_head:DIR`, too.
-        data: files.
-        form: how texts stand in .txt files.
-        opening: sentences of a text that are its prompt.
-        prompts: how many texts to use; None is all.
-        params: temperature, top_k, top_p and max_tokens of the responses.
-        starts: places in a response that the draft model continues.
-        seed: of everything.
-        dtype, device: of both models.
-        cache: folder for what can be used again; default beside the pulled models.
-    """
-
-    target: str
-    draft: str
-    data: tuple[Path, ...]
-    form: str = "lines"
-    opening: int | None = None
-    prompts: int | None = None
-    params: SamplingParams = SamplingParams(max_tokens=128)  # noqa: RUF009 - frozen
-    starts: int = 4
-    seed: int = 0
-    dtype: str = "auto"
-    device: str | None = None
-    cache: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.starts < 1 or (self.prompts is not None and self.prompts < 1):
-            raise UserError(f"starts is {self.starts}, prompts {self.prompts}: legal are 1 or more")
-        if self.opening is not None and self.opening < 0:
-            raise UserError(f"opening is {self.opening}: legal are 0 (all of a text) or more sentences")
-
-
 class PairData:
-    """Loads the models and the data, and makes rows of them.
+    """The loaded models and data, and rows made from them.
 
     Args:
         material: names and options.
@@ -90,7 +50,7 @@ class PairData:
     def __init__(self, material: Material, watch: Watch = silent) -> None:
         self.material = material
         self.watch = watch
-        self.cache = material.cache or models.home().parent / "training"
+        self.cache = cache_folder(material.cache)
         examples, self.sources = read_examples(material.data, form=material.form, opening=material.opening)
         self.parts = split(examples, material.prompts)
         self.tokenizer = self._tokenizer()
@@ -102,12 +62,12 @@ class PairData:
         self.pair = ModelPair(
             self.target, self.draft, replace(material.params, seed=None), self._model if self.head else None
         )
-        self.prints = {material.target: fingerprint(material.target)}
-        self.prints[material.draft] = fingerprint(self.head or material.draft)
+        self.fingerprints = {material.target: fingerprint(material.target)}
+        self.fingerprints[material.draft] = fingerprint(self.head or material.draft)
 
     def _tokenizer(self) -> Any:
         if _feature_head(self.material.draft):
-            return load_tokenizer(models.resolve(self.material.target))  # it has none of its own
+            return load_tokenizer(models.resolve(self.material.target))  # a feature head has no tokenizer
         names = (self.material.target, self.material.draft)
         ours, theirs = (load_tokenizer(models.resolve(name)) for name in names)
         refuse_different(ours, theirs, target_name=names[0], draft_name=names[1])
@@ -118,19 +78,18 @@ class PairData:
 
     def _model(self) -> DraftModel:
         """The feature head as drafters use it."""
-        assert self.head is not None, "asked for only then"
+        assert self.head is not None, "the draft is a feature head"
         return FeatureModel(self.target, load_net(self.head))
 
     @cached_property
     def eos(self) -> tuple[int, ...]:
         """Tokens that end a response."""
-        own = self.tokenizer.eos_token_id
-        return tuple(dict.fromkeys((*getattr(self.target, "eos_token_ids", ()), *([] if own is None else [own]))))
+        return end_tokens(self.target.eos_token_ids, self.tokenizer.eos_token_id)
 
     @property
     def identity(self) -> str:
-        """A hash of the data, the models and how they are sampled."""
-        told = asdict(self.material.params)
+        """A hash of the data, the models and the sampling parameters."""
+        params = asdict(self.material.params)
         sources = [asdict(source) for source in self.sources]
         m = self.material
         facts = (
@@ -141,14 +100,9 @@ class PairData:
             m.seed,
             m.dtype,
             str(self.target.device),
-            list(self.prints.values()),
+            list(self.fingerprints.values()),
         )
-        return digest(told, sources, facts)
-
-    @property
-    def told(self) -> list[dict[str, Any]]:
-        """The data files as provenance tells of them."""
-        return [asdict(source) for source in self.sources]
+        return digest(params, sources, facts)
 
     # --- sequences ------------------------------------------------------------------------------------------------
 
@@ -159,40 +113,45 @@ class PairData:
             UserError: all of them are too long.
         """
         ids = self._ids([example.prompt for example in self.parts[part]])
-        bounds = [model.max_positions for model in (self.target, self.draft) if model.max_positions is not None]
-        room = min(bounds, default=1 << 30) - DRAFTED
-        found = [row for row in ids if 0 < len(row) < room]
+        found = [row for row in self._short(ids) if row]
         if not found:
             raise UserError(
-                f"all {len(ids)} prompts of the part {part} are longer than the models read ({room} tokens)"
+                f"all {len(ids)} prompts of the part {part} are too long for the models: legal are 1 to "
+                f"{self._room - 1} tokens"
             )
         return found
 
+    @property
+    def _room(self) -> int:
+        """Number of tokens at which a prefix is too long for a drafted continuation."""
+        bounds = [model.max_positions for model in (self.target, self.draft) if model.max_positions is not None]
+        return min(bounds, default=1 << 30) - DRAFTED
+
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        return tokenize(texts, self.tokenizer, cache=self.cache, key=self.prints[self.material.target])
+        return tokenize(texts, self.tokenizer, cache=self.cache, key=self.fingerprints[self.material.target])
 
     def responses(self, part: str) -> list[Response]:
-        """What the target makes of a part's prompts."""
+        """The target's continuations of the prompts of a part."""
         return self._continue(self.target, self.prompts(part), self.material.params, f"responses ({part})")
 
     def drafts(self, part: str) -> list[Response]:
-        """What the draft model makes of prefixes that end somewhere in the target's responses."""
+        """The draft model's continuations of prefixes that end at random places of the target's responses."""
         rows = [row for row in fit(self.responses(part), self.target, self.draft) for _ in range(self.material.starts)]
         return self._onward(rows, f"drafts ({part})")
 
     def _onward(self, rows: Sequence[Response], title: str) -> list[Response]:
-        """What the draft model makes of prefixes that end somewhere in the given rows."""
+        """The draft model's continuations of prefixes that end at random places of these rows."""
         chooser = random.Random(fold(self.material.seed, 4))
         prefixes = [[*row.prompt, *row.tokens[: chooser.randrange(len(row.tokens))]] for row in rows]
         return self._continue(self.draft, self._short(prefixes), self._brief, title)
 
     def completed(self, part: str) -> list[Response]:
-        """What the target makes of what the draft model made: prefixes with tokens of both."""
+        """The target's continuations of the draft model's continuations: prefixes with tokens of both models."""
         prefixes = [row.whole for row in self.drafts(part) if row.tokens and row.tokens[-1] not in self.eos]
         return self._continue(self.target, self._short(prefixes), self._brief, f"mixed ({part})")
 
     def originals(self, part: str) -> list[Response]:
-        """A part's own texts, read from their first token on."""
+        """The texts of a part, each as a response to its first token."""
         limit = (self.material.params.max_tokens or 128) * 2
         ids = self._ids([example.text for example in self.parts[part]])
         return [Response(tuple(row[:1]), tuple(row[1:limit])) for row in ids if len(row) > 1]
@@ -202,29 +161,29 @@ class PairData:
         return replace(self.material.params, max_tokens=DRAFTED)
 
     def _short(self, prefixes: list[list[int]]) -> list[list[int]]:
-        bounds = [model.max_positions for model in (self.target, self.draft) if model.max_positions is not None]
-        return [row for row in prefixes if len(row) + DRAFTED < min(bounds, default=1 << 30)]
+        """The prefixes that leave room for a drafted continuation."""
+        return [row for row in prefixes if len(row) < self._room]
 
     def _continue(self, model: Backend, prompts: list[list[int]], params: SamplingParams, title: str) -> list[Response]:
         name = self.material.target if model is self.target else self.material.draft
         engine = Engine(model, tokenizer=self.tokenizer, eos_token_ids=self.eos)
-        key = digest(self.prints[name], self.material.dtype, model.device.type, self.eos)
+        key = digest(self.fingerprints[name], self.material.dtype, model.device.type, self.eos)
         options: dict[str, Any] = {"seed": self.material.seed, "watch": self.watch, "title": title}
         return sample_responses(engine, prompts, params, cache=self.cache, key=key, **options)
 
     # --- rows -----------------------------------------------------------------------------------------------------
 
     def head_rows(self, part: str, mix: float | None) -> JudgeRows:
-        """Rows for heads that read the state at a token: of drafts, or token-mixed with this share of the target's."""
+        """Rows for heads that read the state at a token: of drafts, or token-mixed with this share of target tokens."""
         if mix is None:
             return self._rows(part, "drafted", features.drafted(self.pair), self.drafts)
         build = features.mixed(self.pair, mix, fold(self.material.seed, 5))
         return self._rows(part, f"mixed {mix:g}", build, self.responses)
 
     def verifier_rows(self, part: str) -> tuple[JudgeRows, dict[str, int]]:
-        """Rows for verifiers, as many of each category of prefixes, and how many that is.
+        """Rows for verifiers, equally many of each category of prefixes, and their number by category.
 
-        A feature head can judge its own drafts only, so it continues the prefixes of each category.
+        The states of a feature head exist for its own drafts only, so it first continues the prefixes of each category.
         """
         makers = (self.originals, self.drafts, self.responses, self.completed)
         found = [self._prefix_rows(part, name, make) for name, make in zip(CATEGORIES, makers, strict=True)]
@@ -244,11 +203,11 @@ class PairData:
         return self._rows(part, f"above {name}", features.drafted(self.pair, above=True), onward)
 
     def placed(self, part: str) -> list[Response]:
-        """Texts at whose every place the draft model's state is one of a run: a feature head's own drafts, or any."""
+        """Texts where the draft model's states are those of a run: drafts of a feature head, else responses."""
         return self.responses(part) if self.head is None else self.drafts(part)
 
     def draft_rows_above(self, part: str) -> JudgeRows:
-        """Rows of drafts with the state before each token: what a verifier sees in a run."""
+        """Rows of drafts with the state before each token, which a verifier reads in a run."""
         return self._rows(part, "above", features.drafted(self.pair, above=True), self.drafts)
 
     def _rows(self, part: str, name: str, build: Build, make: Callable[[str], list[Response]]) -> JudgeRows:
@@ -263,6 +222,6 @@ class PairData:
 
 
 def _feature_head(name: str) -> str | None:
-    """The directory that `feature_head:DIR` names; None for a model's name."""
+    """DIR of `feature_head:DIR`; None for the name of a model."""
     kind, _, where = name.partition(":")
     return where if kind == "feature_head" else None

@@ -1,9 +1,7 @@
-"""Responses sampled from a model by our own engine, kept on disk and continued after a kill.
+"""Responses that the engine samples from a model, kept on disk.
 
-Knows: batches of prompts, one file for each. Does not know: what responses are used for.
-
-A batch's file appears whole or not at all, and every request is seeded by its number: a cache that a kill left half
-made is completed to the one that would have been made at once.
+Each batch of prompts has one file, which is written whole or not at all, and the seed of a request depends on its
+number only. So an interrupted run can be continued, with the same responses as without an interruption.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from draftproof.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class Response:
-    """Token ids of a prompt and of what the model made of it."""
+    """Token ids of a prompt and of the model's continuation."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -45,28 +43,28 @@ def sample_responses(
     watch: Watch = silent,
     title: str = "sampling responses",
 ) -> list[Response]:
-    """One continuation of each prompt, from the cache as far as it is there.
+    """One continuation of each prompt, from the cache where it is there.
 
     Args:
-        engine: over the model whose responses are wanted; speculative or not, the law is the same. What it decodes
-            together is written together.
+        engine: an engine for the model; with or without speculation the distribution is the same. Each batch of this
+            engine is one file.
         prompts: token ids.
-        params: how they are continued; its seed is replaced by one for each prompt.
+        params: sampling parameters; the seed is replaced by one for each prompt.
         cache: folder of the cache.
-        key: names the model (its fingerprint) and how it is run.
-        seed: of all draws.
+        key: identifies the model (by its fingerprint) and how it is run.
+        seed: seed of all draws.
         watch: shows progress.
-        title: what the progress bar says.
+        title: title of the progress bar.
     """
-    asked = [list(prompt) for prompt in prompts]
+    rows = [list(prompt) for prompt in prompts]
     size = engine.max_batch
-    folder = cache / "responses" / digest(key, _told(params), seed, asked, size)[:24]
+    folder = cache / "responses" / digest(key, _deciding(params), seed, rows, size)[:24]
     found: list[Response] = []
-    starts = range(0, len(asked), size)
+    starts = range(0, len(rows), size)
     with watch(title, len(starts), 0) as tick:
         for number, start in enumerate(starts):
             file = folder / f"{number:06d}.json"
-            batch = asked[start : start + size]
+            batch = rows[start : start + size]
             fresh = not file.exists()
             if fresh:
                 with whole_file(file) as work:
@@ -82,8 +80,8 @@ def _sample(engine: Engine, prompts: list[list[int]], params: SamplingParams, se
     return [list(output.token_ids) for output in engine.generate(prompts, each)]
 
 
-def _told(params: SamplingParams) -> dict[str, object]:
-    """What of the parameters decides the responses."""
-    told = asdict(params)
-    del told["seed"], told["n"]
-    return told
+def _deciding(params: SamplingParams) -> dict[str, object]:
+    """The parameters on which the responses depend."""
+    found = asdict(params)
+    del found["seed"], found["n"]
+    return found

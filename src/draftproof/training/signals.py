@@ -1,7 +1,4 @@
-"""Signals that end a program, held back until a piece of work is safe.
-
-Knows: SIGINT and SIGTERM. Does not know: what the work is.
-"""
+"""SIGINT and SIGTERM, delayed until the current piece of work is saved."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """A list that SIGINT and SIGTERM are put into until the block ends; elsewhere than in the main thread, nothing."""
+    """Yield a list that collects SIGINT and SIGTERM until the block ends; outside the main thread it stays empty."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
@@ -28,7 +25,7 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 def raise_for(caught: list[int]) -> None:
-    """Do what the first of the caught signals would have done.
+    """Raise what the first of the caught signals would have raised.
 
     Raises:
         KeyboardInterrupt: SIGINT.

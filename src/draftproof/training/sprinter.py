@@ -1,7 +1,4 @@
-"""What SPRINTER's verifier does to a run: tokens per target call against Theorem 3.3, and what it costs in quality.
-
-Knows: SPRINTER's quantities, measured. Does not know: how the verifier was trained.
-"""
+"""Effects of SPRINTER's small verifier (arXiv 2502.04557): tokens per target call, drift from the target, quality."""
 
 from __future__ import annotations
 
@@ -18,27 +15,28 @@ from draftproof.heads import Head
 from draftproof.stoppers.trained import LIMIT, Approximate
 from draftproof.training.features import JudgeRows, ModelPair
 from draftproof.training.heads import Labels, run_head
-from draftproof.training.metrics import rates_at
+from draftproof.training.metrics import rates_at, rouge_scores
 from draftproof.training.responses import Response
 from draftproof.training.sweep import Trial, rates
 
 
 def expected_drafted(run: int, true_positive: float, false_positive: float, limit: int = LIMIT) -> float:
-    """Mean length of a draft that ends at the first refusal or at `limit` tokens.
+    """Mean length of a draft that ends at the first rejection by the verifier, or at `limit` tokens.
 
-    1 + sum over k < limit of Pr(the first k tokens are accepted); Theorem 3.3's E[N] + 1 as the limit grows.
+    It is 1 + sum over k < limit of Pr(the first k tokens are accepted). As the limit grows, this becomes E[N] + 1 of
+    SPRINTER, arXiv 2502.04557, Theorem 3.3.
 
     Args:
-        run: acceptable tokens before the first unacceptable one, all later ones counting as unacceptable.
+        run: number of acceptable tokens before the first unacceptable one; all later tokens count as unacceptable.
         true_positive: eta_TP.
         false_positive: eta_FP.
-        limit: longest draft.
+        limit: length of the longest draft.
     """
     return 1 + math.fsum(true_positive ** min(k, run) * false_positive ** max(k - run, 0) for k in range(1, limit))
 
 
 def runs(good: Bool[Tensor, " rows"], rows: JudgeRows, limit: int = LIMIT) -> list[int]:
-    """Acceptable tokens before the first unacceptable one, for each drafted sequence of at least `limit` tokens."""
+    """Number of tokens before the first unacceptable one, for each drafted sequence of at least `limit` tokens."""
     found = []
     for number in torch.unique(rows.group).tolist():
         mine = good[rows.group == number]
@@ -50,12 +48,14 @@ def runs(good: Bool[Tensor, " rows"], rows: JudgeRows, limit: int = LIMIT) -> li
 
 @torch.no_grad()
 def predict(head: Head, rows: JudgeRows, labels: Labels) -> dict[str, float]:
-    """Tokens per target call by Theorem 3.3, from error rates and runs on drafted sequences.
+    """Expected tokens per target call, from the error rates and runs on drafted sequences.
 
     Args:
         head: the verifier.
-        rows: of drafted sequences, with the state before each token.
-        labels: what an acceptable token is.
+        rows: rows of drafted sequences, with the state before each token.
+        labels: define the acceptable tokens.
+
+    Source: SPRINTER, arXiv 2502.04557, Theorem 3.3.
     """
     score = run_head(head, rows).double().sigmoid()
     good = labels.acceptable(rows.log_ratio)
@@ -63,54 +63,54 @@ def predict(head: Head, rows: JudgeRows, labels: Labels) -> dict[str, float]:
     true, false = rates_at(score, good, tau)
     lengths = runs(good, rows) or [0]
     drafted = math.fsum(expected_drafted(length, true, false) for length in lengths) / len(lengths)
-    refused = score <= tau
-    kept = float(rows.accept[refused].double().mean()) if bool(refused.any()) else 1.0
+    rejected = score <= tau
+    kept = float(rows.accept[rejected].double().mean()) if bool(rejected.any()) else 1.0
     return {
         "eta_tp": true,
         "eta_fp": false,
         "mean_run": sum(lengths) / len(lengths),
         "drafted_per_call": drafted,
-        "block_efficiency": drafted + kept,  # a refused token that the target keeps is followed by a bonus token
+        "block_efficiency": drafted + kept,  # a rejected token that the target keeps is followed by a bonus token
     }
 
 
-def position_law(
+def position_distribution(
     p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], accepted: Bool[Tensor, "rows #vocab"]
 ) -> Float[Tensor, "rows vocab"]:
-    """The law of the token at a position that is reached by drafting: y ~ q, kept where accepted, else token-verified.
+    """The output distribution of a drafted position: y ~ q is kept where the verifier accepts it, else token-verified.
 
     Args:
-        p: target.
-        q: draft.
-        accepted: whether the verifier accepts each token there.
+        p: rows of the target.
+        q: rows of the draft.
+        accepted: whether the verifier accepts each token.
     """
-    refused = (~accepted).to(q.dtype)
+    rejected = (~accepted).to(q.dtype)
     shared = torch.minimum(p, q)
-    lost = (refused * (q - shared)).sum(-1, keepdim=True)
+    lost = (rejected * (q - shared)).sum(-1, keepdim=True)
     residual = (p - q).clamp(min=0)
     residual = residual / residual.sum(-1, keepdim=True).clamp(min=1e-30)
-    return q * (1 - refused) + refused * shared + lost * residual
+    return q * (1 - rejected) + rejected * shared + lost * residual
 
 
 @torch.no_grad()
 def drift(head: Head, pair: ModelPair, responses: Sequence[Response]) -> dict[str, float]:
-    """Exact total variation from the target at every position of given texts, by summing over the vocabulary.
+    """Total variation from the target at the positions of given texts, computed over the whole vocabulary.
 
     Returns:
-        Means over positions: `position_tv` of SPRINTER's law, `draft_tv` of q itself.
+        means over all positions: "position_tv" of SPRINTER's output distribution, "draft_tv" of q.
     """
     found: list[Tensor] = []
     for start in range(0, len(responses), 8):
         batch = list(responses[start : start + 8])
         for p, (q, hidden) in zip(pair.p(batch), pair.q(batch), strict=True):
-            law = position_law(p, q, accepted_at(head, q, hidden))
-            found.append(torch.stack([(law - p).abs().sum(-1), (q - p).abs().sum(-1)]) / 2)
+            output = position_distribution(p, q, accepted_at(head, q, hidden))
+            found.append(torch.stack([(output - p).abs().sum(-1), (q - p).abs().sum(-1)]) / 2)
     both = torch.cat(found, -1).double().mean(-1)
     return {"position_tv": float(both[0]), "draft_tv": float(both[1])}
 
 
 def accepted_at(head: Head, q: Float[Tensor, "rows vocab"], hidden: Float[Tensor, "rows dim"]) -> Tensor:
-    """What the verifier says of every token at every position; of all the same where it does not read the draw."""
+    """Whether the verifier accepts each token at each position, [rows, vocab]; without `reads_draw`, [rows, 1]."""
     if not head.config.reads_draw:
         every: Tensor = head(hidden).sigmoid() > head.config.threshold
         return every.unsqueeze(-1)
@@ -120,7 +120,7 @@ def accepted_at(head: Head, q: Float[Tensor, "rows vocab"], hidden: Float[Tensor
 
 
 def log_likelihood(pair: ModelPair, outputs: Sequence[Output], prompts: Sequence[Sequence[int]]) -> float:
-    """Mean log-probability a token under the target's own distribution."""
+    """Mean log-probability per token of outputs, under the target's own distribution."""
     rows = [Response(tuple(prompt), out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)]
     total, count = 0.0, 0
     for start in range(0, len(rows), 8):
@@ -133,7 +133,10 @@ def log_likelihood(pair: ModelPair, outputs: Sequence[Output], prompts: Sequence
 
 
 def quality(trial: Trial, head: Head, tokenizer: Any) -> dict[str, Any]:
-    """SPRINTER's responses beside lossless ones: rates, log-likelihood, and ROUGE against a second lossless sample."""
+    """Rates, log-likelihood and ROUGE of SPRINTER's responses and of lossless ones.
+
+    ROUGE compares both with a second lossless sample of the same prompts.
+    """
     lossy = trial.run(Approximate(head), "last_token")
     plain, second = (trial.run(Approximate(head), "block", shift=shift) for shift in (0, 1))
     made: dict[str, Any] = {"measured": rates(lossy), "lossless": rates(plain)}
@@ -144,14 +147,8 @@ def quality(trial: Trial, head: Head, tokenizer: Any) -> dict[str, Any]:
 
 
 def rouge(outputs: Sequence[Output], references: Sequence[Output], tokenizer: Any) -> dict[str, float] | None:
-    """Mean ROUGE-1, -2 and -L F-measures; None without the package rouge-score (extra `bench`)."""
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError:
-        return None
-    scorer = RougeScorer(["rouge1", "rouge2", "rougeL"])
-    texts = [
-        [tokenizer.decode(out.token_ids, skip_special_tokens=True) for out in each] for each in (references, outputs)
-    ]
-    found = [scorer.score(reference, text) for reference, text in zip(*texts, strict=True)]
-    return {name: sum(each[name].fmeasure for each in found) / len(found) for name in ("rouge1", "rouge2", "rougeL")}
+    """Means of `rouge_scores` over all outputs; None without the package rouge-score (extra `bench`)."""
+    found = rouge_scores(
+        *([tokenizer.decode(out.token_ids, skip_special_tokens=True) for out in each] for each in (references, outputs))
+    )
+    return None if found is None else {name: sum(each[name] for each in found) / len(found) for name in found[0]}

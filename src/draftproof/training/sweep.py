@@ -1,7 +1,4 @@
-"""What stopping rules come to in the real engine, and the threshold that the cost model picks.
-
-Knows: the engine, discard and verification rates, SpecDec++'s cost model. Does not know: how heads are trained.
-"""
+"""Discard and verification rates of stoppers in the engine, and the threshold with the least time per token."""
 
 from __future__ import annotations
 
@@ -29,7 +26,8 @@ from draftproof.stoppers.trained import Acceptance, Ratio
 from draftproof.theory.cost import PassCosts, latency
 from draftproof.training.features import ModelPair
 
-# SpecDec++, section 4.1, with some more where small pairs have their best: lengths 1, 3 and 5, thresholds 0.8 and 0.95.
+# The values of SpecDec++, arXiv 2405.19715, section 4.1, and more values near the optimum of small pairs: lengths 1, 3
+# and 5, thresholds 0.8 and 0.95.
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14)
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95)
 DEPTHS = (0, 1, 2, 3, 4)
@@ -38,14 +36,14 @@ WEIGHTS = (1.0, 3.0, 6.0, 12.0)
 
 @dataclass(frozen=True)
 class Trial:
-    """A pair of models and the prompts that stopping rules are tried on.
+    """A pair of models, and prompts on which stoppers are tried.
 
     Attributes:
-        pair: the models and how they are sampled.
+        pair: the models and their sampling parameters.
         prompts: token ids.
         eos_token_ids: tokens that end a response.
-        tokens: most tokens a response.
-        seed: of the draws; every rule gets the same seeds.
+        tokens: largest number of tokens in a response.
+        seed: seed of the draws; every stopper gets the same seeds.
     """
 
     pair: ModelPair
@@ -55,9 +53,9 @@ class Trial:
     seed: int = 0
 
     def run(self, stopper: Stopper | None, rule: str, *, max_batch: int = 8, shift: int = 0) -> list[Output]:
-        """Responses under a stopper and a verification rule; plain decoding without a stopper.
+        """Responses with a stopper and a verification rule; plain decoding without a stopper.
 
-        `shift` changes all seeds, for a second, independent sample.
+        `shift` changes all seeds, for another independent sample.
         """
         pair, drafter = self.pair, None
         if stopper is not None:
@@ -69,16 +67,16 @@ class Trial:
         return engine.generate([list(prompt) for prompt in self.prompts], each)
 
     def _params(self, number: int, shift: int) -> SamplingParams:
-        told = {**asdict(self.pair.params), "max_tokens": self.tokens, "seed": fold(self.seed, 3, shift, number) >> 1}
-        return SamplingParams(**told)
+        seed = fold(self.seed, 3, shift, number) >> 1
+        return SamplingParams(**{**asdict(self.pair.params), "max_tokens": self.tokens, "seed": seed})
 
     def rates(self, stopper: Stopper, rule: str) -> dict[str, Any]:
-        """Discard rate, verification rate and what else the engine counted."""
+        """The rates of `rates` for a stopper and a verification rule."""
         return rates(self.run(stopper, rule))
 
 
 def rates(outputs: Sequence[Output]) -> dict[str, Any]:
-    """Counts of several responses as rates."""
+    """Discard rate, verification rate, block efficiency, drafted tokens per call, and tokens of several responses."""
     total = Stats()
     for output in outputs:
         total.add(output.stats)
@@ -92,7 +90,7 @@ def rates(outputs: Sequence[Output]) -> dict[str, Any]:
 
 
 def measure_costs(trial: Trial) -> PassCosts:
-    """Seconds of a pass of either model in the engine: one sequence at a time, four drafted tokens a round."""
+    """Seconds of a pass of each model in the engine, with one sequence at a time and four drafted tokens per round."""
     stats = [output.stats for output in trial.run(FixedLength(4), "block", max_batch=1)]
     drafted, calls = (sum(getattr(each, name) for each in stats) for name in ("num_draft_tokens", "num_target_calls"))
     return PassCosts(
@@ -102,13 +100,13 @@ def measure_costs(trial: Trial) -> PassCosts:
 
 
 def stopper_of(head: Head, threshold: float) -> Stopper:
-    """The lossless stopper of a head.
+    """The stopper for a head of kind acceptance or log_ratio.
 
     Raises:
-        UserError: a verifier, whose threshold is no h.
+        UserError: the head is a verifier, which has no threshold h.
     """
     if head.config.kind == "verifier":
-        raise UserError("a verifier has no threshold h: sweep heads of kind acceptance or log_ratio")
+        raise UserError("a head of kind verifier has no threshold h: legal are acceptance and log_ratio")
     return (Acceptance if head.config.kind == "acceptance" else Ratio)(head, threshold)
 
 
@@ -133,7 +131,7 @@ def head_table(trial: Trial, head: Head, rule: str, *, watch: Watch = silent) ->
 
 
 def remembered(file: Path, make: Callable[[], Any]) -> Any:
-    """What a JSON file holds; made and written first if it is not there, so that a resumed run repeats nothing."""
+    """The content of a JSON file, which is made and written if it does not exist; so a resumed run repeats nothing."""
     if not file.exists():
         made = make()
         with whole_file(file) as work:
@@ -142,7 +140,7 @@ def remembered(file: Path, make: Callable[[], Any]) -> Any:
 
 
 def with_latency(rows: Sequence[dict[str, Any]], costs: PassCosts) -> list[dict[str, Any]]:
-    """The rows with seconds a token by the cost model (SpecDec++, arXiv 2405.19715, equation (2.3))."""
+    """The rows with their seconds per token by the cost model (SpecDec++, arXiv 2405.19715, equation (2.3))."""
     return [row | {"latency": latency(costs, row["discard_rate"], row["verification_rate"])} for row in rows]
 
 
@@ -152,7 +150,7 @@ def choose(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def dominated(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[int]:
-    """The constant lengths that some head beats at both rates: points behind the heads' Pareto frontier."""
+    """The constant lengths that are worse than some head at both rates."""
     names = ("discard_rate", "verification_rate")
     return [
         int(row["length"])
@@ -161,10 +159,11 @@ def dominated(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) 
     ]
 
 
-def beside_fixed(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The heads' rows with the verification rate that constant lengths have at the same discard rate.
+def with_fixed_drafts(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The heads' rows with the verification rate of constant lengths at the same discard rate.
 
-    Between two lengths that is a line: what a coin toss between them reaches. None outside the lengths' range.
+    Between two lengths the rate is interpolated: a random choice between them reaches it. Outside the range of the
+    lengths it is None.
     """
     points = sorted((row["discard_rate"], row["verification_rate"]) for row in fixed)
 
@@ -180,7 +179,7 @@ def beside_fixed(fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]
 def compare_latency(
     fixed: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]], ratios: Sequence[float] = (0.05, 0.1, 0.2, 0.4)
 ) -> list[dict[str, Any]]:
-    """Best latency of either at several ratios t_draft/t_target, in target passes a token."""
+    """Best latency of constant lengths and of heads at several ratios t_draft/t_target, in target passes per token."""
     made = []
     for ratio in ratios:
         costs = PassCosts(draft=ratio, target=1.0)

@@ -1,7 +1,4 @@
-"""A byte-level BPE tokenizer from texts, for models that are trained from scratch.
-
-Knows: the `tokenizers` library, one end token. Does not know: models, files of data.
-"""
+"""Training a byte-level BPE tokenizer on texts, for models that are trained from scratch."""
 
 from __future__ import annotations
 
@@ -15,15 +12,15 @@ _BYTES = 256
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, *, positions: int) -> Any:
-    """A tokenizer with every byte, one token that begins and ends a text, and the merges that shorten the texts most.
+    """A tokenizer with all bytes, one token that begins and ends a text, and the merges that shorten these texts most.
 
     Args:
-        texts: what it is made for.
-        vocabulary: tokens in all.
-        positions: the longest sequence of the models that will use it.
+        texts: the texts to learn merges from.
+        vocabulary: total number of tokens.
+        positions: longest sequence of the models that will use it.
 
     Raises:
-        UserError: a vocabulary that does not hold the bytes, or one that the texts cannot fill.
+        UserError: the vocabulary is too small for the bytes, or the texts give fewer tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -44,7 +41,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, *, positions: int) ->
     )
     if made.get_vocab_size() < vocabulary:
         raise UserError(
-            f"the texts give {made.get_vocab_size()} tokens, not {vocabulary}: name a smaller vocabulary or more text"
+            f"the texts give {made.get_vocab_size()} tokens, not {vocabulary}: choose a smaller vocabulary or more text"
         )
     made.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]

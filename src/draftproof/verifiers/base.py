@@ -1,7 +1,4 @@
-"""The contract of a verification rule.
-
-Knows: what a verifier is given and returns. Does not know: any rule.
-"""
+"""The contract of a verification rule: what the engine gives it and what it returns."""
 
 from __future__ import annotations
 
@@ -17,31 +14,31 @@ from draftproof.rng import Rng
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Decides which drafted tokens are kept and draws the bonus token."""
+    """Decides which drafted tokens are kept, and draws the bonus token."""
 
     @property
     def name(self) -> str:
-        """Its name in Python, on the command line and in reports."""
+        """The rule's name in Python, on the command line and in reports."""
         ...
 
     @property
     def lossless(self) -> bool:
-        """Whether the output law is exactly the target's."""
+        """Whether the output distribution is exactly the target's."""
         ...
 
     @property
     def branching(self) -> bool:
-        """Whether it can use drafts that branch."""
+        """Whether the rule accepts drafts that branch."""
         ...
 
     @property
     def point_masses(self) -> bool:
-        """Whether it can use drafts that come without probabilities."""
+        """Whether the rule accepts drafts without probabilities."""
         ...
 
     @property
     def constant_length(self) -> bool:
-        """Whether it is exact for drafts of one constant length only."""
+        """Whether the rule is exact only for drafts of one constant length."""
         ...
 
     def verify(
@@ -51,12 +48,12 @@ class Verifier(Protocol):
         rng: Rng,
         states: Sequence[object],
     ) -> list[Verdict]:
-        """One verdict for each draft.
+        """Return one verdict for each draft.
 
         Args:
             drafts: one for each row of the batch; lengths may differ.
             target_probs: for each draft, p at the root and after each node, [1 + nodes, vocab].
-            rng: draws with one leading row for each draft.
+            rng: source of randomness; its draws have one leading row for each draft.
             states: the `state` of each row's last verdict, None in its first round.
         """
         ...

@@ -1,7 +1,4 @@
-"""Verifiers for one chain a row: token and block verification over a ragged batch.
-
-Knows: how drafts of different lengths become one padded tensor. Does not know: the rules (functional/chain.py), models.
-"""
+"""Verifiers for one chain per row: token, block and match verification of chains of different lengths."""
 
 from __future__ import annotations
 
@@ -28,17 +25,17 @@ class ChainBatch(NamedTuple):
 
 
 def _pad(rows: Sequence[Tensor]) -> Tensor:
-    """Stack rows of different lengths, zeros behind; a batch of one is a view."""
+    """Stack rows of different lengths, padded with zeros at the end; a batch of one is a view."""
     if len(rows) == 1:
         return rows[0].unsqueeze(0)
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
 def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ vocab"]]) -> ChainBatch:
-    """Pad the chains of a batch; rows without a draft have length 0.
+    """The chains of a batch, padded; rows without a draft have length 0.
 
     Raises:
-        ValueError: a draft that branches, or point masses beside drawn tokens.
+        ValueError: a draft branches, or only some of the drafts are point masses.
     """
     for row, draft in enumerate(drafts):
         if not draft.tree.is_chain:
@@ -46,7 +43,7 @@ def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ 
     drawn = [draft.probs for draft in drafts if len(draft)]
     masses = sum(probs is None for probs in drawn)
     if 0 < masses < len(drawn):
-        raise ValueError("a batch mixes point-mass drafts with drawn ones: one drafter serves a batch")
+        raise ValueError("a batch has drafts with and without probabilities: all its drafts must come from one drafter")
     p = _pad(target_probs)
     q = p.new_zeros(len(drafts), 0, p.shape[-1]) if not drawn else None
     if drawn and not masses:
@@ -56,13 +53,13 @@ def pad_chains(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ 
 
 
 class ChainVerifier:
-    """A chain rule behind the Verifier contract.
+    """A Verifier that applies a rule for chains.
 
     Args:
-        name: of the rule.
+        name: name of the rule.
         rule: `token_verify`, `block_verify` or a function with their signature.
-        lossless: whether the rule's output law is the target's.
-        point_masses: whether the rule takes drafts without probabilities.
+        lossless: whether the rule's output distribution is the target's.
+        point_masses: whether the rule accepts drafts without probabilities.
     """
 
     branching = False
@@ -81,9 +78,9 @@ class ChainVerifier:
         drafts: Sequence[Draft],
         target_probs: Sequence[Float[Tensor, "_ vocab"]],
         rng: Rng,
-        states: Sequence[object] = (),  # noqa: ARG002 - these rules have no memory
+        states: Sequence[object] = (),  # noqa: ARG002 - these rules have no state
     ) -> list[Verdict]:
-        """See Verifier; the round's one copy to the host is here."""
+        """See Verifier; this does the round's only copy to the host."""
         tokens, q, p, lengths = pad_chains(drafts, target_probs)
         found = self._rule(tokens, q, p, rng=rng, lengths=lengths, validate=False)
         host = torch.cat([found.accepted.unsqueeze(-1), found.token.unsqueeze(-1), tokens], -1).tolist()
@@ -101,5 +98,5 @@ def block_verifier() -> ChainVerifier:
 
 
 def match_verifier() -> ChainVerifier:
-    """Sample from p, keep while equal to the draft: what llama.cpp, mlx-lm and exllama do; exact, accepts less."""
+    """Sample from p and keep the tokens while they equal the draft, as llama.cpp, mlx-lm and exllama do."""
     return ChainVerifier("match", match_verify)

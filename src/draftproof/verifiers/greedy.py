@@ -1,7 +1,4 @@
-"""Greedy block verification, the rule with a memory: the windows of the modified target travel from round to round.
-
-Knows: whose windows are whose. Does not know: the rule (functional/greedy.py), models.
-"""
+"""The verifier for greedy block verification, whose state (the open windows of each request) lasts several rounds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lossy rules behind the Verifier contract: they say so in `lossless`, and results carry it to the user.
-
-Knows: each rule's parameter and its legal range. Does not know: the rules (functional/lossy.py), models.
-"""
+"""Verifiers for the lossy rules: `lossless` is false for them, and every result reports it to the user."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from draftproof.verifiers.chain import ChainVerifier
 
 
 def last_token_verifier() -> ChainVerifier:
-    """SPRINTER's rule: every drafted token but the last unseen, the last one verified (SPRINTER, arXiv 2502.04557)."""
+    """SPRINTER's rule: keep every drafted token but the last without a test, verify the last one (arXiv 2502.04557)."""
     return ChainVerifier("last_token", last_token_verify, lossless=False)
 
 
 def typical_verifier(epsilon: float = 0.09) -> ChainVerifier:
-    """Typical acceptance: keep tokens the target finds plausible, whatever q was.
+    """Typical acceptance: keep tokens that are plausible under the target; q is not used.
 
     Args:
         epsilon: probability above which a token is always kept, 0 to 1.
@@ -34,7 +31,7 @@ def mixture_verifier(epsilon: float = 0.1) -> ChainVerifier:
     """The fixed mixture (1 - epsilon) p + epsilon q at every drafted position.
 
     Args:
-        epsilon: share of q, 0 to 1.
+        epsilon: weight of q, 0 to 1.
 
     Raises:
         UserError: epsilon out of range.
@@ -47,7 +44,7 @@ def mentored_verifier(budget: float = 0.1) -> ChainVerifier:
     """Mentored decoding: as much acceptance as a divergence budget allows.
 
     Args:
-        budget: KL divergence allowed at each drafted position, in nats.
+        budget: KL divergence allowed at each drafted position, in nats, 0 to 10.
 
     Raises:
         UserError: budget out of range.

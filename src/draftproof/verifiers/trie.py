@@ -1,7 +1,4 @@
-"""Verifiers for several drafts a row: SpecTr, multi-round, traversal and trie block verification over a ragged batch.
-
-Knows: how the trees of a batch become one table of draws and rows. Does not know: the rules (functional/), models.
-"""
+"""Verifiers for several drafts per row: SpecTr, multi-round selection, traversal and trie block verification."""
 
 from __future__ import annotations
 
@@ -12,18 +9,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.draft import Draft, Verdict
-from draftproof.functional.coupling import multi_round_on_tries, spectr_on_tries
+from draftproof.functional.bottom_up import traversal_on_tries, trie_block_on_tries
 from draftproof.functional.nodes import NodeVerdict, Tries
-from draftproof.functional.trie import traversal_on_tries, trie_block_on_tries
+from draftproof.functional.top_down import multi_round_on_tries, spectr_on_tries
 from draftproof.rng import Rng
 from draftproof.tree import ROOT
 
 
 class TrieVerifier:
-    """A rule on tries behind the Verifier contract; single chains are tries with one draw a node.
+    """A Verifier that applies a rule for tries; a single chain is a trie with one draw at each node.
 
     Args:
-        name: of the rule.
+        name: name of the rule.
         rule: `trie_block_on_tries` or a function with its signature.
     """
 
@@ -41,7 +38,7 @@ class TrieVerifier:
         drafts: Sequence[Draft],
         target_probs: Sequence[Float[Tensor, "_ vocab"]],
         rng: Rng,
-        states: Sequence[object] = (),  # noqa: ARG002 - these rules have no memory
+        states: Sequence[object] = (),  # noqa: ARG002 - these rules have no state
     ) -> list[Verdict]:
         """See Verifier."""
         tries = Tries.from_trees([draft.tree for draft in drafts], [draft.draws for draft in drafts])
@@ -59,20 +56,20 @@ def _verdict(draft: Draft, node: int, token: int) -> Verdict:
 
 
 def spectr_verifier() -> TrieVerifier:
-    """SpecTr's DraftSelection with K-SEQ (SpecTr, arXiv 2310.15141)."""
+    """SpecTr: draft selection with K-SEQ (arXiv 2310.15141)."""
     return TrieVerifier("spectr", spectr_on_tries)
 
 
 def multi_round_verifier() -> TrieVerifier:
-    """SpecInfer's recursive rejection, drafts drawn with replacement."""
+    """SpecInfer's multi-round selection: recursive rejection, for draws with replacement (arXiv 2305.09781)."""
     return TrieVerifier("multi_round", multi_round_on_tries)
 
 
 def traversal_verifier() -> TrieVerifier:
-    """Traversal verification, the bottom-up form of multi-round (arXiv 2505.12398)."""
+    """Traversal verification: multi-round selection decided from the leaves up (arXiv 2505.12398)."""
     return TrieVerifier("traversal", traversal_on_tries)
 
 
 def trie_block_verifier() -> TrieVerifier:
-    """SpecTr's coupling inside block verification: equals block for one chain and K-SEQ for length 1."""
+    """Trie block verification: SpecTr's coupling inside block verification; with one chain it is block verification."""
     return TrieVerifier("trie_block", trie_block_on_tries)

@@ -1,54 +1,52 @@
-"""Trie block verification and traversal verification: weights flow down the draft trie, decisions flow up.
+"""Trie block verification and traversal verification: weights go down the draft trie, decisions go up.
 
-Knows: probabilities and tries of draws. Does not know: models, requests.
+Both rules give every node a weight: the probability, over drafts and decisions, that the node's subtree is accepted.
+The root has weight 1. A node of weight a couples its draws with the sub-distribution a p: draw j is accepted with
+probability w_j. The weight of a child is the probability that at least one of the draws of its token is accepted.
 
-Both rules give every node an acceptance weight such that, over drafts and decisions, the subtree of a drafted node x
-is accepted with probability W_x. A node couples its draws with the sub-distribution a p, a its own weight: draw j
-would be accepted with w_j; the child it landed on gets the weight that some draw on it is accepted. The children's
-subtrees are then verified with those weights, the accepted child whose success falls on the earliest draw wins, and
-when none is accepted the node itself is, with what is left of a. Trie block verification couples by K-SEQ (SpecTr's
-coupling inside block verification), traversal verification by recursive rejection (the bottom-up form of multi-round
-selection).
+The decisions are made from the leaves up. Among the children whose subtrees are accepted, the one whose first success
+is the earliest draw wins. When no child is accepted, the node itself is accepted with the rest of a.
 
-Relatives: block verification (Block Verification, SpecTr (SpecTr, traversal verification, greedy
-multi-path block verification (arXiv 2602.16961), SpecTr-GBV (arXiv 2604.25925).
+Trie block verification couples by K-SEQ: it is SpecTr's coupling inside block verification. Traversal verification
+couples by recursive rejection: it is the bottom-up form of multi-round selection.
+
+Related: Block Verification (arXiv 2403.10444), SpecTr (arXiv 2310.15141), traversal verification (arXiv 2505.12398),
+greedy multi-path block verification (arXiv 2602.16961), SpecTr-GBV (arXiv 2604.25925).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.functional.checks import check_chain
 from draftproof.functional.coupling import (
     first_success,
-    flatten_rows,
     kseq_accept,
     kseq_gamma,
     kseq_plan,
     kseq_residual,
-    refuse_branching_points,
     rounds_plan,
 )
-from draftproof.functional.nodes import Level, NodeVerdict, PathVerdict, Tries
+from draftproof.functional.nodes import Level, NodeVerdict, PathVerdict, Tries, verify_chains, verify_tries
+from draftproof.functional.top_down import refuse_branching_points
 from draftproof.rng import Rng
-from draftproof.tree import ROOT
 
 PORTION = 1 << 20  # entries of a temporary on a CPU
 
 
 class TriePlan(NamedTuple):
-    """Everything the decisions need, before any is made.
+    """The probabilities of all decisions, computed before any decision is made.
 
     Attributes:
-        weight: Pr(the slot's subtree is accepted | it was drawn); 1 for the root.
+        weight: Pr(the slot's subtree is accepted | the slot was drawn); 1 for the root.
         accept: acceptance probability of each draw at a slot, by the slot's coupling.
-        own: Pr(the slot itself is accepted | none of its children's subtrees is).
-        gamma: the slot's division factor (K-SEQ only; 1 elsewhere).
+        own: Pr(the slot itself is accepted | no subtree of its children is accepted).
+        gamma: the slot's division factor (K-SEQ only; else 1).
     """
 
     weight: Float[Tensor, "B N"]
@@ -66,16 +64,17 @@ def _blank_plan(tries: Tries) -> TriePlan:
 
 
 def _draws_of(tries: Tries, level: Level) -> tuple[Int[Tensor, "r D"], Int[Tensor, "r D"]]:
-    """The draws at the slots of a level: their slots, and their flat ids (that of the root where there is none)."""
+    """The draws at the slots of a level: their slots and flat ids (the root's flat id where there is no draw)."""
     kids = tries.kids.flatten(0, 1)[level.rows]
     slots = tries.tokens.shape[1]
     return kids, kids + (level.rows // slots * slots).unsqueeze(-1)
 
 
 def _portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
-    """The levels from the root down, on a CPU a few slots at a time.
+    """The levels from the root down; on a CPU in parts of a few slots each.
 
-    Slots of one depth do not meet; temporaries of the whole batch would cost more in page faults than in arithmetic.
+    Slots of one depth are independent. On a CPU, temporaries for the whole batch would cost more in page faults than in
+    arithmetic.
     """
     most = max(PORTION // p.shape[-1], 1) if p.device.type == "cpu" else p.shape[0]
     for level in tries.inner:
@@ -87,18 +86,18 @@ def _portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
 def _hand_down(
     plan: TriePlan, kids: Int[Tensor, "r D"], flat: Int[Tensor, "r D"], accept: Float[Tensor, "r D"]
 ) -> None:
-    """Give each child the probability that some draw on it is accepted: 1 - prod (1 - w_j)."""
+    """Set each child's weight to the probability that at least one draw of it is accepted: 1 - prod (1 - w_j)."""
     weight = plan.weight.view(-1)
     missed = torch.ones_like(weight).scatter_reduce_(0, flat.flatten(), (1 - accept).flatten(), "prod")
-    given = torch.where(kids > 0, 1 - missed[flat], 1)  # where there is no draw, `flat` is the root, whose weight is 1
+    given = torch.where(kids > 0, 1 - missed[flat], 1)  # without a draw `flat` is the root, whose weight is 1
     weight.scatter_(0, flat.flatten(), given.flatten())
 
 
 def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> TriePlan:
-    """Weights of trie block verification: one pass a depth, the root search only where draws are several.
+    """The plan of trie block verification: one pass for each depth; g is searched only at slots with several draws.
 
-    At a slot of weight a with k draws: g = kseq_gamma(a p, q, k), w(x) = min(1, a p(x) / (g q(x))), and the slot
-    itself is accepted with (a - acc) / (1 - acc) when no child is; a leaf with a.
+    At a slot of weight a with k draws: g = kseq_gamma(a p, q, k) and w(x) = min(1, a p(x) / (g q(x))). When no child is
+    accepted, the slot itself is accepted with probability (a - acc) / (1 - acc). A leaf is accepted with probability a.
     """
     plan = _blank_plan(tries)
     for level in _portions(tries, p):
@@ -121,11 +120,11 @@ def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Te
 def traversal_plan(
     tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, replacement: bool = True
 ) -> TriePlan:
-    """Weights of traversal verification: at each slot the schedule of recursive rejection, started from a p."""
+    """The plan of traversal verification: at each slot recursive rejection, which starts from a p."""
     plan = _blank_plan(tries)
     for level in _portions(tries, p):
         kids, flat = _draws_of(tries, level)
-        if level.single == level.rows.shape[0]:  # each further draw would be a pass over the rows
+        if level.single == level.rows.shape[0]:  # each padded draw would cost a pass over the rows
             kids, flat = kids[:, :1], flat[:, :1]
         weight = plan.weight.flatten()[level.rows]
         rule = rounds_plan(
@@ -151,18 +150,18 @@ def _store(
 
 
 def _with_leaves(tries: Tries, plan: TriePlan) -> TriePlan:
-    """A leaf is accepted with its weight; the root, where all weight has ended up, always."""
+    """The plan with the slots that have no rest: a leaf is accepted with its weight, the root always."""
     own = torch.where((tries.kids > 0).any(-1), plan.own, plan.weight)
     own[:, 0] = 1
     return plan._replace(own=own)
 
 
 def success_draw_weights(tries: Tries, plan: TriePlan) -> Float[Tensor, "B N D"]:
-    """For each slot, how likely each draw at its parent is the first accepted one among those that landed on the slot.
+    """Weights of the draw that is the first accepted one, among the draws of a slot's token at its parent.
 
-    Up to normalisation: w_j prod_{i < j} (1 - w_i) over the draws on the slot. With one weight for all of them this is
-    a geometric law cut off at the slot's multiplicity. A slot without siblings wins whenever it is accepted, so its
-    first draw will do.
+    Up to normalisation: w_j prod_{i < j} (1 - w_i) over the draws of the slot. When all w_j are equal, this is a
+    geometric distribution truncated at the number of draws. A slot without siblings wins whenever it is accepted, so
+    its first draw is used.
     """
     rows = torch.arange(tries.parent.shape[0], device=tries.parent.device).unsqueeze(-1)
     drawn = tries.kids[rows, tries.parent]
@@ -176,12 +175,12 @@ def success_draw_weights(tries: Tries, plan: TriePlan) -> Float[Tensor, "B N D"]
 def decide(tries: Tries, plan: TriePlan, rng: Rng) -> Int[Tensor, " B"]:
     """The last accepted slot of each row, decided from the deepest slots up.
 
-    Two calls of the rng, whatever the height: a row's draws are addressed by its slots, so they do not depend on how
-    deep the tries are that share the batch.
+    This takes two calls of `rng` for tries of any depth. So the random numbers of a row do not depend on the depth of
+    the other tries in the batch.
     """
     own = rng.bernoulli(plan.own * (tries.depth > 0))
     moment = rng.categorical(success_draw_weights(tries, plan))
-    ends = torch.zeros_like(tries.tokens)  # where the accepted path below a slot ends; 0: its subtree is refused
+    ends = torch.zeros_like(tries.tokens)  # where the accepted path below a slot ends; 0: its subtree is rejected
     for depth in range(tries.height, 0, -1):
         slots = tries.slots[depth]
         end = _winner(tries, ends, moment, slots)
@@ -257,16 +256,16 @@ def trie_block_on_tries(
 
     Args:
         tries: the drafts; the draws at a slot share one row of q. A slot without draws is a leaf: it is accepted with
-            its weight and followed by a token from p, so chains may stop where they like.
+            its weight and followed by a token from p. So a chain may stop at any length.
         q: rows that `tries.q_row` points into; None for point masses without branches.
         p: rows that `tries.p_row` points into.
         rng: source of all randomness.
-        validate: check rows and tokens first; raises ValueError naming the row.
+        validate: check rows and tokens first.
+
+    Raises:
+        ValueError: point masses that branch, or `validate` found a mistake; the message names the row.
     """
-    if validate:
-        tries.check(q, p)
-    at, token = _trie_block(tries, q, p, rng)
-    return NodeVerdict(at + ROOT, token)
+    return verify_tries(_trie_block, tries, q, p, rng=rng, validate=validate)
 
 
 def traversal_on_tries(
@@ -278,14 +277,11 @@ def traversal_on_tries(
     replacement: bool = True,
     validate: bool = True,
 ) -> NodeVerdict:
-    """Traversal verification on explicit tries; lossless. Arguments as for `multi_round_on_tries`.
+    """Traversal verification on explicit tries; lossless. Arguments and errors: see `multi_round_on_tries`.
 
     Source: arXiv 2505.12398.
     """
-    if validate:
-        tries.check(q, p)
-    at, token = _traversal(tries, q, p, rng, replacement=replacement)
-    return NodeVerdict(at + ROOT, token)
+    return verify_tries(partial(_traversal, replacement=replacement), tries, q, p, rng=rng, validate=validate)
 
 
 def trie_block_verify(
@@ -299,12 +295,9 @@ def trie_block_verify(
 ) -> PathVerdict:
     """Block verification of K i.i.d. chains together, coupled by K-SEQ at every node of their trie; lossless.
 
-    It is block verification for K = 1 and K-SEQ for chains of one token. Arguments as for `spectr_verify`.
+    It is block verification for K = 1, and K-SEQ for chains of one token. Arguments and errors: see `spectr_verify`.
     """
-    if validate:
-        check_chain(tokens, q, p, lengths)
-    tries = Tries.from_chains(tokens, lengths)
-    return tries.path_verdict(*_trie_block(tries, flatten_rows(q), p.reshape(-1, p.shape[-1]), rng))
+    return verify_chains(_trie_block, tokens, q, p, rng=rng, lengths=lengths, validate=validate)
 
 
 def traversal_verify(
@@ -319,20 +312,10 @@ def traversal_verify(
 ) -> PathVerdict:
     """Traversal verification of K chains: multi-round selection decided from the leaves up; lossless.
 
-    Args:
-        tokens: drafted token ids; they are read to the host once, to merge equal prefixes.
-        q: the distribution each token was drawn from, given its own chain's prefix; None for point masses.
-        p: the target's distribution before each drafted token and after the last one.
-        rng: source of all randomness.
-        lengths: tokens in each chain when chains differ; entries beyond a chain's length are padding.
-        replacement: False when siblings were drawn without replacement (see `multi_round_verify_without_replacement`).
-        validate: check shapes, ranges and normalisation first; raises ValueError naming the row.
+    Arguments and errors: see `spectr_verify`; `replacement` is False when siblings were drawn without replacement, see
+    `multi_round_verify_without_replacement`.
 
     Source: arXiv 2505.12398.
     """
-    if validate:
-        check_chain(tokens, q, p, lengths)
-    tries = Tries.from_chains(tokens, lengths, once=not replacement)
-    return tries.path_verdict(
-        *_traversal(tries, flatten_rows(q), p.reshape(-1, p.shape[-1]), rng, replacement=replacement)
-    )
+    rule = partial(_traversal, replacement=replacement)
+    return verify_chains(rule, tokens, q, p, rng=rng, lengths=lengths, validate=validate, once=not replacement)

@@ -1,0 +1,139 @@
+"""Options made from the fields of dataclasses: name, type and default of a field, help from the class's docstring."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Fields of a dataclass that become options of a command.
+
+    Attributes:
+        of: the dataclass; its docstring describes every field under `Attributes:`.
+        panel: heading of these options in the help.
+        only: the fields to use; all fields when empty.
+        names: names of options that are not the field's name, by field.
+        defaults: defaults that are not the field's default, by field.
+        help: help texts that are not the docstring's, by field.
+        metavars: names of values in the help, by field.
+    """
+
+    of: type
+    panel: str | None = None
+    only: Sequence[str] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    help: Mapping[str, str] = field(default_factory=dict)
+    metavars: Mapping[str, str] = field(default_factory=dict)
+
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The options as parameters of a typer command, by field."""
+        texts = {**field_help(self.of), **self.help}
+        found = {each.name: each for each in fields(self.of)}
+        return {name: self._parameter(found[name], texts[name]) for name in self.only or found}
+
+    def _parameter(self, of: Field[Any], text: str) -> inspect.Parameter:
+        kind, details = _KINDS[str(of.type)]
+        name = self.names.get(of.name, of.name)
+        dashed = name.replace("_", "-")
+        metavar = self.metavars.get(of.name, details.get("metavar"))
+        option = typer.Option(
+            f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",
+            help=text,
+            rich_help_panel=self.panel,
+            **{**details, **({} if metavar is None else {"metavar": metavar})},
+        )
+        default = self.defaults.get(of.name, inspect.Parameter.empty if of.default is MISSING else of.default)
+        if kind in _REPEATED and default is not inspect.Parameter.empty:
+            default = []
+        return inspect.Parameter(
+            name + "_" * keyword.iskeyword(name),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, option],
+        )
+
+
+def with_options(**groups: Sequence[Options]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace parameters of a typer command by options.
+
+    Args:
+        groups: by parameter of the command: the options whose values it gets, as a dictionary by field. An option that
+            can be repeated and is not given is left out of the dictionary, so that the field's default applies.
+    """
+    added = {
+        name: {at: each for one in group for at, each in one.parameters().items()} for name, group in groups.items()
+    }
+    options = [parameter for group in added.values() for parameter in group.values()]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name not in groups]
+
+        @functools.wraps(command)
+        def wrapped(**values: Any) -> Any:
+            given = {
+                name: {at: _value(values.pop(each.name)) for at, each in group.items()} for name, group in added.items()
+            }
+            left = {name: {at: value for at, value in group.items() if value != ()} for name, group in given.items()}
+            return command(**values, **left)
+
+        wrapped.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
+        return wrapped
+
+    return decorate
+
+
+def field_help(of: type) -> dict[str, str]:
+    """The description of each field in the docstring of a dataclass, beginning with a capital letter."""
+    text = inspect.cleandoc(of.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
+    found = {name: " ".join(words.split()) for name, words in _ATTRIBUTE.findall(text)}
+    return {name: words[:1].upper() + words[1:] for name, words in found.items()}
+
+
+def _value(value: Any) -> Any:
+    """Values of an option that can be repeated as a tuple; other values as they are."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _whole_or_none(text: Any) -> int | None:
+    """An int, or None for "none"; defaults come as they are."""
+    if text is None or str(text).lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is neither a whole number nor none") from None
+
+
+_REPEATED = (list[str], list[int], list[Path])
+# From the annotation of a field (a string) to the type of its option and further arguments of typer.Option.
+_KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bool": (bool, {}),
+    "int": (int, {}),
+    "float": (float, {}),
+    "float | None": (float | None, {}),
+    "int | None": (int | None, {"parser": _whole_or_none, "metavar": "INTEGER|none"}),
+    "str": (str, {}),
+    "str | None": (str | None, {}),
+    "Path": (Path, {"metavar": "DIR"}),
+    "Path | None": (Path | None, {"metavar": "DIR"}),
+    "tuple[Path, ...]": (list[Path], {"metavar": "FILE"}),
+    "Sequence[int]": (list[int], {"metavar": "ID"}),
+    "Sequence[str]": (list[str], {"metavar": "TEXT"}),
+    "str | Sequence[str]": (list[str], {"metavar": "TEXT"}),
+    "Mapping[int, float] | None": (list[str], {"metavar": "ID=VALUE"}),
+}
