@@ -1,7 +1,4 @@
-"""Speculative against plain decoding, on one loaded target, timed in turns.
-
-Knows: how to time two engines fairly. Does not know: names of models and parts, how a result is shown.
-"""
+"""Speculative against plain decoding, on one loaded target, timed in turns."""
 
 from __future__ import annotations
 

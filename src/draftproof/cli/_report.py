@@ -1,7 +1,4 @@
-"""What a person reads on stderr: the summary of a run, the outcome of a comparison, a progress bar.
-
-Knows: words, units. Does not know: how anything was decoded or timed.
-"""
+"""What a person reads on stderr: the summary of a run, the outcome of a comparison, a progress bar."""
 
 from __future__ import annotations
 

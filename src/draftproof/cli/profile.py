@@ -1,7 +1,4 @@
-"""`draftproof profile`: what a composition holds and needs, measured by running it.
-
-Knows: which options there are and what the tables look like. Does not know: how anything is measured.
-"""
+"""`draftproof profile`: what a composition holds and needs, measured by running it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`draftproof reproduce`: the papers' tables and figures on the pairs at hand.
-
-Knows: its options, how recipes are listed and outcomes summed up. Does not know: how anything is measured.
-"""
+"""`draftproof reproduce`: the papers' tables and figures on the pairs at hand."""
 
 from __future__ import annotations
 

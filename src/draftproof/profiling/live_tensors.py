@@ -1,6 +1,6 @@
 """Bytes of the tensors that torch's operations make and that nobody has let go yet.
 
-Knows: operations, storages. Does not know: whose they are. Memory that an operation takes and gives back inside is not
+Memory that an operation takes and gives back inside is not
 seen, nor are packed tensors; so it is the same on every device, and small tensors are counted that an allocator serves
 from what it has.
 """

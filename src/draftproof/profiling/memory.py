@@ -1,7 +1,5 @@
 """What an engine holds and needs: weights, caches, the temporaries of a round, and the peak of really running a batch.
 
-Knows: the parts of an engine, the order of a round. Does not know: how memory is measured, who asks.
-
 Weights and caches are added up from the tensors that are there. Temporaries are what the operations of each phase of a
 round made and held at once. The peak is taken in a run of its own, which nothing else looks into, and stands beside the
 sum of the parts.

@@ -1,7 +1,4 @@
-"""The most memory held between two moments: on an accelerator what its tensors take, on a CPU what the process does.
-
-Knows: /proc, the counters of CUDA and of the C library. Does not know: what the memory is for.
-"""
+"""The most memory held between two moments: on an accelerator what its tensors take, on a CPU what the process does."""
 
 from __future__ import annotations
 

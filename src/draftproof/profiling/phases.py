@@ -1,7 +1,4 @@
-"""What each phase of a round takes: an engine's parts say when they end, and live tensors are counted between.
-
-Knows: the order of a round. Does not know: what runs, how it is loaded, what weights and caches take.
-"""
+"""What each phase of a round takes: an engine's parts say when they end, and live tensors are counted between."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What an object holds: every object that can be reached from it, and the bytes of the tensors among them, each once.
-
-Knows: attributes, containers, storages, packed weights. Does not know: what any of it is for.
-"""
+"""What an object holds: every object that can be reached from it, and the bytes of the tensors among them, each once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Claims of direction, judged by intervals: paired bootstrap over prompts, or exact values; never a bare mean.
-
-Knows: sums of each cluster, intervals, verdicts. Does not know: papers, models, how anything was measured.
-"""
+"""Claims of direction, judged by intervals: paired bootstrap over prompts, or exact values; never a bare mean."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Long drafts at many places, with what a trained head reads of them: every stopper is tried on the same drafts.
 
-Knows: places in the target's own text, draft chains, states and probabilities along them. Does not know: papers, rules.
-
 A stopper that cuts a chain of `LIMIT` tokens after L of them gives a round of L drafted tokens, of which token
 verification accepts the sum over i <= L of prod min(1, p/q) in expectation. So rates of all lengths
 and thresholds come from one set of drafts, with common random numbers; whole runs would need one run for each.

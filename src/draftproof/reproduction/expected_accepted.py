@@ -1,7 +1,5 @@
 """What every rule would accept of the same drafts at the same places: E[accepted | draft], less noisy than runs.
 
-Knows: drafts, rows of p and q, each rule's own acceptance probabilities. Does not know: models, prompts, intervals.
-
 A `Recorder` stands in the engine where a verification rule stands. Each round it notes, for every rule, length and
 number of drafts asked for, the expected number of accepted tokens given the draft, and emits one token of the target:
 so rounds begin at every place of the target's own text, and all rules meet the same drafts there (common random

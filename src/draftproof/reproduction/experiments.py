@@ -1,7 +1,5 @@
 """Pairs of models, prompts and runs for the recipes; what was measured is kept, so that nothing is measured twice.
 
-Knows: how a profile scales a recipe, records by the hash of what was asked. Does not know: papers, claims.
-
 Every request's seed comes from the run's seed and the prompt's number, so the same command gives the same counts;
 seconds alone differ.
 """

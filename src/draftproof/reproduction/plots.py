@@ -1,7 +1,4 @@
-"""Pictures of the recipes that stand for a figure, where matplotlib is there.
-
-Knows: lines, points, bars. Does not know: what they mean.
-"""
+"""Pictures of the recipes that stand for a figure, where matplotlib is there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The report of the recipes as Markdown: the paper's table with a mark at every number, ours beside it, the claims.
-
-Knows: outcomes as plain values. Does not know: how they were measured.
-"""
+"""The report of the recipes as Markdown: the paper's table with a mark at every number, ours beside it, the claims."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Recipes run one after another into a folder: records and outcomes kept, a report that is written again after each.
 
-Knows: profiles, resuming, which files there are. Does not know: any recipe, how a report is worded.
-
 A finished recipe is not measured again; one that was cut short goes on with the records it has. What is in the folder
 belongs to one profile and one state of the recipes (FORMAT): anything else is refused.
 """

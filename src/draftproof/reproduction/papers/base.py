@@ -1,7 +1,4 @@
-"""What is kept of a paper's table or figure: its numbers, where they stand, what it claims.
-
-Knows: the shape of a table. Does not know: any paper, any measurement of ours.
-"""
+"""What is kept of a paper's table or figure: its numbers, where they stand, what it claims."""
 
 from __future__ import annotations
 

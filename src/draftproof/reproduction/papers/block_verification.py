@@ -1,7 +1,4 @@
-"""Block Verification (arXiv 2403.10444): tables 1, 2, 4, 5, figures 3 and 4.
-
-Knows: the paper's numbers and what it says of them. Does not know: anything measured here.
-"""
+"""Block Verification (arXiv 2403.10444): tables 1, 2, 4, 5, figures 3 and 4."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SpecDec++ (arXiv 2405.19715): tables 1, 2, 3, figures 1, 3, 4.
-
-Knows: the paper's numbers and what it says of them. Does not know: anything measured here.
-"""
+"""SpecDec++ (arXiv 2405.19715): tables 1, 2, 3, figures 1, 3, 4."""
 
 from __future__ import annotations
 

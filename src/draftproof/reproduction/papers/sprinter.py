@@ -1,7 +1,4 @@
-"""SPRINTER (arXiv 2502.04557): tables 2 to 5, figures 3, 5, 6, 12.
-
-Knows: the paper's numbers and what it says of them. Does not know: anything measured here.
-"""
+"""SPRINTER (arXiv 2502.04557): tables 2 to 5, figures 3, 5, 6, 12."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What a recipe gives: our rows, judged claims, and a mark for every cell of the paper.
 
-Knows: when a cell counts as reproduced. Does not know: how anything is measured, reports.
-
 A cell is `reproduced` if our number equals the paper's within the tolerance that stands beside it, `direction only` if
 it does not and every claim that the cell is part of holds here, and `not reproduced` otherwise, with the reason.
 """

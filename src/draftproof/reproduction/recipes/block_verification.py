@@ -1,7 +1,4 @@
-"""Block Verification: token, block, greedy block, SpecTr and SpecInfer by n and temperature, and the toy pair.
-
-Knows: which runs answer which cell. Does not know: how runs are made, how intervals are taken.
-"""
+"""Block Verification: token, block, greedy block, SpecTr and SpecInfer by n and temperature, and the toy pair."""
 
 from __future__ import annotations
 

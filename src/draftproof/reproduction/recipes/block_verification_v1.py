@@ -1,7 +1,4 @@
-"""Block Verification v1, arXiv 2403.10444v1: two memoryless binary sources, in closed form and by enumeration.
-
-Knows: the formulas of section 3. Does not know: models.
-"""
+"""Block Verification v1, arXiv 2403.10444v1: two memoryless binary sources, in closed form and by enumeration."""
 
 from __future__ import annotations
 

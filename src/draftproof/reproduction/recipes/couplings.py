@@ -1,7 +1,4 @@
-"""What is computed, not sampled: Block Verification's toy pair, and what several draws can reach (SpecTr's figures).
-
-Knows: closed forms and optima of single places. Does not know: runs.
-"""
+"""What is computed, not sampled: Block Verification's toy pair, and what several draws can reach (SpecTr's figures)."""
 
 from __future__ import annotations
 

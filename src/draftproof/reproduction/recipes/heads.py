@@ -1,7 +1,4 @@
-"""SpecDec++, arXiv 2405.19715, table 3: acceptance heads by the weight of rejections and by depth.
-
-Knows: how the twenty heads are trained and judged on the same drafts. Does not know: how drafts are made.
-"""
+"""SpecDec++, arXiv 2405.19715, table 3: acceptance heads by the weight of rejections and by depth."""
 
 from __future__ import annotations
 

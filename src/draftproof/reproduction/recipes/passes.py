@@ -1,7 +1,4 @@
-"""SpecDec++, table 2 and figure 3: seconds of a pass, by regression of time on what was drafted and verified.
-
-Knows: which runs are timed. Does not know: stoppers, how a run is made.
-"""
+"""SpecDec++, table 2 and figure 3: seconds of a pass, by regression of time on what was drafted and verified."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""SPRINTER, tables 4 and 5, figures 3, 5, 6 and 12: SPRINTER's small verifier, trained here and in closed form.
-
-Knows: how verifiers are trained and judged, which closed forms stand behind the figures. Does not know: runs of text.
-"""
+"""SPRINTER, tables 4 and 5, figures 3, 5, 6 and 12: SPRINTER's small verifier, trained here and in closed form."""
 
 from __future__ import annotations
 

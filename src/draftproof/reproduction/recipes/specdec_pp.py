@@ -1,7 +1,4 @@
-"""SpecDec++, arXiv 2405.19715: adaptive against constant draft lengths, by the cost model, and what a pass costs.
-
-Knows: which drafts, runs and exact problems answer which cell. Does not know: how heads are trained.
-"""
+"""SpecDec++, arXiv 2405.19715: adaptive against constant draft lengths, by the cost model, and what a pass costs."""
 
 from __future__ import annotations
 

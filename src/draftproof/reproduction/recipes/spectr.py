@@ -1,7 +1,4 @@
-"""SpecTr: SpecTr by number of drafts, length and draft model, and the time of a pass over more tokens.
-
-Knows: which runs answer which cell. Does not know: how runs are made.
-"""
+"""SpecTr: SpecTr by number of drafts, length and draft model, and the time of a pass over more tokens."""
 
 from __future__ import annotations
 

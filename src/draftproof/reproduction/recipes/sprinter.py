@@ -1,7 +1,4 @@
-"""SPRINTER, arXiv 2502.04557: SPRINTER beside lossless and lossy methods, in calls, time, operations and quality.
-
-Knows: which runs answer which cell, how quality is judged without a judge model. Does not know: how runs are made.
-"""
+"""SPRINTER, arXiv 2502.04557: SPRINTER beside lossless and lossy methods, in calls, time, operations and quality."""
 
 from __future__ import annotations
 

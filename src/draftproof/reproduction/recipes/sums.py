@@ -1,7 +1,4 @@
-"""Sums of records to numbers with intervals: block efficiencies, gains, speeds, and claims about them.
-
-Knows: which columns make which number. Does not know: papers, how records were made.
-"""
+"""Sums of records to numbers with intervals: block efficiencies, gains, speeds, and claims about them."""
 
 from __future__ import annotations
 
