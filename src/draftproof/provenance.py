@@ -98,24 +98,29 @@ def run_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
 def header(facts: Mapping[str, Any]) -> list[str]:
     """The opening lines of a results file in Markdown, from the facts of `run_facts`."""
     machine, versions = facts["machine"], facts["versions"]
-    commit = f"commit {facts['commit']}" if facts["commit"] else "an unknown commit (installed package)"
-    changes = ", with changes that are not committed" if facts["modified"] else ""
     load = facts["load_average"]
     missing = [flag for flag in _FLAGS if flag not in machine["flags"]]
     shown = [
         f"{machine.get('accelerator') or machine['processor'] or 'unknown processor'}",
         f"with {', '.join(machine['flags']) or 'no such flag'}"
         + (f", without {', '.join(missing)}" if missing else ""),
-        f"{machine['threads']} of {machine['cores']} cores used ({machine['architecture']})",
+        f"threads: {machine['threads']}, cores: {machine['cores']} ({machine['architecture']})",
         f"native kernels for {' and '.join(machine['native']) or 'nothing'}",
         "load average unknown" if load is None else f"load average {load:.1f}",
     ]
     return [
-        f"- Measured at {commit}{changes}, {facts['date']}.",
+        f"- M{measured_at(facts)[1:]}.",
         f"- Command: `{shlex.join(facts['command'])}`",
         f"- Machine: {'; '.join(shown)}.",
         f"- Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}.",
     ]
+
+
+def measured_at(facts: Mapping[str, Any]) -> str:
+    """The commit and the date of a run in words."""
+    commit = f"commit {facts['commit']}" if facts["commit"] else "an unknown commit (installed package)"
+    changes = ", with changes that are not committed" if facts["modified"] else ""
+    return f"measured at {commit}{changes}, {facts['date']}"
 
 
 def now() -> str:

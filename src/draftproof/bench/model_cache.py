@@ -18,7 +18,7 @@ from draftproof.bench.record import Answer
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, make_verifier
 from draftproof.errors import UserError
-from draftproof.profiling.peak import Peak
+from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
 from draftproof.tokenization import load_tokenizer, refuse_different
 

@@ -248,7 +248,7 @@ def write_plots(found: dict[Setting, list[Summary]], out: Path) -> list[str]:
     """
     for name, draw in PLOTS.items():
         heights = [1.2 + 0.25 * len(own) for own in found.values()]
-        figure = new_figure(8, sum(heights))
+        figure = new_figure(8.0, sum(heights))
         panels = figure.subplots(len(found), squeeze=False, height_ratios=heights)[:, 0]
         for axes, (setting, own) in zip(panels, found.items(), strict=True):
             draw(axes, own)

@@ -21,7 +21,7 @@ from draftproof.bench.questions import Question, data_digest
 from draftproof.bench.record import Log, Record
 from draftproof.errors import UserError
 from draftproof.files import whole_file
-from draftproof.profiling.peak import process_peak
+from draftproof.peak import process_peak
 from draftproof.progress import Watch, silent
 from draftproof.provenance import FILE, KEY, digest, fingerprint, load_average, now, run_facts, write_json
 from draftproof.rng import fold

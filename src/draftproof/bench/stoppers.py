@@ -238,7 +238,7 @@ def draw(options: StopperComparison, results: Results, out: Path) -> None:
     Raises:
         UserError: matplotlib is not installed.
     """
-    figure = new_figure(6 * len(options.temperature), 4.5)
+    figure = new_figure(6.0 * len(options.temperature), 4.5)
     panels = figure.subplots(1, len(options.temperature), squeeze=False)[0]
     for panel, temperature in zip(panels, options.temperature, strict=True):
         entries = means(results.figures["rows"], temperature)

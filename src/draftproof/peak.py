@@ -1,4 +1,4 @@
-"""The most memory held between two moments: on an accelerator what its tensors take, on a CPU what the process does."""
+"""Peak memory between two moments: of tensors on an accelerator, of the whole process on a CPU."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from pathlib import Path
 import torch
 
 _PROC = Path("/proc/self")
-_PAUSE = 0.002  # seconds between two looks, where nobody else keeps the peak
+_PAUSE = 0.002  # seconds between two samples, where the system keeps no peak
 HOW = {
     "cuda": "bytes of tensors on the accelerator, by its allocator",
     "mark": "resident bytes of the process, by the kernel's high-water mark",
-    "sampled": f"resident bytes of the process, looked at every {1000 * _PAUSE:g} ms: short peaks may be missed",
+    "sampled": f"resident bytes of the process, sampled every {1000 * _PAUSE:g} ms: short peaks may be missed",
     "whole": "resident bytes of the process since it began: this system keeps no other peak",
 }
 
 
 def process_peak() -> int:
-    """The most bytes this process has held in memory since it began."""
+    """Peak bytes of this process in memory since it began."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 
 
 def resident() -> int | None:
-    """Bytes this process holds in memory now; None where the system does not say."""
+    """Bytes of this process in memory now; None where the system does not report them."""
     return _status("VmRSS")
 
 
 class Peak:
-    """The most memory held from its making to `stop`.
+    """Peak memory from its construction to `stop`.
 
     Args:
-        device: whose memory; a CPU's is that of the whole process.
+        device: whose memory is measured; for a CPU that of the whole process.
 
     Attributes:
-        how: what is counted, and by whom: a key of HOW.
-        before: bytes held at the beginning; None where the system does not say.
+        how: what is counted and how: a key of HOW.
+        before: bytes at the beginning; None where the system does not report them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Peak:
             self._sampler = _Sampler()
 
     def stop(self) -> int:
-        """Bytes held at most."""
+        """The peak in bytes."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return int(torch.cuda.max_memory_allocated(self._device))
@@ -77,7 +77,7 @@ def _status(name: str) -> int | None:
 
 
 def _reset_mark() -> bool:
-    """Set the kernel's high-water mark back to what is held now; whether that is allowed here."""
+    """Reset the kernel's high-water mark to the present size; returns whether that is allowed here."""
     try:
         (_PROC / "clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -86,7 +86,7 @@ def _reset_mark() -> bool:
 
 
 class _Sampler:
-    """Looks at the resident size again and again, in a thread."""
+    """Samples the resident size in a thread."""
 
     def __init__(self) -> None:
         self._most = resident() or 0
@@ -99,7 +99,7 @@ class _Sampler:
             self._most = max(self._most, resident() or 0)
 
     def stop(self) -> int:
-        """The largest size seen."""
+        """The largest size sampled."""
         self._done.set()
         self._thread.join()
         return max(self._most, resident() or 0)

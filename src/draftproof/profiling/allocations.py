@@ -1,8 +1,8 @@
-"""Bytes of the tensors that torch's operations make and that nobody has let go yet.
+"""Bytes of the tensors that torch's operations allocate, until they are released.
 
-Memory that an operation takes and gives back inside is not
-seen, nor are packed tensors; so it is the same on every device, and small tensors are counted that an allocator serves
-from what it has.
+An allocation is counted by the output of an operation. Memory that an operation allocates and releases inside is not
+seen, and packed tensors are not counted. So the figures are the same on every device and exact for small tensors, which
+an allocator serves from memory that it already has.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is entered.
+class TensorAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts allocations while it is entered.
 
     Attributes:
-        now: bytes made since then and still held.
-        most: the largest `now` since `mark`.
+        allocated: bytes allocated since it was entered and not yet released.
+        peak: the largest value of `allocated` since `reset_peak`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = 0
+        self.allocated = self.peak = 0
         self._known: set[int] = set()
 
-    def mark(self) -> None:
-        """Begin a new largest."""
-        self.most = self.now
+    def reset_peak(self) -> None:
+        """Set the peak to what is allocated now."""
+        self.peak = self.allocated
 
     def __torch_dispatch__(
         self,
@@ -40,7 +40,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, and count what it made: what shares the memory of an input is not new."""
+        """Run an operation and count its outputs; an output that shares the memory of an input is not new."""
         given = {storage._cdata for storage in _storages((args, kwargs))}  # noqa: SLF001 - the storage's identity
         made = func(*args, **(kwargs or {}))
         for storage in _storages(made):
@@ -48,14 +48,14 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key not in given and key not in self._known:
                 self._known.add(key)
                 size = storage.nbytes()
-                self.now += size
-                weakref.finalize(storage, self._gone, key, size).atexit = False
-        self.most = max(self.most, self.now)
+                self.allocated += size
+                weakref.finalize(storage, self._release, key, size).atexit = False
+        self.peak = max(self.peak, self.allocated)
         return made
 
-    def _gone(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self.now -= size
+        self.allocated -= size
 
 
 def _storages(tree: Any) -> Iterator[Any]:
