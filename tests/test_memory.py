@@ -378,7 +378,7 @@ def test_a_finished_sequence_holds_no_state_of_its_rule():
 def test_the_memory_of_finished_requests_keeps_to_its_capacity():
     capacity, table = 300, TableModel(40, 1, order=1)
     made = Engine(table, SuffixDrafter(4, capacity=capacity), max_batch=4)
-    for start in range(24):
+    for start in range(12):
         made.generate([[start, 1, place] for place in range(4)], SamplingParams(max_tokens=9))
         memory = made.drafter._memory
         assert memory.size == sum(map(len, memory.finished)) <= capacity
@@ -413,15 +413,15 @@ def objects():
 
 
 @pytest.mark.parametrize("make", [table_engine, engine], ids=["table", "embedded"])
-def test_objects_do_not_gather_over_300_requests(make):
-    """One object a request would be 152; the first half fills what is kept for good."""
+def test_objects_do_not_accumulate_over_160_requests(make):
+    """One object a request would be 80; the first half fills what is kept for good."""
     made = make()
-    many(made, 152)
+    many(made, 80)
     before, all_before = objects()
-    many(made, 152, first=152)
+    many(made, 80, first=80)
     after, all_after = objects()
     assert after == before
-    assert all_after - all_before < 152 // 4
+    assert all_after - all_before < 80 // 4
 
 
 @pytest.mark.slow
