@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
 
 from draftproof.errors import UserError
@@ -27,6 +27,14 @@ def _row(cells: Sequence[str]) -> str:
 def median_and_range(values: Sequence[float], digits: int = 2) -> str:
     """The median with the smallest and the largest value: "1.50 [1.20, 1.80]"."""
     return f"{median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+
+
+def mean_and_deviation(values: Sequence[float], digits: int = 3) -> str:
+    """The mean with the standard deviation of several values; large whole numbers as they are."""
+    if all(float(value).is_integer() and abs(value) > 10 for value in values):
+        return f"{fmean(values):.0f}"
+    shown = f"{fmean(values):.{digits}f}"
+    return shown if len(values) < 2 else f"{shown} ± {stdev(values):.{digits}f}"
 
 
 @dataclass(frozen=True)

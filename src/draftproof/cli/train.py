@@ -14,6 +14,7 @@ import typer
 
 from draftproof.cli._figures import show
 from draftproof.cli._train_drafter import drafter
+from draftproof.cli._train_evaluate import evaluate_drafter, evaluate_heads, evaluate_pair, evaluate_text
 from draftproof.cli._train_feature_head import feature_head
 
 app = typer.Typer(
@@ -23,6 +24,8 @@ app = typer.Typer(
 )
 app.command()(drafter)
 app.command("feature-head")(feature_head)
+for _evaluate in (evaluate_pair, evaluate_drafter, evaluate_heads, evaluate_text):
+    app.command(_evaluate.__name__.replace("_", "-"))(_evaluate)
 _data = partial(typer.Option, rich_help_panel="Data")
 _training = partial(typer.Option, rich_help_panel="Training")
 _sampling = partial(typer.Option, rich_help_panel="Sampling of the responses")
