@@ -20,7 +20,7 @@ from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_verifier
+from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_stopper, make_verifier
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
@@ -101,14 +101,15 @@ def compare_stoppers(options: StopperComparison, *, watch: Watch = silent) -> Re
     Raises:
         UserError: a model, head or data set that does not exist.
     """
-    facts = run_facts()
+    facts, stoppers = run_facts(), options.all_stoppers
+    for stopper in stoppers:
+        make_stopper(stopper, options.draft)  # an illegal one is refused before anything is measured
     cache = ModelCache()
     cache.check_same_tokenizer(options.target, options.draft)
     target, draft = (cache.backend(name, options.dtype, "auto") for name in (options.target, options.draft))
     tokenizer = cache.tokenizer(options.target)
     questions = read_questions(options.dataset, options.questions)
     prompts = [[int(token) for token in tokenizer(question.prompt)["input_ids"]] for question in questions]
-    stoppers = options.all_stoppers
     rows: list[dict[str, Any]] = []
     with watch("measuring", len(options.temperature) * len(stoppers), 0) as tick:
         for at, temperature in enumerate(options.temperature):
