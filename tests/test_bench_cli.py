@@ -2,30 +2,22 @@
 
 import json
 import sys
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import call
 from draftproof import models
 from draftproof.bench import plan as planning
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.plan import PROFILES, BenchOptions, parts, plan
 from draftproof.bench.report import write_report
-from draftproof.cli import app
 from draftproof.errors import UserError
 
 SMALL = ("--dataset", "tinystories", "--questions", "2", "--max-tokens", "4", "--repeats", "1", "--warmup", "0")
 
 
-def bench(*args, code=0):
-    """A call; an error is one line on stderr and no traceback."""
-    result = CliRunner().invoke(app, ["bench", *map(str, args)], prog_name="draftproof")
-    assert result.exit_code == code, result.output
-    if code:
-        assert result.stdout == ""
-        assert result.stderr.count("\n") == 1
-        assert result.stderr.startswith("draftproof: error: ")
-    return result
+bench = partial(call, "bench")
 
 
 def test_a_run_its_report_and_the_same_command_again(tmp_path):

@@ -4,30 +4,21 @@ import json
 import os
 import stat
 import sys
+from functools import partial
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import call
 from draftproof.bench import engines, stoppers, worker
 from draftproof.bench.engines import EngineComparison
 from draftproof.bench.rules import RuleComparison, SyntheticModel, compare_rules
 from draftproof.bench.stoppers import StopperComparison, costs, default_stoppers, means
-from draftproof.cli import app
 from draftproof.errors import UserError
 from draftproof.provenance import KEY
 from draftproof.theory.acceptance import optimal_acceptance
 
-
-def bench(*args, code=0):
-    """A call; an error is one line on stderr and no traceback."""
-    result = CliRunner().invoke(app, ["bench", *map(str, args)], prog_name="draftproof")
-    assert result.exit_code == code, result.output
-    if code:
-        assert result.stdout == ""
-        assert result.stderr.count("\n") == 1
-        assert result.stderr.startswith("draftproof: error: ")
-    return result
+bench = partial(call, "bench")
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------

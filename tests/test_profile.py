@@ -2,11 +2,13 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from commands import call
 from draftproof.backends.hf import HFBackend
 from draftproof.cli import app
 from draftproof.kernels.native import VARIABLE
@@ -27,15 +29,7 @@ def quick_hardware(monkeypatch):
     monkeypatch.setattr(round_module, "product_rate", lambda _: 1e9)
 
 
-def profile(*args, code=0):
-    """A call; an error is one line on stderr and no traceback."""
-    result = CliRunner().invoke(app, ["profile", *map(str, args)], prog_name="draftproof")
-    assert result.exit_code == code, result.output
-    if code:
-        assert result.stdout == ""
-        assert result.stderr.count("\n") == 1
-        assert result.stderr.startswith("draftproof: error: ")
-    return result
+profile = partial(call, "profile")
 
 
 def test_a_round_is_split_into_parts_for_each_backend_and_method(tmp_path):

@@ -47,8 +47,8 @@ def test_the_header_gives_every_fact():
         "- Measured at commit abc1234567, with changes that are not committed, 2026-11-22T01:02:03+00:00.",
         "- Command: `draftproof bench run --out 'my runs'`",
         (
-            "- Machine: Some CPU; with avx2, avx512f, without avx512_bf16, avx512_vnni, amx_bf16; threads: 2, cores: 4 "
-            "(x86_64); native kernels for float32 and bfloat16; load average 0.2."
+            "- Machine: Some CPU; with avx2, avx512f, without avx512_bf16, avx512_vnni, amx_bf16; threads: 2; cores: "
+            "4; x86_64; native kernels for float32 and bfloat16; load average 0.2."
         ),
         "- Versions: draftproof 0.1.0, torch 2.13.0.",
     ]
@@ -59,9 +59,21 @@ def test_a_header_without_facts_says_that_they_are_unknown():
     facts["machine"] = FACTS["machine"] | {"native": [], "flags": [], "processor": ""}
     first, _, machine, _ = header(facts)
     assert first.startswith("- Measured at an unknown commit (installed package), 2026")
-    assert "unknown processor; with no such flag" in machine
+    assert "processor unknown; with none of these flags, without avx2" in machine
     assert "native kernels for nothing; load average unknown" in machine
     assert measured_at(facts | {"commit": "abc"}) == "measured at commit abc, 2026-11-22T01:02:03+00:00"
+
+
+def test_the_header_of_an_older_file_has_the_facts_that_are_known():
+    facts = {"commit": "abc", "modified": False, "date": "2026-11-21", "command": ["draftproof", "audit"]}
+    facts |= {"versions": {}, "machine": {"threads": 2}, "note": "Of an earlier state."}
+    assert header(facts) == [
+        "- Measured at commit abc, 2026-11-21.",
+        "- Command: `draftproof audit`",
+        "- Machine: processor unknown; flags unknown; threads: 2; native kernels unknown; load average unknown.",
+        "- Versions: unknown.",
+        "- Note: Of an earlier state.",
+    ]
 
 
 def git(folder, *words):

@@ -96,24 +96,43 @@ def run_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def header(facts: Mapping[str, Any]) -> list[str]:
-    """The opening lines of a results file in Markdown, from the facts of `run_facts`."""
-    machine, versions = facts["machine"], facts["versions"]
-    load = facts["load_average"]
-    missing = [flag for flag in _FLAGS if flag not in machine["flags"]]
-    shown = [
-        f"{machine.get('accelerator') or machine['processor'] or 'unknown processor'}",
-        f"with {', '.join(machine['flags']) or 'no such flag'}"
-        + (f", without {', '.join(missing)}" if missing else ""),
-        f"threads: {machine['threads']}, cores: {machine['cores']} ({machine['architecture']})",
-        f"native kernels for {' and '.join(machine['native']) or 'nothing'}",
-        "load average unknown" if load is None else f"load average {load:.1f}",
-    ]
-    return [
+    """The opening lines of a results file in Markdown.
+
+    Args:
+        facts: of `run_facts`. Those of files from earlier states may have fewer facts about the machine, and a `note`.
+    """
+    machine = facts["machine"]
+    shown = [machine.get("accelerator") or machine.get("processor") or "processor unknown", _flags(machine)]
+    shown += [f"{name}: {machine[name]}" for name in ("threads", "cores") if name in machine]
+    shown += [machine["architecture"]] if "architecture" in machine else []
+    shown.append(_native(machine))
+    load = facts.get("load_average")
+    shown.append("load average unknown" if load is None else f"load average {load:.1f}")
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    lines = [
         f"- M{measured_at(facts)[1:]}.",
         f"- Command: `{shlex.join(facts['command'])}`",
         f"- Machine: {'; '.join(shown)}.",
-        f"- Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}.",
+        f"- Versions: {versions or 'unknown'}.",
     ]
+    return lines + ([f"- Note: {facts['note']}"] if "note" in facts else [])
+
+
+def _flags(machine: Mapping[str, Any]) -> str:
+    """Which of _FLAGS the processor has, and which it lacks."""
+    if "flags" not in machine:
+        return "flags unknown"
+    missing = [flag for flag in _FLAGS if flag not in machine["flags"]]
+    return f"with {', '.join(machine['flags']) or 'no such flag'}" + (
+        f", without {', '.join(missing)}" if missing else ""
+    )
+
+
+def _native(machine: Mapping[str, Any]) -> str:
+    """The types that native kernels were used for."""
+    if "native" not in machine:
+        return "native kernels unknown"
+    return f"native kernels for {' and '.join(machine['native']) or 'nothing'}"
 
 
 def measured_at(facts: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Stats
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
@@ -78,9 +78,7 @@ class EngineComparison:
     def __post_init__(self) -> None:
         if self.other not in worker.WORKERS:
             raise UserError(f"the other engine is {self.other!r}: legal are {', '.join(worker.WORKERS)}")
-        for name, value in (("batch", min(self.batch)), ("tokens", self.tokens), ("repeats", self.repeats)):
-            if value < 1:
-                raise UserError(f"{name} is {value}: legal is 1 or more")
+        refuse_below_one(batch=min(self.batch), tokens=self.tokens, repeats=self.repeats)
 
 
 def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Results:

@@ -42,7 +42,7 @@ def write_report(out: Path, *, plots: bool = True) -> list[Summary]:
 
     Args:
         out: the folder.
-        plots: whether pictures are wanted.
+        plots: whether to draw pictures.
 
     Raises:
         UserError: no run there.

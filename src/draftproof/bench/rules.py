@@ -22,7 +22,7 @@ from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
@@ -98,9 +98,7 @@ class RuleComparison:
         for rule in self.rules:
             if rule not in (*SINGLE, *SEVERAL):
                 raise UserError(f"rule is {rule!r}: legal are {', '.join((*SINGLE, *SEVERAL))}")
-        for name, value in (("n", min(self.lengths)), ("drafts", min(self.drafts)), ("seeds", self.seeds)):
-            if value < 1:
-                raise UserError(f"{name} is {value}: legal is 1 or more")
+        refuse_below_one(n=min(self.lengths), drafts=min(self.drafts), seeds=self.seeds, tokens=self.tokens)
         if min(self.synthetic, default=2) < 2:
             raise UserError(f"a synthetic vocabulary has {min(self.synthetic)} tokens: legal is 2 or more")
 

@@ -21,7 +21,7 @@ from draftproof.bench.questions import read_questions
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_stopper, make_verifier
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, new_figure, save_figure, table
@@ -70,9 +70,7 @@ class StopperComparison:
     batch: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "tokens", "batch"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: legal is 1 or more")
+        refuse_below_one(seeds=self.seeds, tokens=self.tokens, batch=self.batch)
         if self.stoppers is not None and not any(_family(stopper) == FIXED for stopper in self.stoppers):
             raise UserError("no fixed length to compare with: add --stopper fixed:4, for example")
 

@@ -22,7 +22,7 @@ from draftproof.backends.hf import HFBackend
 from draftproof.backends.loading import load_backend
 from draftproof.drafters.base import DraftRequest
 from draftproof.engine.registry import make_drafter
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.kernels.native import VARIABLE
 from draftproof.profiling.hardware import bandwidth, weights_read
 from draftproof.progress import Watch, silent
@@ -68,11 +68,10 @@ class ForwardOptions:
     repeats: int = 40
 
     def __post_init__(self) -> None:
-        numbers = {"context": self.context, "repeats": self.repeats, "new tokens": min(self.new_tokens)}
-        numbers |= {"a trie's size": min((size for shape in self.tries for size in shape), default=1)}
-        for name, value in numbers.items():
-            if value < 1:
-                raise UserError(f"{name} is {value}: legal is 1 or more")
+        smallest = min((size for shape in self.tries for size in shape), default=1)
+        refuse_below_one(
+            context=self.context, repeats=self.repeats, new_tokens=min(self.new_tokens), size_of_a_trie=smallest
+        )
 
 
 def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Results:

@@ -14,7 +14,7 @@ import torch
 
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.engine.engine import Engine
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.peak import Peak
 from draftproof.profiling.phases import Phases, RowShape
 from draftproof.profiling.tensor_memory import TensorMemory, tensor_memory, walk
@@ -41,9 +41,7 @@ class Workload:
     new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise UserError(f"{name.replace('_', ' ')} is {value}: legal is 1 or more")
+        refuse_below_one(**asdict(self))
 
 
 @dataclass(frozen=True)

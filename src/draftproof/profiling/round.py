@@ -22,7 +22,7 @@ from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
 from draftproof.engine.stats import PARTS
-from draftproof.errors import UserError
+from draftproof.errors import refuse_below_one
 from draftproof.profiling.hardware import ReadWeights, bandwidth, product_rate, weights_read
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
@@ -60,9 +60,7 @@ class RoundOptions:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("draft_length", "questions", "tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name.replace('_', ' ')} is {getattr(self, name)}: legal is 1 or more")
+        refuse_below_one(draft_length=self.draft_length, questions=self.questions, tokens=self.tokens)
 
     def cells(self) -> list[Cell]:
         """Plain decoding and the composition on each backend."""

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.functional import (
     block_verify,
     match_verify,
@@ -72,10 +72,7 @@ class RuleSizes:
     repeats: int = 7
 
     def __post_init__(self) -> None:
-        smallest = {"batch": min(self.batch), "drafts": min(self.drafts), "n": self.length, "repeats": self.repeats}
-        for name, value in smallest.items():
-            if value < 1:
-                raise UserError(f"{name} is {value}: legal is 1 or more")
+        refuse_below_one(batch=min(self.batch), drafts=min(self.drafts), n=self.length, repeats=self.repeats)
         if min(self.vocab) < 2:
             raise UserError(f"vocab is {min(self.vocab)}: legal is 2 or more")
 

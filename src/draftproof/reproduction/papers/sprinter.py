@@ -92,7 +92,7 @@ FIGURE3 = PaperTable(
     columns=("AUC",),
     rows={"Wiki-Summary": (0.8,), "LM1B": (0.9,)},
     picture=True,
-    claims=("a linear verifier tells acceptable tokens from others well above chance",),
+    claims=("a linear verifier separates acceptable tokens from others well above chance",),
 )
 
 FIGURE5 = PaperTable(
