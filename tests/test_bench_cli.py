@@ -1,32 +1,23 @@
-"""`draftproof bench` on the command line: a run, its report again, and mistakes in one line."""
+"""`draftproof bench` on the command line: runs, reports, comparisons of parts, and errors in one line."""
 
 import json
 import sys
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
+from commands import call
 from draftproof import models
 from draftproof.bench import plan as planning
 from draftproof.bench.model_cache import ModelCache
-from draftproof.bench.options import PROFILES, BenchOptions, parts
-from draftproof.bench.plan import plan
+from draftproof.bench.plan import PROFILES, BenchOptions, parts, plan
 from draftproof.bench.report import write_report
-from draftproof.cli import app
 from draftproof.errors import UserError
 
 SMALL = ("--dataset", "tinystories", "--questions", "2", "--max-tokens", "4", "--repeats", "1", "--warmup", "0")
 
 
-def bench(*args, code=0):
-    """A call; an error is one line on stderr and no traceback."""
-    result = CliRunner().invoke(app, ["bench", *map(str, args)], prog_name="draftproof")
-    assert result.exit_code == code, result.output
-    if code:
-        assert result.stdout == ""
-        assert result.stderr.count("\n") == 1
-        assert result.stderr.startswith("draftproof: error: ")
-    return result
+bench = partial(call, "bench")
 
 
 def test_a_run_its_report_and_the_same_command_again(tmp_path):
@@ -49,17 +40,17 @@ def test_a_run_its_report_and_the_same_command_again(tmp_path):
     assert "other repeats" in bench("run", *options, "--repeats", 2, code=1).stderr
 
 
-def test_what_the_engine_refuses_is_told_and_left_out(tmp_path):
-    asked = ("--drafter", "model", "--drafter", "chains:2", "--verifier", "token", "--verifier", "spectr")
-    result = bench("run", *SMALL, "--out", tmp_path / "x", *asked, "--temperature", 1, "--no-plots")
+def test_refused_compositions_are_named_and_left_out(tmp_path):
+    parts = ("--drafter", "model", "--drafter", "chains:2", "--verifier", "token", "--verifier", "spectr")
+    result = bench("run", *SMALL, "--out", tmp_path / "x", *parts, "--temperature", 1, "--no-plots")
     assert "left out chains:2, fixed:4, token: drafter chains:2 drafts trees" in result.stderr
     assert "Left out chains:2, fixed:4, token" in (tmp_path / "x" / "report.md").read_text()
     assert not list((tmp_path / "x").glob("*.png"))
 
 
-def test_without_matplotlib_there_is_a_report_and_a_word(tmp_path, monkeypatch):
+def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
     bench("run", *SMALL, "--out", tmp_path / "x", "--temperature", 0, "--no-plots", "-q")
-    monkeypatch.setattr("draftproof.cli.bench.find_spec", lambda name: None)  # noqa: ARG005
+    monkeypatch.setattr("draftproof.cli._results.find_spec", lambda name: None)  # noqa: ARG005
     result = bench("report", tmp_path / "x")
     assert "need matplotlib (pip install 'draftproof[bench]')" in result.stderr
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -88,7 +79,7 @@ def test_without_matplotlib_there_is_a_report_and_a_word(tmp_path, monkeypatch):
         (("--max-tokens", "0"), "max_tokens is 0"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, args, words):
+def test_errors_are_one_line(tmp_path, args, words):
     small = ("--out", tmp_path / "x", "--temperature", "0", "--questions", "1", "--max-tokens", "2", "-q")
     assert words in bench("run", *small, *args, code=1).stderr
     assert not (tmp_path / "x" / "records.jsonl").exists()
@@ -98,12 +89,14 @@ def test_a_report_of_nothing_is_refused(tmp_path):
     assert "holds no provenance.json" in bench("report", tmp_path, code=1).stderr
     (tmp_path / "provenance.json").write_text("{")
     assert "holds no provenance.json to read" in bench("report", tmp_path, code=1).stderr
+    (tmp_path / "provenance.json").write_text('{"versions": {}}')
+    assert "is not of a run of this version" in bench("report", tmp_path, code=1).stderr
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_profiles_name_what_exists(profile, monkeypatch, tmp_path):
     monkeypatch.setattr(models, "pulled", lambda name: True)  # noqa: ARG005
-    monkeypatch.setattr(planning, "search", lambda bench, cell, questions, watch: {"": 1.0})  # noqa: ARG005
+    monkeypatch.setattr(planning, "search", lambda cache, cell, questions, watch: {"": 1.0})  # noqa: ARG005
     made = plan(BenchOptions(), tmp_path, ModelCache(device="cpu"), profile=profile)
     assert {cell.target for cell in made.cells} == {"embedded:target", "smollm2-135m"}
     assert not [note for note in made.notes if note.startswith("left out")]
@@ -112,11 +105,11 @@ def test_profiles_name_what_exists(profile, monkeypatch, tmp_path):
     assert len(set(made.cells)) == len(made.cells)
 
 
-def test_a_profile_yields_to_options_and_says_what_it_leaves_out(monkeypatch):
+def test_options_take_precedence_over_a_profile_which_names_what_it_leaves_out(monkeypatch):
     monkeypatch.setattr(models, "pulled", lambda name: False)  # noqa: ARG005
-    asked, notes = parts(BenchOptions(temperature=(0.5,)), "quick")
-    assert {part.target for part in asked} == {"embedded:target"}
-    assert {part.temperature for part in asked} == {(0.5,)}
+    found, notes = parts(BenchOptions(temperature=(0.5,)), "quick")
+    assert {part.target for part in found} == {"embedded:target"}
+    assert {part.temperature for part in found} == {(0.5,)}
     assert notes == ["left out smollm2-135m: draftproof models pull smollm2-135m has not been run"]
     ((named,), none) = parts(BenchOptions(target="embedded:stories"), "quick")
     assert (named.draft, named.questions, none) == ("embedded:stories-draft", 6, [])
@@ -130,12 +123,12 @@ def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):
         return {"": 1.0, "num_assistant_tokens=2": 3.0}
 
     monkeypatch.setattr(planning, "search", search)
-    wanted = BenchOptions(competitor=("transformers-assisted",), dataset=("tinystories", "fiction"))
-    made = plan(wanted, tmp_path, ModelCache(device="cpu"))
+    options = BenchOptions(competitor=("transformers-assisted",), dataset=("tinystories", "fiction"))
+    made = plan(options, tmp_path, ModelCache(device="cpu"))
     assert calls == [("transformers-assisted", ["tinystories", "fiction", "tinystories"])]
     settings = [cell.setting for cell in made.cells if cell.engine == "transformers-assisted"]
     assert settings == [*[""] * 4, *["num_assistant_tokens=2"] * 4]  # two data sets at two temperatures
-    assert plan(wanted, tmp_path, ModelCache(device="cpu")) == made
+    assert plan(options, tmp_path, ModelCache(device="cpu")) == made
     assert len(calls) == 1
     with pytest.raises(UserError, match="competitor is 'draftproof'"):
         plan(BenchOptions(competitor=("draftproof",)), tmp_path, ModelCache(device="cpu"))

@@ -1,4 +1,4 @@
-"""Data sets as questions: every form is read, broken ones are named with their line, nothing is fetched unasked."""
+"""Questions from data sets: every format is read, errors name the line, nothing is downloaded unless it is named."""
 
 import gzip
 import json
@@ -16,25 +16,28 @@ def write(path, *rows):
     return str(path)
 
 
+COUNTS = dict.fromkeys(shipped(), 16) | {"copying": 12, "story-openings": 32}
+
+
 @pytest.mark.parametrize("name", shipped())
-def test_what_ships_is_read_and_says_where_it_is_from(name):
+def test_shipped_data_sets_are_read_and_name_their_source(name):
     found = read_questions(name)
-    assert len(found) == 16
-    assert len({question.id for question in found}) == 16
+    assert len({question.id for question in found}) == len(found) == COUNTS[name]
     assert all(question.dataset == name and question.prompt.strip() for question in found)
     notice = (SHIPPED / f"{name}.NOTICE.txt").read_text()
     assert "Source: " in notice
     assert "Licence" in notice
 
 
-def test_chat_and_text_are_told_apart():
-    texts = {"humaneval", "fiction", "tinystories"}
+def test_chat_and_text_are_distinguished():
+    texts = {"humaneval", "fiction", "tinystories", "story-openings"}
     for name in shipped():
         assert {question.chat for question in read_questions(name)} == {name not in texts}
 
 
-def test_the_first_few_of_a_set_are_of_many_kinds():
+def test_the_first_questions_of_a_data_set_are_of_many_kinds():
     assert len({question.category for question in read_questions("mt-bench", 8)}) == 8
+    assert [question.category for question in read_questions("copying", 2)] == ["code editing", "quoting"]
 
 
 def test_spec_bench(tmp_path):
@@ -107,7 +110,7 @@ def test_a_limit_takes_the_first():
         ([{"turns": ["a", 2]}], "line 1: turns holds no text"),
         ([{"prompt": "  "}], "line 1: prompt holds no text"),
         ([{"prompt": 3}], "line 1: prompt holds no text"),
-        ([{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}], "line 2: the id '7' stands twice"),
+        ([{"id": 7, "prompt": "a"}, {"id": 7, "prompt": "b"}], "line 2: the id '7' occurs twice"),
         ([""], "holds no question"),
     ],
 )
@@ -118,11 +121,11 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, rows, words):
     assert "broken.jsonl" in str(caught.value)
 
 
-def test_files_that_are_none(tmp_path):
+def test_unreadable_files_are_refused(tmp_path):
     for name, words in [
         (str(tmp_path / "no.jsonl"), "cannot read"),
         (str(tmp_path / "no.csv"), "no data set"),
-        ("mtbench", "no data set 'mtbench': legal are fiction"),
+        ("mtbench", "no data set 'mtbench': legal are copying"),
         (f"paragraphs:{tmp_path / 'no.txt'}", "cannot read"),
     ]:
         with pytest.raises(UserError, match=words):
@@ -146,7 +149,7 @@ def fake_datasets(monkeypatch, load):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load))
 
 
-def test_the_hub_is_asked_by_name_only(monkeypatch):
+def test_the_hub_is_used_only_where_it_is_named(monkeypatch):
     asked = []
 
     def load(name, split):
@@ -165,7 +168,7 @@ def test_the_hub_is_asked_by_name_only(monkeypatch):
         read_questions(f"{HUB}some/set")
 
 
-def test_without_library_or_net_the_hub_says_so(monkeypatch):
+def test_without_library_or_network_the_error_says_so(monkeypatch):
     def offline(name, split):
         raise ConnectionError("no route")
 
@@ -177,7 +180,7 @@ def test_without_library_or_net_the_hub_says_so(monkeypatch):
         read_questions(f"{HUB}some/set")
 
 
-def test_the_digest_is_of_what_is_asked(tmp_path):
+def test_the_digest_depends_on_the_questions_only(tmp_path):
     one = read_questions(write(tmp_path / "a.jsonl", {"id": 1, "prompt": "a"}))
     assert data_digest(one) == data_digest(read_questions(write(tmp_path / "c.jsonl", {"prompt": "a", "id": 1})))
     assert data_digest(one) != data_digest(read_questions(write(tmp_path / "d.jsonl", {"id": 1, "prompt": "b"})))

@@ -15,16 +15,16 @@ ROOT = PACKAGE.parent.parent
 FLOORS = (
     {"_version", "errors", "embedded"},
     {"files", "tree", "kernels"},
-    {"rng", "progress"},
+    {"rng", "progress", "peak"},
     {"draft", "sampling", "heads", "models", "tokenization"},
-    {"functional", "reference", "provenance"},
+    {"functional", "reference", "provenance", "results"},
     {"verifiers", "finish", "theory"},
     {"stoppers", "backends"},
     {"drafters"},
     {"engine"},
-    {"testing", "training", "profiling"},
+    {"testing", "training"},
     {"audit", "bench"},
-    {"reproduction"},
+    {"reproduction", "profiling"},
     {"cli"},
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -12,14 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from draftproof import Engine, SamplingParams, UserError
+from draftproof import Engine, SamplingParams, UserError, peak
 from draftproof.audit.compositions import PROMPT, compositions, toy_engine
 from draftproof.backends.base import Session
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.packed import packs
 from draftproof.cli import app
-from draftproof.cli.profile import told
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
@@ -29,11 +28,12 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.engine.request import Request
 from draftproof.finish import Cutter
 from draftproof.functional.greedy import GreedyState
-from draftproof.profiling import peak
-from draftproof.profiling.live_tensors import Live
-from draftproof.profiling.memory import Load, measure, slot_caches, weights
+from draftproof.profiling.allocations import TensorAllocations
+from draftproof.profiling.memory import Workload, measure, slot_caches, weights
+from draftproof.profiling.memory_report import format_bytes
 from draftproof.profiling.phases import Phases
-from draftproof.profiling.tensor_memory import held, walk
+from draftproof.profiling.tensor_memory import tensor_memory, walk
+from draftproof.provenance import KEY
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import Transforms
 from draftproof.stoppers.history import Schedule
@@ -70,26 +70,26 @@ def test_a_peak_that_is_over_is_seen(how, monkeypatch, tmp_path):
 
 
 def test_a_sampled_peak_that_is_over_is_seen(monkeypatch):
-    """The system's figures are replaced: it may page other memory out just then, and the sampler may get no time."""
-    held, looked = [100], threading.Event()
+    """The system's figures are replaced, because it may page memory out, and the sampler may get no time."""
+    size, sampled = [100], threading.Event()
 
     def resident():
-        now = held[0]
+        now = size[0]
         if now > 100:
-            looked.set()
+            sampled.set()
         return now
 
     monkeypatch.setattr(peak, "_reset_mark", lambda: False)
     monkeypatch.setattr(peak, "resident", resident)
     watch = peak.Peak(CPU)
-    held[0] = 164
-    assert looked.wait(60)
-    held[0] = 100
+    size[0] = 164
+    assert sampled.wait(60)
+    size[0] = 100
     assert (watch.how, watch.before, watch.stop()) == ("sampled", 100, 164)
 
 
 def test_an_accelerators_peak_is_its_allocators(monkeypatch):
-    """The calls and their order, for want of an accelerator in every run."""
+    """The calls and their order are tested, because there is not always an accelerator."""
     calls = []
     figures = {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 7, "max_memory_allocated": 9}
     for name, figure in figures.items():
@@ -99,34 +99,34 @@ def test_an_accelerators_peak_is_its_allocators(monkeypatch):
     assert calls == [*list(figures)[:3], "synchronize", "max_memory_allocated"]
 
 
-def test_live_tensors_are_counted_once_and_until_they_go():
+def test_allocations_are_counted_once_and_until_released():
     known = torch.ones(1000)
-    with torch.inference_mode(), Live() as live:
+    with torch.inference_mode(), TensorAllocations() as counted:
         view = known[10:20]
-        assert live.now == 0, "a view of what was there is not new"
+        assert counted.allocated == 0, "a view of what was there is not new"
         made = known + 1
-        assert (live.now, live.most) == (4000, 4000)
+        assert (counted.allocated, counted.peak) == (4000, 4000)
         part = made[:3]
         more = made * 2
         del made
-        assert live.now == 8000, "a view holds the whole"
+        assert counted.allocated == 8000, "a view holds the whole"
         del part, more
-        assert (live.now, live.most) == (0, 8000)
-        live.mark()
+        assert (counted.allocated, counted.peak) == (0, 8000)
+        counted.reset_peak()
         known.mul_(1)
-        assert live.most == 0, "nothing is made in place"
+        assert counted.peak == 0, "nothing is made in place"
         assert view.numel() == 10
 
 
-def test_what_is_held_counts_storages_and_not_tensors():
+def test_tensor_memory_counts_storages_and_not_tensors():
     whole = torch.ones(100)
     other = torch.ones(10)
-    assert held([whole, whole[:3]], {"a": [whole]}, other).total == 440
-    assert (held([whole, other]) - held(whole)).total == 40
-    assert (held([whole, other]) & held(whole)).total == 400
+    assert tensor_memory([whole, whole[:3]], {"a": [whole]}, other).total == 440
+    assert (tensor_memory([whole, other]) - tensor_memory(whole)).total == 40
+    assert (tensor_memory([whole, other]) & tensor_memory(whole)).total == 400
     linear = torch.nn.Linear(8, 4)
     linear.weight = torch.nn.Parameter(linear.weight.detach())
-    assert held(linear).total == 4 * (8 * 4 + 4)
+    assert tensor_memory(linear).total == 4 * (8 * 4 + 4)
 
 
 # --- the figures -----------------------------------------------------------------------------------------------------
@@ -138,8 +138,8 @@ def pair(**options):
 
 @pytest.mark.parametrize("kind", ["hf", "lean"])
 def test_figures_are_those_of_the_shapes(kind):
-    load = Load(batch=2, prompt_tokens=20, new_tokens=12)
-    found = measure(lambda: pair(max_batch=2, backend=kind), load, CPU)
+    workload = Workload(batch=2, prompt_tokens=20, new_tokens=12)
+    found = measure(lambda: pair(max_batch=2, backend=kind), workload, CPU)
     config = embedded_model("target").config
     token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
     target, draft = found.caches
@@ -190,16 +190,16 @@ def test_a_feature_head_shares_the_targets_embedding():
     assert found["draft"].shared == embedding
     assert found["draft"].own > 0
     phases = Phases()
-    with phases.watching(made):
+    with phases.observe(made):
         made.generate([[3, 4, 5]], SamplingParams(max_tokens=6, seed=1))
     assert phases.states >= 256 * 32 * 4, "two sessions hold states of width 32"
 
 
-def test_watching_changes_nothing():
+def test_observing_changes_nothing():
     one, two = engine(), engine()
     phases, params = Phases(), SamplingParams(max_tokens=12, seed=3)
     parts = one.drafter, one.target, one.verifier
-    with phases.watching(one):
+    with phases.observe(one):
         seen = one.generate(["Once upon a time", "The dog"], params)
     assert (one.drafter, one.target, one.verifier) == parts
     assert [out.token_ids for out in seen] == [
@@ -208,7 +208,7 @@ def test_watching_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("load", "words"),
+    ("workload", "words"),
     [
         ((0, 1, 1), "batch is 0: legal is 1 or more"),
         ((1, -3, 1), "prompt tokens is -3"),
@@ -216,9 +216,9 @@ def test_watching_changes_nothing():
         ((1, 500, 13), "513: legal are 512 together"),
     ],
 )
-def test_loads_that_cannot_be_run(load, words):
+def test_impossible_workloads_are_refused(workload, words):
     with pytest.raises(UserError, match=words):
-        measure(engine, Load(*load), CPU)
+        measure(engine, Workload(*workload), CPU)
 
 
 def command(*args):
@@ -227,8 +227,8 @@ def command(*args):
 
 def test_the_command_prints_figures_or_json():
     small = ("--prompt-tokens", "8", "--new-tokens", "6", "--batch", "2", "-n", "2", "--target", "embedded:target")
-    told_ = command(*small, "--draft", "embedded:draft", "--json")
-    found = json.loads(told_.stdout)
+    found = json.loads(command(*small, "--draft", "embedded:draft", "--json").stdout)
+    assert found[KEY]["machine"]["threads"] == 1
     assert found["parts"] == {"drafter": "model", "stopper": "fixed:2", "verifier": "block"}
     assert found["resident"]["peak"] > 0
     shown = command(*small, "--drafter", "ngram").stdout
@@ -246,7 +246,7 @@ def test_the_command_prints_figures_or_json():
         (["--new-tokens", "100000"], "the context of embedded:stories"),
     ],
 )
-def test_the_command_errs_in_one_line(args, words):
+def test_the_commands_errors_are_one_line(args, words):
     result = command(*args)
     assert result.exit_code == 1
     assert result.stdout == ""
@@ -259,8 +259,8 @@ def test_the_command_errs_in_one_line(args, words):
     ("size", "words"),
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB"), (1.5e9, "1.5 GB"), (123456, "123 kB")],
 )
-def test_bytes_are_told_to_three_digits(size, words):
-    assert told(int(size)) == words
+def test_bytes_are_shown_to_three_digits(size, words):
+    assert format_bytes(int(size)) == words
 
 
 # --- caches grow by need ---------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_finished_sequence_holds_no_state_of_its_rule():
 def test_the_memory_of_finished_requests_keeps_to_its_capacity():
     capacity, table = 300, TableModel(40, 1, order=1)
     made = Engine(table, SuffixDrafter(4, capacity=capacity), max_batch=4)
-    for start in range(24):
+    for start in range(12):
         made.generate([[start, 1, place] for place in range(4)], SamplingParams(max_tokens=9))
         memory = made.drafter._memory
         assert memory.size == sum(map(len, memory.finished)) <= capacity
@@ -413,15 +413,15 @@ def objects():
 
 
 @pytest.mark.parametrize("make", [table_engine, engine], ids=["table", "embedded"])
-def test_objects_do_not_gather_over_300_requests(make):
-    """One object a request would be 152; the first half fills what is kept for good."""
+def test_objects_do_not_accumulate_over_160_requests(make):
+    """One object a request would be 80; the first half fills what is kept for good."""
     made = make()
-    many(made, 152)
+    many(made, 80)
     before, all_before = objects()
-    many(made, 152, first=152)
+    many(made, 80, first=80)
     after, all_after = objects()
     assert after == before
-    assert all_after - all_before < 152 // 4
+    assert all_after - all_before < 80 // 4
 
 
 @pytest.mark.slow

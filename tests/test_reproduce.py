@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from draftproof.cli.bench import app
+from draftproof.cli import app
 from draftproof.errors import UserError
-from draftproof.reproduction import experiments as laboratory
+from draftproof.provenance import KEY, header
+from draftproof.reproduction import experiments as experiments_module
 from draftproof.reproduction import run as reproduce
-from draftproof.reproduction.draft_samples import Field, fixed_lengths, gather, round_sums, stopped_lengths
-from draftproof.reproduction.experiments import SMALL, ExperimentProfile, Experiments, openings
+from draftproof.reproduction.draft_samples import SamplePlan, fixed_lengths, round_sums, sample_drafts, stopped_lengths
+from draftproof.reproduction.expected_accepted import CHAIN_RULES, TRIE_RULES, key
+from draftproof.reproduction.experiments import SMALL, ExperimentProfile, Experiments
 from draftproof.reproduction.recipes.base import Mark
 from draftproof.reproduction.recipes.block_verification_v1 import block_level, token_level
 from draftproof.reproduction.recipes.couplings import TOY_P, TOY_Q, toy_ccdf
@@ -24,7 +26,7 @@ from draftproof.stoppers.trained import LIMIT, Acceptance
 from draftproof.theory.lengths import block_length, token_length
 from draftproof.training.sweep import rates
 
-TINY = ExperimentProfile("tiny", (SMALL,), prompts=4, seeds=1, tokens=12, places=4)
+TINY = ExperimentProfile("tiny", (SMALL,), prompts=4, seeds=1, tokens=8, places=4)
 EXACT = [
     "block-verification-v1-figure2",
     "block-verification-figure3",
@@ -37,8 +39,8 @@ EXACT = [
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    return Experiments(tmp_path_factory.mktemp("lab"), TINY)
+def experiments(tmp_path_factory):
+    return Experiments(tmp_path_factory.mktemp("records"), TINY)
 
 
 def test_exact_recipes_reproduce_every_cell(tmp_path):
@@ -52,7 +54,7 @@ def test_exact_recipes_reproduce_every_cell(tmp_path):
 def test_recipes_of_models_end_to_end(tmp_path):
     said = []
     names = ["block-verification-figure4", "block-verification-table4", "specdec-pp-table1"]
-    made = reproduce.reproduce(names, tmp_path, TINY, tell=said.append)
+    made = reproduce.reproduce(names, tmp_path, TINY, notify=said.append)
     assert [each.name for each in made] == [
         "block-verification-figure4",
         "block-verification-table4",
@@ -67,7 +69,9 @@ def test_recipes_of_models_end_to_end(tmp_path):
     assert "embedded:target / embedded:draft" in report
     whole = json.loads((tmp_path / "reproduce.json").read_text(encoding="utf-8"))
     assert [each["name"] for each in whole["recipes"]] == names
-    assert whole["provenance"]["profile"]["name"] == "tiny"
+    assert whole["profile"]["name"] == "tiny"
+    assert all(each[KEY] == whole[KEY] for each in whole["recipes"])
+    assert report.startswith("\n".join(["# The papers' tables and figures, reproduced", "", *header(whole[KEY])]))
     assert "turns: 4 compositions on embedded:target" in said
 
 
@@ -91,40 +95,44 @@ def test_a_second_run_measures_nothing_and_a_fresh_one_gives_the_same_tables(tmp
     assert reproduce.reproduce(names, tmp_path / "a", TINY) == first
 
 
-def test_a_killed_recipe_goes_on_from_its_records(tmp_path, monkeypatch):
-    original, begun = Experiments._places, []
+def test_a_killed_recipe_is_resumed_from_its_records(tmp_path, monkeypatch):
+    begun, again = [], []
 
-    def dying(self, asked):
+    def measured(places):
+        columns = {key(rule, n) for rule in CHAIN_RULES for n in places.lengths}
+        columns |= {key(rule, n, k) for rule in TRIE_RULES for n in places.lengths for k in places.drafts}
+        return [{"prompt": at, "places": 4, "accepted": dict.fromkeys(columns, 1.0 + at)} for at in range(4)]
+
+    def dying(_, places):
         if begun:
             raise KeyboardInterrupt
-        begun.append(asked)
-        return original(self, asked)
+        begun.append(places)
+        return measured(places)
 
     monkeypatch.setattr(Experiments, "_places", dying)
     with pytest.raises(KeyboardInterrupt):
         reproduce.reproduce(["spectr-table4"], tmp_path, TINY)
     assert not (tmp_path / "outcomes").exists()
-    again = []
-    monkeypatch.setattr(Experiments, "_places", lambda self, asked: again.append(asked) or original(self, asked))
+    monkeypatch.setattr(Experiments, "_places", lambda _, places: again.append(places) or measured(places))
     reproduce.reproduce(["spectr-table4"], tmp_path, TINY)
-    assert [asked.drafter for asked in (*begun, *again)] == [f"early_exit:{layers}" for layers in (2, 3, 4)]
+    assert [places.drafter for places in (*begun, *again)] == [f"early_exit:{layers}" for layers in (2, 3, 4)]
 
 
-def test_compared_runs_take_turns(lab, monkeypatch):
+def test_compared_runs_take_turns(experiments, monkeypatch):
     order = []
-    original = laboratory._answers
+    original = experiments_module._answers
 
     def noting(run, engine, prompts, seed, first):
         order.append((run.verifier, seed, first))
         return original(run, engine, prompts, seed, first)
 
-    monkeypatch.setattr(laboratory, "_answers", noting)
-    base = lab.scaled_run(SMALL, prompts=4, seeds=2, batch=2, tokens=6, stopper="fixed:3")
+    monkeypatch.setattr(experiments_module, "_answers", noting)
+    base = experiments.scaled_run(SMALL, prompts=4, seeds=2, batch=2, tokens=4, stopper="fixed:3")
     runs = [replace(base, verifier=rule) for rule in ("token", "block")]
-    found = lab.in_turns(runs)
+    found = experiments.in_turns(runs)
     assert order == [(rule, seed, first) for seed in (0, 1) for first in (0, 2) for rule in ("token", "block")]
     assert [[row["token_ids"] for row in rows] for rows in found] == [
-        [row["token_ids"] for row in lab.runs(run)] for run in runs
+        [row["token_ids"] for row in experiments.runs(run)] for run in runs
     ]
 
 
@@ -133,9 +141,10 @@ def test_the_comparison_of_two_runs_can_fail(tmp_path):
     moved, late = (json.loads(json.dumps(made.content)) for _ in range(2))
     moved["cells"][0]["ours"]["value"] += 1e-6
     late["seconds"] += 1.0
-    told = [without_times([content]) for content in (made.content, moved, late)]
-    assert told[0] != told[1]
-    assert told[0] == told[2]
+    late[KEY]["date"] = "another day"
+    hashes = [without_times([content]) for content in (made.content, moved, late)]
+    assert hashes[0] != hashes[1]
+    assert hashes[0] == hashes[2]
 
 
 def test_a_folder_of_another_profile_is_refused(tmp_path):
@@ -144,10 +153,10 @@ def test_a_folder_of_another_profile_is_refused(tmp_path):
         reproduce.reproduce(["spectr-figure1"], tmp_path, profile_named("quick"))
 
 
-def test_no_matplotlib_is_said_and_the_data_are_written(tmp_path, monkeypatch):
+def test_without_matplotlib_the_data_are_written_and_a_note_is_shown(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = []
-    (made,) = reproduce.reproduce(["spectr-figure1"], tmp_path, TINY, tell=said.append)
+    (made,) = reproduce.reproduce(["spectr-figure1"], tmp_path, TINY, notify=said.append)
     assert made.content["figure"]["series"][0]["y"]
     assert any("draftproof[bench]" in line for line in said)
     assert not list(tmp_path.glob("*.png"))
@@ -157,15 +166,15 @@ def test_no_matplotlib_is_said_and_the_data_are_written(tmp_path, monkeypatch):
 
 
 def run_cli(*words):
-    return CliRunner().invoke(app, ["reproduce", *words])
+    return CliRunner().invoke(app, ["reproduce", *words], prog_name="draftproof")
 
 
 def test_the_list_names_every_recipe():
     listed = run_cli("--list").stdout
     assert "block-verification-table1" in listed
     assert "sprinter-figure12" in listed
-    told = json.loads(run_cli("--list", "--json").stdout)
-    assert {"name", "how", "title", "place"} == set(told[0])
+    found = json.loads(run_cli("--list", "--json").stdout)
+    assert {"name", "how", "title", "place"} == set(found[0])
 
 
 def test_the_command_prints_marks_and_writes_the_report(tmp_path):
@@ -173,14 +182,14 @@ def test_the_command_prints_marks_and_writes_the_report(tmp_path):
     assert done.exit_code == 0, done.output
     assert "spectr-figure1: 4 reproduced, 0 direction only, 0 not reproduced; 4 of 4 claims hold" in done.stdout
     assert (tmp_path / "reproduce.md").exists()
-    (told,) = json.loads(run_cli("spectr-figure1", "--out", str(tmp_path), "--json").stdout)
-    assert told["name"] == "spectr-figure1"
+    (found,) = json.loads(run_cli("spectr-figure1", "--out", str(tmp_path), "--json").stdout)
+    assert found["name"] == "spectr-figure1"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope", "--out", "x"], "recipe is 'nope': legal are block-verification-v1-figure2"),
+        (["nope", "--out", "x"], "recipe is 'nope': legal are block-verification-figure3"),
         (["block-verification-table1", "--out", "x", "--profile", "slow"], "profile is 'slow': legal are quick, full"),
         (["block-verification-table1"], "--out"),
     ],
@@ -188,15 +197,18 @@ def test_the_command_prints_marks_and_writes_the_report(tmp_path):
 def test_bad_requests_are_refused_with_what_is_legal(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     failed = run_cli(*words)
-    assert isinstance(failed.exception, UserError)
-    assert message in str(failed.exception)
+    assert failed.exit_code == 1
+    assert failed.stdout == ""
+    assert failed.stderr.startswith("draftproof: error: ")
+    assert failed.stderr.count("\n") == 1
+    assert message in failed.stderr
     assert not list(tmp_path.iterdir())
 
 
 # --- what the recipes compute -----------------------------------------------------------------------------------------
 
 
-def test_toy_laws_have_the_means_of_the_theory():
+def test_distributions_of_the_toy_pair_have_the_means_of_the_theory():
     p, q = constant(TOY_P), constant(TOY_Q)
     for rule, length in (("token", token_length), ("block", block_length)):
         assert sum(toy_ccdf(rule, 5)[1:]) == pytest.approx(length(p, q, 5), abs=1e-12)
@@ -211,38 +223,31 @@ def test_the_exact_gain_of_the_best_policy_is_no_loss():
     assert exact_gain().verdict == "holds"
 
 
-def test_openings_are_distinct_and_bounded():
-    assert len(set(openings(32))) == 32
-    with pytest.raises(UserError, match="legal are 2 to 32"):
-        openings(33)
+def test_unknown_data_sets_are_refused(experiments):
+    assert len(experiments.prompts(SMALL.target, 4, "gsm8k")) == 4
+    with pytest.raises(UserError, match="gsm8k has 16 questions: 17 are needed"):
+        experiments.prompts(SMALL.target, 17, "gsm8k")
+    with pytest.raises(UserError, match="data set is 'nowhere': legal are copying"):
+        experiments.prompts(SMALL.target, 4, "nowhere")
 
 
-def test_unknown_data_sets_are_refused(lab):
-    assert len(lab.prompts(SMALL.target, 4, "gsm8k")) == 4
-    with pytest.raises(UserError, match="gsm8k has 16 questions"):
-        lab.prompts(SMALL.target, 17, "gsm8k")
-    with pytest.raises(UserError, match="data set is 'nowhere': legal are stories"):
-        lab.prompts(SMALL.target, 4, "nowhere")
-
-
-def test_stoppers_on_kept_drafts_end_where_the_engine_ends_them(lab):
+def test_stoppers_on_sampled_drafts_end_where_the_engine_ends_them(experiments):
     """Rates by common drafts against whole runs of the engine: the same stopper, the same pair."""
-    field = Field(SMALL, prompts=12, places=12)
-    harvest = gather(lab, field)
+    samples = sample_drafts(experiments, SamplePlan(SMALL, prompts=8, places=8))
     head = shipped_head()
-    lengths = [stopped_lengths(harvest, head, Acceptance(head, 0.7)), fixed_lengths(harvest, 4)]
-    totals = round_sums(harvest, lengths).sum(0)
-    assert harvest.chance.shape == (144, LIMIT)
+    lengths = [stopped_lengths(samples, head, Acceptance(head, 0.7)), fixed_lengths(samples, 4)]
+    totals = round_sums(samples, lengths).sum(0)
+    assert samples.prefix_acceptance.shape == (64, LIMIT)
     for place, stopper in enumerate(("acceptance:0.7", "fixed:4")):
-        asked = lab.scaled_run(SMALL, stopper=stopper, verifier="token", prompts=12, seeds=2, tokens=40)
-        rows = lab.runs(asked)
+        run = experiments.scaled_run(SMALL, stopper=stopper, verifier="token", prompts=8, seeds=1, tokens=40)
+        rows = experiments.runs(run)
         drafted, accepted = (sum(row[name] for row in rows) for name in ("num_draft_tokens", "num_accepted_tokens"))
         rounds = sum(row["num_drafts"] for row in rows)
         assert float(totals[1 + 2 * place] / totals[0]) == pytest.approx(drafted / rounds, rel=0.12)
         assert float(totals[2 + 2 * place] / totals[0]) == pytest.approx(accepted / rounds, rel=0.2)
 
 
-def test_profiles_are_the_ones_announced():
+def test_profiles_are_quick_and_full():
     assert set(reproduce.PROFILES) == {"quick", "full"}
-    assert laboratory.SMOLLM2 in profile_named("full").pairs
+    assert experiments_module.SMOLLM2 in profile_named("full").pairs
     assert rates([])["tokens"] == 0

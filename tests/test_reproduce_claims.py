@@ -1,4 +1,4 @@
-"""Claims are judged by intervals: made-up clusters that must hold, must not be decided, and must be violated."""
+"""Claims are judged by intervals: made-up clusters for which they hold, are undecided, or are violated."""
 
 import math
 

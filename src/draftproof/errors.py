@@ -45,3 +45,14 @@ def reason(cause: BaseException) -> str:
     """The message of an exception on one line of at most 200 characters; its type where the message is empty."""
     text = " ".join(str(cause).split()) or type(cause).__name__
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def refuse_below_one(**numbers: int) -> None:
+    """Refuse numbers below 1; the message has a number's name with spaces in place of underscores.
+
+    Raises:
+        UserError: for the first such number.
+    """
+    for name, value in numbers.items():
+        if value < 1:
+            raise UserError(f"{name.replace('_', ' ')} is {value}: legal is 1 or more")

@@ -1,7 +1,4 @@
-"""How far a long job is: a bar with loss, speed and time left, or a line now and then where there is no terminal.
-
-Knows: rich, clocks. Does not know: what is counted.
-"""
+"""Progress of long jobs on stderr: a bar with loss, speed and time left, or a line now and then without a terminal."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ PATIENCE = 30.0  # seconds between two lines where a bar cannot be drawn
 
 
 class Tick(Protocol):
-    """Told after each piece of a job."""
+    """Called after each piece of a job."""
 
     def __call__(self, done: int, *, tokens: int = 0, loss: float | None = None) -> None:
-        """`done` pieces of the job are finished now; `tokens` were worked on since the last call."""
+        """`done` pieces of the job are finished; `tokens` were processed since the last call."""
         ...
 
 
@@ -25,7 +22,7 @@ Watch = Callable[[str, int, int], AbstractContextManager[Tick]]  # title, total,
 
 
 def _ignore(done: int, *, tokens: int = 0, loss: float | None = None) -> None:
-    """Nobody is watching."""
+    """Show nothing."""
 
 
 @contextmanager
@@ -58,7 +55,7 @@ def bar(title: str, total: int, done: int) -> Iterator[Tick]:
 
 
 class _Meter:
-    """Loss and tokens/s as words; the speed is that of this process, not of what a checkpoint had done."""
+    """Loss and tokens/s as text; the speed is that of this process, without the work before a checkpoint."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -85,7 +82,7 @@ class _Lines:
     def __call__(self, done: int, *, tokens: int = 0, loss: float | None = None) -> None:
         facts, now = self._meter(tokens, loss), time.perf_counter()
         if now - self._last < (PATIENCE if done < self._total else 1.0):
-            return  # also where everything was there already
+            return  # also where nothing was left to do
         self._last = now
         left = (now - self._start) / max(done - self._first, 1) * (self._total - done)
         line = f"{self._title}: {done} of {self._total} {facts}".rstrip() + f", {left:.0f} s left"

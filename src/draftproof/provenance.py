@@ -1,6 +1,6 @@
-"""The origin of an artefact: command, versions, data, seed, metrics, time, machine.
+"""Where figures and artefacts come from: commit, command, versions, machine, hashes of models and data.
 
-A provenance file is distributed with its artefact, so it contains no path and no host name.
+No path and no host name is written, because these facts are published with the file they belong to.
 """
 
 from __future__ import annotations
@@ -9,8 +9,11 @@ import hashlib
 import json
 import os
 import platform
+import shlex
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,10 @@ from draftproof._version import __version__
 from draftproof.kernels import native
 
 FILE = "provenance.json"
+KEY = "provenance"  # of the facts in a JSON file with results
 _PACKAGES = ("torch", "transformers", "safetensors")
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")  # those that decide which kernels can run
+_GIT_SECONDS = 10.0
 _WEIGHTS = ("*.safetensors", "config.json", "tokenizer.json")
 
 
@@ -65,6 +71,122 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
     return found
 
 
+def run_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The facts that every results file opens with; take them when the run begins.
+
+    Args:
+        device: where the models run.
+
+    Returns:
+        commit (None where the package is not in a git checkout) and whether its files were changed since; date (UTC);
+        command line; versions; machine: as `machine`, with processor, its flags among those that decide which kernels
+        can run, and cores; load average over one minute (None where the system has none).
+    """
+    commit, modified = _commit(Path(__file__).parent)
+    name, flags = _processor()
+    return {
+        "commit": commit,
+        "modified": modified,
+        "date": now(),
+        "command": command(),
+        "versions": versions(),
+        "machine": {**machine(device), "processor": name, "flags": flags, "cores": os.cpu_count()},
+        "load_average": load_average(),
+    }
+
+
+def header(facts: Mapping[str, Any]) -> list[str]:
+    """The opening lines of a results file in Markdown.
+
+    Args:
+        facts: of `run_facts`. Those of files from earlier states may have fewer facts about the machine, and a `note`.
+    """
+    machine = facts["machine"]
+    shown = [machine.get("accelerator") or machine.get("processor") or "processor unknown", _flags(machine)]
+    shown += [f"{name}: {machine[name]}" for name in ("threads", "cores") if name in machine]
+    shown += [machine["architecture"]] if "architecture" in machine else []
+    shown.append(_native(machine))
+    load = facts.get("load_average")
+    shown.append("load average unknown" if load is None else f"load average {load:.1f}")
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    lines = [
+        f"- M{measured_at(facts)[1:]}.",
+        f"- Command: `{shlex.join(facts['command'])}`",
+        f"- Machine: {'; '.join(shown)}.",
+        f"- Versions: {versions or 'unknown'}.",
+    ]
+    return lines + ([f"- Note: {facts['note']}"] if "note" in facts else [])
+
+
+def _flags(machine: Mapping[str, Any]) -> str:
+    """Which of _FLAGS the processor has, and which it lacks."""
+    if "flags" not in machine:
+        return "flags unknown"
+    missing = [flag for flag in _FLAGS if flag not in machine["flags"]]
+    return f"with {', '.join(machine['flags']) or 'no such flag'}" + (
+        f", without {', '.join(missing)}" if missing else ""
+    )
+
+
+def _native(machine: Mapping[str, Any]) -> str:
+    """The types that native kernels were used for."""
+    if "native" not in machine:
+        return "native kernels unknown"
+    return f"native kernels for {' and '.join(machine['native']) or 'nothing'}"
+
+
+def measured_at(facts: Mapping[str, Any]) -> str:
+    """The commit and the date of a run in words."""
+    commit = f"commit {facts['commit']}" if facts["commit"] else "an unknown commit (installed package)"
+    changes = ", with changes that are not committed" if facts["modified"] else ""
+    return f"measured at {commit}{changes}, {facts['date']}"
+
+
+def now() -> str:
+    """Date and time in UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def load_average() -> float | None:
+    """Processes that ran or waited in the last minute; None where the system does not count them."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def _commit(folder: Path) -> tuple[str | None, bool]:
+    """The commit of a folder that git tracks, and whether files in it differ from that commit."""
+    if _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None, False  # an installed package may lie inside a checkout of something else
+    commit = _git(folder, "rev-parse", "--short=10", "HEAD")
+    return commit, bool(_git(folder, "status", "--porcelain", "--", "."))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git prints; None where there is no git, or no such thing."""
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed command
+            ["git", *words],  # noqa: S607 - the user's own git
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> tuple[str, list[str]]:
+    """The processor's model name, and which of _FLAGS it has."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor(), []
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    flags = fields.get("flags", "").split()
+    return fields.get("model name", platform.processor()), [flag for flag in _FLAGS if flag in flags]
+
+
 def provenance(
     *,
     data: Sequence[dict[str, Any]],
@@ -97,12 +219,12 @@ def provenance(
 
 
 def command() -> list[str]:
-    """The words of the command line, with absolute paths shortened."""
-    return [without_folders(word) for word in sys.argv]
+    """The command line without directories."""
+    return [without_directory(word) for word in sys.argv]
 
 
-def without_folders(word: str) -> str:
-    """A word of a command line; an absolute path, alone or after `=` or `:`, is cut to its last part."""
+def without_directory(word: str) -> str:
+    """A word of a command line whose absolute path is cut to its last part, also after "NAME=" and "NAME:"."""
     before, mark, path = next(
         (parts for parts in (word.partition(mark) for mark in ("=", ":")) if parts[1] and os.path.isabs(parts[2])),  # noqa: PTH117
         ("", "", word),

@@ -1,1 +1,1 @@
-"""Benchmarks: cells measured in turns on the same questions, and what the measurements say."""
+"""Benchmarks: compositions of our engine and other engines, measured in turns on the same questions."""

@@ -1,8 +1,4 @@
-"""A cell: one composition on one data set with one seed, the unit that is measured and compared.
-
-Knows: what makes two cells the same, which compositions the engine refuses, how lists become cells. Does not know:
-models, questions, clocks.
-"""
+"""Cells: one composition on one data set with one seed is the unit that is measured and compared."""
 
 from __future__ import annotations
 
@@ -54,14 +50,14 @@ class Cell:
         drafter: with its argument, so with K: "none", "model", "chains:4", "ngram:8".
         stopper: with its argument, so with n: "fixed:4"; "" where the drafter has none.
         verifier: the rule; "" where nothing is verified.
-        engine: who generates: a name of ENGINES.
-        setting: what another engine is told beside its defaults, as "name=value,name=value".
-        dtype, backend: of the models; the backend is ours only.
+        engine: a name of ENGINES.
+        setting: options of another engine beside its defaults, as "name=value,name=value".
+        dtype, backend: of the models; only our engine has a backend.
         dataset: name of the questions.
         temperature, top_k, top_p, max_tokens, seed: as in SamplingParams.
 
     Raises:
-        UserError: an engine or backend that is none, sampling parameters that are none.
+        UserError: no such engine or backend, or illegal sampling parameters.
     """
 
     target: str
@@ -101,7 +97,7 @@ class Cell:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """What cells must share to be measured in turns and compared question by question."""
+        """The values that cells must share to be measured in turns and compared question by question."""
         return (self.target, self.dataset, self.temperature, self.top_k, self.top_p, self.max_tokens, self.seed)
 
     @property
@@ -111,14 +107,14 @@ class Cell:
 
     @property
     def lossless(self) -> bool:
-        """Whether the rule keeps the target's law."""
+        """Whether the output distribution is the target's."""
         return self.verifier.partition(":")[0] not in LOSSY
 
     @property
     def method(self) -> str:
-        """What a table calls it: drafter, stopper and rule, or the other engine and the values of its setting.
+        """Its name in tables: drafter, stopper and rule, or the other engine and the values of its setting.
 
-        Of a directory the last part is told.
+        A directory is shown by its last part.
         """
         if self.engine != OURS:
             return f"{self.engine} ({self.values})" if self.setting else self.engine
@@ -151,10 +147,10 @@ class Cell:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Cell:
-        """The cell that `to_dict` told of.
+        """The cell from what `to_dict` returned.
 
         Raises:
-            UserError: fields that a cell has not.
+            UserError: fields that a cell does not have.
         """
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(names))
@@ -168,7 +164,7 @@ class Matrix(NamedTuple):
 
     Attributes:
         cells: in the order of the lists, the last list changing fastest; each composition once.
-        left_out: compositions that the engine refuses, each with its words.
+        left_out: compositions that the engine refuses, each with its message.
     """
 
     cells: list[Cell]
@@ -179,11 +175,11 @@ def matrix(*, strict: bool = False, **lists: Any) -> Matrix:
     """Every combination of the values of fields, as cells in their canonical form.
 
     Args:
-        strict: raise instead of leaving out what the engine refuses.
+        strict: raise where the engine refuses a composition, instead of leaving it out.
         lists: a value or a list of values for each field of `Cell`; those not named keep their default.
 
     Raises:
-        UserError: a field that is none, an empty list, a part that cannot be made, or no cell left.
+        UserError: no such field, an empty list, a part that cannot be made, or no cell left.
     """
     known = [field.name for field in fields(Cell)]
     unknown = sorted(set(lists) - set(known))
@@ -216,7 +212,7 @@ def _as_list(name: str, values: Any) -> list[Any]:
 
 
 def canonical(cell: Cell) -> Cell:
-    """The same measurement without what has no effect in it: a plain cell has no rule, lookup has no draft model."""
+    """The same measurement without values that have no effect: a plain cell has no rule, lookup has no draft model."""
     name = cell.drafter.partition(":")[0]
     if cell.engine != OURS:
         assisted = cell.engine == "transformers-assisted"
@@ -269,7 +265,7 @@ def _toy_drafter(drafter: str) -> str:
 
 @cache
 def _toy_refusal(drafter: str, stopper: str, verifier: str) -> str | None:
-    """What the engine says to the parts around toy models: whether parts compose does not depend on the models."""
+    """The engine's message for these parts around toy models: whether parts compose does not depend on the models."""
     toy = TableModel(3, 0, order=1)
     constant = stopper.partition(":")[0] in ("", "fixed")
     part = make_drafter(
@@ -287,5 +283,5 @@ def _toy_refusal(drafter: str, stopper: str, verifier: str) -> str | None:
 
 
 def datasets(cells: Sequence[Cell]) -> list[str]:
-    """Names of the data sets that cells want, in order."""
+    """Names of the data sets of cells, in order."""
     return list(dict.fromkeys(cell.dataset for cell in cells))

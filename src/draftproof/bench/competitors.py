@@ -1,10 +1,8 @@
-"""What users have today, on the same weights and prompts: transformers' plain, assisted and lookup generation.
+"""Competitors on the same weights and prompts: transformers' plain, assisted and lookup generation.
 
-Knows: transformers' generate, and how to count from outside what it does not tell. Does not know: order, files.
-
-Another engine is one more Answerer: a function of the workbench and the cell in COMPETITORS, and its name in
-`cell.ENGINES`. Counts come from a hook on the target's own forward, so that a method which was silently not in effect
-shows: it makes one call a token.
+To add another engine, write an Answerer, put a function that makes it into COMPETITORS, and its name into
+`cell.ENGINES`. Counts come from a hook on the target's forward pass. So a method that silently had no effect is seen:
+it makes one call a token.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.sampling import SamplingParams
 
-# What the search for a best setting tries; the defaults of transformers are measured beside it.
+# The values that the search for the fastest setting tries; it measures the defaults of transformers too.
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "transformers-assisted": {
         "num_assistant_tokens": (2, 4, 8),
@@ -43,13 +41,13 @@ def parse_setting(text: str) -> dict[str, Any]:
     """The options of a cell's setting: "name=value,name=value".
 
     Raises:
-        UserError: something else.
+        UserError: the text is of another form.
     """
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals or not name.isidentifier():
-            raise UserError(f"setting {part!r} is none: legal is name=value,name=value")
+            raise UserError(f"setting is {part!r}: legal is name=value,name=value")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -69,7 +67,7 @@ class Transformers:
         model: the target.
         tokenizer: its tokenizer.
         eos_token_ids: tokens that end an answer.
-        method: how reports call it.
+        method: its name in reports.
         assistant: the draft model of assisted generation.
         setting: options of the assistant, or of lookup.
 
@@ -111,7 +109,7 @@ class Transformers:
             token_ids=tuple(tokens),
             text=text,
             finish_reason="stop" if stopped else "length",
-            method=self._told(),
+            method=self._described(),
             tokens=len(tokens),
             target_calls=len(target),
             rounds=sum(count > 0 for count in drafted),
@@ -123,7 +121,8 @@ class Transformers:
             peak_memory=peak,
         )
 
-    def _told(self) -> str:
+    def _described(self) -> str:
+        """The method with its setting, as reports show what was in effect."""
         return f"{self._method} ({format_setting(self._setting)})" if self._setting else self._method
 
     def _generate(self, ids: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -137,7 +136,7 @@ class Transformers:
         }
         extra: dict[str, Any] = {}
         if self._assistant is not None:
-            # The assistant's own options rule, and a schedule writes into them: each answer begins from the same ones.
+            # The assistant's own options count, and a schedule changes them: every answer begins with the same ones.
             self._assistant.generation_config = _generation_config(**self._setting)
             extra["assistant_model"] = self._assistant
         else:
@@ -162,7 +161,7 @@ class Transformers:
 
 
 def _generation_config(**options: Any) -> Any:
-    """Generation options of nobody but us: a model's own ask for penalties and warm temperatures."""
+    """Our generation options alone: a model's own ones may ask for penalties and other temperatures."""
     from transformers import GenerationConfig
 
     library: Any = GenerationConfig
@@ -172,17 +171,17 @@ def _generation_config(**options: Any) -> Any:
 def _counter(found: list[tuple[int, int]]) -> Callable[..., None]:
     def count(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
         ids: Any = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        cache = kwargs.get("past_key_values")
-        found.append((0 if cache is None else int(cache.get_seq_length()), int(ids.shape[1])))
+        keys = kwargs.get("past_key_values")
+        found.append((0 if keys is None else int(keys.get_seq_length()), int(ids.shape[1])))
 
     return count
 
 
 def _rounds(calls: Sequence[tuple[int, int]], prompt: int, tokens: int) -> tuple[list[int], list[int]]:
-    """Drafted and accepted tokens of each call, from what was in the cache before it and how much it read.
+    """Drafted and accepted tokens of each call, from the cache before it and the number of tokens it read.
 
-    A call reads one committed token (the first: the prompt) and the drafted ones; the cache before the next call holds
-    what was kept of them.
+    A call reads one committed token (the first call: the prompt) and the drafted ones. The cache before the next call
+    holds those of them that were accepted.
     """
     drafted = [known + read - max(known + 1, prompt) for known, read in calls]
     known = [max(before + 1, prompt) for before, _ in calls] + [prompt + tokens]
@@ -191,32 +190,32 @@ def _rounds(calls: Sequence[tuple[int, int]], prompt: int, tokens: int) -> tuple
 
 
 def _reached(lengths: Sequence[int], drafted: Sequence[int]) -> tuple[int, ...]:
-    """How many of the lengths reach each place, for as many places as were ever drafted."""
+    """How many of the lengths reach each position, for all positions that were ever drafted."""
     return tuple(sum(length > place for length in lengths) for place in range(max(drafted, default=0)))
 
 
-def _plain(bench: ModelCache, cell: Cell) -> Answerer:
-    return _make(bench, cell)
+def _plain(cache: ModelCache, cell: Cell) -> Answerer:
+    return _make(cache, cell)
 
 
-def _assisted(bench: ModelCache, cell: Cell) -> Answerer:
+def _assisted(cache: ModelCache, cell: Cell) -> Answerer:
     if cell.draft is None:
         raise UserError("transformers' assisted generation needs a draft model: name one with draft (--draft)")
-    bench.refuse_strangers(cell.target, cell.draft)
-    return _make(bench, cell, assistant=bench.model(cell.draft, cell.dtype))
+    cache.check_same_tokenizer(cell.target, cell.draft)
+    return _make(cache, cell, assistant=cache.model(cell.draft, cell.dtype))
 
 
-def _lookup(bench: ModelCache, cell: Cell) -> Answerer:
-    return _make(bench, cell, {"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
+def _lookup(cache: ModelCache, cell: Cell) -> Answerer:
+    return _make(cache, cell, {"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
 
 
 def _make(
-    bench: ModelCache, cell: Cell, setting: Mapping[str, Any] | None = None, *, assistant: Any = None
+    cache: ModelCache, cell: Cell, setting: Mapping[str, Any] | None = None, *, assistant: Any = None
 ) -> Transformers:
     return Transformers(
-        bench.model(cell.target, cell.dtype),
-        bench.tokenizer(cell.target),
-        bench.plain(cell).eos_token_ids,
+        cache.model(cell.target, cell.dtype),
+        cache.tokenizer(cell.target),
+        cache.plain_engine(cell).eos_token_ids,
         method=cell.engine,
         assistant=assistant,
         setting={**(setting or {}), **parse_setting(cell.setting)},
@@ -230,17 +229,17 @@ COMPETITORS: dict[str, Callable[[ModelCache, Cell], Answerer]] = {
 }
 
 
-def search(bench: ModelCache, cell: Cell, questions: Sequence[Question], *, watch: Watch = silent) -> dict[str, float]:
+def search(cache: ModelCache, cell: Cell, questions: Sequence[Question], *, watch: Watch = silent) -> dict[str, float]:
     """Tokens a second of a competitor under each setting of its grid, the median over a few questions.
 
     Args:
-        bench: loaded models.
+        cache: loaded models.
         cell: the competitor; its setting is replaced by each of the grid's.
-        questions: few; the settings take turns on each.
+        questions: a few; the settings take turns on each.
         watch: shows progress.
 
     Returns:
-        Rates by setting, "" being the defaults.
+        Rates by setting; "" stands for the defaults.
     """
     grid = GRIDS.get(cell.engine, {})
     settings = ["", *(format_setting(dict(zip(grid, v, strict=True))) for v in itertools.product(*grid.values()))]
@@ -248,11 +247,11 @@ def search(bench: ModelCache, cell: Cell, questions: Sequence[Question], *, watc
     rates: dict[str, list[float]] = {one.setting: [] for one in tried}
     with watch(f"trying settings of {cell.engine}", len(tried) * len(questions), 0) as tick:
         for place, question in enumerate(questions):
-            prompt = bench.encode(cell, question)
+            prompt = cache.encode(cell, question)
             if place == 0:
-                COMPETITORS[cell.engine](bench, cell).answer(prompt, cell.params)  # warms up
+                COMPETITORS[cell.engine](cache, cell).answer(prompt, cell.params)  # warms up
             for number, one in enumerate(tried, 1):
-                answer = COMPETITORS[one.engine](bench, one).answer(prompt, one.params)
+                answer = COMPETITORS[one.engine](cache, one).answer(prompt, one.params)
                 rates[one.setting].append(answer.tokens / answer.seconds["total"])
                 tick(place * len(tried) + number, tokens=answer.tokens)
     return {setting: median(found) for setting, found in rates.items()}

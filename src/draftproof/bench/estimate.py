@@ -1,7 +1,4 @@
-"""A figure with its interval: the bootstrap over questions.
-
-Knows: resampling, Student's t. Does not know: what a figure is of.
-"""
+"""Figures with intervals: the bootstrap over questions, and Student's t."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 from typing import TypeVar
 
 import torch
@@ -28,8 +25,8 @@ class Estimate:
 
     Attributes:
         value: of the questions measured.
-        low, high: percentile bootstrap over questions at LEVEL; nan under FEWEST questions.
-        count: questions it rests on.
+        low, high: ends of the interval at LEVEL; nan where there are too few questions for one.
+        count: how many questions it is computed from.
     """
 
     value: float
@@ -39,13 +36,13 @@ class Estimate:
 
     @property
     def sure(self) -> int:
-        """Where the whole interval lies against 1: 1 above, -1 below, 0 around it (or unknown)."""
+        """1 if the whole interval is above 1, -1 if it is below 1, and 0 if it contains 1 or is unknown."""
         return (self.low > 1) - (self.high < 1)
 
     def to_dict(self) -> dict[str, float | None]:
         """Plain values for JSON; None for nan."""
-        told = {"value": self.value, "low": self.low, "high": self.high}
-        return {**{name: None if math.isnan(x) else x for name, x in told.items()}, "count": self.count}
+        values = {"value": self.value, "low": self.low, "high": self.high}
+        return {**{name: None if math.isnan(x) else x for name, x in values.items()}, "count": self.count}
 
 
 def bootstrap(
@@ -56,11 +53,11 @@ def bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Estimate:
-    """A statistic of items with its expanded percentile bootstrap interval.
+    """A statistic of items with its expanded percentile bootstrap interval; none under FEWEST items.
 
     The percentiles lie further out than the level says, as far as Student's t and the factor n/(n-1) would move them
-    for a mean (Hesterberg 2015, "What teachers should know about the bootstrap"): plain percentiles of few items cover
-    too little, of six about 0.86 where they say 0.95.
+    for a mean (Hesterberg 2015, "What teachers should know about the bootstrap"). Plain percentiles of few items cover
+    too little: with six items about 0.86 in place of 0.95.
 
     Args:
         items: independent units, usually the questions.
@@ -78,6 +75,21 @@ def bootstrap(
     tail = tail_share(level, len(items))
     low, high = found[int(tail * resamples)], found[min(int((1 - tail) * resamples), resamples - 1)]
     return Estimate(value, low, high, len(items))
+
+
+def geometric_mean(ratios: Sequence[float], *, level: float = LEVEL) -> Estimate:
+    """The geometric mean of ratios with a t interval on their logarithms; no interval for a single one.
+
+    Args:
+        ratios: above 0, each of an independent pair of measurements.
+        level: of the interval.
+    """
+    logs = [math.log(ratio) for ratio in ratios]
+    middle = fmean(logs)
+    if len(logs) < 2:
+        return Estimate(math.exp(middle), math.nan, math.nan, len(logs))
+    reach = t_quantile((1 + level) / 2, len(logs) - 1) * stdev(logs) / math.sqrt(len(logs))
+    return Estimate(math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), len(logs))
 
 
 @cache

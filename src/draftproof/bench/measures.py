@@ -1,10 +1,12 @@
-"""Figures from records: pure functions, every one of them over questions and paired wherever two cells are compared.
+"""Figures computed from records: pure functions over questions, paired where two cells are compared.
 
-Knows: counts, seconds, which records belong together. Does not know: models, clocks, words, tables.
+Counts are those of the first repeat, because all repeats draw the same tokens. Times use all repeats. Intervals
+resample questions (`bootstrap`): they cover other questions of the same kind, not other machines.
 
-Counts are those of the first repeat, since draws are the same in all; seconds are those of all repeats. Intervals
-resample questions (`bootstrap`), so they say what other questions of the same kind would have given, not what another
-machine would.
+Floating-point operations are counted as in SPRINTER (arXiv 2502.04557, A.8), which takes the counting of Hoffmann et
+al. (2022), appendix F: two operations for a multiplication and addition; embedding, attention, feed-forward and output
+layer. Key and value heads may be fewer than query heads, and a gated feed-forward has three matrices. With a cache each
+token attends to those before it, and no token is read twice.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 
 from draftproof.bench.estimate import Estimate, bootstrap
-from draftproof.bench.flops import Shape, answer_flops
 from draftproof.bench.record import Record
 from draftproof.engine.stats import PARTS, Stats
 
-Asked = tuple[str, int]  # question and seed: what two cells of a pair share
+Shape = Mapping[str, Any]
+_UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "codegen", "phi", "falcon")
+Paired = dict[str, list[tuple[Record, Record]]]  # by question
 
 
 def first(records: Iterable[Record]) -> list[Record]:
@@ -30,8 +34,8 @@ def first(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record.repeat == 0]
 
 
-def asked(record: Record) -> Asked:
-    """What a record answers: two cells are compared where this is the same."""
+def question_and_seed(record: Record) -> tuple[str, int]:
+    """The question with its data set, and the seed: records of two cells are compared where both are the same."""
     return f"{record.cell.dataset}/{record.question}", record.cell.seed
 
 
@@ -54,15 +58,15 @@ def _ratio(over: str, under: str) -> Callable[[Sequence[Stats]], float]:
 
 
 def by_question(records: Iterable[Record]) -> list[Stats]:
-    """Counts of each question, all its seeds together: the unit that is resampled."""
+    """Counts of each question, all its seeds added up: the unit that is resampled."""
     found: dict[str, Stats] = {}
     for record in first(records):
-        found.setdefault(asked(record)[0], Stats()).add(record.stats)
+        found.setdefault(question_and_seed(record)[0], Stats()).add(record.stats)
     return list(found.values())
 
 
 def block_efficiency(records: Iterable[Record]) -> Estimate:
-    """Tokens per target call, prompts' calls included."""
+    """Tokens per target call; the calls that read prompts are counted too."""
     return bootstrap(by_question(records), _ratio("num_tokens", "num_target_calls"))
 
 
@@ -78,23 +82,23 @@ def discard_rate(records: Iterable[Record]) -> Estimate:
 
 
 def mean_accepted(records: Iterable[Record]) -> Estimate:
-    """Accepted tokens a drafted round; nan where nothing was drafted."""
+    """Accepted tokens per drafted round; nan where nothing was drafted."""
     return bootstrap(by_question(records), _ratio("num_accepted_tokens", "num_drafts"))
 
 
-def paired(own: Iterable[Record], base: Iterable[Record]) -> dict[str, list[tuple[Record, Record]]]:
-    """Records of two cells that answer the same, by question; those of one cell alone are left out."""
-    other = {(*asked(record), record.repeat): record for record in base}
-    found: dict[str, list[tuple[Record, Record]]] = {}
+def paired(own: Iterable[Record], base: Iterable[Record]) -> Paired:
+    """Pairs of records of two cells with the same question, seed and repeat, by question."""
+    other = {(*question_and_seed(record), record.repeat): record for record in base}
+    found: Paired = {}
     for record in own:
-        partner = other.get((*asked(record), record.repeat))
+        partner = other.get((*question_and_seed(record), record.repeat))
         if partner is not None:
-            found.setdefault(asked(record)[0], []).append((record, partner))
+            found.setdefault(question_and_seed(record)[0], []).append((record, partner))
     return found
 
 
 def efficiency_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
-    """Block efficiency over another cell's, on the questions of both; resampled together."""
+    """Block efficiency divided by another cell's, on the questions of both, which are resampled together."""
     pairs = paired(first(own), first(base))
     rows = [tuple(total(side) for side in zip(*each, strict=True)) for each in pairs.values()]
     ratio = _ratio("num_tokens", "num_target_calls")
@@ -106,14 +110,14 @@ def efficiency_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
 
 
 def speed(record: Record) -> float:
-    """Tokens a second of one answer, from token ids to text."""
+    """Tokens a second of one answer; the time runs from token ids to text."""
     return record.answer.tokens / record.answer.seconds["total"]
 
 
 def speed_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
-    """Tokens a second over another cell's: the median over questions of each question's median over its repeats.
+    """Tokens a second divided by another cell's: the median over questions of each question's median over its repeats.
 
-    Each ratio is of two answers to one question measured one after the other.
+    Each ratio is of two answers to one question that were measured one after the other.
     """
     pairs = paired(own, base)
     ratios = [median(speed(mine) / speed(theirs) for mine, theirs in each) for each in pairs.values()]
@@ -128,12 +132,12 @@ def tokens_per_second(records: Iterable[Record]) -> Estimate:
     """The median over questions of each question's median over its repeats."""
     found: dict[str, list[float]] = {}
     for record in records:
-        found.setdefault(asked(record)[0], []).append(speed(record))
+        found.setdefault(question_and_seed(record)[0], []).append(speed(record))
     return bootstrap([median(each) for each in found.values()], median)
 
 
 def time_split(records: Iterable[Record]) -> dict[str, float] | None:
-    """The share of each part in all seconds; None for engines that tell the total alone."""
+    """The share of each part in the total time; None for engines that give the total only."""
     records = list(records)
     if any("target" not in record.answer.seconds for record in records):
         return None
@@ -151,16 +155,61 @@ def histogram(records: Iterable[Record]) -> list[int]:
 
 
 def acceptance_by_position(records: Iterable[Record]) -> list[float]:
-    """Of the rounds whose draft reached each place, the share whose token there was emitted."""
+    """For each draft position: of the rounds whose draft reached it, the share whose token there was emitted."""
     stats = total(first(records))
     pairs = zip(stats.num_accepted_tokens_per_pos, stats.num_drafts_per_pos, strict=False)
     return [accepted / drafted if drafted else math.nan for accepted, drafted in pairs]
 
 
 def same_tokens(own: Iterable[Record], base: Iterable[Record]) -> tuple[int, int]:
-    """How many answers have the tokens of another cell's, and of how many."""
+    """How many answers have the same tokens as another cell's, and how many were compared."""
     pairs = [pair for each in paired(first(own), first(base)).values() for pair in each]
     return sum(mine.answer.token_ids == theirs.answer.token_ids for mine, theirs in pairs), len(pairs)
+
+
+def shape_of(config: Any) -> dict[str, Any]:
+    """The sizes of a decoder by its transformers config, as values that JSON can carry."""
+    hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
+    inner = next((getattr(config, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")), None)
+    return {
+        "layers": int(config.num_hidden_layers),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(config, "head_dim", None) or hidden // heads),
+        "inner": int(inner or 4 * hidden),
+        "gated": str(config.model_type) not in _UNGATED,
+        "vocab": int(config.vocab_size),
+    }
+
+
+def pass_flops(shape: Shape, tokens: float, context: float) -> float:
+    """Operations to read `tokens` tokens that each attend to `context` positions on average."""
+    width, key_width = shape["heads"] * shape["head_dim"], shape["kv_heads"] * shape["head_dim"]
+    embedding = 2 * shape["vocab"] * shape["hidden"]
+    projections = 2 * shape["hidden"] * (2 * width + 2 * key_width)  # query and output, key and value
+    attention = 4 * context * width + 3 * shape["heads"] * context  # scores and mixing, softmax
+    feed_forward = 2 * shape["hidden"] * shape["inner"] * (3 if shape["gated"] else 2)
+    logits = 2 * shape["hidden"] * shape["vocab"]
+    return float(tokens * (embedding + shape["layers"] * (projections + attention + feed_forward) + logits))
+
+
+def answer_flops(record: Record, target: Shape, draft: Shape | None) -> float | None:
+    """Operations of one answer; None where the drafter is a part of the target, which this counting does not cover.
+
+    The target reads the prompt, one committed token a call, and every drafted token. The draft model reads the prompt
+    and one token for each token that it drafts. Lookup costs nothing.
+    """
+    answer, prompt = record.answer, record.prompt_tokens
+    inside = answer.draft_tokens > 0 and record.cell.drafter.startswith(("early_exit", "feature_head"))
+    if inside or (record.cell.draft is not None and draft is None):
+        return None
+    context = prompt + answer.tokens / 2  # positions that a token of the answer attends to on average
+    total = pass_flops(target, float(prompt), prompt / 2)
+    total += pass_flops(target, float(answer.target_calls - 1 + answer.draft_tokens), context)
+    if draft is not None and record.cell.draft is not None:
+        total += pass_flops(draft, float(prompt), prompt / 2) + pass_flops(draft, float(answer.draft_tokens), context)
+    return total
 
 
 def flops_per_token(records: Iterable[Record], shapes: Mapping[str, Shape | None]) -> float | None:
@@ -193,14 +242,14 @@ class Regression:
 
 
 def regress(records: Iterable[Record]) -> Regression | None:
-    """Fit the cost model to all answers; None where the counts cannot tell the two coefficients apart."""
+    """The cost model fitted to all answers; None where the counts do not determine both coefficients."""
     return fit_times(
         [(float(r.answer.draft_tokens), float(r.answer.target_calls), r.answer.seconds["total"]) for r in records]
     )
 
 
 def fit_times(rows: Sequence[tuple[float, float, float]]) -> Regression | None:
-    """`regress` on rows of (tokens drafted, target calls, seconds)."""
+    """The cost model fitted to rows of (tokens drafted, target calls, seconds), as `regress`."""
     if len(rows) < 3:
         return None
     table = torch.tensor(rows, dtype=torch.float64)

@@ -1,8 +1,4 @@
-"""Models on the bench: loaded once, shared by every cell that reads them.
-
-Knows: what has been loaded, how a question becomes token ids, our engine as one of those that answer. Does not know:
-the order of measurements, other engines.
-"""
+"""Loaded models, tokenizers and engines, shared by all cells; our engine as one that answers."""
 
 from __future__ import annotations
 
@@ -21,14 +17,14 @@ from draftproof.bench.record import Answer
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, make_verifier
 from draftproof.errors import UserError
-from draftproof.profiling.peak import Peak
+from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
 from draftproof.tokenization import load_tokenizer, refuse_different
 
 
 @runtime_checkable
 class Answerer(Protocol):
-    """Anything that continues a prompt and says what that took: our engine, or a competitor."""
+    """Anything that continues a prompt and reports counts and times: our engine, or a competitor."""
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
         """Continue one prompt; `seconds["total"]` runs from token ids to text."""
@@ -36,11 +32,11 @@ class Answerer(Protocol):
 
 
 class ModelCache:
-    """Loads models and tokenizers when a cell first wants them, and keeps them.
+    """Loads models and tokenizers when a cell first needs them, and keeps them.
 
     Args:
-        device: for all models; default an accelerator when there is one.
-        trust_remote_code: run code that comes with a model; off unless asked for.
+        device: for all models; without one an accelerator if there is one.
+        trust_remote_code: run code that comes with a model.
 
     Attributes:
         device: the device of all models.
@@ -62,9 +58,9 @@ class ModelCache:
         return self._tokenizers[name]
 
     def model(self, name: str, dtype: str) -> Any:
-        """A transformers model as transformers made it, for engines that are not ours.
+        """A transformers model, for competitors.
 
-        Our lean forward takes the weights of its model apart, so this is a copy of its own, of the same files.
+        Our lean forward pass takes the weights of its model apart, so competitors get a copy of their own.
         """
         key = (name, dtype)
         if key not in self._models:
@@ -79,13 +75,13 @@ class ModelCache:
         return self._backends[key]
 
     def engine(self, cell: Cell) -> Engine:
-        """Our engine for a cell; cells that differ in questions and sampling alone share it.
+        """Our engine for a cell; cells that differ only in questions and sampling share it.
 
-        Drafters that learn from one request for the next begin anew each time: what a cell gains must not hang on
-        which of its answers were measured before a kill.
+        A drafter that learns from earlier requests gets a new engine every time: a result must not depend on which
+        answers were measured before the run was killed.
 
         Raises:
-            UserError: models that cannot be had or do not fit together.
+            UserError: models that cannot be loaded or do not fit together.
         """
         key = (cell.target, cell.draft, cell.drafter, cell.stopper, cell.verifier, cell.dtype, cell.backend)
         if key not in self._engines or cell.drafter.startswith("suffix"):
@@ -93,11 +89,11 @@ class ModelCache:
         return self._engines[key]
 
     def _assembled(self, cell: Cell) -> Engine:
-        # A feature head has its target hold every hidden state, which would slow all other cells on it.
+        # A feature head makes its target keep every hidden state, which would slow down all other cells.
         purpose = "states" if cell.drafter.startswith("feature_head") else ""
         tokenizer, draft = self.tokenizer(cell.target), None
         if cell.draft is not None:
-            self.refuse_strangers(cell.target, cell.draft)
+            self.check_same_tokenizer(cell.target, cell.draft)
             draft = self.backend(cell.draft, cell.dtype, cell.backend)
         return Engine.assemble(
             self.backend(cell.target, cell.dtype, cell.backend, purpose),
@@ -109,7 +105,7 @@ class ModelCache:
             max_batch=1,
         )
 
-    def refuse_strangers(self, target: str, draft: str) -> None:
+    def check_same_tokenizer(self, target: str, draft: str) -> None:
         """Refuse a draft model with another tokenizer.
 
         Raises:
@@ -117,17 +113,17 @@ class ModelCache:
         """
         refuse_different(self.tokenizer(target), self.tokenizer(draft), target_name=target, draft_name=draft)
 
-    def plain(self, cell: Cell) -> Engine:
-        """Plain decoding on a cell's target: it says for every engine how prompts are read and where answers end."""
+    def plain_engine(self, cell: Cell) -> Engine:
+        """Plain decoding on a cell's target; decides for every engine how prompts are encoded and where answers end."""
         return self.engine(canonical(replace(cell, engine=OURS, drafter="none")))
 
     def encode(self, cell: Cell, question: Question) -> list[int]:
-        """Token ids of a question: a user's message where it is one and the target has a chat template.
+        """Token ids of a question; with the target's chat template where the question is a user's message.
 
         Raises:
-            UserError: it leaves no room for the answer in the target's context: engines would end at different places.
+            UserError: there is no room for the answer in the target's context, where engines would end differently.
         """
-        engine = self.plain(cell)
+        engine = self.plain_engine(cell)
         templated = question.chat and getattr(engine.tokenizer, "chat_template", None)
         _, ids = engine.encode([{"role": "user", "content": question.prompt}] if templated else question.prompt)
         most = engine.target.max_positions
@@ -140,10 +136,10 @@ class ModelCache:
 
 
 class Ours:
-    """Our engine as one that answers.
+    """Our engine as an Answerer.
 
     Args:
-        engine: with the tokenizer of its target.
+        engine: has the tokenizer of its target.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -176,14 +172,14 @@ class Ours:
 
 
 class Stopwatch:
-    """Wall-clock seconds and peak memory from its making to `stop`, the accelerator's work included.
+    """Wall-clock seconds and peak memory from its construction to `stop`; the accelerator's work is waited for.
 
     Args:
         device: where the work is done.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # A CPU has its peak for the process only, which other cells' models share; it would say nothing of this one.
+        # On a CPU only the whole process has a peak, and it holds the models of all cells.
         self._peak = Peak(device) if device.type == "cuda" else None
         self._start = time.perf_counter()
 

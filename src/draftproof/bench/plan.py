@@ -1,39 +1,221 @@
-"""What is wanted, made into cells and questions: compositions that run, competitors at their best.
-
-Knows: how wishes become cells, which grid a competitor is searched on. Does not know: the order of measurements,
-reports.
-"""
+"""What a benchmark measures: options and profiles as cells and questions, competitors at their fastest setting."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftproof import models
 from draftproof.bench.cell import ENGINES, OURS, Cell, matrix
 from draftproof.bench.competitors import GRIDS, search
 from draftproof.bench.model_cache import ModelCache
-from draftproof.bench.options import BenchOptions, parts
 from draftproof.bench.questions import Question, read_questions
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import digest
 from draftproof.training.sweep import remembered
 
-SEARCHED = "settings"  # folder of what searches found, within a run's
+SETTINGS = "settings"  # folder with the results of searches, inside the folder of a run
 SEARCH_QUESTIONS = 3  # of all data sets together
 Search = Callable[[Cell, Sequence[Question]], dict[str, float]]
 
 
 @dataclass(frozen=True)
+class BenchOptions:
+    """The options of a benchmark; None where the user gave none.
+
+    Attributes:
+        target, draft: names of the models.
+        dtype, backend, drafter, stopper, verifier, temperature, top_k, top_p, seed: lists of values of `Cell`'s fields.
+        competitor: other engines, names of `ENGINES`.
+        dataset: names that `read_questions` takes.
+        questions: how many of each data set.
+        max_tokens: most tokens of an answer.
+        repeats: how often each answer is measured.
+    """
+
+    target: str | None = None
+    draft: str | None = None
+    dtype: Sequence[str] | None = None
+    backend: Sequence[str] | None = None
+    drafter: Sequence[str] | None = None
+    stopper: Sequence[str] | None = None
+    verifier: Sequence[str] | None = None
+    temperature: Sequence[float] | None = None
+    top_k: Sequence[int] | None = None
+    top_p: Sequence[float] | None = None
+    seed: Sequence[int] | None = None
+    competitor: Sequence[str] | None = None
+    dataset: Sequence[str] | None = None
+    questions: int | None = None
+    max_tokens: int | None = None
+    repeats: int | None = None
+
+    def over(self, other: BenchOptions) -> BenchOptions:
+        """These options, completed by another's where a value is None."""
+        given = {item.name: value for item in fields(self) if (value := getattr(self, item.name)) is not None}
+        return replace(other, **given)
+
+
+# The draft model of a target where the user names none.
+DRAFTS = {"embedded:target": "embedded:draft", "embedded:stories": "embedded:stories-draft"}
+DEFAULTS = BenchOptions(
+    target="embedded:target",
+    dtype=("auto",),
+    backend=("auto",),
+    drafter=("model",),
+    stopper=("fixed:4",),
+    verifier=("",),
+    temperature=(0.0, 1.0),
+    top_k=(0,),
+    top_p=(1.0,),
+    seed=(1,),
+    competitor=(),
+    dataset=("tinystories",),
+    questions=8,
+    max_tokens=48,
+    repeats=3,
+)
+
+
+@dataclass(frozen=True)
+class BenchProfile:
+    """A prepared set of options.
+
+    Attributes:
+        about: how long it takes, in a few words.
+        sizes: options for a target that the user names.
+        embedded: for the pair inside the package: the options that all its parts share, and the parts.
+        pulled: the same for SmolLM2-135M, measured where it was pulled.
+    """
+
+    about: str
+    sizes: BenchOptions
+    embedded: tuple[BenchOptions, tuple[BenchOptions, ...]]
+    pulled: tuple[BenchOptions, tuple[BenchOptions, ...]]
+
+
+def _parts(lengths: Sequence[int], drafts: Sequence[int]) -> tuple[BenchOptions, ...]:
+    """Rules by draft length, rules by number of drafts, stoppers with heads that ship, and a lossy rule."""
+    fixed = tuple(f"fixed:{length}" for length in lengths)
+    chains = tuple(f"chains:{count}" for count in drafts)
+    return (
+        BenchOptions(drafter=("model",), stopper=fixed, verifier=("token", "block")),
+        BenchOptions(drafter=chains, stopper=("fixed:4",), verifier=("spectr", "trie_block")),
+        BenchOptions(drafter=("model",), stopper=("fixed:2", "acceptance"), verifier=("block",)),
+        BenchOptions(drafter=("model",), stopper=("approximate",), verifier=("block", "last_token")),
+    )
+
+
+_SMOL = BenchOptions(target="smollm2-135m", draft="smollm2-135m-draft", dtype=("bfloat16",))
+_EMBEDDED = BenchOptions(target="embedded:target", draft="embedded:draft", dataset=("tinystories",))
+_OTHERS = ("transformers", "transformers-assisted")
+_SMOL_PARTS = (
+    BenchOptions(drafter=("model",), stopper=("fixed:4",), verifier=("token", "block")),
+    BenchOptions(drafter=("ngram:8",), verifier=("block",)),
+)
+PROFILES = {
+    "quick": BenchProfile(
+        "under ten minutes on two quiet cores",
+        BenchOptions(dataset=("mt-bench", "gsm8k"), questions=6, max_tokens=32, repeats=1, competitor=_OTHERS),
+        (
+            BenchOptions(
+                temperature=(1.0,),
+                seed=(1, 2),
+                competitor=_OTHERS,
+                questions=12,
+                max_tokens=64,
+                repeats=1,
+            ).over(_EMBEDDED),
+            _parts((4, 8), (2, 4)),
+        ),
+        (
+            BenchOptions(
+                dataset=("mt-bench", "gsm8k"),
+                temperature=(0.0, 1.0),
+                competitor=_OTHERS,
+                questions=6,
+                max_tokens=32,
+                repeats=1,
+            ).over(_SMOL),
+            _SMOL_PARTS,
+        ),
+    ),
+    "full": BenchProfile(
+        "all data sets, lengths, numbers of drafts and temperatures: hours",
+        BenchOptions(
+            dataset=("mt-bench", "gsm8k", "humaneval", "self-instruct", "vicuna-bench", "fiction"),
+            temperature=(0.0, 0.6, 1.0),
+            questions=16,
+            max_tokens=128,
+            repeats=3,
+            competitor=(*_OTHERS, "transformers-lookup"),
+        ),
+        (
+            BenchOptions(
+                temperature=(0.0, 0.2, 0.6, 1.0),
+                seed=(1, 2, 3, 4),
+                competitor=(*_OTHERS, "transformers-lookup"),
+                questions=16,
+                max_tokens=128,
+                repeats=3,
+            ).over(_EMBEDDED),
+            _parts((4, 6, 8), (2, 4, 8)),
+        ),
+        (
+            BenchOptions(
+                dataset=("mt-bench", "gsm8k", "humaneval", "self-instruct", "vicuna-bench", "fiction"),
+                temperature=(0.0, 0.6, 1.0),
+                competitor=(*_OTHERS, "transformers-lookup"),
+                questions=16,
+                max_tokens=128,
+                repeats=3,
+            ).over(_SMOL),
+            (*_SMOL_PARTS, BenchOptions(drafter=("chains:2", "chains:4"), verifier=("spectr", "trie_block"))),
+        ),
+    ),
+}
+
+
+def parts(options: BenchOptions, profile: str | None) -> tuple[list[BenchOptions], list[str]]:
+    """Complete options for each part of a benchmark, and notes on what was left out.
+
+    Args:
+        options: from the user; they take precedence over the profile.
+        profile: a name of PROFILES, or None.
+
+    Raises:
+        UserError: no such profile.
+    """
+    if profile is not None and profile not in PROFILES:
+        raise UserError(f"profile is {profile!r}: legal are {', '.join(PROFILES)}")
+    if profile is None or options.target is not None:
+        sizes = BenchOptions() if profile is None else PROFILES[profile].sizes
+        return [_complete(options.over(sizes))], []
+    chosen, notes = [PROFILES[profile].embedded], []
+    missing = [name for name in (_SMOL.target, _SMOL.draft) if not models.pulled(str(name))]
+    if missing:
+        notes.append(f"left out {_SMOL.target}: draftproof models pull {missing[0]} has not been run")
+    else:
+        chosen.append(PROFILES[profile].pulled)
+    return [_complete(options.over(part).over(common)) for common, own in chosen for part in own], notes
+
+
+def _complete(options: BenchOptions) -> BenchOptions:
+    made = options.over(DEFAULTS)
+    return replace(made, draft=made.draft or DRAFTS.get(made.target or ""))
+
+
+@dataclass(frozen=True)
 class BenchPlan:
-    """What `run` is given.
+    """The arguments of `run`.
 
     Attributes:
         cells, questions, repeats: as in `run`.
-        notes: what was left out, and what searches found, a line each.
+        notes: lines for the report: what was left out, and what searches found.
     """
 
     cells: list[Cell]
@@ -43,55 +225,56 @@ class BenchPlan:
 
 
 def plan(
-    wanted: BenchOptions, out: Path, bench: ModelCache, *, profile: str | None = None, watch: Watch = silent
+    options: BenchOptions, out: Path, cache: ModelCache, *, profile: str | None = None, watch: Watch = silent
 ) -> BenchPlan:
-    """Cells and questions for what is wanted.
+    """Cells and questions for the options of a benchmark.
 
     Args:
-        wanted: what was said.
+        options: from the user.
         out: the run's folder; the best settings of competitors are kept there, so that a repeated command finds them.
-        bench: for the search of those.
-        profile: what to do where nothing was said.
+        cache: loaded models, for the search of those settings.
+        profile: a name of PROFILES, for options that the user did not give.
         watch: shows progress.
 
     Raises:
         UserError: something that does not exist or does not fit.
     """
-    asked, notes = parts(wanted, profile)
+    every, notes = parts(options, profile)
     limits: dict[str, int] = {}
-    for part in asked:
+    for part in every:
         for name in part.dataset or ():
-            limits[name] = max(limits.get(name, 0), _said(part.questions))
+            limits[name] = max(limits.get(name, 0), _required(part.questions))
     questions = {name: read_questions(name, limit) for name, limit in limits.items()}
     ours: dict[Cell, None] = {}
     theirs: dict[Cell, None] = {}
-    for part in asked:
-        cells, left_out = matrix(**_lists(part), **_own(part))
+    for part in every:
+        cells, left_out = matrix(**_shared_lists(part), **_own_lists(part))
         ours |= dict.fromkeys(cells)
         notes += [f"left out {cell.method}: {why}" for cell, why in left_out]
         for engine in part.competitor or ():
             if engine not in ENGINES or engine == OURS:
                 legal = ", ".join(name for name in ENGINES if name != OURS)
                 raise UserError(f"competitor is {engine!r}: legal are {legal}")
-            theirs |= dict.fromkeys(matrix(**_lists(part), draft=part.draft, engine=engine, strict=True).cells)
-    best, found = _tuned(list(theirs), questions, out, partial(search, bench, watch=watch))
-    repeats = max(_said(part.repeats) for part in asked)
-    return BenchPlan([*ours, *theirs, *best], questions, repeats, list(dict.fromkeys([*notes, *found])))
+            lists = _shared_lists(part)
+            theirs |= dict.fromkeys(matrix(**lists, draft=part.draft, engine=engine, strict=True).cells)
+    tuned, found = _tuned(list(theirs), questions, out, partial(search, cache, watch=watch))
+    repeats = max(_required(part.repeats) for part in every)
+    return BenchPlan([*ours, *theirs, *tuned], questions, repeats, list(dict.fromkeys([*notes, *found])))
 
 
-def _said(number: int | None) -> int:
+def _required(number: int | None) -> int:
     assert number is not None, "parts are complete"
     return number
 
 
-def _lists(part: BenchOptions) -> dict[str, Any]:
-    """What our engine and others share."""
+def _shared_lists(part: BenchOptions) -> dict[str, Any]:
+    """Lists of values that our engine and competitors share."""
     names = ("target", "dtype", "temperature", "top_k", "top_p", "seed", "dataset", "max_tokens")
     return {name: getattr(part, name) for name in names}
 
 
-def _own(part: BenchOptions) -> dict[str, Any]:
-    """What is ours alone; plain decoding always runs."""
+def _own_lists(part: BenchOptions) -> dict[str, Any]:
+    """Lists of values for our engine alone; plain decoding is always among them."""
     names = ("draft", "backend", "stopper", "verifier")
     return {"drafter": ["none", *(part.drafter or ())], **{name: getattr(part, name) for name in names}}
 
@@ -99,10 +282,10 @@ def _own(part: BenchOptions) -> dict[str, Any]:
 def _tuned(
     cells: Sequence[Cell], questions: Mapping[str, Sequence[Question]], out: Path, search_one: Search
 ) -> tuple[list[Cell], list[str]]:
-    """Competitors' cells at the setting that was fastest in a small search, and what the searches found.
+    """Competitors' cells at the setting that was fastest in a small search, and a note on each search.
 
-    One search serves all data sets, temperatures and seeds: at the first temperature, over the first questions of the
-    data sets in turns.
+    One search serves all data sets, temperatures and seeds. It runs at the first temperature, on the first questions of
+    the data sets in turns.
     """
     made, notes = [], []
     searches: dict[tuple[Any, ...], list[Cell]] = {}
@@ -115,13 +298,12 @@ def _tuned(
         few = [question for row in rows for question in row][:SEARCH_QUESTIONS]
         one = replace(own[0], dataset="", seed=0)
         key = digest(one.to_dict(), [[question.dataset, question.id] for question in few])[:16]
-        rates = remembered(out / SEARCHED / f"{key}.json", partial(search_one, one, few))
+        rates = remembered(out / SETTINGS / f"{key}.json", partial(search_one, one, few))
         best = max(rates, key=lambda setting: float(rates[setting]))
-        names_of = ", ".join(GRIDS[one.engine])
-        told = "; ".join(
+        shown = "; ".join(
             f"{replace(one, setting=setting).values or 'defaults'} {rate:.1f}" for setting, rate in rates.items()
         )
         where = f"{one.target} at temperature {one.temperature:g}"
-        notes.append(f"{one.engine} on {where}, tokens a second by {names_of}: {told}")
+        notes.append(f"{one.engine} on {where}, tokens a second by {', '.join(GRIDS[one.engine])}: {shown}")
         made += [replace(cell, setting=best) for cell in own if best]
     return made, notes

@@ -1,7 +1,6 @@
-"""What lossy rules cost: likelihood under the target, ROUGE against plain answers, a judge of the user's own.
+"""Quality of the answers of lossy rules: likelihood under the target, ROUGE against plain answers, a user's own judge.
 
-Knows: answers as tokens and texts. Does not know: rules, speed. Lossless methods stand beside the lossy ones: what they
-reach is what another sample of the target's own law reaches.
+Lossless methods are shown beside the lossy ones: they reach what another sample from the target reaches.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from draftproof.bench.cell import Cell
 from draftproof.bench.estimate import Estimate, bootstrap
-from draftproof.bench.measures import asked, first, paired
+from draftproof.bench.measures import first, paired, question_and_seed
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Record
@@ -27,8 +26,8 @@ from draftproof.training.metrics import rouge_scores
 from draftproof.training.responses import Response
 
 FILE = "likelihoods.json"
-Scores = Mapping[str, float]  # log-probability a token by `name_of`
-Judge = Callable[[str, str, str], float]  # prompt and two answers; 1 the first is better, 0 the second, 0.5 a tie
+Scores = Mapping[str, float]  # log-probability per token by `name_of`
+Judge = Callable[[str, str, str], float]  # prompt, two answers -> 1: the first is better, 0: the second, 0.5: a tie
 
 
 def name_of(record: Record) -> str:
@@ -40,17 +39,17 @@ def score(
     records: Iterable[Record],
     questions: Mapping[str, Sequence[Question]],
     out: Path,
-    bench: ModelCache,
+    cache: ModelCache,
     *,
     watch: Watch = silent,
 ) -> None:
-    """Find the likelihood of the answers of every setting that has a lossy method, and keep it in the run's folder.
+    """Compute the likelihood of the answers in every setting that has a lossy method, and keep it in the run's folder.
 
     Args:
         records: of the run.
         questions: by data set.
-        out: the run's folder; what was scored before is not scored again.
-        bench: loaded models.
+        out: the run's folder; an answer is scored once.
+        cache: loaded models.
         watch: shows progress.
     """
     own = first(records)
@@ -63,35 +62,35 @@ def score(
     with watch("scoring answers", len(left), 0) as tick:
         for number, record in enumerate(left, 1):
             question = by_id[record.cell.dataset, record.question]
-            known[name_of(record)] = log_likelihood(bench, record.cell, question, record.answer.token_ids)
+            known[name_of(record)] = log_likelihood(cache, record.cell, question, record.answer.token_ids)
             tick(number, tokens=record.answer.tokens)
     with whole_file(out / FILE) as work:
         write_json(work, known)
 
 
 def read_scores(out: Path) -> Scores:
-    """What `score` has kept; empty before."""
+    """The scores that `score` has kept; empty before."""
     file = out / FILE
     found: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return found
 
 
-def log_likelihood(bench: ModelCache, cell: Cell, question: Question, tokens: Sequence[int]) -> float:
-    """Mean log-probability of an answer's tokens under the target's own law, at temperature 1, nothing cut off."""
-    target = bench.plain(cell).target
-    response = Response(tuple(bench.encode(cell, question)), tuple(tokens))
+def log_likelihood(cache: ModelCache, cell: Cell, question: Question, tokens: Sequence[int]) -> float:
+    """Mean log-probability of an answer's tokens under the target at temperature 1, without top-k or top-p."""
+    target = cache.plain_engine(cell).target
+    response = Response(tuple(cache.encode(cell, question)), tuple(tokens))
     (rows,) = ModelPair(target, target, SamplingParams()).p([response])
     chosen = rows[:-1].gather(-1, torch.tensor(response.tokens).unsqueeze(-1))
     return float(chosen.double().clamp(min=1e-30).log().mean())
 
 
 def likelihood(records: Iterable[Record], scores: Scores) -> Estimate | None:
-    """Log-probability a token, the mean over answers; None where they were not scored."""
+    """Log-probability per token, the mean over answers; None where they were not scored."""
     found: dict[str, list[float]] = {}
     for record in first(records):
         if name_of(record) not in scores:
             return None
-        found.setdefault(asked(record)[0], []).append(scores[name_of(record)])
+        found.setdefault(question_and_seed(record)[0], []).append(scores[name_of(record)])
     return bootstrap([sum(each) / len(each) for each in found.values()], _mean)
 
 
@@ -113,12 +112,12 @@ def rouge(own: Iterable[Record], base: Iterable[Record]) -> Estimate | None:
 def win_rate(
     own: Iterable[Record], base: Iterable[Record], judge: Judge, prompts: Mapping[tuple[str, str], str]
 ) -> Estimate:
-    """How often a judge prefers these answers to another cell's, ties counting half; asked twice, sides swapped.
+    """How often a judge prefers these answers to another cell's; a tie counts half; each pair is judged in both orders.
 
     Args:
         own: records of the cell judged.
         base: records of the cell it is judged against.
-        judge: a callable, of the user's own: a model, a service, a rule.
+        judge: the user's own callable: a model, a service, a rule.
         prompts: texts by data set and question.
 
     Raises:
@@ -131,7 +130,7 @@ def win_rate(
             here, there = mine.answer.text, theirs.answer.text
             verdicts = (judge(prompt, here, there), 1 - judge(prompt, there, here))
             if not all(0 <= verdict <= 1 for verdict in verdicts):
-                raise ValueError(f"the judge said {verdicts}: legal is 0 to 1, 1 for the first answer")
+                raise ValueError(f"the judge returned {verdicts}: legal is 0 to 1, 1 for the first answer")
             found.append(sum(verdicts) / 2)
     return bootstrap(found, _mean)
 

@@ -1,7 +1,7 @@
-"""Data sets as questions: what ships, what lies in files of the usual forms, and what the hub has.
+"""Questions from data sets: those that ship, files in the usual formats, and data sets of the hub.
 
-Knows: the forms of Spec-Bench, MT-bench, HumanEval, GSM8K and instruction files, plain text, prompt-per-line files.
-Does not know: models, chat templates, scores. Nothing is fetched unless a data set `hub:...` is named.
+The formats are those of Spec-Bench, MT-bench, HumanEval, GSM8K and instruction files, plain text, and one prompt a
+line. Nothing is downloaded unless a data set `hub:...` is named.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Question:
     Attributes:
         id: within its data set.
         dataset: the data set's name.
-        turns: what a user says, turn by turn; the first is what is asked.
-        chat: whether it is put to a chat model as a user's message; otherwise it is a text to be continued.
+        turns: messages of a user, turn by turn; the first is the question.
+        chat: whether it is given to a chat model as a user's message; otherwise it is a text to be continued.
         category: in its data set, "" where there is none.
     """
 
@@ -57,12 +57,12 @@ def read_questions(name: str, limit: int | None = None) -> list[Question]:
 
     Args:
         name: one of `shipped()`; a file: .jsonl (Spec-Bench, MT-bench, HumanEval, GSM8K, instructions, or objects with
-            prompt or text), .txt (one prompt a line), also .gz and .xz; FORM:FILE for plain text whose texts stand in
-            one of training.data.FORMS, each cut to its first OPENING words; or hub:OWNER/NAME[:SPLIT[:COLUMN]].
-        limit: take the first so many; None takes all.
+            prompt or text), .txt (one prompt a line), also .gz and .xz; FORM:FILE for plain text in one of
+            training.data.FORMS, each text cut to its first OPENING words; or hub:OWNER/NAME[:SPLIT[:COLUMN]].
+        limit: how many to take from the beginning; None takes all.
 
     Raises:
-        UserError: not there, of another form (with the line), or nothing in it.
+        UserError: no such data set, another format (with the line), or no question in it.
     """
     if limit is not None and limit < 1:
         raise UserError(f"the limit of questions is {limit}: legal is 1 or more")
@@ -73,7 +73,7 @@ def read_questions(name: str, limit: int | None = None) -> list[Question]:
 
 
 def data_digest(questions: Iterable[Question]) -> str:
-    """A hash of what is asked."""
+    """A hash of the questions' ids and texts."""
     return digest([[question.id, list(question.turns), question.chat] for question in questions])
 
 
@@ -117,18 +117,18 @@ def _plain(dataset: str, texts: list[str], *, cut: bool) -> list[Question]:
 
 
 def _numbered(dataset: str, rows: Iterable[tuple[int, Any]], where: Callable[[int], str]) -> list[Question]:
-    """Questions of JSON objects; two with one id are refused, for records are told apart by it."""
+    """Questions from JSON objects; two with the same id are refused, because records are identified by it."""
     found: dict[str, Question] = {}
     for place, row in rows:
         question = _of_object(dataset, row, where(place), str(place))
         if question.id in found:
-            raise UserError(f"{where(place)}: the id {question.id!r} stands twice; ids must differ")
+            raise UserError(f"{where(place)}: the id {question.id!r} occurs twice; ids must differ")
         found[question.id] = question
     return list(found.values())
 
 
 def _of_object(dataset: str, row: Any, where: str, default_id: str) -> Question:
-    """A question from one object of any of the known forms."""
+    """A question from one object of any of the known formats."""
     if not isinstance(row, dict):
         raise UserError(f"{where}: legal is a JSON object")
     form = next((form for form in _OBJECTS if form.key in row), None)
@@ -144,7 +144,7 @@ def _of_object(dataset: str, row: Any, where: str, default_id: str) -> Question:
 
 @dataclass(frozen=True)
 class _Form:
-    """A form of objects: the key it is known by, its turns, and whether they are a user's messages."""
+    """A format of objects: the key that identifies it, its turns, and whether they are a user's messages."""
 
     key: str
     turns: Callable[[dict[str, Any]], list[Any]]
@@ -172,7 +172,7 @@ def _hub_rows(spec: str) -> list[dict[str, Any]]:
     """The rows of a data set of the hub, by the `datasets` library.
 
     Raises:
-        UserError: no such library, no such data set or column, or no way to the hub.
+        UserError: the library is missing, no such data set or column, or the hub cannot be reached.
     """
     name, split, column = (*spec.split(":"), "", "")[:3]
     try:

@@ -1,7 +1,4 @@
-"""A record: what one cell made of one question once, and the file that holds records one a line.
-
-Knows: counts, seconds, JSON lines, what a kill leaves of a file. Does not know: how anything is measured or summed up.
-"""
+"""Records: one answer of one cell to one question with its counts and times, and the file with one record a line."""
 
 from __future__ import annotations
 
@@ -22,21 +19,21 @@ FILE = "records.jsonl"
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine, ours or another, made of one prompt.
+    """The answer of an engine, ours or another, to one prompt.
 
     Attributes:
-        token_ids: the generated tokens, the one that ended them included.
-        text: what they say; without special tokens.
+        token_ids: the generated tokens, with the stop token that ended them.
+        text: the decoded tokens, without special tokens.
         finish_reason: "stop" or "length".
-        method: what was in effect, by the engine's own word.
-        tokens: generated.
-        target_calls: forward passes of the target, the prompt's included.
-        rounds: of them, those that verified at least one drafted token.
-        draft_tokens: drafted.
-        accepted: drafted tokens that were emitted.
-        accepted_per_position: of them, how many at each place of a draft.
-        drafted_per_position: rounds whose draft reached each place; empty where an engine does not tell.
-        seconds: "draft", "target", "verify", "other", "total"; another engine tells the total alone.
+        method: the method in effect, as the engine itself reports it.
+        tokens: number of generated tokens.
+        target_calls: forward passes of the target, with those that read the prompt.
+        rounds: target calls that verified at least one drafted token.
+        draft_tokens: number of drafted tokens.
+        accepted: number of drafted tokens that were emitted.
+        accepted_per_position: the same at each position of a draft.
+        drafted_per_position: rounds whose draft reached each position; empty where an engine does not report it.
+        seconds: "draft", "target", "verify", "other", "total"; other engines report the total only.
         peak_memory: bytes on the accelerator; None on a CPU, where only the process has a peak.
     """
 
@@ -60,12 +57,12 @@ class Record:
     """One measurement.
 
     Attributes:
-        cell: what was measured.
-        question: id of the question, within the cell's data set.
+        cell: the cell that was measured.
+        question: id of the question in the cell's data set.
         category: of the question, "" where it has none.
-        repeat: 0 for the first time.
+        repeat: 0 for the first measurement.
         prompt_tokens: length of the prompt.
-        answer: what came of it.
+        answer: of the engine.
     """
 
     cell: Cell
@@ -82,7 +79,7 @@ class Record:
 
     @property
     def accepted_lengths(self) -> list[int]:
-        """Rounds by the number of accepted tokens, from 0 on."""
+        """Number of rounds by accepted tokens, from 0 on."""
         reached = [self.answer.rounds, *self.answer.accepted_per_position, 0]
         return [here - there for here, there in itertools.pairwise(reached)]
 
@@ -111,10 +108,10 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Record:
-        """The record that `to_dict` told of.
+        """The record from what `to_dict` returned.
 
         Raises:
-            KeyError, TypeError: it is none.
+            KeyError, TypeError: these values are no record.
         """
         rest = dict(values)
         del rest["accepted_lengths"]
@@ -126,17 +123,17 @@ class Record:
 
 
 def read_records(out: Path) -> list[Record]:
-    """The records of a folder, in the order they were measured; a half-written last line is passed over.
+    """The records of a folder, in the order they were measured; a half-written last line is skipped.
 
     Raises:
-        UserError: no records there, or a line that is none.
+        UserError: no records there, or a line that is no record.
     """
     found, _ = _read(out / FILE)
     return found
 
 
 def _read(file: Path) -> tuple[list[Record], int]:
-    """Records, and the bytes that hold them."""
+    """The records of a file, and how many bytes of it they take."""
     try:
         raw = file.read_bytes()
     except OSError as cause:
@@ -152,10 +149,10 @@ def _read(file: Path) -> tuple[list[Record], int]:
 
 
 class Log:
-    """The records of a folder while they are measured: every one is on disk before the next begins.
+    """The records of a folder during a run: each one is on disk before the next measurement begins.
 
     Args:
-        out: the folder; what a kill left of a last line is cut off.
+        out: the folder; a last line that a killed run left incomplete is cut off.
 
     Raises:
         UserError: the file there holds something else.

@@ -1,30 +1,34 @@
-"""The run: every cell on every question, in turns, each measurement on disk before the next begins.
-
-Knows: order, warm-up, what makes two runs the same, resuming. Does not know: how anything is generated or summed up.
+"""A run: every cell on every question, in turns, each measurement on disk before the next begins.
 
 Cells that are compared (one group: the same questions, sampling and seed) take turns within each question and repeat,
-A B A B, so that a machine that slows down or warms up meets all of them.
+A B A B. So a machine that slows down or warms up affects all of them alike.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from draftproof import models
 from draftproof.bench.cell import OURS, Cell, datasets
 from draftproof.bench.competitors import COMPETITORS
+from draftproof.bench.measures import shape_of
 from draftproof.bench.model_cache import Answerer, ModelCache, Ours
-from draftproof.bench.origin import begin, finish, known, origin
-from draftproof.bench.questions import Question
+from draftproof.bench.questions import Question, data_digest
 from draftproof.bench.record import Log, Record
 from draftproof.errors import UserError
+from draftproof.files import whole_file
+from draftproof.peak import process_peak
 from draftproof.progress import Watch, silent
-from draftproof.provenance import digest
+from draftproof.provenance import FILE, KEY, digest, fingerprint, load_average, now, run_facts, write_json
 from draftproof.rng import fold
 
 Questions = Mapping[str, Sequence[Question]]
+# What a second run must share with the first to continue in its folder; the last two are among the run's facts.
+SAME = ("cells", "data", "repeats", "warmup", "models", "versions", "machine")
 
 
 class Turn(NamedTuple):
@@ -36,7 +40,7 @@ class Turn(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """As a record's."""
+        """The same key as that of the record it gives."""
         return self.cell.key, self.question.id, self.repeat
 
 
@@ -49,19 +53,19 @@ def run(
     warmup: int = 1,
     notes: Sequence[str] = (),
     watch: Watch = silent,
-    bench: ModelCache | None = None,
+    cache: ModelCache | None = None,
 ) -> list[Record]:
     """Measure what is not measured yet, and write `records.jsonl` and `provenance.json` into a folder.
 
     Args:
         cells: from `matrix`.
         questions: for each data set that the cells name.
-        out: a folder; a run that was killed goes on where it was.
-        repeats: times that each answer is measured; draws are the same every time, only clocks differ.
-        warmup: answers of each composition that are thrown away before its first one counts, in every process.
+        out: a folder; a run that was killed continues there.
+        repeats: how often each answer is measured; draws are the same every time, only times differ.
+        warmup: answers of each composition that are discarded before its first one counts, in every process.
         notes: lines for the report.
         watch: shows progress.
-        bench: loaded models, to be shared with other runs.
+        cache: loaded models, to be shared with other runs.
 
     Returns:
         All records of the folder, those of earlier processes first.
@@ -71,23 +75,24 @@ def run(
     """
     if repeats < 1 or warmup < 0:
         raise UserError(f"repeats is {repeats} and warmup {warmup}: legal are 1 or more, and 0 or more")
-    asked = {name: _questions_of(name, questions) for name in datasets(cells)}
-    bench = bench or ModelCache()
-    begun = known(out, origin(cells, asked, repeats=repeats, warmup=warmup, device=bench.device, notes=notes))
+    chosen = {name: _questions_of(name, questions) for name in datasets(cells)}
+    cache = cache or ModelCache()
+    metadata = resumed(out, describe(cells, chosen, repeats=repeats, warmup=warmup, device=cache.device, notes=notes))
     log = Log(out)
     done = {record.key for record in log.records}
-    left = [turn for turn in turns(cells, asked, repeats) if turn.key not in done]
-    stage = _Stage(bench, warmup)
+    left = [turn for turn in turns(cells, chosen, repeats) if turn.key not in done]
+    stage = _Stage(cache, warmup)
     for cell, question in {(turn.cell, turn.question): None for turn in left}:
-        stage.prepare(cell, question)  # all prompts are read before the first clock starts, and mistakes found
-    begin(out, begun)
+        stage.prepare(cell, question)  # all prompts are read before the first time is taken, so mistakes show early
+    _write(out / FILE, metadata)
     with watch("measuring", len(done) + len(left), len(done)) as tick:
         for number, turn in enumerate(left, len(done) + 1):
             record = stage.measure(turn)
             log.add(record)
             tick(number, tokens=record.answer.tokens)
-    if left or "finished" not in begun:
-        finish(out, begun)
+    if left or "finished" not in metadata:
+        at_end = {"finished": now(), "load_at_end": load_average(), "peak_memory_of_process": process_peak()}
+        _write(out / FILE, metadata | at_end)
     return log.records
 
 
@@ -109,30 +114,30 @@ def turns(cells: Sequence[Cell], questions: Questions, repeats: int) -> Iterator
 
 
 def question_seed(cell: Cell, question: Question) -> int:
-    """The seed of one answer: every cell of a group has the same, every question its own."""
+    """The seed of one answer: the same for every cell of a group, another for every question."""
     return fold(cell.seed, int(digest(question.dataset, question.id)[:15], 16)) >> 1
 
 
 class _Stage:
-    """Answerers, prompts and what is warm already."""
+    """Answerers, prompts, and which compositions have warmed up."""
 
-    def __init__(self, bench: ModelCache, warmup: int) -> None:
-        self._bench, self._warmup = bench, warmup
+    def __init__(self, cache: ModelCache, warmup: int) -> None:
+        self._cache, self._warmup = cache, warmup
         self._prompts: dict[tuple[str, Question], list[int]] = {}
         self._warm: set[Cell] = set()
 
     def prepare(self, cell: Cell, question: Question) -> None:
         """Read a prompt, and find out now whether it can be answered and by what."""
-        self._prompts[cell.target, question] = self._bench.encode(cell, question)
+        self._prompts[cell.target, question] = self._cache.encode(cell, question)
         self._answerer(cell)
 
     def _answerer(self, cell: Cell) -> Answerer:
         if cell.engine == OURS:
-            return Ours(self._bench.engine(cell))
-        return COMPETITORS[cell.engine](self._bench, cell)
+            return Ours(self._cache.engine(cell))
+        return COMPETITORS[cell.engine](self._cache, cell)
 
     def measure(self, turn: Turn) -> Record:
-        """One answer, after the composition is warm."""
+        """One answer, after the composition has warmed up."""
         cell, question = turn.cell, turn.question
         prompt = self._prompts[cell.target, question]
         params = replace(cell.params, seed=question_seed(cell, question))
@@ -143,3 +148,90 @@ class _Stage:
             self._warm.add(composition)
         answer = self._answerer(cell).answer(prompt, params)
         return Record(cell, question.id, question.category, turn.repeat, len(prompt), answer)
+
+
+# --- the metadata of a run: provenance.json ---------------------------------------------------------------------------
+
+
+def describe(
+    cells: Sequence[Cell],
+    questions: Questions,
+    *,
+    repeats: int,
+    warmup: int,
+    device: str,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The metadata of a run before its first measurement: facts of the run, models, data, cells."""
+    names = dict.fromkeys(name for cell in cells for name in (cell.target, cell.draft) if name)
+    return {
+        KEY: run_facts(device),
+        "models": {name: {"fingerprint": fingerprint(name), "shape": _shape(name)} for name in names},
+        "data": {name: {"questions": len(own), "digest": data_digest(own)} for name, own in questions.items()},
+        "repeats": repeats,
+        "warmup": warmup,
+        "order": "by question and repeat; the cells of one data set, temperature and seed take turns",
+        "notes": list(notes),
+        "cells": [cell.to_dict() for cell in cells],
+    }
+
+
+def resumed(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of the run that is resumed in a folder; the given ones where none has begun there.
+
+    Raises:
+        UserError: the folder holds another run, with the first thing that differs.
+    """
+    if not (out / FILE).exists():
+        return metadata
+    before = read_metadata(out)
+    for name in SAME:
+        there, here = (each.get(name, each[KEY].get(name)) for each in (before, metadata))
+        if digest(there) != digest(here):
+            raise UserError(
+                f"{out} holds a run with other {name} ({_difference(there, here)}): "
+                "repeat its command to continue it, or name another folder"
+            )
+    return before
+
+
+def read_metadata(out: Path) -> dict[str, Any]:
+    """The metadata of a run.
+
+    Raises:
+        UserError: none there, or of another version.
+    """
+    try:
+        found: dict[str, Any] = json.loads((out / FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        why = getattr(cause, "strerror", None) or cause
+        raise UserError(f"{out} holds no {FILE} to read ({why}); draftproof bench run makes one") from cause
+    if not isinstance(found, dict) or not {KEY, "cells", "models"} <= set(found):
+        raise UserError(f"{out / FILE} is not of a run of this version: run the benchmark again in another folder")
+    return found
+
+
+def _write(file: Path, metadata: dict[str, Any]) -> None:
+    with whole_file(file) as work:
+        write_json(work, metadata)
+
+
+def _difference(before: Any, now: Any) -> str:
+    """What differs, in a few words."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+        return f"{name}: {_difference(before.get(name), now.get(name))}"
+    if isinstance(before, list) and isinstance(now, list):
+        return f"{len(before)} there, {len(now)} now" if len(before) != len(now) else "as many, but not the same"
+    return f"{before} there, {now} now"
+
+
+def _shape(name: str) -> dict[str, Any] | None:
+    """A model's sizes; None where its config cannot be read without its weights."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(models.resolve(name), local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return shape_of(config.get_text_config())

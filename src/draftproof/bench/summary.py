@@ -1,7 +1,4 @@
-"""What the records of a run say: one summary a method and setting, with its baselines beside it.
-
-Knows: which cells are one method, which is a baseline of which. Does not know: tables, words, files but the run's own.
-"""
+"""Summaries of a run's records: one for each method in each setting, compared with its baselines."""
 
 from __future__ import annotations
 
@@ -13,19 +10,19 @@ from typing import Any
 from draftproof.bench import measures, quality
 from draftproof.bench.cell import OURS, Cell
 from draftproof.bench.estimate import Estimate
-from draftproof.bench.flops import Shape
-from draftproof.bench.origin import read_origin
+from draftproof.bench.measures import Shape
 from draftproof.bench.quality import Scores, read_scores
 from draftproof.bench.record import Record, by_cell, read_records
+from draftproof.bench.run import read_metadata
 
 PLAIN = "plain"
 BASES = (PLAIN, "transformers", "transformers-assisted", "transformers-lookup")
-_ASIDE = ("draft", "dtype", "backend")  # what a method's name says only where it differs within a table
+_WHERE_THEY_DIFFER = ("draft", "dtype", "backend")  # in a method's name only where they differ within a table
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the methods of one table share; seeds are summed over."""
+    """The values that the methods of one table share; a table adds up all seeds."""
 
     dataset: str
     target: str
@@ -36,7 +33,7 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """In words."""
+        """The heading of its tables."""
         cuts = [f"top-k {self.top_k}"] if self.top_k > 0 else []
         cuts += [f"top-p {self.top_p:g}"] if self.top_p < 1 else []
         return ", ".join([self.target, self.dataset, f"temperature {self.temperature:g}", *cuts])
@@ -47,18 +44,19 @@ class Summary:
     """One method in one setting.
 
     Attributes:
-        setting: what it shares with the methods beside it.
+        setting: shared with the other methods of its table.
         method: its name in tables.
-        effective: what the engine said was in effect, and how often.
-        lossless: whether its law is the target's.
-        records: what it rests on.
-        speed: tokens a second over each baseline that was measured, paired by question; it has none over itself.
-        gain: tokens per target call over those of rule token on one chain with the same stopper; None where that was
-            not measured, or is this.
-        agrees: answers with the tokens of plain decoding, and of how many; None when sampling.
-        flops: operations a token by SPRINTER's counting; None where not known.
-        likelihood: log-probability a token under the target; None where it was not scored.
-        rouge: ROUGE-L against plain answers, where likelihood is; None without the package.
+        effective: the methods in effect as the engine reported them, with the number of answers.
+        lossless: whether its output distribution is the target's.
+        records: it is computed from.
+        speed: tokens a second divided by that of each baseline that was measured, paired by question; a baseline has no
+            speed over itself.
+        gain: tokens per target call divided by those of rule token on one chain with the same stopper; None where that
+            was not measured, or is this method.
+        agrees: number of answers with the tokens of plain decoding, and number compared; None when sampling.
+        flops: operations per token by SPRINTER's counting; None where not known.
+        likelihood: log-probability per token under the target; None where it was not scored.
+        rouge: ROUGE-L against plain answers, where likelihood was scored; None without the package.
     """
 
     setting: Setting
@@ -79,24 +77,24 @@ class Summary:
         return self.records[0].cell
 
     def counts(self) -> dict[str, Any]:
-        """Figures that a second run with the same seeds repeats."""
+        """Figures that are the same in a second run with the same seeds."""
         return {
             "block_efficiency": measures.block_efficiency(self.records).to_dict(),
             "mean_accepted": measures.mean_accepted(self.records).to_dict(),
             "verification_rate": measures.verification_rate(self.records).to_dict(),
-            "gain_over_token": _told(self.gain),
+            "gain_over_token": _or_none(self.gain),
             "discard_rate": measures.discard_rate(self.records).to_dict(),
             "accepted_lengths": measures.histogram(self.records),
             "acceptance_by_position": measures.acceptance_by_position(self.records),
             "flops_per_token": self.flops,
-            "log_likelihood": _told(self.likelihood),
-            "rouge_l": _told(self.rouge),
+            "log_likelihood": _or_none(self.likelihood),
+            "rouge_l": _or_none(self.rouge),
             "same_tokens_as_plain": None if self.agrees is None else list(self.agrees),
             "tokens": sum(record.answer.tokens for record in measures.first(self.records)),
         }
 
     def times(self) -> dict[str, Any]:
-        """Figures of clocks and memory."""
+        """Figures of time and memory."""
         peaks = [record.answer.peak_memory for record in self.records if record.answer.peak_memory is not None]
         return {
             "tokens_per_second": measures.tokens_per_second(self.records).to_dict(),
@@ -107,23 +105,23 @@ class Summary:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        told = {**vars(self.setting), "method": self.method, "effective": self.effective, "lossless": self.lossless}
-        return {**told, "cell": self.cell.to_dict(), **self.counts(), **self.times()}
+        named = {**vars(self.setting), "method": self.method, "effective": self.effective, "lossless": self.lossless}
+        return {**named, "cell": self.cell.to_dict(), **self.counts(), **self.times()}
 
 
-def _told(found: Estimate | None) -> dict[str, float | None] | None:
+def _or_none(found: Estimate | None) -> dict[str, float | None] | None:
     return None if found is None else found.to_dict()
 
 
 def summarize(out: Path) -> tuple[list[Summary], dict[str, Any]]:
-    """The summaries of a run's folder, and its provenance.
+    """The summaries and the metadata of a run's folder.
 
     Raises:
         UserError: no run there.
     """
-    told = read_origin(out)
-    shapes = {name: model["shape"] for name, model in told["models"].items()}
-    return summaries(read_records(out), shapes, read_scores(out)), told
+    metadata = read_metadata(out)
+    shapes = {name: model["shape"] for name, model in metadata["models"].items()}
+    return summaries(read_records(out), shapes, read_scores(out)), metadata
 
 
 def summaries(
@@ -147,18 +145,18 @@ def _setting(cell: Cell) -> Setting:
 
 
 def _names(cells: Sequence[Cell]) -> dict[Cell, str]:
-    """What a table calls each of its cells: the method, and what else tells it from others there."""
-    vary = [name for name in _ASIDE if len({getattr(cell, name) for cell in cells} - {None}) > 1]
+    """The name of each cell in a table: its method, and the values in which it differs from others there."""
+    vary = [name for name in _WHERE_THEY_DIFFER if len({getattr(cell, name) for cell in cells} - {None}) > 1]
     made = {}
     for cell in cells:
         also = [str(getattr(cell, name)) for name in vary if name != "backend" or cell.engine == OURS]
         made[cell] = " ".join([cell.method, *(f"[{word}]" for word in also if word != "None")])
-    meant: dict[str, set[Cell]] = {}
+    same_name: dict[str, set[Cell]] = {}
     for cell, name in made.items():
-        meant.setdefault(name, set()).add(replace(cell, seed=0))
-    # Heads of one name in two directories: the whole of what was said tells them apart.
+        same_name.setdefault(name, set()).add(replace(cell, seed=0))
+    # Heads of the same name in two directories are shown with the whole option.
     return {
-        cell: name if len(meant[name]) == 1 else f"{name} [{cell.drafter}, {cell.stopper}]"
+        cell: name if len(same_name[name]) == 1 else f"{name} [{cell.drafter}, {cell.stopper}]"
         for cell, name in made.items()
     }
 
@@ -196,14 +194,14 @@ def _summary(
 
 
 def _gain(cell: Cell, own: Sequence[Record], table: Mapping[str, Sequence[Record]]) -> Estimate | None:
-    """Tokens per target call over token verification of one chain that is drafted and stopped alike."""
+    """Tokens per target call divided by those of token verification of one chain with the same drafter and stopper."""
     if cell.engine != OURS or cell.plain:
         return None
-    wanted = ("target", "draft", "stopper", "dtype", "backend")
+    shared = ("target", "draft", "stopper", "dtype", "backend")
     single = cell.drafter if cell.drafts == 1 and not cell.drafter.startswith("tree") else "model"
     for records in table.values():
         other = records[0].cell
-        same = all(getattr(other, name) == getattr(cell, name) for name in wanted)
+        same = all(getattr(other, name) == getattr(cell, name) for name in shared)
         if same and (other.drafter, other.verifier) == (single, "token") and records is not own:
             return measures.efficiency_ratio(own, records)
     return None

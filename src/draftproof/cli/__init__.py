@@ -23,8 +23,8 @@ from draftproof.errors import UserError
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
     "bench": "Measure compositions and other engines on the same questions.",
-    "reproduce": "Run the papers' tables and figures, their numbers beside ours.",
-    "profile": "Measure what a composition costs here: memory.",
+    "reproduce": "Reproduce tables and figures of the papers, their numbers beside ours.",
+    "profile": "Measure what a composition costs here: memory, rounds, passes, rules.",
     "audit": "Check verification rules: ours, yours, other people's.",
     "models": "List, fetch, find and cut models.",
     "train": "Train drafters, and heads that end drafts.",

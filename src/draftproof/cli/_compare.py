@@ -1,7 +1,4 @@
-"""Speculative against plain decoding, on one loaded target, timed in turns.
-
-Knows: how to time two engines fairly. Does not know: names of models and parts, how a result is shown.
-"""
+"""Speculative against plain decoding on one loaded target: timed in pairs, judged by an interval."""
 
 from __future__ import annotations
 
@@ -11,44 +8,80 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from draftproof.bench.estimate import LEVEL, Estimate, geometric_mean
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt
 from draftproof.engine.request import Output
 from draftproof.sampling import SamplingParams
 
-FEWEST, MOST, SECONDS = 3, 9, 3.0
+FEWEST, MOST = 6, 20  # pairs; even, so that both engines are first equally often
+ENOUGH = 4.0  # seconds after which no more than FEWEST pairs are measured
+TOO_LONG = 120.0  # seconds after which two pairs are enough
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One timed run of an engine on all prompts.
+
+    Attributes:
+        tokens_per_second: of all prompts together.
+        drafted: number of drafted tokens.
+    """
+
+    tokens_per_second: float
+    drafted: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What speculation gained.
+    """Speculative and plain decoding on the same prompts.
 
     Attributes:
-        pairs: tokens a second, speculative and plain, run one after the other.
-        block_efficiency: tokens per target call; the speed-up, were drafting free and verifying as cheap as decoding.
-        identical: whether both gave the same tokens; None when sampling, where only the law is the same.
+        pairs: timings of speculative and plain decoding, run one after the other.
+        block_efficiency: tokens per target call: the speed-up if drafting cost nothing and verifying as much as plain
+            decoding.
+        identical: whether both gave the same tokens; None when sampling, where only the output distribution is the
+            same.
         dtype: of the target's weights.
     """
 
-    pairs: list[tuple[float, float]]
+    pairs: Sequence[tuple[Timing, Timing]]
     block_efficiency: float
     identical: bool | None
     dtype: str
 
     @property
-    def ratios(self) -> list[float]:
-        """The speed-up of each pair."""
-        return [speculative / plain for speculative, plain in self.pairs]
+    def drafted(self) -> int:
+        """Number of tokens that were drafted in all timed runs."""
+        return sum(speculative.drafted for speculative, _ in self.pairs)
+
+    @property
+    def speed_up(self) -> Estimate:
+        """The geometric mean of the speed-up over all pairs, with a t interval on the logarithms."""
+        return geometric_mean(
+            [speculative.tokens_per_second / plain.tokens_per_second for speculative, plain in self.pairs]
+        )
+
+    @property
+    def verdict(self) -> str | None:
+        """The words faster or slower where the interval excludes 1, else no clear difference; None without drafts."""
+        if not self.drafted:
+            return None
+        return {1: "faster", -1: "slower", 0: "no clear difference"}[self.speed_up.sure]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; rates and speed-up are medians."""
+        """Plain values for JSON; speeds are medians."""
+        found = self.speed_up.to_dict()
         return {
-            "plain_tokens_per_second": median(plain for _, plain in self.pairs),
-            "speculative_tokens_per_second": median(speculative for speculative, _ in self.pairs),
-            "speed_up": median(self.ratios),
-            "speed_up_low": min(self.ratios),
-            "speed_up_high": max(self.ratios),
-            "repeats": len(self.pairs),
+            "verdict": self.verdict,
+            "speed_up": found["value"],
+            "speed_up_low": found["low"],
+            "speed_up_high": found["high"],
+            "confidence": LEVEL,
+            "pairs": len(self.pairs),
+            "plain_tokens_per_second": median(plain.tokens_per_second for _, plain in self.pairs),
+            "speculative_tokens_per_second": median(timing.tokens_per_second for timing, _ in self.pairs),
+            "drafted_tokens": self.drafted,
             "block_efficiency": self.block_efficiency,
             "identical": self.identical,
             "dtype": self.dtype,
@@ -58,31 +91,45 @@ class Comparison:
 def compare(
     engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], known: Sequence[Output]
 ) -> Comparison:
-    """Time `engine` and plain decoding in turns, on the request that gave `known`.
+    """Time `engine` and plain decoding in pairs, on the prompts and parameters that gave `known`.
 
-    A single timing lies, and so does a machine that warms up or slows down: hence pairs, at least FEWEST of them, and
-    up to MOST while they take no longer than SECONDS together. The run that made `known` has warmed up `engine`; one of
-    plain decoding, not counted either, tells whether the tokens are the same.
+    The order changes from pair to pair: the engine first, plain decoding first, and so on. At least FEWEST pairs are
+    measured (2 where they take longer than TOO_LONG), and up to MOST while they take less than ENOUGH together. The run
+    that gave `known` has warmed up `engine`. One run of plain decoding, which is not timed, shows whether the tokens
+    are the same.
     """
     plain = Engine(
         engine.target, tokenizer=engine.tokenizer, eos_token_ids=engine.eos_token_ids, max_batch=engine.max_batch
     )
-    wanted, _ = _timed(plain, prompts, params)
-    pairs: list[tuple[float, float]] = []
+    reference = plain.generate(list(prompts), list(params))
+    pairs: list[tuple[Timing, Timing]] = []
     start = time.perf_counter()
-    while len(pairs) < FEWEST or (len(pairs) < MOST and time.perf_counter() - start < SECONDS):
-        pairs.append((_timed(engine, prompts, params)[1], _timed(plain, prompts, params)[1]))
-    same = [output.token_ids for output in known] == [output.token_ids for output in wanted]
+    while _more(len(pairs), time.perf_counter() - start):
+        first, second = (plain, engine) if len(pairs) % 2 else (engine, plain)
+        timings = {id(each): _timed(each, prompts, params) for each in (first, second)}
+        pairs.append((timings[id(engine)], timings[id(plain)]))
+    same = [output.token_ids for output in known] == [output.token_ids for output in reference]
     greedy = all(each.temperature == 0 for each in params)
     dtype = str(getattr(engine.target, "dtype", "unknown")).removeprefix("torch.")
     return Comparison(pairs, block_efficiency(known), same if greedy else None, dtype)
 
 
-def _timed(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> tuple[list[Output], float]:
-    """What came out, and how many tokens a second that was, all prompts together."""
+def _more(pairs: int, seconds: float) -> bool:
+    """Whether another pair is measured; the number of pairs is always even."""
+    if pairs % 2:
+        return True
+    if pairs < FEWEST:
+        return pairs < 2 or seconds < TOO_LONG
+    return pairs < MOST and seconds < ENOUGH
+
+
+def _timed(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Timing:
+    """Time all prompts together."""
     start = time.perf_counter()
     outputs = engine.generate(list(prompts), list(params))
-    return outputs, sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    tokens = sum(len(output.token_ids) for output in outputs)
+    return Timing(tokens / seconds, sum(output.stats.num_draft_tokens for output in outputs))
 
 
 def block_efficiency(outputs: Sequence[Output]) -> float:

@@ -1,7 +1,4 @@
-"""What a person reads on stderr: the summary of a run, the outcome of a comparison, a progress bar.
-
-Knows: words, units. Does not know: how anything was decoded or timed.
-"""
+"""What a person reads on stderr: the summary of a run, the outcome of a comparison, a progress bar."""
 
 from __future__ import annotations
 
@@ -62,26 +59,36 @@ def _time_split(outputs: Sequence[Output]) -> str:
 
 
 def comparison(found: Comparison) -> list[str]:
-    """The speed-up as measured, what it could be at best, and at temperature 0 whether the tokens agree."""
-    told = found.to_dict()
-    low, high = told["speed_up_low"], told["speed_up_high"]
-    verdict = "faster than" if low > 1 else "SLOWER than" if high < 1 else "not clearly faster or slower than"
-    spread = f"median of {told['repeats']} pairs, {low:.2f}x to {high:.2f}x"
-    rates = f"{told['speculative_tokens_per_second']:.1f} against {told['plain_tokens_per_second']:.1f} tokens/s"
-    ideal = "were drafting free and a verifying call as cheap as a plain one"
-    lines = [
-        f"{told['speed_up']:.2f}x the speed of plain decoding ({spread}): {verdict} plain, {rates}",
-        f"{told['block_efficiency']:.2f}x is the most that these drafts could give, {ideal}",
-        *([] if found.identical is None else [_agreement(found)]),
-    ]
+    """The speed-up with its interval and a verdict, its upper bound, and at temperature 0 whether the tokens agree."""
+    values = found.to_dict()
+    rates = f"{values['speculative_tokens_per_second']:.1f} against {values['plain_tokens_per_second']:.1f} tokens/s"
+    bound = "if drafting cost nothing and a verifying call as much as a plain one"
+    lines = [_speed_up(found, rates)]
+    if found.drafted:
+        lines.append(f"at best {found.block_efficiency:.2f}x with these drafts: {bound}")
+    lines += [] if found.identical is None else [_agreement(found)]
     return [f"compare: {line}" for line in lines]
+
+
+def _speed_up(found: Comparison, rates: str) -> str:
+    """The verdict in words, with the figures that it rests on."""
+    if found.verdict is None:
+        return f"nothing was drafted, so this was plain decoding twice; there is no speed-up to measure ({rates})"
+    verdict = {
+        "faster": "faster than plain decoding",
+        "slower": "SLOWER than plain decoding",
+        "no clear difference": "no clear difference to plain decoding",
+    }[found.verdict]
+    speed = found.speed_up
+    interval = f"95% interval {speed.low:.2f}x to {speed.high:.2f}x, {speed.count} pairs in alternating order"
+    return f"{verdict}: {speed.value:.2f}x its speed ({interval}), {rates}"
 
 
 def _agreement(found: Comparison) -> str:
     if found.identical:
         return f"tokens identical to plain decoding (temperature 0, {found.dtype})"
-    cause = "this should not be" if found.dtype == "float32" else f"near-ties round differently in {found.dtype}"
-    return f"tokens DIFFER from plain decoding at temperature 0: {cause}; --dtype float32 tells"
+    cause = "this should not be" if found.dtype == "float32" else f"near ties round differently in {found.dtype}"
+    return f"tokens DIFFER from plain decoding at temperature 0: {cause}; try --dtype float32"
 
 
 @contextmanager

@@ -1,19 +1,17 @@
-"""`draftproof bench`: measure compositions and other engines on the same questions, and report.
-
-Knows: which options there are and what is printed where. Does not know: how anything is measured or summed up.
-"""
+"""`draftproof bench`: measure compositions and other engines on the same questions, and report."""
 
 from __future__ import annotations
 
 import json
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftproof.cli._bench_compare import engines, rules, stoppers
 from draftproof.cli._report import tell
+from draftproof.cli._results import Plots, Quiet, drawing, watch_for
 
 if TYPE_CHECKING:
     from draftproof.bench.estimate import Estimate
@@ -22,14 +20,15 @@ if TYPE_CHECKING:
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Measure compositions and other engines on the same questions. A run that was killed goes on where it was.",
+    help="Measure speed and acceptance: compositions of this engine, and other engines on the same questions.",
 )
 _models = partial(typer.Option, rich_help_panel="Models")
-_matrix = partial(typer.Option, rich_help_panel="What is compared (every option can be repeated: all combinations run)")
+_matrix = partial(typer.Option, rich_help_panel="What is compared (each option can be repeated: all combinations run)")
 _questions = partial(typer.Option, rich_help_panel="Questions")
 _timing = partial(typer.Option, rich_help_panel="Timing")
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
-Plots = Annotated[bool, typer.Option("--plots/--no-plots", help="Draw pictures too, where matplotlib is installed.")]
+_SET_HELP = "A shipped data set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]]."
+_MODEL_HELP = "Registered name, hub id, directory or .gguf file."
+Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
 TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
 
 
@@ -37,61 +36,62 @@ TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformer
 def run_(
     *,
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of the records and the report; the same command goes on there.")
+        Path,
+        typer.Option(
+            metavar="DIR", help="Folder for records and report. Repeat the command to continue a stopped run."
+        ),
     ],
     profile: Annotated[
-        str | None, typer.Option(help="quick or full: what is compared, and on what, where no option says so.")
+        str | None, typer.Option(help="quick (minutes) or full (hours): values for the options that are not given.")
     ] = None,
-    target: Annotated[str | None, _models(help="Registered name, hub id, directory or .gguf file.")] = None,
+    target: Annotated[str | None, _models(help=_MODEL_HELP)] = None,
     draft: Annotated[str | None, _models(help="The draft model, named likewise.")] = None,
     dtype: Annotated[list[str] | None, _models(help="Of all models: auto, float32, bfloat16 or float16.")] = None,
-    backend: Annotated[list[str] | None, _models(help="Who computes them in our engine: auto, hf, lean.")] = None,
+    backend: Annotated[
+        list[str] | None, _models(help="Implementation of the forward pass in our engine: auto, hf, lean.")
+    ] = None,
     device: Annotated[str | None, _models(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     trust_remote_code: Annotated[
         bool, _models("--trust-remote-code", help="Run code that comes with a model.")
     ] = False,
     drafter: Annotated[
-        list[str] | None, _matrix(help="Where drafts come from, as in generate; plain decoding runs always.")
+        list[str] | None, _matrix(help="Where drafts come from, as in generate; plain decoding is always measured too.")
     ] = None,
     stopper: Annotated[list[str] | None, _matrix(help="When a draft ends, as in generate; without it fixed:4.")] = None,
-    n: Annotated[list[int] | None, _matrix("--n", help="Draft lengths: short for --stopper fixed:N.")] = None,
+    n: Annotated[list[int] | None, _matrix("--n", help="Draft length: short for --stopper fixed:N.")] = None,
     verifier: Annotated[
-        list[str] | None, _matrix(help="The rules, as in generate; without one each drafter's best.")
+        list[str] | None, _matrix(help="The verification rule, as in generate; without it the drafter's default.")
     ] = None,
     temperature: Annotated[list[float] | None, _matrix(help="0 is greedy.")] = None,
     top_k: Annotated[list[int] | None, _matrix(help="Keep the k most likely tokens; 0 is off.")] = None,
     top_p: Annotated[list[float] | None, _matrix(help="Keep the fewest tokens whose mass reaches this.")] = None,
-    seed: Annotated[list[int] | None, _matrix(help="Of all draws; tables sum over seeds.")] = None,
+    seed: Annotated[list[int] | None, _matrix(help="Of the random draws; tables add up all seeds.")] = None,
     competitor: Annotated[
         list[str] | None,
         _matrix(
-            help="transformers, transformers-assisted, transformers-lookup; the last two also at their best setting."
+            help="transformers, transformers-assisted, transformers-lookup; the last two also at their fastest setting."
         ),
     ] = None,
-    dataset: Annotated[
-        list[str] | None, _questions(help="A shipped set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]].")
-    ] = None,
-    questions: Annotated[int | None, _questions(help="The first so many of each data set; without it 8.")] = None,
-    max_tokens: Annotated[int | None, _questions(help="Most tokens an answer.")] = None,
-    repeats: Annotated[int | None, _timing(help="Times each answer is measured, the methods in turns.")] = None,
-    warmup: Annotated[int, _timing(help="Answers of each method that are thrown away first.")] = 1,
+    dataset: Annotated[list[str] | None, _questions(help=_SET_HELP)] = None,
+    questions: Annotated[int | None, _questions(help="How many of each data set; without it 8.")] = None,
+    max_tokens: Annotated[int | None, _questions(help="Most tokens of an answer.")] = None,
+    repeats: Annotated[int | None, _timing(help="How often each answer is measured; the methods take turns.")] = None,
+    warmup: Annotated[int, _timing(help="Answers of each method that are discarded first.")] = 1,
     plots: Plots = True,
-    as_json: Json = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    as_json: Lines = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Measure a matrix of compositions in turns; write records.jsonl, provenance.json, report.md and plots.
+    """Measure compositions in turns; write records.jsonl, provenance.json, report.md, figures.json and pictures.
 
-    Without options the embedded pair is measured on openings of children's stories.
+    Without options the pair of models inside the package is measured on openings of children's stories.
     """
     from draftproof.bench.model_cache import ModelCache
-    from draftproof.bench.options import BenchOptions
-    from draftproof.bench.plan import plan
+    from draftproof.bench.plan import BenchOptions, plan
     from draftproof.bench.quality import score
     from draftproof.bench.run import run
     from draftproof.cli.generate import quiet_libraries
-    from draftproof.progress import bar, silent
 
-    wanted = BenchOptions(
+    options = BenchOptions(
         target=target,
         draft=draft,
         dtype=dtype,
@@ -110,15 +110,15 @@ def run_(
         repeats=repeats,
     )
     with quiet_libraries():
-        bench = ModelCache(device=device, trust_remote_code=trust_remote_code)
-        watch = silent if quiet else bar
-        made = plan(wanted, out, bench, profile=profile, watch=watch)
+        cache = ModelCache(device=device, trust_remote_code=trust_remote_code)
+        watch = watch_for(quiet=quiet)
+        made = plan(options, out, cache, profile=profile, watch=watch)
         if not quiet:
             for line in made.notes:
                 tell(line, dim=True)
-        options: dict[str, Any] = {"repeats": made.repeats, "warmup": warmup, "notes": made.notes}
-        records = run(made.cells, made.questions, out, **options, watch=watch, bench=bench)
-        score(records, made.questions, out, bench, watch=watch)
+        timing: dict[str, Any] = {"repeats": made.repeats, "warmup": warmup, "notes": made.notes}
+        records = run(made.cells, made.questions, out, **timing, watch=watch, cache=cache)
+        score(records, made.questions, out, cache, watch=watch)
     _finish(out, as_json=as_json, plots=plots)
 
 
@@ -127,20 +127,22 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run, finished or not.")],
     *,
     plots: Plots = True,
-    as_json: Json = False,
+    as_json: Lines = False,
 ) -> None:
-    """Write report.md, figures.json and the plots of a run again, from its records."""
+    """Write report.md, figures.json and the pictures of a run again, from its records."""
     _finish(folder, as_json=as_json, plots=plots)
 
 
+app.command()(engines)
+app.command()(rules)
+app.command()(stoppers)
+
+
 def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
-    """Write the report, print its figures and where it is."""
+    """Write the report, and print its figures and its path."""
     from draftproof.bench.report import REPORT, by_setting, write_report
 
-    drawing = plots and find_spec("matplotlib") is not None
-    found = write_report(out, plots=drawing)
-    if plots and not drawing:
-        tell("no pictures: they need matplotlib (pip install 'draftproof[bench]'); --no-plots says no to them")
+    found = write_report(out, plots=drawing(plots=plots))
     if as_json:
         for one in found:
             typer.echo(json.dumps(one.to_dict()))

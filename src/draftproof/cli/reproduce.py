@@ -1,7 +1,4 @@
-"""`draftproof reproduce`: the papers' tables and figures on the pairs at hand.
-
-Knows: its options, how recipes are listed and outcomes summed up. Does not know: how anything is measured.
-"""
+"""`draftproof reproduce`: the papers' tables and figures, measured on the pairs of models at hand."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftproof.cli._report import tell
+from draftproof.cli._results import Quiet
 from draftproof.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,32 +21,36 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[RECIPE]...", help="Names of recipes; all without one.")
+        list[str] | None, typer.Argument(metavar="[RECIPE]...", help="Names of recipes (--list); without one all.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report, pictures and records; a run that stopped goes on there.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Folder for report, pictures and records. Repeat the command to continue a stopped run."
+        ),
     ] = None,
-    profile: Annotated[str, typer.Option(help="How much is measured: quick (minutes) or full.")] = "quick",
+    profile: Annotated[str, typer.Option(help="How much is measured: quick (minutes) or full (hours).")] = "quick",
     as_json: Annotated[bool, typer.Option("--json", help="Print outcomes as JSON.")] = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the recipes and stop.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Run the papers' tables and figures on the pairs at hand, their numbers beside ours.
+    """Reproduce tables and figures of the papers on the models at hand, and show the papers' numbers beside ours.
 
-    A recipe is one table or figure; --list names them. Claims of direction are judged by intervals: holds, not
-    distinguishable, violated. A finished recipe is not measured again in the same folder.
+    A recipe is one table or figure; --list names them all. The papers' claims are judged by intervals: they hold, are
+    not distinguishable, or are violated. A finished recipe is not measured again in the same folder.
     """
     if list_:
         _list(as_json=as_json)
         return
     from draftproof.cli.generate import quiet_libraries
     from draftproof.reproduction import run as recipes
+    from draftproof.reproduction.experiments import ignore
 
     if out is None:
-        raise UserError("no folder: say where the report goes with --out")
+        raise UserError("no folder for the report: name one with --out")
     chosen = recipes.profile_named(profile)
     with quiet_libraries():
-        made = recipes.reproduce(names or [], out, chosen, tell=_nothing if quiet else _progress)
+        made = recipes.reproduce(names or [], out, chosen, notify=ignore if quiet else _progress)
     if as_json:
         typer.echo(json.dumps([each.content for each in made]))
         return
@@ -58,29 +60,25 @@ def reproduce(
 
 
 def _progress(line: str) -> None:
-    """A recipe that is begun stands out from what is measured for it."""
+    """Show a line on stderr; the title of a recipe is brighter than its measurements."""
     tell(line, dim=not line.startswith("["))
-
-
-def _nothing(line: str) -> None:
-    """Nobody wants to know."""
 
 
 def _list(*, as_json: bool) -> None:
     from draftproof.reproduction.recipes.index import RECIPES
 
     if as_json:
-        told = [
-            {"name": r.name, "how": r.how, "title": r.paper.title, "place": r.paper.place} for r in RECIPES.values()
-        ]
-        typer.echo(json.dumps(told))
+        recipes = RECIPES.values()
+        listed = [{"name": r.name, "how": r.how, "title": r.paper.title, "place": r.paper.place} for r in recipes]
+        typer.echo(json.dumps(listed))
         return
+    width = max(map(len, RECIPES))
     for recipe in RECIPES.values():
-        typer.echo(f"{recipe.name:13} {recipe.how:7} {recipe.paper.title}")
+        typer.echo(f"{recipe.name:{width}} {recipe.how:7} {recipe.paper.title}")
 
 
 def _line(made: Finished) -> str:
-    """A recipe's marks, and its claims that must hold and do not."""
+    """The marks of a recipe, and those claims that must hold and do not."""
     cells, claims = made.content["cells"], made.content["claims"]
     marks = [sum(cell["mark"] == mark for cell in cells) for mark in ("reproduced", "direction only", "not reproduced")]
     held = sum(claim["verdict"] == "holds" for claim in claims)

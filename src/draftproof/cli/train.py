@@ -9,6 +9,7 @@ import typer
 
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._train_drafter import drafter
+from draftproof.cli._train_evaluate import evaluate_drafter, evaluate_heads, evaluate_pair, evaluate_text
 from draftproof.cli._train_feature_head import feature_head
 from draftproof.cli._training import Json, Quiet, run
 from draftproof.sampling import SamplingParams
@@ -24,6 +25,8 @@ app = typer.Typer(
 )
 app.command()(drafter)
 app.command("feature-head")(feature_head)
+for _evaluate in (evaluate_pair, evaluate_drafter, evaluate_heads, evaluate_text):
+    app.command(_evaluate.__name__.replace("_", "-"))(_evaluate)
 
 MATERIAL = (
     Options(Material, only=("target", "draft")),

@@ -1,1 +1,1 @@
-"""What a composition costs on this machine: memory, and the time of a round."""
+"""What a composition costs on this machine: memory, and the time of rounds, forward passes and rules."""

@@ -1,10 +1,7 @@
-"""What an engine holds and needs: weights, caches, the temporaries of a round, and the peak of really running a batch.
+"""Memory of an engine: weights, caches, the temporaries of a round, and the measured peak of running a batch.
 
-Knows: the parts of an engine, the order of a round. Does not know: how memory is measured, who asks.
-
-Weights and caches are added up from the tensors that are there. Temporaries are what the operations of each phase of a
-round made and held at once. The peak is taken in a run of its own, which nothing else looks into, and stands beside the
-sum of the parts.
+Weights and caches are the sums of their tensors. Temporaries are the tensors that the operations of each phase of a
+round allocate. The peak is measured in a separate run without any instrument, and shown beside the sum of the parts.
 """
 
 from __future__ import annotations
@@ -17,23 +14,23 @@ import torch
 
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.engine.engine import Engine
-from draftproof.errors import UserError
-from draftproof.profiling.peak import Peak
+from draftproof.errors import UserError, refuse_below_one
+from draftproof.peak import Peak
 from draftproof.profiling.phases import Phases, RowShape
-from draftproof.profiling.tensor_memory import Held, held, walk
+from draftproof.profiling.tensor_memory import TensorMemory, tensor_memory, walk
 from draftproof.sampling import SamplingParams
 
-_PERIOD = 32  # the prompt repeats itself, so that drafters that look things up find something
+_PERIOD = 32  # the prompt repeats itself, so that lookup drafters find something
 
 
 @dataclass(frozen=True)
-class Load:
-    """What is run.
+class Workload:
+    """The batch that is run.
 
     Attributes:
-        batch: sequences decoded together.
-        prompt_tokens: of each.
-        new_tokens: of each.
+        batch: requests decoded together.
+        prompt_tokens: length of each prompt.
+        new_tokens: to generate for each.
 
     Raises:
         UserError: a number below 1.
@@ -44,20 +41,18 @@ class Load:
     new_tokens: int = 32
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value < 1:
-                raise UserError(f"{name.replace('_', ' ')} is {value}: legal is 1 or more")
+        refuse_below_one(**asdict(self))
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one part, with what was made from them: fused, packed and scaled copies, tables.
+    """The weights of one part, with the copies and tables made from them (fused, packed, scaled).
 
     Attributes:
-        part: whose.
-        own: bytes that no part named before it holds.
-        packed: of `own`, in a layout for the CPU.
-        shared: bytes it holds together with parts named before it.
+        part: its name.
+        own: bytes that no part before it in the list has.
+        packed: those of `own` that are in a layout for the CPU.
+        shared: bytes that it shares with parts before it.
     """
 
     part: str
@@ -71,12 +66,12 @@ class Cache:
     """The keys and values of a model.
 
     Attributes:
-        part: whose.
-        token: bytes a token.
-        sequence: bytes of the longest sequence of the run, drafted tokens included.
+        part: its name.
+        token: bytes per token.
+        sequence: bytes of the longest request of the run, with drafted tokens.
         used: bytes of the whole batch at that length.
-        slots, positions: what there is room for after the run.
-        reserved: bytes of that room.
+        slots, positions: capacity after the run.
+        reserved: bytes of that capacity.
     """
 
     part: str
@@ -89,15 +84,15 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Resident:
-    """Memory as the system or the accelerator counts it; for a CPU that is the whole process.
+class MeasuredMemory:
+    """Memory as measured by the system or the accelerator; on a CPU that of the whole process.
 
     Attributes:
-        how: a key of `draftproof.profiling.peak.HOW`.
-        before: bytes before anything was loaded; None where the system does not say.
-        loading: at most while the engine was loaded.
+        how: a key of `draftproof.peak.HOW`.
+        before: bytes before anything was loaded; None where the system does not report them.
+        loading: peak while the engine was loaded.
         loaded: after that.
-        peak: at most while the batch ran.
+        peak: while the batch ran.
     """
 
     how: str
@@ -109,22 +104,22 @@ class Resident:
 
 @dataclass(frozen=True)
 class Memory:
-    """What was found, in bytes.
+    """The memory of an engine, in bytes.
 
     Attributes:
-        load: what was run.
+        workload: the batch that was run.
         parts: drafter, stopper and rule in effect.
         weights: of each part.
         caches: of each model.
-        states: last hidden states that sessions held at most, for feature heads; among `temporaries`.
-        first: what the phases of the round that reads the prompts take, and the whole round.
+        states: peak of the hidden states in sessions, for feature heads; they are part of `temporaries`.
+        first: peak of each phase, and of the whole round, in the round that reads the prompts.
         later: the same of the largest of the other rounds.
-        rows: the largest rows of logits and probabilities that a round handed on, by phase.
-        temporaries: tensors that were there at once beside weights and caches, at most.
-        resident: what the process or the accelerator held.
+        rows: the largest rows of logits and probabilities that a phase returned.
+        temporaries: peak of the tensors beside weights and caches.
+        resident: as measured by the system.
     """
 
-    load: Load
+    workload: Workload
     parts: dict[str, str | None]
     weights: tuple[Weights, ...]
     caches: tuple[Cache, ...]
@@ -133,11 +128,11 @@ class Memory:
     later: dict[str, int]
     rows: dict[str, RowShape]
     temporaries: int
-    resident: Resident
+    resident: MeasuredMemory
 
     @property
     def total(self) -> int:
-        """Sum of the parts: weights, caches as reserved, temporaries."""
+        """Sum of weights, reserved caches and temporaries."""
         return sum(one.own for one in self.weights) + sum(one.reserved for one in self.caches) + self.temporaries
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,103 +140,104 @@ class Memory:
         return asdict(self) | {"total": self.total}
 
 
-def measure(make: Callable[[], Engine], load: Load, device: torch.device) -> Memory:
-    """Load an engine, run a batch for its peak and once more for what each phase takes, and add up what there is.
+def measure(make: Callable[[], Engine], workload: Workload, device: torch.device) -> Memory:
+    """Load an engine, run a batch for its peak, and run it again for the memory of each phase.
 
     Args:
-        make: loads it afresh, so that its caches grow in the run as they would in use; `max_batch` is the load's batch.
-        load: what to run; tokens are sampled at temperature 1, and nothing ends a sequence early.
+        make: loads the engine, with `max_batch` as the workload's batch; its caches then grow as they would in use.
+        workload: the batch; tokens are sampled at temperature 1, and nothing ends a request early.
         device: where the engine's models will be.
 
     Raises:
-        UserError: from loading; prompt and new tokens that are longer than the target's context.
+        UserError: from loading; prompt and new tokens that exceed the target's context.
     """
     loading = Peak(device)
     engine = make()
-    most = loading.stop()
-    refuse_overlong(engine, load)
+    loading_peak = loading.stop()
+    refuse_overlong(engine, workload)
     running = Peak(device)
-    for _ in rounds(engine, load):
+    for _ in rounds(engine, workload):
         pass
-    resident = Resident(running.how, loading.before, most, running.before, running.stop())
+    resident = MeasuredMemory(running.how, loading.before, loading_peak, running.before, running.stop())
     phases = Phases()
-    with phases.watching(engine):
-        for _ in rounds(engine, load):
+    with phases.observe(engine):
+        for _ in rounds(engine, workload):
             phases.end_round()
     stopper = getattr(engine.drafter, "stopper", None)
     return Memory(
-        load=load,
+        workload=workload,
         parts={
             "drafter": engine.drafter.name,
             "stopper": None if stopper is None else stopper.name,
             "verifier": engine.verifier.name,
         },
         weights=tuple(weights(engine)),
-        caches=tuple(caches(engine, phases.longest, load.batch)),
+        caches=tuple(caches(engine, phases.longest, workload.batch)),
         states=phases.states,
         first=phases.first,
         later=phases.later,
         rows=phases.rows,
-        temporaries=phases.most,
+        temporaries=phases.peak,
         resident=resident,
     )
 
 
 def warm_up(*, dtype: str, device: str, backend: str) -> None:
-    """Load and run a tiny pair once, so that libraries and their code are there before anything is measured.
+    """Load and run a tiny pair once, so that libraries are loaded before anything is measured.
 
     Raises:
-        UserError: a dtype, device or backend that is none.
+        UserError: no such dtype, device or backend.
     """
     engine = Engine.load(
         "embedded:target", "embedded:draft", stopper="fixed:2", dtype=dtype, device=device, backend=backend
     )
-    for _ in rounds(engine, Load(1, 4, 4)):
+    for _ in rounds(engine, Workload(1, 4, 4)):
         pass
 
 
-def refuse_overlong(engine: Engine, load: Load) -> None:
-    """Refuse a load that would end at the context instead of at its number of tokens.
+def refuse_overlong(engine: Engine, workload: Workload) -> None:
+    """Refuse a workload that would end at the context instead of at its number of tokens.
 
     Raises:
-        UserError: with what fits.
+        UserError: with the number of tokens that fit.
     """
+    total = workload.prompt_tokens + workload.new_tokens
     most = engine.target.max_positions
-    if most is not None and load.prompt_tokens + load.new_tokens > most:
+    if most is not None and total > most:
         raise UserError(
-            f"{load.prompt_tokens} prompt tokens and {load.new_tokens} new ones are "
-            f"{load.prompt_tokens + load.new_tokens}: legal are {most} together, the context of {engine.target.name}"
+            f"{workload.prompt_tokens} prompt tokens and {workload.new_tokens} new ones are {total}: legal are {most} "
+            f"together, the context of {engine.target.name}"
         )
 
 
-def rounds(engine: Engine, load: Load) -> Iterator[None]:
-    """Run a batch; a turn for each round."""
-    prompt = [1 + place % min(_PERIOD, engine.target.vocab_size - 1) for place in range(load.prompt_tokens)]
-    asked = []
+def rounds(engine: Engine, workload: Workload) -> Iterator[None]:
+    """Run a batch; yields after each round."""
+    prompt = [1 + place % min(_PERIOD, engine.target.vocab_size - 1) for place in range(workload.prompt_tokens)]
+    requests = []
     try:
-        for seed in range(load.batch):
-            params = SamplingParams(max_tokens=load.new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
-            asked += engine.add(prompt, params)
+        for seed in range(workload.batch):
+            params = SamplingParams(max_tokens=workload.new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+            requests += engine.add(prompt, params)
         while engine.busy:
             engine.step()
             yield
     finally:
-        for sequence in asked:
-            engine.abort(sequence)
+        for request in requests:
+            engine.abort(request)
 
 
 def weights(engine: Engine) -> Iterator[Weights]:
-    """Bytes of the target, the draft model, the stopper's head and whatever else the parts hold; each once."""
+    """Weights of the target, the draft model, the stopper's head and the other parts; every tensor counts once."""
     drafter = engine.drafter
     named: list[tuple[str, object]] = [("target", engine.target)]
     model = getattr(drafter, "model", None)
     if model is not None:
         named.append(("draft", model))
     named += [("stopper", getattr(drafter, "stopper", None)), ("other", (drafter, engine.verifier))]
-    known = Held({})
-    buffers = held(*(cache for _, cache in slot_caches(engine)))
+    known = TensorMemory({})
+    buffers = tensor_memory(*(cache for _, cache in slot_caches(engine)))
     for part, root in named:
-        found = held(root) - buffers
+        found = tensor_memory(root) - buffers
         own = found - known
         if own.total or part in {"target", "draft"}:
             yield Weights(part, own.total, own.total_packed, (found & known).total)
@@ -253,8 +249,8 @@ def caches(engine: Engine, longest: dict[int, int], batch: int) -> Iterator[Cach
 
     Args:
         engine: after a run.
-        longest: slots of the longest sequence by the id of its cache.
-        batch: sequences that ran together.
+        longest: slots of the longest request by the id of its cache.
+        batch: requests that ran together.
     """
     for part, cache in slot_caches(engine):
         if cache.nbytes:
@@ -264,7 +260,7 @@ def caches(engine: Engine, longest: dict[int, int], batch: int) -> Iterator[Cach
 
 
 def slot_caches(engine: Engine) -> Iterator[tuple[str, SlotCache]]:
-    """Every slot cache, the target's first; a draft that shares the target's has none of its own."""
+    """Every slot cache, the target's first; a draft model that shares the target's has none of its own."""
     for path, item in walk(engine):
         if isinstance(item, SlotCache):
             yield "target" if path.startswith(".target") else "draft", item

@@ -1,7 +1,4 @@
-"""What an object holds: every object that can be reached from it, and the bytes of the tensors among them, each once.
-
-Knows: attributes, containers, storages, packed weights. Does not know: what any of it is for.
-"""
+"""Memory of tensors that can be reached from an object, by storage, so that shared tensors count once."""
 
 from __future__ import annotations
 
@@ -18,20 +15,20 @@ _Key = tuple[str, int]
 
 
 def walk(root: object) -> Iterator[tuple[str, object]]:
-    """Every object that is reached from `root` by attributes and containers, with the way to it; each once.
+    """Every object that can be reached from `root` by attributes and containers, with its path; each once.
 
-    Attributes are followed into objects of this package and into modules of torch; functions and foreign objects are
-    named and not looked into.
+    Attributes of objects of this package and of torch modules are followed. Functions and objects of other packages are
+    returned, but not followed.
     """
     seen: set[int] = set()
-    ahead: deque[tuple[str, object]] = deque([("", root)])
-    while ahead:
-        path, item = ahead.popleft()
+    pending: deque[tuple[str, object]] = deque([("", root)])
+    while pending:
+        path, item = pending.popleft()
         if id(item) in seen or isinstance(item, str | bytes | int | float | type(None)):
             continue
         seen.add(id(item))
         yield path, item
-        ahead.extend((path + step, inner) for step, inner in _inside(item))
+        pending.extend((path + step, inner) for step, inner in _inside(item))
 
 
 def _inside(item: object) -> Iterator[tuple[str, object]]:
@@ -49,7 +46,7 @@ def _inside(item: object) -> Iterator[tuple[str, object]]:
 
 
 def attributes(item: object) -> dict[str, Any]:
-    """An object's own attributes, slots included; properties are not asked."""
+    """An object's own attributes and slots, without its properties."""
     slots = {name for kind in type(item).__mro__ for name in _slots(kind)}
     return {name: getattr(item, name) for name in slots if hasattr(item, name)} | dict(getattr(item, "__dict__", {}))
 
@@ -60,12 +57,12 @@ def _slots(kind: type) -> Iterable[str]:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Memory behind tensors.
+class TensorMemory:
+    """Memory of a set of tensors.
 
     Attributes:
         nbytes: by storage, so that views and shared tensors count once.
-        packed: the keys that are weights in a layout for the CPU.
+        packed: keys of the storages that are weights in a layout for the CPU.
     """
 
     nbytes: Mapping[_Key, int]
@@ -81,19 +78,19 @@ class Held:
         """Bytes of packed weights."""
         return sum(self.nbytes[key] for key in self.packed)
 
-    def __sub__(self, other: Held) -> Held:
+    def __sub__(self, other: TensorMemory) -> TensorMemory:
         left = {key: size for key, size in self.nbytes.items() if key not in other.nbytes}
-        return Held(left, frozenset(key for key in self.packed if key in left))
+        return TensorMemory(left, frozenset(key for key in self.packed if key in left))
 
-    def __and__(self, other: Held) -> Held:
+    def __and__(self, other: TensorMemory) -> TensorMemory:
         return self - (self - other)
 
-    def __or__(self, other: Held) -> Held:
-        return Held({**self.nbytes, **other.nbytes}, self.packed | other.packed)
+    def __or__(self, other: TensorMemory) -> TensorMemory:
+        return TensorMemory({**self.nbytes, **other.nbytes}, self.packed | other.packed)
 
 
-def held(*roots: object) -> Held:
-    """The tensors that are reached from some objects; keys hold for as long as those objects live."""
+def tensor_memory(*roots: object) -> TensorMemory:
+    """The memory of the tensors reached from some objects; its keys are valid as long as those objects exist."""
     nbytes: dict[_Key, int] = {}
     packed: set[_Key] = set()
     for root in roots:
@@ -106,11 +103,11 @@ def held(*roots: object) -> Held:
             nbytes[key] = size
             if item.is_mkldnn:
                 packed.add(key)
-    return Held(nbytes, frozenset(packed))
+    return TensorMemory(nbytes, frozenset(packed))
 
 
 def _storage(tensor: Tensor) -> tuple[_Key, int]:
-    """A name for the memory behind a tensor, and its size; oneDNN does not show the memory behind its tensors."""
+    """A key for the memory of a tensor, and its size; oneDNN does not show the memory of its tensors."""
     if tensor.is_mkldnn:
         return ("packed", id(tensor)), tensor.nbytes
     storage = tensor.untyped_storage()

@@ -1,7 +1,4 @@
-"""Claims of direction, judged by intervals: paired bootstrap over prompts, or exact values; never a bare mean.
-
-Knows: sums of each cluster, intervals, verdicts. Does not know: papers, models, how anything was measured.
-"""
+"""Claims that a number is above 0, judged by intervals: paired bootstrap over prompts, or exact values."""
 
 from __future__ import annotations
 
@@ -19,13 +16,13 @@ from draftproof.bench import estimate
 from draftproof.bench.estimate import FEWEST, LEVEL, RESAMPLES, tail_share
 from draftproof.errors import UserError
 
-EDGE = 1e-9  # what rounding may move an exact value by
+EDGE = 1e-9  # rounding error allowed for exact values
 Item = TypeVar("Item")
 Statistic = Callable[[Float[Tensor, "draws columns"]], Float[Tensor, " draws"]]
 
 
 class Judgement(StrEnum):
-    """What an interval says of a claim."""
+    """The verdict of an interval on a claim."""
 
     HOLDS = "holds"
     UNDECIDED = "not distinguishable"
@@ -33,7 +30,7 @@ class Judgement(StrEnum):
 
 
 class Kind(StrEnum):
-    """Whether a claim follows from the rules, or was seen on the paper's models."""
+    """Whether a claim follows from the rules, or was observed on the paper's models."""
 
     MUST = "must hold"
     MODELS = "depends on the models"
@@ -41,13 +38,13 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Interval:
-    """A number and where it lies.
+    """A number with its interval.
 
     Attributes:
         value: of the sample itself.
         low, high: ends of the interval; equal to the value where it is exact.
         level: of confidence; 1 where it is exact.
-        clusters: what was resampled (prompts, pairs of distributions); 0 where it is exact.
+        clusters: how many units (prompts, pairs of distributions) were resampled; 0 where it is exact.
     """
 
     value: float
@@ -70,10 +67,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and what became of it.
+    """A claim and its verdict.
 
     Attributes:
-        text: what is claimed, as "a number > 0" says it.
+        text: the claim, in the form "a number > 0".
         kind: whether it must hold.
         interval: of that number.
         at_least: whether 0 itself agrees with the claim.
@@ -90,6 +87,11 @@ class Claim:
 def claim(text: str, kind: Kind, interval: Interval, *, at_least: bool = False) -> Claim:
     """A judged claim that a number is above 0 (or not below it)."""
     return Claim(text, kind, interval, at_least, judge(interval, at_least=at_least))
+
+
+def exact_claim(text: str, value: float, *, at_least: bool = False) -> Claim:
+    """A judged claim that must hold, about a computed number."""
+    return claim(text, Kind.MUST, Interval.exact(value), at_least=at_least)
 
 
 def judge(interval: Interval, *, at_least: bool = False) -> Judgement:
@@ -121,11 +123,11 @@ def bootstrap(
     """The expanded percentile interval of a statistic of column totals, clusters drawn again with replacement.
 
     Columns of one cluster are drawn together, so differences between columns are paired. Ratios of totals (tokens per
-    call) are taken after the drawing, which weighs clusters as the sample does. As `estimate.bootstrap`, all resamples
-    at once.
+    call) are computed after drawing, which weighs clusters as the sample does. Like `estimate.bootstrap`, but all
+    resamples at once.
 
     Args:
-        sums: what each cluster adds to each column.
+        sums: the contribution of each cluster to each column.
         statistic: from rows of totals to a number each.
         level: of confidence, between 0 and 1.
         resamples: draws of all clusters.
@@ -156,10 +158,10 @@ def resampled(
     resamples: int = 400,
     seed: int = 0,
 ) -> Interval:
-    """As `bootstrap`, for statistics that are no function of totals; slower.
+    """Like `bootstrap`, for statistics that are not functions of totals; slower.
 
     Args:
-        clusters: what is drawn again.
+        clusters: the units that are resampled.
         statistic: of a list of them.
         level: as there.
         resamples: as there.

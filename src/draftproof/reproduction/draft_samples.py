@@ -1,10 +1,8 @@
-"""Long drafts at many places, with what a trained head reads of them: every stopper is tried on the same drafts.
+"""Samples of long drafts at many positions, with the inputs of trained heads: stoppers are tried on the same drafts.
 
-Knows: places in the target's own text, draft chains, states and probabilities along them. Does not know: papers, rules.
-
-A stopper that cuts a chain of `LIMIT` tokens after L of them gives a round of L drafted tokens, of which token
-verification accepts the sum over i <= L of prod min(1, p/q) in expectation. So rates of all lengths
-and thresholds come from one set of drafts, with common random numbers; whole runs would need one run for each.
+A stopper that cuts a chain of `LIMIT` tokens after L of them gives a round of L drafted tokens. Of these, token
+verification accepts the sum over i <= L of prod min(1, p/q) in expectation. So the rates of all lengths and thresholds
+come from one set of drafts, with common random numbers; whole runs would need one run for each.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from torch import Tensor
 from draftproof.engine.engine import Engine
 from draftproof.heads import Head
 from draftproof.provenance import digest
-from draftproof.reproduction.experiments import OPENINGS, Experiments, Names
+from draftproof.reproduction.experiments import OPENINGS, Experiments, PairNames
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.base import StopperBase
@@ -28,22 +26,22 @@ from draftproof.training.features import JudgeRows, ModelPair, collect, drafted
 from draftproof.training.heads import run_head
 from draftproof.training.responses import Response
 
-STRIDE = 4  # tokens from one place to the next
+STRIDE = 4  # tokens from one position to the next
 
 
 @dataclass(frozen=True)
-class Field:
-    """Where drafts are made.
+class SamplePlan:
+    """Where drafts are sampled.
 
     Attributes:
-        names: the models.
-        dataset: OPENINGS or a data set that ships.
-        prompts, places: how many, places for each prompt.
-        seed: of the target's texts and the drafts.
+        pair: the models.
+        dataset: of the prompts, one that ships.
+        prompts, places: number of prompts, and of positions in the target's continuation of each.
+        seed: of the target's continuations and of the drafts.
         top_k: of the sampling, at temperature 1.
     """
 
-    names: Names
+    pair: PairNames
     dataset: str = OPENINGS
     prompts: int = 16
     places: int = 12
@@ -52,106 +50,105 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Harvest:
-    """Drafts of LIMIT tokens: as many for each prompt as there are places, prompt after prompt.
+class DraftSamples:
+    """Drafts of LIMIT tokens: for each prompt as many as there are positions, prompt after prompt.
 
     Attributes:
-        at: rows with the state at each token: what acceptance heads read.
-        above: rows with the state before each token: what verifiers read.
-        prompts: how many there are.
+        at_token: one row for each drafted token, with the draft model's state at that token: input of acceptance heads.
+        before_token: the same with the state before the token: input of verifiers.
+        prompts: number of prompts.
     """
 
-    at: JudgeRows
-    above: JudgeRows
+    at_token: JudgeRows
+    before_token: JudgeRows
     prompts: int
 
     @property
-    def chance(self) -> Float[Tensor, "drafts LIMIT"]:
+    def prefix_acceptance(self) -> Float[Tensor, "drafts LIMIT"]:
         """Pr(the first i tokens are accepted) by token verification."""
-        return self.at.accept.double().reshape(-1, LIMIT).cumprod(-1)
+        return self.at_token.accept.double().reshape(-1, LIMIT).cumprod(-1)
 
     def by_prompt(self, values: Float[Tensor, " drafts"]) -> Float[Tensor, " prompts"]:
         """Sums over the drafts of each prompt."""
         return values.double().reshape(self.prompts, -1).sum(-1)
 
-    def group(self) -> Tensor:
-        """The prompt of each row."""
-        return torch.arange(len(self.at)) // (len(self.at) // self.prompts)
+    def prompt_of_row(self) -> Tensor:
+        """The number of the prompt that each row belongs to."""
+        return torch.arange(len(self.at_token)) // (len(self.at_token) // self.prompts)
 
 
-def gather(lab: Experiments, field: Field) -> Harvest:
-    """The drafts of a field, from the records where they are there."""
-    names = field.names
-    pair = pair_of(lab, names, field.top_k)
-    texts = lab.remembered("drafts", field, lambda: _drafts(lab, field))
+def sample_drafts(experiments: Experiments, plan: SamplePlan) -> DraftSamples:
+    """The drafts of a plan, from the cached records where they exist."""
+    pair = model_pair(experiments, plan.pair, plan.top_k)
+    texts = experiments.cached("drafts", plan, lambda: _drafts(experiments, plan))
     rows = [Response(tuple(prompt), tuple(tokens)) for prompt, tokens in texts]
-    folder = lab.folder / "features" / digest([names.label, names.dtype, field.top_k], texts)[:16]
-    return Harvest(
-        at=collect(drafted(pair), rows, folder / "at"),
-        above=collect(drafted(pair, above=True), rows, folder / "above"),
-        prompts=field.prompts,
+    key = digest([plan.pair.label, plan.pair.dtype, plan.top_k], texts)[:16]
+    folder = experiments.folder / "features" / key
+    return DraftSamples(
+        at_token=collect(drafted(pair), rows, folder / "at"),
+        before_token=collect(drafted(pair, above=True), rows, folder / "above"),
+        prompts=plan.prompts,
     )
 
 
-def pair_of(lab: Experiments, names: Names, top_k: int = 0) -> ModelPair:
-    """Both models and how they are sampled."""
-    params = SamplingParams(top_k=top_k)
-    return ModelPair(lab.backend(names.target, names.dtype), lab.backend(names.draft, names.dtype), params)
+def model_pair(experiments: Experiments, pair: PairNames, top_k: int = 0) -> ModelPair:
+    """Both models, loaded, and their sampling."""
+    target, draft = (experiments.backend(name, pair.dtype) for name in (pair.target, pair.draft))
+    return ModelPair(target, draft, SamplingParams(top_k=top_k))
 
 
-def _drafts(lab: Experiments, field: Field) -> list[tuple[list[int], list[int]]]:
-    """Prefixes at places of the target's texts, and what the draft model makes of them."""
-    names = field.names
-    prompts = lab.prompts(names.target, field.prompts, field.dataset)
-    texts = _sample(lab, names.target, field, prompts, field.places * STRIDE, 0)
+def _drafts(experiments: Experiments, plan: SamplePlan) -> list[tuple[list[int], list[int]]]:
+    """Prefixes that end at the positions of the target's continuations, and the draft model's continuations of them."""
+    prompts = experiments.prompts(plan.pair.target, plan.prompts, plan.dataset)
+    texts = _sample(experiments, plan.pair.target, plan, prompts, plan.places * STRIDE, 0)
     prefixes = [
         [*prompt, *text[: place * STRIDE]]
         for prompt, text in zip(prompts, texts, strict=True)
-        for place in range(field.places)
+        for place in range(plan.places)
     ]
-    return list(zip(prefixes, _sample(lab, names.draft, field, prefixes, LIMIT, 1), strict=True))
+    return list(zip(prefixes, _sample(experiments, plan.pair.draft, plan, prefixes, LIMIT, 1), strict=True))
 
 
 def _sample(
-    lab: Experiments, name: str, field: Field, prompts: Sequence[Sequence[int]], tokens: int, part: int
+    experiments: Experiments, name: str, plan: SamplePlan, prompts: Sequence[Sequence[int]], tokens: int, part: int
 ) -> list[list[int]]:
-    """Plain samples of a model, each with a seed of its own."""
-    engine = Engine(lab.backend(name, field.names.dtype), max_batch=16)
-    base = SamplingParams(top_k=field.top_k, max_tokens=tokens, ignore_eos=True)
-    each = [replace(base, seed=fold(field.seed, part, number) >> 1) for number in range(len(prompts))]
+    """Plain samples of a model; every prompt has its own seed."""
+    engine = Engine(experiments.backend(name, plan.pair.dtype), max_batch=16)
+    base = SamplingParams(top_k=plan.top_k, max_tokens=tokens, ignore_eos=True)
+    each = [replace(base, seed=fold(plan.seed, part, number) >> 1) for number in range(len(prompts))]
     return [list(out.token_ids) for out in engine.generate([list(prompt) for prompt in prompts], each)]
 
 
 # --- stoppers on the drafts -------------------------------------------------------------------------------------------
 
 
-def fixed_lengths(harvest: Harvest, length: int) -> Tensor:
+def fixed_lengths(samples: DraftSamples, length: int) -> Tensor:
     """A constant length for every draft."""
-    return torch.full((len(harvest.at) // LIMIT,), length)
+    return torch.full((len(samples.at_token) // LIMIT,), length)
 
 
 @torch.no_grad()
-def stopped_lengths(harvest: Harvest, head: Head, stopper: StopperBase) -> Tensor:
-    """Where a stopper with a head that reads the state at a token would end each draft.
+def stopped_lengths(samples: DraftSamples, head: Head, stopper: StopperBase) -> Tensor:
+    """The length at which a stopper with a head that reads the state at a token would end each draft.
 
-    The newest token is not judged yet when the stopper is asked, and the first signal is about the root, which it
-    leaves out (see stoppers.trained).
+    The newest token is not judged yet when the stopper decides, and the first signal is about the root, which it leaves
+    out (see stoppers.trained).
     """
-    output = run_head(head, harvest.at).double().reshape(-1, LIMIT)
+    output = run_head(head, samples.at_token).double().reshape(-1, LIMIT)
     signals = torch.nn.functional.logsigmoid(output) if head.config.kind == "acceptance" else output
     lengths = []
     for row in signals.tolist():
-        asked = [0.0, *row[:-1]]
-        ends = (count for count in range(1, LIMIT) if stopper.stop_after(asked[:count], 0))
+        shifted = [0.0, *row[:-1]]
+        ends = (count for count in range(1, LIMIT) if stopper.stop_after(shifted[:count], 0))
         lengths.append(next(ends, LIMIT))
     return torch.tensor(lengths)
 
 
-def round_sums(harvest: Harvest, lengths: Sequence[Tensor]) -> Float[Tensor, "prompts columns"]:
-    """For each prompt: rounds, then for each set of lengths the tokens drafted and (expected) accepted."""
-    chance = harvest.chance
-    columns = [torch.ones(len(chance), dtype=torch.float64)]
+def round_sums(samples: DraftSamples, lengths: Sequence[Tensor]) -> Float[Tensor, "prompts columns"]:
+    """For each prompt: rounds, then for each set of lengths the drafted and the expected accepted tokens."""
+    accepted = samples.prefix_acceptance.cumsum(-1)
+    columns = [torch.ones(len(accepted), dtype=torch.float64)]
     for own in lengths:
         columns.append(own.double())
-        columns.append((chance.cumsum(-1)).gather(-1, own.unsqueeze(-1) - 1).squeeze(-1))
-    return torch.stack([harvest.by_prompt(column) for column in columns], -1)
+        columns.append(accepted.gather(-1, own.unsqueeze(-1) - 1).squeeze(-1))
+    return torch.stack([samples.by_prompt(column) for column in columns], -1)

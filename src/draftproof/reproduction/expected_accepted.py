@@ -1,12 +1,10 @@
-"""What every rule would accept of the same drafts at the same places: E[accepted | draft], less noisy than runs.
+"""Expected accepted tokens of every rule on the same drafts: E[accepted | draft], with less noise than whole runs.
 
-Knows: drafts, rows of p and q, each rule's own acceptance probabilities. Does not know: models, prompts, intervals.
-
-A `Recorder` stands in the engine where a verification rule stands. Each round it notes, for every rule, length and
-number of drafts asked for, the expected number of accepted tokens given the draft, and emits one token of the target:
-so rounds begin at every place of the target's own text, and all rules meet the same drafts there (common random
-numbers). Whole runs begin rounds elsewhere: each rule where its last round ended. Both are block efficiencies; this one
-compares rules, the other says what a run gains.
+A `Recorder` takes the place of the verification rule in the engine. In each round it records, for every rule, length
+and number of drafts, the expected number of accepted tokens given the draft, and emits one token of the target. So
+rounds begin at every position of the target's own text, and all rules get the same drafts there (common random
+numbers). In whole runs, each rule begins a round where its last round ended. Both are block efficiencies: this one
+compares rules, the other shows what a run gains.
 """
 
 from __future__ import annotations
@@ -32,30 +30,30 @@ Pieces = tuple[Int[Tensor, "B K n"], Float[Tensor, "B K n V"], Float[Tensor, "B 
 
 
 def key(rule: str, n: int, drafts: int = 1) -> str:
-    """The name of a rule's column."""
+    """The name of the column of a rule, draft length and number of drafts."""
     return f"{rule} n={n} K={drafts}"
 
 
 def chains_of(draft: Draft) -> list[list[int]]:
     """The nodes of each drafted chain; equal prefixes share nodes.
 
-    A draw at a node goes to the next chain that stands there, which depends on nothing that is drawn: the chains are
-    i.i.d. as they were drawn.
+    A draw at a node goes to the next chain that has reached that node. This order does not depend on the tokens, so the
+    chains are i.i.d. as they were drawn.
     """
     parents = draft.tree.parents
     draws = range(len(draft)) if draft.draws is None else draft.draws
     chains: list[list[int]] = [[] for node in draws if parents[node] == ROOT]
-    standing: dict[int, deque[int]] = defaultdict(deque)
-    standing[ROOT].extend(range(len(chains)))
+    waiting: dict[int, deque[int]] = defaultdict(deque)
+    waiting[ROOT].extend(range(len(chains)))
     for node in draws:
-        chain = standing[parents[node]].popleft()
+        chain = waiting[parents[node]].popleft()
         chains[chain].append(node)
-        standing[node].append(chain)
+        waiting[node].append(chain)
     return chains
 
 
 def pieces(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ V"]]) -> Pieces:
-    """Tokens, q and p of every chain of drafts that have equally many chains of equal length."""
+    """Tokens, q and p of every chain; all drafts have the same number of chains of the same length."""
     tokens, q, p = [], [], []
     for draft, probs in zip(drafts, target_probs, strict=True):
         assert draft.probs is not None, "a recorder refuses point masses"
@@ -67,7 +65,7 @@ def pieces(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ V"]]
     return torch.stack(tokens), torch.stack(q), torch.stack(p)
 
 
-def chain_reach(
+def chain_ccdf(
     rule: str, tokens: Int[Tensor, "R n"], q: Float[Tensor, "R n V"], p: Float[Tensor, "R m V"]
 ) -> Float[Tensor, "R n"]:
     """Pr(at least i tokens are accepted | chain) for i = 1..n in one round of a rule for single chains.
@@ -89,23 +87,23 @@ Plan = Callable[[Float[Tensor, "r V"], Float[Tensor, "r V"], Int[Tensor, "r D"],
 
 
 def _spectr(
-    p: Float[Tensor, "r V"], q: Float[Tensor, "r V"], ids: Int[Tensor, "r D"], live: Tensor
+    p: Float[Tensor, "r V"], q: Float[Tensor, "r V"], ids: Int[Tensor, "r D"], mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    plan = kseq_plan(p, q, live.sum(-1))
+    plan = kseq_plan(p, q, mask.sum(-1))
     return kseq_accept(p.gather(-1, ids), q.gather(-1, ids), plan.gamma), kseq_residual(p, q, plan)
 
 
 def _multi_round(
-    p: Float[Tensor, "r V"], q: Float[Tensor, "r V"], ids: Int[Tensor, "r D"], live: Tensor
+    p: Float[Tensor, "r V"], q: Float[Tensor, "r V"], ids: Int[Tensor, "r D"], mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    plan = rounds_plan(p, ids, live, lambda _: q)
+    plan = rounds_plan(p, ids, mask, lambda _: q)
     return plan.accept, plan.left
 
 
 _PLANS: dict[str, Plan] = {"spectr": _spectr, "multi_round": _multi_round}
 
 
-def trie_reach(
+def trie_ccdf(
     rule: str, tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"], p: Float[Tensor, "B K m V"]
 ) -> Float[Tensor, "B n"]:
     """Pr(at least l tokens are accepted | drafts) for l = 1..n, of a rule that walks from the root down.
@@ -152,24 +150,27 @@ def _selected(
             continue
         local = tries.kids.flatten(0, 1)[part]
         local = local[:, : int((local > 0).sum(-1).max())]
-        live = local > 0
+        mask = local > 0
         kids = local + (part // tries.tokens.shape[1] * tries.tokens.shape[1]).unsqueeze(-1)
         ids = tries.tokens.flatten()[kids]
         target, drafted = p[tries.p_row.flatten()[part]], q[tries.q_row.flatten()[kids[:, 0]]]
-        accept, residual = plan(target, drafted, ids, live)
-        law = first_success(accept.double() * live)
+        accept, residual = plan(target, drafted, ids, mask)
+        first = first_success(accept.double() * mask)
         rest = residual.double() / residual.sum(-1, dtype=torch.float64, keepdim=True)
-        twins = ((kids.unsqueeze(-1) == kids.unsqueeze(-2)) & live.unsqueeze(-2)).sum(-1)  # draws of the same token
-        chance = law[:, :-1] + law[:, -1:] * rest.gather(-1, ids) / twins.clamp(min=1)
-        yield kids[live], chance[live]
+        repeated = ((kids.unsqueeze(-1) == kids.unsqueeze(-2)) & mask.unsqueeze(-2)).sum(-1)  # draws of the same token
+        chance = first[:, :-1] + first[:, -1:] * rest.gather(-1, ids) / repeated.clamp(min=1)
+        yield kids[mask], chance[mask]
 
 
 class Recorder:
-    """A verifier that plainly decodes, and notes of every draft what each rule would have accepted of it.
+    """A verifier that decodes plainly, and records for every draft the expected accepted tokens of each rule.
 
     Args:
-        lengths: draft lengths to note, each at most what is drafted.
-        drafts: numbers of drafts to note for the rules on tries, each at most what is drafted.
+        lengths: draft lengths to record, at most the length that is drafted.
+        drafts: numbers of drafts to record for rules on tries, at most the number that is drafted.
+
+    Attributes:
+        rounds: for each round, by the name of a column, the expected accepted tokens of each request.
     """
 
     name = "recorder"
@@ -188,27 +189,27 @@ class Recorder:
         drafts: Sequence[Draft],
         target_probs: Sequence[Float[Tensor, "_ vocab"]],
         rng: Rng,
-        states: Sequence[object],  # noqa: ARG002 - it has no memory
+        states: Sequence[object],  # noqa: ARG002 - it keeps nothing
     ) -> list[Verdict]:
         """See Verifier: nothing is accepted, the next token is the target's own."""
         if all(len(draft) and max(map(len, chains_of(draft))) >= max(self.lengths) for draft in drafts):
-            self.rounds.append(self._note(*pieces(drafts, target_probs)))
+            self.rounds.append(self._expected(*pieces(drafts, target_probs)))
         tokens = rng.categorical(torch.stack([probs[0] for probs in target_probs])).tolist()
         return [Verdict((), token, (token,)) for token in tokens]
 
-    def _note(
+    def _expected(
         self, tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"], p: Float[Tensor, "B K m V"]
     ) -> dict[str, list[float]]:
-        """For each column the expectation of every row; chains of a row are averaged where a rule takes one."""
-        noted: dict[str, list[float]] = {}
+        """The expectation of every request in each column; rules for a single chain are averaged over the chains."""
+        expected: dict[str, list[float]] = {}
         flat = (tokens.flatten(0, 1), q.flatten(0, 1), p.flatten(0, 1))
         for n in self.lengths:
             for rule in CHAIN_RULES:
-                values = chain_reach(rule, flat[0][:, :n], flat[1][:, :n], flat[2][:, : n + 1]).sum(-1)
-                noted[key(rule, n)] = values.reshape(tokens.shape[:2]).mean(-1).tolist()
+                values = chain_ccdf(rule, flat[0][:, :n], flat[1][:, :n], flat[2][:, : n + 1]).sum(-1)
+                expected[key(rule, n)] = values.reshape(tokens.shape[:2]).mean(-1).tolist()
         for k in self.drafts:
             for rule in TRIE_RULES:
-                chances = trie_reach(rule, tokens[:, :k], q[:, :k], p[:, :k])
+                chances = trie_ccdf(rule, tokens[:, :k], q[:, :k], p[:, :k])
                 for n in self.lengths:
-                    noted[key(rule, n, k)] = chances[:, :n].sum(-1).tolist()
-        return noted
+                    expected[key(rule, n, k)] = chances[:, :n].sum(-1).tolist()
+        return expected

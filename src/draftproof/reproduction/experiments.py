@@ -1,14 +1,11 @@
-"""Pairs of models, prompts and runs for the recipes; what was measured is kept, so that nothing is measured twice.
+"""Experiments for the recipes: pairs of models, prompts and runs, with records on disk so that each is measured once.
 
-Knows: how a profile scales a recipe, records by the hash of what was asked. Does not know: papers, claims.
-
-Every request's seed comes from the run's seed and the prompt's number, so the same command gives the same counts;
-seconds alone differ.
+Every request's seed comes from the run's seed and the prompt's number. So the same command gives the same counts, and
+only times differ.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -28,41 +25,21 @@ from draftproof.reproduction.expected_accepted import Recorder
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 
-FORMAT = 1  # of the records; raise it where what is measured changes
-WARM_UP = 4  # tokens thrown away before a run counts
-OPENINGS = "stories"  # the laboratory's own prompts
-PROMPT = 96  # tokens of a prompt at most: small models have short contexts
-Row = dict[str, Any]
-Tell = Callable[[str], None]
+FORMAT = 2  # of the records; raise it where what is measured or how it is described changes
+WARM_UP = 4  # tokens that are discarded before a run counts
+OPENINGS = "story-openings"  # the default data set of the recipes
+PROMPT = 96  # largest number of tokens of a prompt, because small models have short contexts
 COUNTS = ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens")
-
-_BEGINNINGS = (
-    "Once upon a time there was a",
-    "The old man opened the door and",
-    "One day, a little girl named",
-    "In the morning they walked to the",
-    "Tom had a red ball. He",
-    "The cat looked at the bird and said",
-    "It was raining, so Lily and her mom",
-    "At the park, a big dog",
-)
-_BEFORE = ("", "It was a sunny day. ", "There was a small house near the lake. ", "Everyone was asleep. ")
+Row = dict[str, Any]
+Notify = Callable[[str], None]
 
 
-def openings(count: int) -> list[str]:
-    """Beginnings of short stories: the prompts of the recipes.
-
-    Raises:
-        UserError: more than there are.
-    """
-    every = [before + beginning for before, beginning in itertools.product(_BEFORE, _BEGINNINGS)]
-    if not 2 <= count <= len(every):
-        raise UserError(f"{count} prompts: legal are 2 to {len(every)}")
-    return every[:count]
+def ignore(line: str) -> None:
+    """Drop a line about progress."""
 
 
 @dataclass(frozen=True)
-class Names:
+class PairNames:
     """A target and a draft by name, and the dtype they run in."""
 
     target: str
@@ -71,13 +48,13 @@ class Names:
 
     @property
     def label(self) -> str:
-        """As reports call it."""
+        """Its name in reports."""
         return f"{self.target} / {self.draft}"
 
 
-STORIES = Names("embedded:stories", "embedded:stories-draft")
-SMALL = Names("embedded:target", "embedded:draft")
-SMOLLM2 = Names("smollm2-135m", "smollm2-135m-draft", "bfloat16")
+STORIES = PairNames("embedded:stories", "embedded:stories-draft")
+SMALL = PairNames("embedded:target", "embedded:draft")
+SMOLLM2 = PairNames("smollm2-135m", "smollm2-135m-draft", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -86,16 +63,16 @@ class ExperimentProfile:
 
     Attributes:
         name: as on the command line.
-        pairs: the pairs of models; the first is the one that stands beside the paper's numbers.
-        prompts: of each run; what intervals resample.
+        pairs: of models; the first is compared with the paper's numbers.
+        prompts: of each run; intervals resample them.
         seeds: runs of each prompt.
-        tokens: emitted in a run of each prompt.
-        places: where rules are compared on the same drafts, for each prompt and seed.
-        heavy: parts of the work for models that take a hundred times as long.
+        tokens: emitted for each prompt in a run.
+        places: positions where rules are compared on the same drafts, for each prompt and seed.
+        heavy: share of the work for models that take a hundred times as long.
     """
 
     name: str
-    pairs: tuple[Names, ...]
+    pairs: tuple[PairNames, ...]
     prompts: int
     seeds: int
     tokens: int
@@ -108,15 +85,15 @@ class PlannedRun:
     """Whole runs of one composition.
 
     Attributes:
-        names: the models.
+        pair: the models.
         drafter, stopper, verifier: the parts; drafter "none" is plain decoding.
         temperature, top_k: of the sampling.
         prompts, seeds, tokens: how many.
         batch: requests decoded together.
-        dataset: OPENINGS, or a data set that ships.
+        dataset: of the prompts, one that ships.
     """
 
-    names: Names
+    pair: PairNames
     verifier: str = "block"
     stopper: str = "fixed:4"
     drafter: str = "model"
@@ -131,20 +108,20 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Places:
-    """Rules compared on the same drafts, at every place of the target's own text.
+    """Rules compared on the same drafts, at every position of the target's own text.
 
     Attributes:
-        names: the models.
-        lengths: draft lengths to note.
-        drafts: numbers of drafts to note for rules on tries.
-        chains: chains drafted at each place, as many as the most of `drafts` or more; single-draft rules are averaged
-            over all of them.
+        pair: the models.
+        lengths: draft lengths to compare.
+        drafts: numbers of drafts to compare, for rules on tries.
+        chains: chains drafted at each position, at least as many as the largest of `drafts`; rules for single drafts
+            are averaged over all of them.
         drafter: "model" (i.i.d. chains of the draft model), or "early_exit:L" of the target itself.
         temperature: of the sampling.
         prompts, seeds, places: how many.
     """
 
-    names: Names
+    pair: PairNames
     lengths: tuple[int, ...]
     drafts: tuple[int, ...] = ()
     chains: int = 4
@@ -156,165 +133,161 @@ class Places:
 
 
 class Experiments:
-    """Measures what recipes ask for, or reads it from the records.
+    """Measures what recipes need, or reads it from the records.
 
     Args:
-        folder: where records are kept, one file for each thing asked.
+        folder: of the records, one file for each measurement.
         profile: how much is measured.
-        tell: told of each measurement that is begun.
+        notify: called with a line when a measurement begins.
     """
 
-    def __init__(self, folder: Path, profile: ExperimentProfile, tell: Tell = lambda _: None) -> None:
+    def __init__(self, folder: Path, profile: ExperimentProfile, notify: Notify = ignore) -> None:
         self.folder = folder
         self.profile = profile
-        self._tell = tell
-        self._bench = ModelCache()
+        self._notify = notify
+        self._cache = ModelCache()
 
-    # --- what a profile makes of a wish ---------------------------------------------------------------------------
+    # --- sizes by the profile -------------------------------------------------------------------------------------
 
-    def scaled_run(self, names: Names, **asked: Any) -> PlannedRun:
-        """A run at the profile's size."""
-        profile, share = self.profile, self._share(names)
+    def scaled_run(self, pair: PairNames, **changes: Any) -> PlannedRun:
+        """A run at the profile's size, with other values by name."""
+        profile, share = self.profile, self._share(pair)
         sized = PlannedRun(
-            names,
+            pair,
             prompts=max(int(profile.prompts * share), 4),
             seeds=profile.seeds if share == 1 else 1,
             tokens=profile.tokens,
         )
-        return replace(sized, **asked)
+        return replace(sized, **changes)
 
-    def scaled_places(self, names: Names, **asked: Any) -> Places:
-        """Places at the profile's size."""
-        profile, share = self.profile, self._share(names)
+    def scaled_places(self, pair: PairNames, **changes: Any) -> Places:
+        """Positions at the profile's size, with other values by name."""
+        profile, share = self.profile, self._share(pair)
         sized = Places(
-            names,
+            pair,
             lengths=(4,),
             prompts=max(int(profile.prompts * share), 4),
             seeds=profile.seeds if share == 1 else 1,
             places=max(int(profile.places * share), 4),
         )
-        return replace(sized, **asked)
+        return replace(sized, **changes)
 
-    def _share(self, names: Names) -> float:
-        return 1.0 if names.target.startswith("embedded:") else self.profile.heavy
+    def _share(self, pair: PairNames) -> float:
+        return 1.0 if pair.target.startswith("embedded:") else self.profile.heavy
 
     # --- measuring ------------------------------------------------------------------------------------------------
 
-    def remembered(self, kind: str, asked: object, make: Callable[[], Any]) -> Any:
-        """What the records hold of something asked; made and written first if they do not.
+    def cached(self, kind: str, key: object, make: Callable[[], Any]) -> Any:
+        """A value from the records; made and written first if it is not there.
 
         Args:
-            kind: names the file.
-            asked: what decides the answer; a value that JSON can carry, or a dataclass of such.
+            kind: first part of the file's name.
+            key: identifies the value: something that JSON can carry, or a dataclass of such.
             make: measures it.
         """
-        told = asdict(asked) if not isinstance(asked, dict | list | tuple | str) else asked  # type: ignore[call-overload]
-        file = self.folder / f"{kind}-{digest(FORMAT, kind, told)[:16]}.json"
+        described = asdict(key) if not isinstance(key, dict | list | tuple | str) else key  # type: ignore[call-overload]
+        file = self.folder / f"{kind}-{digest(FORMAT, kind, described)[:16]}.json"
         if not file.exists():
-            self._tell(_words(kind, told))
+            self._notify(_line(kind, described))
             made = make()
             with whole_file(file) as work:
-                work.write_text(json.dumps({"asked": told, "rows": made}) + "\n", encoding="utf-8")
+                work.write_text(json.dumps({"key": described, "rows": made}) + "\n", encoding="utf-8")
         return json.loads(file.read_text(encoding="utf-8"))["rows"]
 
-    def runs(self, asked: PlannedRun) -> list[Row]:
+    def runs(self, run: PlannedRun) -> list[Row]:
         """A row for each prompt and seed: counts, seconds, token ids."""
-        found: list[Row] = self.remembered("run", asked, lambda: self._turns([asked])[0])
+        found: list[Row] = self.cached("run", run, lambda: self._turns([run])[0])
         return found
 
-    def in_turns(self, asked: Sequence[PlannedRun]) -> list[list[Row]]:
+    def in_turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:
         """The rows of runs whose seconds are compared: measured batch by batch in turns, A B A B."""
-        found: list[list[Row]] = self.remembered("turns", [asdict(run) for run in asked], lambda: self._turns(asked))
+        found: list[list[Row]] = self.cached("turns", [asdict(run) for run in runs], lambda: self._turns(runs))
         return found
 
-    def places(self, asked: Places) -> list[Row]:
-        """A row for each prompt: places, and the expected accepted tokens of every column summed over them."""
-        found: list[Row] = self.remembered("places", asked, lambda: self._places(asked))
+    def places(self, places: Places) -> list[Row]:
+        """A row for each prompt: number of positions, and the sum of expected accepted tokens in every column."""
+        found: list[Row] = self.cached("places", places, lambda: self._places(places))
         return found
 
     def backend(self, name: str, dtype: str = "auto") -> Loaded:
         """A model, loaded once."""
-        return self._bench.backend(name, dtype, "auto")
+        return self._cache.backend(name, dtype, "auto")
 
     def tokenizer(self, name: str) -> Any:
         """A model's tokenizer."""
-        return self._bench.tokenizer(name)
+        return self._cache.tokenizer(name)
 
     def prompts(self, name: str, count: int, dataset: str = OPENINGS) -> list[list[int]]:
-        """Prompts as token ids: beginnings of stories, or questions of a shipped data set, cut where they are long.
+        """Prompts of a shipped data set as token ids of a model, cut to PROMPT tokens.
 
         Raises:
-            UserError: no such data set, or fewer questions than that.
+            UserError: no such data set, or too few questions in it.
         """
-        if dataset == OPENINGS:
-            texts = openings(count)
-        elif dataset in shipped():
-            texts = [question.prompt for question in read_questions(dataset, count)]
-        else:
-            raise UserError(f"data set is {dataset!r}: legal are {OPENINGS}, {', '.join(shipped())}")
+        if dataset not in shipped():
+            raise UserError(f"data set is {dataset!r}: legal are {', '.join(shipped())}")
+        texts = [question.prompt for question in read_questions(dataset, count)]
         if len(texts) < count:
-            raise UserError(f"{dataset} has {len(texts)} questions: {count} were asked for")
+            raise UserError(f"{dataset} has {len(texts)} questions: {count} are needed")
         return [[int(token) for token in self.tokenizer(name)(text)["input_ids"]][:PROMPT] for text in texts]
 
-    def drafter(self, asked: PlannedRun | Places, name: str, stopper: str) -> Drafter:
+    def drafter(self, pair: PairNames, name: str, stopper: str) -> Drafter:
         """A drafter by name, with the draft model where it reads one."""
-        names = asked.names
         reads = name.partition(":")[0] in {"model", "chains", "tree"}
-        draft = self.backend(names.draft, names.dtype) if reads else None
-        return make_drafter(name, target=self.backend(names.target, names.dtype), draft=draft, stopper=stopper)
+        draft = self.backend(pair.draft, pair.dtype) if reads else None
+        return make_drafter(name, target=self.backend(pair.target, pair.dtype), draft=draft, stopper=stopper)
 
-    def _turns(self, asked: Sequence[PlannedRun]) -> list[list[Row]]:
-        """Batch by batch, every run in its turn: a machine that slows down meets all of them."""
-        benches = [self._bench_of(run) for run in asked]
-        made: list[list[Row]] = [[] for _ in asked]
-        for seed in range(max(run.seeds for run in asked)):
-            for number in range(max(-(-run.prompts // run.batch) for run in asked)):
-                for run, (engine, prompts), rows in zip(asked, benches, made, strict=True):
+    def _turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:
+        """Batch by batch, every run in its turn, so that a machine that slows down affects all of them."""
+        engines = [self._engine(run) for run in runs]
+        made: list[list[Row]] = [[] for _ in runs]
+        for seed in range(max(run.seeds for run in runs)):
+            for number in range(max(-(-run.prompts // run.batch) for run in runs)):
+                for run, (engine, prompts), rows in zip(runs, engines, made, strict=True):
                     if seed < run.seeds:
                         rows.extend(_answers(run, engine, prompts, seed, number * run.batch))
         return made
 
-    def _bench_of(self, run: PlannedRun) -> tuple[Engine, list[list[int]]]:
+    def _engine(self, run: PlannedRun) -> tuple[Engine, list[list[int]]]:
         """An engine that has warmed up, and its prompts."""
-        prompts = self.prompts(run.names.target, run.prompts, run.dataset)
-        part = self.drafter(run, run.drafter, run.stopper)
-        target = self.backend(run.names.target, run.names.dtype)
+        prompts = self.prompts(run.pair.target, run.prompts, run.dataset)
+        part = self.drafter(run.pair, run.drafter, run.stopper)
+        target = self.backend(run.pair.target, run.pair.dtype)
         engine = Engine(target, part, make_verifier(run.verifier), max_batch=run.batch)
         engine.generate(list(prompts[: run.batch]), _params(run, 0, 0, WARM_UP))
         return engine, prompts
 
-    def _places(self, asked: Places) -> list[Row]:
-        prompts = self.prompts(asked.names.target, asked.prompts)
-        together = 16 if self._share(asked.names) == 1 else 4
+    def _places(self, places: Places) -> list[Row]:
+        prompts = self.prompts(places.pair.target, places.prompts)
+        together = 16 if self._share(places.pair) == 1 else 4
         return [
             row
             for first in range(0, len(prompts), together)
-            for row in self._some_places(asked, prompts[first : first + together], first)
+            for row in self._some_places(places, prompts[first : first + together], first)
         ]
 
-    def _some_places(self, asked: Places, prompts: list[list[int]], first: int) -> list[Row]:
+    def _some_places(self, places: Places, prompts: list[list[int]], first: int) -> list[Row]:
         """The rows of prompts that are decoded in one batch."""
-        deepest, most = max(asked.lengths), max((*asked.drafts, asked.chains))
-        name = f"chains:{most}" if asked.drafter == "model" else f"{asked.drafter}x{most}"
+        deepest, most = max(places.lengths), max((*places.drafts, places.chains))
+        name = f"chains:{most}" if places.drafter == "model" else f"{places.drafter}x{most}"
         sums: list[Row] = [{"prompt": first + at, "places": 0, "accepted": {}} for at in range(len(prompts))]
-        for seed in range(asked.seeds):
-            recorder = Recorder(asked.lengths, asked.drafts)
-            part = self.drafter(asked, name, f"fixed:{deepest}")
-            target = self.backend(asked.names.target, asked.names.dtype)
-            each = [_params(asked, seed, first + at, asked.places + deepest) for at in range(len(prompts))]
+        for seed in range(places.seeds):
+            recorder = Recorder(places.lengths, places.drafts)
+            part = self.drafter(places.pair, name, f"fixed:{deepest}")
+            target = self.backend(places.pair.target, places.pair.dtype)
+            each = [_params(places, seed, first + at, places.places + deepest) for at in range(len(prompts))]
             Engine(target, part, recorder, max_batch=len(prompts)).generate(list(prompts), each)
-            for noted in recorder.rounds:
-                _add(sums, noted)
+            for expected in recorder.rounds:
+                _add(sums, expected)
         return sums
 
 
-def _words(kind: str, told: Any) -> str:
-    """What is being measured, in a line."""
-    if isinstance(told, list):
-        return f"{kind}: {len(told)} compositions on {told[0]['names']['target']}"
-    names = told.get("names", "")
-    facts = [f"{name}={value}" for name, value in told.items() if name != "names" and value not in ((), "", 0)]
-    return " ".join([f"{kind}:", names["target"] if isinstance(names, dict) else str(names), *facts])
+def _line(kind: str, described: Any) -> str:
+    """One line about what is being measured."""
+    if isinstance(described, list):
+        return f"{kind}: {len(described)} compositions on {described[0]['pair']['target']}"
+    pair = described.get("pair", "")
+    facts = [f"{name}={value}" for name, value in described.items() if name != "pair" and value not in ((), "", 0)]
+    return " ".join([f"{kind}:", pair["target"] if isinstance(pair, dict) else str(pair), *facts])
 
 
 def _answers(run: PlannedRun, engine: Engine, prompts: list[list[int]], seed: int, first: int) -> list[Row]:
@@ -323,26 +296,26 @@ def _answers(run: PlannedRun, engine: Engine, prompts: list[list[int]], seed: in
     each = [_params(run, seed, first + at, run.tokens) for at in range(len(some))]
     rows = []
     for at, out in enumerate(engine.generate(list(some), each) if some else ()):
-        told = out.stats.to_dict()
-        facts = {"prompt": first + at, "seed": seed, "token_ids": list(out.token_ids)}
-        rows.append(facts | {name: told[name] for name in COUNTS} | {"seconds": told["seconds"]})
+        stats = out.stats.to_dict()
+        row = {"prompt": first + at, "seed": seed, "token_ids": list(out.token_ids)}
+        rows.append(row | {name: stats[name] for name in COUNTS} | {"seconds": stats["seconds"]})
     return rows
 
 
-def _params(asked: PlannedRun | Places, seed: int, number: int, tokens: int) -> SamplingParams:
-    """Temperature 0 keeps its seed: it changes nothing then."""
+def _params(planned: PlannedRun | Places, seed: int, number: int, tokens: int) -> SamplingParams:
+    """The sampling parameters of one prompt; at temperature 0 the seed has no effect."""
     return SamplingParams(
-        temperature=asked.temperature,
-        top_k=getattr(asked, "top_k", 0),
+        temperature=planned.temperature,
+        top_k=getattr(planned, "top_k", 0),
         max_tokens=tokens,
         seed=fold(seed, number) >> 1,
         ignore_eos=True,
     )
 
 
-def _add(sums: list[Row], noted: dict[str, list[float]]) -> None:
-    """Add one round of all rows; they run in step, for every request has the same length."""
+def _add(sums: list[Row], expected: dict[str, list[float]]) -> None:
+    """Add one round of all rows; rows are in step, because every request has the same length."""
     for at, row in enumerate(sums):
         row["places"] += 1
-        for name, values in noted.items():
+        for name, values in expected.items():
             row["accepted"][name] = row["accepted"].get(name, 0.0) + values[at]

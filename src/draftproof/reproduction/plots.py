@@ -1,7 +1,4 @@
-"""Pictures of the recipes that stand for a figure, where matplotlib is there.
-
-Knows: lines, points, bars. Does not know: what they mean.
-"""
+"""Pictures of the recipes that stand for a figure of a paper, drawn where matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -9,40 +6,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftproof.files import whole_file
+from draftproof.errors import UserError
+from draftproof.results import new_figure, save_figure
 
 
-def draw(outcome: dict[str, Any], out: Path, tell: Callable[[str], None]) -> str | None:
-    """Draw a recipe's figure into the folder; the file's name, or None without matplotlib, which is said.
+def draw(outcome: dict[str, Any], out: Path, notify: Callable[[str], None]) -> str | None:
+    """Draw a recipe's figure into the folder; returns the file's name, or None without matplotlib.
 
     Args:
         outcome: with `name` and `figure`.
-        out: the folder.
-        tell: told if nothing can be drawn.
+        out: the folder; a picture that exists is not drawn again.
+        notify: called with a line if nothing can be drawn.
     """
     name = f"{outcome['name']}.png"
     if (out / name).exists():
         return name
     try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        tell(f"{outcome['name']}: no picture, its data are in the report (pip install 'draftproof[bench]' draws it)")
+        figure = new_figure(7.0, 4.5)
+    except UserError as missing:
+        notify(f"{outcome['name']}: no picture, its data are in the report; {missing}")
         return None
-    told = outcome["figure"]
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    shown = outcome["figure"]
     axes = figure.add_subplot()
-    for place, line in enumerate(told["series"]):
-        if told["bars"]:
-            width = 0.8 / len(told["series"])
+    for place, line in enumerate(shown["series"]):
+        if shown["bars"]:
+            width = 0.8 / len(shown["series"])
             axes.bar([x + place * width for x in line["x"]], line["y"], width, label=line["label"])
         elif line["error"]:
             axes.errorbar(line["x"], line["y"], line["error"], label=line["label"], marker="o", capsize=3)
         else:
             axes.plot(line["x"], line["y"], "o-" if line["line"] else "o", markersize=4, label=line["label"])
-    axes.set_xlabel(told["x"])
-    axes.set_ylabel(told["y"])
+    axes.set_xlabel(shown["x"])
+    axes.set_ylabel(shown["y"])
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    with whole_file(out / name) as work:
-        figure.savefig(work, dpi=110, format="png", metadata={"Software": None})
+    save_figure(figure, out / name, dpi=110)
     return name

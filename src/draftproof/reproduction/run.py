@@ -1,24 +1,31 @@
-"""Recipes run one after another into a folder: records and outcomes kept, a report that is written again after each.
+"""Runs recipes one after another: records and outcomes are kept in a folder, the report is written after each recipe.
 
-Knows: profiles, resuming, which files there are. Does not know: any recipe, how a report is worded.
-
-A finished recipe is not measured again; one that was cut short goes on with the records it has. What is in the folder
-belongs to one profile and one state of the recipes (FORMAT): anything else is refused.
+A finished recipe is not measured again. One that was interrupted continues with the records that exist. A folder
+belongs to one profile and one version of the recipes (FORMAT); another one is refused.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError
 from draftproof.files import whole_file
-from draftproof.provenance import digest, provenance
-from draftproof.reproduction.experiments import FORMAT, SMALL, SMOLLM2, STORIES, ExperimentProfile, Experiments
+from draftproof.provenance import KEY, digest, run_facts, write_json
+from draftproof.reproduction.experiments import (
+    FORMAT,
+    SMALL,
+    SMOLLM2,
+    STORIES,
+    ExperimentProfile,
+    Experiments,
+    Notify,
+    ignore,
+)
 from draftproof.reproduction.plots import draw
 from draftproof.reproduction.recipes.base import Recipe
 from draftproof.reproduction.recipes.index import chosen
@@ -29,16 +36,15 @@ PROFILES = {
     "quick": ExperimentProfile("quick", (STORIES, SMALL), prompts=24, seeds=2, tokens=48, places=20),
     "full": ExperimentProfile("full", (STORIES, SMALL, SMOLLM2), prompts=32, seeds=8, tokens=96, places=40, heavy=0.5),
 }
-Told = dict[str, Any]
-Tell = Callable[[str], None]
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A recipe's outcome as it stands in the folder."""
+    """A recipe's outcome as it is kept in the folder."""
 
     name: str
-    content: Told
+    content: Json
 
 
 def profile_named(name: str) -> ExperimentProfile:
@@ -53,57 +59,57 @@ def profile_named(name: str) -> ExperimentProfile:
 
 
 def reproduce(
-    names: Sequence[str], out: Path, profile: ExperimentProfile, *, tell: Tell = lambda _: None
+    names: Sequence[str], out: Path, profile: ExperimentProfile, *, notify: Notify = ignore
 ) -> list[Finished]:
-    """Run recipes and write the report of all that the folder then holds.
+    """Run recipes and write the report of all outcomes in the folder.
 
     Args:
         names: of recipes; none for all.
-        out: a folder, made if it is not there; `reproduce.md`, `reproduce.json`, pictures and records go there.
+        out: a folder, made if it does not exist: for `reproduce.md`, `reproduce.json`, pictures and records.
         profile: how much is measured.
-        tell: told what is done now, line by line.
+        notify: called with a line about what is done now.
 
     Returns:
-        The outcomes of the recipes asked for.
+        The outcomes of these recipes.
 
     Raises:
-        UserError: a name that is none, or a folder of another profile.
+        UserError: no such recipe, or a folder of another profile.
     """
-    recipes = chosen(names)
+    recipes, facts = chosen(names), run_facts()
     _claim_folder(out, profile)
-    lab = Experiments(out / "records", profile, tell)
+    experiments = Experiments(out / "records", profile, notify)
     made = []
     for number, recipe in enumerate(recipes, 1):
-        tell(f"[{number}/{len(recipes)}] {recipe.name}: {recipe.paper.title}")
-        made.append(_finished(recipe, lab, out))
-        _report(out, profile, tell)
+        notify(f"[{number}/{len(recipes)}] {recipe.name}: {recipe.paper.title}")
+        made.append(_finished(recipe, experiments, out, facts))
+        _report(out, profile, facts, notify)
     return made
 
 
-def _identity(profile: ExperimentProfile) -> Told:
+def _identity(profile: ExperimentProfile) -> Json:
     return {"format": FORMAT, "profile": asdict(profile)}
 
 
 def _claim_folder(out: Path, profile: ExperimentProfile) -> None:
-    """Write what the folder is for, or check it."""
-    mark = out / "profile.json"
-    wanted = json.loads(json.dumps(_identity(profile)))
-    if mark.exists():
-        if json.loads(mark.read_text(encoding="utf-8")) != wanted:
+    """Write which profile the folder belongs to, or check it."""
+    file = out / "profile.json"
+    identity = json.loads(json.dumps(_identity(profile)))
+    if file.exists():
+        if json.loads(file.read_text(encoding="utf-8")) != identity:
             raise UserError(f"{out} holds another profile or an older version of the recipes: name another folder")
         return
-    out.mkdir(parents=True, exist_ok=True)
-    with whole_file(mark) as work:
-        work.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+    with whole_file(file) as work:
+        write_json(work, identity)
 
 
-def _finished(recipe: Recipe, lab: Experiments, out: Path) -> Finished:
+def _finished(recipe: Recipe, experiments: Experiments, out: Path, facts: Json) -> Finished:
     """A recipe's outcome from the folder, measured and written first if it is not there."""
     file = out / "outcomes" / f"{recipe.name}.json"
     if not file.exists():
         start = time.perf_counter()
-        outcome = recipe.measure(lab).to_dict()
+        outcome = recipe.measure(experiments).to_dict()
         content = {
+            KEY: facts,
             "name": recipe.name,
             "how": recipe.how,
             "paper": asdict(recipe.paper),
@@ -111,33 +117,30 @@ def _finished(recipe: Recipe, lab: Experiments, out: Path) -> Finished:
             "seconds": round(time.perf_counter() - start, 1),
         }
         with whole_file(file) as work:
-            work.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_json(work, content)
     return Finished(recipe.name, json.loads(file.read_text(encoding="utf-8")))
 
 
-def _report(out: Path, profile: ExperimentProfile, tell: Tell) -> None:
+def _report(out: Path, profile: ExperimentProfile, facts: Json, notify: Notify) -> None:
     """Write the report of every outcome in the folder."""
     found = [
         json.loads(file.read_text(encoding="utf-8"))
         for recipe in chosen(())
         if (file := out / "outcomes" / f"{recipe.name}.json").exists()
     ]
-    pictures = {each["name"]: draw(each, out, tell) for each in found if each["figure"]}
-    origin = provenance(
-        data=[], seed=0, metrics={}, seconds=sum(each["seconds"] for each in found), profile=asdict(profile)
-    )
+    pictures = {each["name"]: draw(each, out, notify) for each in found if each["figure"]}
     with whole_file(out / f"{REPORT}.json") as work:
-        told = {"provenance": origin, "tables": without_times(found), "recipes": found}
-        work.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        content = {KEY: facts, "profile": asdict(profile), "tables": without_times(found), "recipes": found}
+        write_json(work, content)
     with whole_file(out / f"{REPORT}.md") as work:
-        work.write_text(markdown(found, profile.name, origin, pictures), encoding="utf-8")
+        work.write_text(markdown(found, profile.name, facts, pictures), encoding="utf-8")
 
 
-def without_times(outcomes: Sequence[Told]) -> str:
-    """A hash of everything in outcomes but seconds and what follows from them: equal for equal seeds."""
+def without_times(outcomes: Sequence[Json]) -> str:
+    """A hash of outcomes without seconds and what follows from them: equal for equal seeds."""
     kept = []
     for each in outcomes:
-        dropped = {"seconds", "timed_claims", *(("figure", "claims") if each["how"] == "times" else ())}
+        dropped = {KEY, "seconds", "timed_claims", *(("figure", "claims") if each["how"] == "times" else ())}
         content = {key: value for key, value in each.items() if key not in dropped}
         for part in ("cells", "rows"):
             content[part] = [row for row in content[part] if not row["timed"]]

@@ -1,1 +1,1 @@
-"""The papers' own figures, typed in, each with the place it comes from."""
+"""The papers' own figures, typed in, each with its place in the paper."""

@@ -1,7 +1,4 @@
-"""What is kept of a paper's table or figure: its numbers, where they stand, what it claims.
-
-Knows: the shape of a table. Does not know: any paper, any measurement of ours.
-"""
+"""A paper's table or figure: its numbers, its place in the paper, and its claims."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ class PaperTable:
 
     Attributes:
         name: paper and number, as on the command line, "block-verification-table1".
-        place: where it stands in the paper.
-        title: what it shows, in our words.
+        place: in the paper.
+        title: in our words.
         setting: the paper's models and parameters.
-        columns: what is given of each row.
-        rows: by label, a value a column; None where the paper gives none. Empty for a picture without numbers.
+        columns: names of the values in each row.
+        rows: by label, one value for each column; None where the paper gives none. Empty for a picture without numbers.
         spreads: by label, the paper's standard deviations, where it gives them.
-        picture: whether the text gives it as a picture only; then `claims` say what the text says of it.
-        claims: what the paper concludes from it, in our words.
+        picture: whether the paper gives it only as a picture; then `claims` are what its text says about it.
+        claims: the paper's conclusions from it, in our words.
     """
 
     name: str
@@ -45,3 +42,9 @@ class PaperTable:
     def value(self, row: str, column: str) -> Value:
         """A cell of the table."""
         return self.rows[row][self.columns.index(column)]
+
+    def number(self, row: str, column: str) -> float:
+        """A cell of the table that is a number."""
+        value = self.value(row, column)
+        assert isinstance(value, float | int), f"{self.name}: {row}, {column} is no number"
+        return float(value)

@@ -1,7 +1,4 @@
-"""Block Verification (arXiv 2403.10444): tables 1, 2, 4, 5, figures 3 and 4.
-
-Knows: the paper's numbers and what it says of them. Does not know: anything measured here.
-"""
+"""Block Verification (arXiv 2403.10444): tables 1, 2, 4, 5, figures 3 and 4."""
 
 from __future__ import annotations
 
@@ -62,22 +59,25 @@ TABLE2 = PaperTable(
     ),
 )
 
+# Table 4 repeats the block efficiencies of table 1 beside these of greedy block verification.
+_GREEDY = {
+    "LM1B": 3.30,
+    "GPT Prompt": 3.51,
+    "WebQA": 3.52,
+    "PIQA": 3.49,
+    "ShareGPT": 3.44,
+    "XSum": 3.59,
+    "GSM8K": 3.96,
+    "WMT-DeEn": 3.26,
+}
+
 TABLE4 = PaperTable(
     name="block-verification-table4",
     place="Block Verification, arXiv 2403.10444, table 4, appendix C.1",
     title="Token, block and greedy block verification at n = 8: block efficiency over whole runs",
     setting=f"{_PALM}, n = 8",
     columns=("BE token", "BE block", "BE greedy block"),
-    rows={
-        "LM1B": (3.21, 3.49, 3.30),
-        "GPT Prompt": (3.41, 3.76, 3.51),
-        "WebQA": (3.44, 3.70, 3.52),
-        "PIQA": (3.40, 3.68, 3.49),
-        "ShareGPT": (3.34, 3.62, 3.44),
-        "XSum": (3.49, 3.76, 3.59),
-        "GSM8K": (3.81, 4.15, 3.96),
-        "WMT-DeEn": (3.19, 3.41, 3.26),
-    },
+    rows={name: (*TABLE1.rows[name][:2], greedy) for name, greedy in _GREEDY.items()},
     claims=(
         "in one round greedy block verification accepts at least as much as block verification (Theorem 3)",
         "over whole runs it still beats token verification",
@@ -136,7 +136,7 @@ FIGURE4 = PaperTable(
     rows={
         "XXS, n = 4": (2.89, 2.99, 3.36, 2.44, 2.50, 2.49),
         "XXS, n = 6": (3.23, 3.43, 6.10, 2.43, 2.54, 4.67),
-        "XXS, n = 8": (3.41, 3.70, 8.30, 2.30, 2.45, 6.49),
+        "XXS, n = 8": TABLE1.rows["Average"],
         "XXXS, n = 4": (2.35, 2.43, 3.16, 2.36, 2.43, 2.89),
         "XXXS, n = 6": (2.50, 2.63, 5.07, 2.39, 2.50, 4.67),
         "XXXS, n = 8": (2.57, 2.73, 6.27, 2.28, 2.40, 5.36),

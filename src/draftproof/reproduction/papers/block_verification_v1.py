@@ -1,7 +1,4 @@
-"""Block Verification v1 (arXiv 2403.10444v1): figure 2.
-
-Knows: what the text says of the picture. Does not know: anything computed here.
-"""
+"""Block Verification v1 (arXiv 2403.10444v1): figure 2."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """SpecTr (arXiv 2310.15141): tables 1, 2, 4, figures 1, 2, 3, 5.
 
-Knows: the paper's numbers and what it says of them. Does not know: anything measured here.
-
-The seed calls the draft's distribution p and the target's q; titles here say target and draft. Its tables also have a
-baseline of 1.0 token a call, which is so by definition and left out here.
+The paper calls the draft's distribution p and the target's q; titles here say target and draft. Its tables also have a
+baseline of 1.0 token per call, which holds by definition and is left out here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""SPRINTER (arXiv 2502.04557): tables 2 to 5, figures 3, 5, 6, 12.
-
-Knows: the paper's numbers and what it says of them. Does not know: anything measured here.
-"""
+"""SPRINTER (arXiv 2502.04557): tables 2 to 5, figures 3, 5, 6, 12."""
 
 from __future__ import annotations
 
@@ -95,7 +92,7 @@ FIGURE3 = PaperTable(
     columns=("AUC",),
     rows={"Wiki-Summary": (0.8,), "LM1B": (0.9,)},
     picture=True,
-    claims=("a linear verifier tells acceptable tokens from others well above chance",),
+    claims=("a linear verifier separates acceptable tokens from others well above chance",),
 )
 
 FIGURE5 = PaperTable(

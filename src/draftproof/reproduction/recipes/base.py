@@ -1,9 +1,7 @@
-"""What a recipe gives: our rows, judged claims, and a mark for every cell of the paper.
+"""The outcome of a recipe: our rows, judged claims, and a mark for every cell of the paper.
 
-Knows: when a cell counts as reproduced. Does not know: how anything is measured, reports.
-
-A cell is `reproduced` if our number equals the paper's within the tolerance that stands beside it, `direction only` if
-it does not and every claim that the cell is part of holds here, and `not reproduced` otherwise, with the reason.
+A cell is `reproduced` if our number equals the paper's within the stated tolerance, `direction only` if it does not and
+every claim that the cell is part of holds here, and `not reproduced` otherwise, with the reason.
 """
 
 from __future__ import annotations
@@ -17,15 +15,17 @@ from typing import Any
 from draftproof.reproduction.claims import Claim, Interval, Judgement
 from draftproof.reproduction.experiments import Experiments
 from draftproof.reproduction.papers.base import PaperTable, Value
+from draftproof.results import finite
 from draftproof.theory.lengths import iid_block_efficiency
 
 ANY = "*"  # every row of a column
 CLOSE = 0.05  # tolerance of a block efficiency, as a share of the paper's
 POINTS = 1.5  # tolerance of a gain, in percentage points
+OTHER_SECONDS = "times of this machine and these models"  # the reason where times differ
 
 
 class Mark(StrEnum):
-    """What became of a cell."""
+    """The result for a cell."""
 
     REPRODUCED = "reproduced"
     DIRECTION = "direction only"
@@ -37,13 +37,13 @@ class PaperCell:
     """A number of the paper beside ours.
 
     Attributes:
-        row, column: where it stands.
-        paper: the paper's.
-        ours: ours, None where there is none.
+        row, column: of the cell.
+        paper: the paper's number.
+        ours: our number, None where there is none.
         tolerance: by how much they may differ.
         mark: see the module.
-        reason: why not more.
-        timed: whether seconds are in it, which differ from run to run.
+        reason: for the mark.
+        timed: whether it is computed from times, which differ from run to run.
     """
 
     row: str
@@ -58,15 +58,15 @@ class PaperCell:
 
 @dataclass(frozen=True)
 class OurNumber:
-    """What we have to say of a cell.
+    """Our number for a cell.
 
     Attributes:
-        ours: our number.
+        ours: the number.
         tolerance: in the cell's unit; as a share of the paper's number if `relative`.
         claims: those that the cell is part of.
-        why: what makes our number another one, measured.
+        why: why our number differs from the paper's.
         relative: see tolerance.
-        timed: see Cell.
+        timed: see `PaperCell`.
     """
 
     ours: Interval
@@ -79,9 +79,12 @@ class OurNumber:
 
 @dataclass(frozen=True)
 class Missing:
-    """Why there is nothing to say of a cell."""
+    """Why there is no number for a cell."""
 
     reason: str
+
+
+Answers = dict[tuple[str, str], OurNumber | Missing]  # by row and column; a row of ANY stands for the whole column
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class Series:
     Attributes:
         label: in the legend.
         x, y: its points.
-        error: how far intervals reach below and above the points, where all points have one.
+        error: lengths of the intervals below and above the points, where all points have one.
         line: whether the points are joined.
     """
 
@@ -121,10 +124,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture's data.
+    """The data of a picture.
 
     Attributes:
-        x, y: what the axes show.
+        x, y: labels of the axes.
         series: its lines.
         bars: whether it is a bar chart.
     """
@@ -137,7 +140,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a recipe."""
+    """The outcome of a recipe."""
 
     rows: tuple[OurRow, ...]
     claims: tuple[Claim, ...]
@@ -147,17 +150,9 @@ class Outcome:
     timed_claims: tuple[Claim, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; None for what is no number."""
-        made: dict[str, Any] = _finite(asdict(self))
+        """Plain values for JSON; None for numbers that are not finite."""
+        made: dict[str, Any] = finite(asdict(self))
         return made
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)
@@ -165,8 +160,8 @@ class Recipe:
     """A table or figure and how we measure it.
 
     Attributes:
-        paper: the paper's own figures.
-        measure: ours.
+        paper: the paper's figures.
+        measure: measures ours.
         how: "exact", "counts" (of sampled tokens) or "times".
     """
 
@@ -182,7 +177,7 @@ class Recipe:
 
 @dataclass
 class OutcomeBuilder:
-    """An outcome in the making."""
+    """An outcome that is being built."""
 
     paper: PaperTable
     rows: list[OurRow] = field(default_factory=list)
@@ -192,7 +187,7 @@ class OutcomeBuilder:
     figure: Figure | None = None
 
     def row(self, label: str, values: Mapping[str, Interval | str], *, timed: bool = False) -> None:
-        """Add a row of ours."""
+        """Add one of our rows."""
         self.rows.append(OurRow(label, dict(values), timed))
 
     def finish(self, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> Outcome:

@@ -1,7 +1,4 @@
-"""Block Verification: token, block, greedy block, SpecTr and SpecInfer by n and temperature, and the toy pair.
-
-Knows: which runs answer which cell. Does not know: how runs are made, how intervals are taken.
-"""
+"""Block Verification: token, block, greedy block, SpecTr and SpecInfer by n and temperature, and the toy pair."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
 from draftproof.reproduction.expected_accepted import CHAIN_RULES, key
-from draftproof.reproduction.experiments import Experiments, Names, Row
+from draftproof.reproduction.experiments import Experiments, PairNames, Row
 from draftproof.reproduction.papers import block_verification as papers
 from draftproof.reproduction.recipes.base import (
     ANY,
     CLOSE,
+    OTHER_SECONDS,
     POINTS,
+    Answers,
     Figure,
     Missing,
     OurNumber,
@@ -31,6 +28,7 @@ from draftproof.reproduction.recipes.sums import (
     TIMED,
     AtPlaces,
     apart,
+    between,
     efficiency,
     faster,
     gain,
@@ -42,15 +40,14 @@ from draftproof.reproduction.recipes.sums import (
     why_other,
 )
 
-Answers = dict[tuple[str, str], OurNumber | Missing]
 LENGTHS = (1, 4, 6, 8)
 PAPER_N = 8
 
 
-def at_places(lab: Experiments, names: Names, temperature: float, **other: int) -> AtPlaces:
+def at_places(experiments: Experiments, pair: PairNames, temperature: float, **other: int) -> AtPlaces:
     """The rules for single drafts on the same drafts."""
-    asked = lab.scaled_places(names, lengths=LENGTHS, temperature=temperature, **other)
-    return AtPlaces(lab, asked, [key(rule, n) for rule in CHAIN_RULES for n in LENGTHS])
+    places = experiments.scaled_places(pair, lengths=LENGTHS, temperature=temperature, **other)
+    return AtPlaces(experiments, places, [key(rule, n) for rule in CHAIN_RULES for n in LENGTHS])
 
 
 def _gain_answers(
@@ -66,23 +63,26 @@ def _gain_answers(
     for column in ("WS token", "WS block", "WS gain %"):
         if column in found:
             tolerance = POINTS if "gain" in column else CLOSE
-            told = "seconds of this machine and these models"
-            made[row, column] = OurNumber(found[column], tolerance, ws, told, relative="gain" not in column, timed=True)
+            made[row, column] = OurNumber(
+                found[column], tolerance, ws, OTHER_SECONDS, relative="gain" not in column, timed=True
+            )
         else:
             made[row, column] = Missing("time is measured for tables 1, 2 and 5 only")
     return made
 
 
-def whole_runs(lab: Experiments, names: Names, temperature: float, n: int) -> list[list[Row]]:
+def whole_runs(experiments: Experiments, pair: PairNames, temperature: float, n: int) -> list[list[Row]]:
     """Plain decoding, token, block and greedy block verification in turns."""
-    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=temperature)
+    plain = experiments.scaled_run(pair, drafter="none", stopper="", temperature=temperature)
     drafting = [replace(plain, drafter="model", stopper=f"fixed:{n}", verifier=rule) for rule in CHAIN_RULES]
-    return lab.in_turns([plain, *drafting])
+    return experiments.in_turns([plain, *drafting])
 
 
-def _times(lab: Experiments, names: Names, temperature: float, n: int) -> tuple[dict[str, Interval], Claim, Claim]:
+def _times(
+    experiments: Experiments, pair: PairNames, temperature: float, n: int
+) -> tuple[dict[str, Interval], Claim, Claim]:
     """Whole runs of plain, token and block: speeds over plain, and what the runs say of block against token."""
-    runs = whole_runs(lab, names, temperature, n)[:3]
+    runs = whole_runs(experiments, pair, temperature, n)[:3]
     sums = run_sums(runs, TIMED)
     found = {
         "WS token": bootstrap(sums, speed(1, 0)),
@@ -92,7 +92,7 @@ def _times(lab: Experiments, names: Names, temperature: float, n: int) -> tuple[
         "BE block in runs": bootstrap(sums, run_efficiency(2, 3)),
     }
     counts = bootstrap(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
-    label = f"{names.label}, T = {temperature:g}, n = {n}"
+    label = f"{pair.label}, T = {temperature:g}, n = {n}"
     return (
         found,
         claim(f"whole runs: BE block - BE token > 0 ({label})", Kind.MODELS, counts),
@@ -104,165 +104,150 @@ def _times(lab: Experiments, names: Names, temperature: float, n: int) -> tuple[
     )
 
 
-def table1(lab: Experiments) -> Outcome:
+def table1(experiments: Experiments) -> Outcome:
     """Token and block at n = 8."""
-    draft, answers = OutcomeBuilder(papers.TABLE1), Answers()
-    for place, names in enumerate(lab.profile.pairs):
-        at = at_places(lab, names, 1.0)
+    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    for place, pair in enumerate(experiments.profile.pairs):
+        at = at_places(experiments, pair, 1.0)
         found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
         found["BE gain %"] = at.gain(PAPER_N)
         held = at.at_least(
-            f"BE block - BE token > 0 ({names.label}, n = {PAPER_N})", key("block", PAPER_N), key("token", PAPER_N)
+            f"BE block - BE token > 0 ({pair.label}, n = {PAPER_N})", key("block", PAPER_N), key("token", PAPER_N)
         )
-        times, counted, timed = _times(lab, names, 1.0, PAPER_N)
-        draft.claims += [held, counted]
-        draft.timed_claims.append(timed)
-        draft.row(names.label, found)
-        draft.row(
-            f"{names.label}, whole runs",
+        times, counted, timed = _times(experiments, pair, 1.0, PAPER_N)
+        outcome.claims += [held, counted]
+        outcome.timed_claims.append(timed)
+        outcome.row(pair.label, found)
+        outcome.row(
+            f"{pair.label}, whole runs",
             {name.removesuffix(" in runs"): value for name, value in times.items() if "BE" in name},
         )
-        draft.row(f"{names.label}, times", {name: value for name, value in times.items() if "WS" in name}, timed=True)
+        outcome.row(f"{pair.label}, times", {name: value for name, value in times.items() if "WS" in name}, timed=True)
         if place == 0:
-            why = why_other(
-                float(papers.TABLE1.value("Average", "BE token") or 0), found["BE token"], PAPER_N, names.label
-            )
+            why = why_other(papers.TABLE1.number("Average", "BE token"), found["BE token"], PAPER_N, pair.label)
             speeds = {name: value for name, value in times.items() if "WS" in name}
             answers = _gain_answers(found | speeds, [held], [timed], why)
-    draft.notes.append("Every data set of the paper stands beside the same prompts of ours, beginnings of stories.")
-    return draft.finish(answers)
+    outcome.notes.append("Every data set of the paper is compared with the same prompts of ours, openings of stories.")
+    return outcome.finish(answers)
 
 
-def table2(lab: Experiments) -> Outcome:
+def table2(experiments: Experiments) -> Outcome:
     """Token and block by temperature."""
-    draft, answers = OutcomeBuilder(papers.TABLE2), Answers()
-    for place, names in enumerate(lab.profile.pairs):
+    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    for place, pair in enumerate(experiments.profile.pairs):
         sums: dict[float, AtPlaces] = {}
-        for heat in (0.2, 0.6, 1.0):
-            at = sums[heat] = at_places(lab, names, heat)
+        for temperature in (0.2, 0.6, 1.0):
+            at = sums[temperature] = at_places(experiments, pair, temperature)
             found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
             found["BE gain %"] = at.gain(PAPER_N)
-            text = f"BE block - BE token > 0 ({names.label}, T = {heat:g}, n = {PAPER_N})"
+            text = f"BE block - BE token > 0 ({pair.label}, T = {temperature:g}, n = {PAPER_N})"
             held = at.at_least(text, key("block", PAPER_N), key("token", PAPER_N))
-            draft.claims.append(held)
-            draft.row(f"{names.label}, T = {heat:g}", found)
+            outcome.claims.append(held)
+            outcome.row(f"{pair.label}, T = {temperature:g}", found)
             if place == 0:
-                times, counted, timed = _times(lab, names, heat, PAPER_N)
-                draft.claims.append(counted)
-                draft.timed_claims.append(timed)
+                times, counted, timed = _times(experiments, pair, temperature, PAPER_N)
+                outcome.claims.append(counted)
+                outcome.timed_claims.append(timed)
                 speeds = {name: value for name, value in times.items() if "WS" in name}
-                draft.row(f"{names.label}, T = {heat:g}, times", speeds, timed=True)
-                row = f"T = {heat:.1f}"
-                why = why_other(
-                    float(papers.TABLE2.value(row, "BE token") or 0), found["BE token"], PAPER_N, names.label
-                )
+                outcome.row(f"{pair.label}, T = {temperature:g}, times", speeds, timed=True)
+                row = f"T = {temperature:.1f}"
+                why = why_other(papers.TABLE2.number(row, "BE token"), found["BE token"], PAPER_N, pair.label)
                 answers |= _gain_answers(found | speeds, [held], [timed], why, row)
-        draft.claims += [_hotter(names, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
-        cold = at_places(lab, names, 0.0, places=4, seeds=1)  # nothing is drawn
+        outcome.claims += [_hotter(pair, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
+        cold = at_places(experiments, pair, 0.0, places=4, seeds=1)  # nothing is drawn
         equal = bootstrap(cold.sums, apart(cold, PAPER_N))
-        draft.claims.append(
-            claim(f"-|BE block - BE token| >= 0 at T = 0 ({names.label})", Kind.MUST, equal, at_least=True)
+        outcome.claims.append(
+            claim(f"-|BE block - BE token| >= 0 at T = 0 ({pair.label})", Kind.MUST, equal, at_least=True)
         )
-    return draft.finish(answers)
+    return outcome.finish(answers)
 
 
-def _hotter(names: Names, sums: dict[float, AtPlaces], low: float, high: float) -> Claim:
-    """That the gain grows with temperature: both are of the same prompts, so prompts are resampled together."""
-    one, other = sums[high], sums[low]
-    both = torch.cat([one.sums, other.sums], -1)
-    width = one.sums.shape[1]
-
-    def difference(totals: torch.Tensor) -> torch.Tensor:
-        parts = (totals[:, :width], totals[:, width:])
-        hot, cold = (
-            gain(each[key("block", PAPER_N)], each[key("token", PAPER_N)])(part)
-            for each, part in zip((one, other), parts, strict=True)
-        )
-        return hot - cold
-
-    text = f"gain at T = {high:g} - gain at T = {low:g} > 0 ({names.label})"
-    return claim(text, Kind.MODELS, bootstrap(both, difference))
+def _hotter(pair: PairNames, sums: dict[float, AtPlaces], low: float, high: float) -> Claim:
+    """The claim that the gain grows with temperature."""
+    hot, cold = sums[high], sums[low]
+    text = f"gain at T = {high:g} - gain at T = {low:g} > 0 ({pair.label})"
+    return claim(text, Kind.MODELS, between(hot, cold, _gain(hot, PAPER_N), _gain(cold, PAPER_N)))
 
 
-def figure4(lab: Experiments) -> Outcome:
+def figure4(experiments: Experiments) -> Outcome:
     """Token and block by n."""
-    draft, answers = OutcomeBuilder(papers.FIGURE4), Answers()
+    outcome, answers = OutcomeBuilder(papers.FIGURE4), Answers()
     lines = []
-    for place, names in enumerate(lab.profile.pairs):
-        at = at_places(lab, names, 1.0)
+    for place, pair in enumerate(experiments.profile.pairs):
+        at = at_places(experiments, pair, 1.0)
         equal = bootstrap(at.sums, apart(at, 1))
         grown = [
             claim(
-                f"gain at n = {b} - gain at n = {a} > 0 ({names.label})",
+                f"gain at n = {b} - gain at n = {a} > 0 ({pair.label})",
                 Kind.MUST,
                 bootstrap(at.sums, less(_gain(at, b), _gain(at, a))),
             )
             for a, b in itertools.pairwise(LENGTHS)
         ]
         longer = [
-            at.at_least(f"BE {rule} at n = {b} - at n = {a} > 0 ({names.label})", key(rule, b), key(rule, a))
+            at.at_least(f"BE {rule} at n = {b} - at n = {a} > 0 ({pair.label})", key(rule, b), key(rule, a))
             for rule in ("token", "block")
             for a, b in itertools.pairwise(LENGTHS)
         ]
-        same = claim(f"-|BE block - BE token| >= 0 at n = 1 ({names.label})", Kind.MUST, equal, at_least=True)
-        draft.claims += [*grown, *longer, same]
-        lines.append(Series.through(names.label, LENGTHS, [at.gain(n) for n in LENGTHS]))
+        same = claim(f"-|BE block - BE token| >= 0 at n = 1 ({pair.label})", Kind.MUST, equal, at_least=True)
+        outcome.claims += [*grown, *longer, same]
+        lines.append(Series.through(pair.label, LENGTHS, [at.gain(n) for n in LENGTHS]))
         for n in LENGTHS[1:]:
             found = {
                 "BE token": at.efficiency("token", n),
                 "BE block": at.efficiency("block", n),
                 "BE gain %": at.gain(n),
             }
-            draft.row(f"{names.label}, n = {n}", found)
+            outcome.row(f"{pair.label}, n = {n}", found)
             if place < 2:
                 row = f"{('XXS', 'XXXS')[place]}, n = {n}"
-                why = why_other(float(papers.FIGURE4.value(row, "BE token") or 0), found["BE token"], n, names.label)
+                why = why_other(papers.FIGURE4.number(row, "BE token"), found["BE token"], n, pair.label)
                 answers |= _gain_answers(found, [*grown, *longer], [], why, row)
     lines.append(Series("paper, XXS", (4.0, 6.0, 8.0), (3.36, 6.10, 8.30)))
     lines.append(Series("paper, XXXS", (4.0, 6.0, 8.0), (3.16, 5.07, 6.27)))
-    draft.figure = Figure("n", "gain of block over token verification, %", tuple(lines))
-    draft.notes.append("Beside XXS stands our first pair, beside XXXS the second; they differ in target as well.")
-    return draft.finish(answers)
+    outcome.figure = Figure("n", "gain of block over token verification, %", tuple(lines))
+    outcome.notes.append("XXS is compared with our first pair, XXXS with the second; the targets differ as well.")
+    return outcome.finish(answers)
 
 
 def _gain(at: AtPlaces, n: int) -> Statistic:
     return gain(at[key("block", n)], at[key("token", n)])
 
 
-def table4(lab: Experiments) -> Outcome:
+def table4(experiments: Experiments) -> Outcome:
     """Greedy block verification beside the others: in one round and over whole runs."""
-    draft, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
     rules = CHAIN_RULES
-    for place, names in enumerate(lab.profile.pairs):
-        at = at_places(lab, names, 1.0)
+    for place, pair in enumerate(experiments.profile.pairs):
+        at = at_places(experiments, pair, 1.0)
         one = [
             at.at_least(
-                f"one round: BE {a} - BE {b} >= 0 ({names.label}, n = {PAPER_N})",
+                f"one round: BE {a} - BE {b} >= 0 ({pair.label}, n = {PAPER_N})",
                 key(a, PAPER_N),
                 key(b, PAPER_N),
                 strict=False,
             )
             for a, b in (("greedy_block", "block"), ("block", "token"))
         ]
-        runs = whole_runs(lab, names, 1.0, PAPER_N)[1:]
+        runs = whole_runs(experiments, pair, 1.0, PAPER_N)[1:]
         sums = run_sums(runs)
         found = {f"BE {rule.replace('_', ' ')}": bootstrap(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
         whole = [
             claim(
-                f"whole runs: BE {rules[a]} - BE {rules[b]} > 0 ({names.label})",
+                f"whole runs: BE {rules[a]} - BE {rules[b]} > 0 ({pair.label})",
                 Kind.MODELS,
                 bootstrap(sums, less(run_efficiency(a), run_efficiency(b))),
             )
             for a, b in ((1, 0), (2, 0), (1, 2))
         ]
-        draft.claims += [*one, *whole]
-        draft.row(f"{names.label}, whole runs", found)
-        draft.row(
-            f"{names.label}, one round",
+        outcome.claims += [*one, *whole]
+        outcome.row(f"{pair.label}, whole runs", found)
+        outcome.row(
+            f"{pair.label}, one round",
             {f"BE {rule.replace('_', ' ')}": at.efficiency(rule, PAPER_N) for rule in rules},
         )
         if place == 0:
-            why = why_other(3.21, found["BE token"], PAPER_N, names.label)
+            why = why_other(3.21, found["BE token"], PAPER_N, pair.label)
             order = {
                 "BE token": (whole[0], whole[1]),
                 "BE block": (whole[0], whole[2]),
@@ -270,16 +255,16 @@ def table4(lab: Experiments) -> Outcome:
             }
             for column, value in found.items():
                 answers[ANY, column] = OurNumber(value, CLOSE, order[column], why, relative=True)
-    return draft.finish(answers)
+    return outcome.finish(answers)
 
 
-def table5(lab: Experiments) -> Outcome:
+def table5(experiments: Experiments) -> Outcome:
     """One draft against two."""
-    draft, answers = OutcomeBuilder(papers.TABLE5), Answers()
+    outcome, answers = OutcomeBuilder(papers.TABLE5), Answers()
     columns = {"token": key("token", PAPER_N), "block": key("block", PAPER_N)}
     columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
-    for place, names in enumerate(lab.profile.pairs):
-        at = AtPlaces(lab, several(lab, names), list(columns.values()))
+    for place, pair in enumerate(experiments.profile.pairs):
+        at = AtPlaces(experiments, several(experiments, pair), list(columns.values()))
         found = {f"BE {name}": bootstrap(at.sums, efficiency(at[column])) for name, column in columns.items()}
         order = [
             ("SpecTr", "SpecInfer", Kind.MODELS),
@@ -288,35 +273,34 @@ def table5(lab: Experiments) -> Outcome:
             ("SpecTr", "token", Kind.MUST),
         ]
         held = [
-            at.at_least(f"BE {a} - BE {b} > 0 ({names.label})", columns[a], columns[b], kind) for a, b, kind in order
+            at.at_least(f"BE {a} - BE {b} > 0 ({pair.label})", columns[a], columns[b], kind) for a, b, kind in order
         ]
-        draft.claims += held
-        draft.row(names.label, found)
+        outcome.claims += held
+        outcome.row(pair.label, found)
         if place == 0:
-            why = why_other(3.394, found["BE token"], PAPER_N, names.label)
+            why = why_other(3.394, found["BE token"], PAPER_N, pair.label)
             for name in columns:
                 mine = tuple(each for each, pair in zip(held, order, strict=True) if name in pair[:2])
                 answers[ANY, f"BE {name}"] = OurNumber(found[f"BE {name}"], CLOSE, mine, why, relative=True)
-            speeds, timed = _batch_speeds(lab, names)
-            draft.timed_claims += timed
-            draft.row(f"{names.label}, times in batches of 8", speeds, timed=True)
+            speeds, timed = _batch_speeds(experiments, pair)
+            outcome.timed_claims += timed
+            outcome.row(f"{pair.label}, times in batches of 8", speeds, timed=True)
             for column, value in speeds.items():
-                told = "seconds of this machine and these models"
-                answers[ANY, column] = OurNumber(value, CLOSE, tuple(timed), told, relative=True, timed=True)
-    return draft.finish(answers)
+                answers[ANY, column] = OurNumber(value, CLOSE, tuple(timed), OTHER_SECONDS, relative=True, timed=True)
+    return outcome.finish(answers)
 
 
-def _batch_speeds(lab: Experiments, names: Names) -> tuple[dict[str, Interval], list[Claim]]:
+def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, Interval], list[Claim]]:
     """Speed over plain decoding in batches of 8."""
     parts = {"token": ("model", "token"), "block": ("model", "block")}
     parts |= {"SpecTr": ("chains:2", "spectr"), "SpecInfer": ("chains:2", "multi_round")}
-    plain = lab.scaled_run(names, drafter="none", stopper="", temperature=1.0)
+    plain = experiments.scaled_run(pair, drafter="none", stopper="", temperature=1.0)
     drafting = [replace(plain, drafter=d, stopper=f"fixed:{PAPER_N}", verifier=v) for d, v in parts.values()]
-    runs = lab.in_turns([plain, *drafting])
+    runs = experiments.in_turns([plain, *drafting])
     sums = run_sums(runs, TIMED)
     found = {f"WS {name}": bootstrap(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
     timed = [
-        claim(f"time: speed of block over {name} - 1 > 0 ({names.label})", Kind.MODELS, bootstrap(sums, faster(2, at)))
+        claim(f"time: speed of block over {name} - 1 > 0 ({pair.label})", Kind.MODELS, bootstrap(sums, faster(2, at)))
         for at, name in enumerate(parts, 1)
         if name in {"SpecTr", "SpecInfer"}
     ]

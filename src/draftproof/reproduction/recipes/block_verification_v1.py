@@ -1,14 +1,11 @@
-"""Block Verification v1, arXiv 2403.10444v1: two memoryless binary sources, in closed form and by enumeration.
-
-Knows: the formulas of section 3. Does not know: models.
-"""
+"""Block Verification v1, arXiv 2403.10444v1: two memoryless binary sources, in closed form and by enumeration."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
-from draftproof.reproduction.claims import Interval, Kind, claim
+from draftproof.reproduction.claims import Interval, exact_claim
 from draftproof.reproduction.experiments import Experiments
 from draftproof.reproduction.papers import block_verification_v1 as papers
 from draftproof.reproduction.recipes.base import Figure, Outcome, OutcomeBuilder, Recipe, Series
@@ -34,9 +31,9 @@ def block_level(draft: float, length: int) -> float:
     )
 
 
-def figure2(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
+def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Both couplings by length, and what block verification reaches, which looks at what was drafted only."""
-    draft, lines, apart = OutcomeBuilder(papers.FIGURE2), [], []
+    outcome, lines, apart = OutcomeBuilder(papers.FIGURE2), [], []
     p = constant(bernoulli(TARGET))
     for chance in DRAFTS:
         q = constant(bernoulli(chance))
@@ -47,43 +44,31 @@ def figure2(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
         ]
         shipped = [block_length(p, q, n) for n in LENGTHS]
         for name, values in (("token level", token), ("block level", block), ("block verification", shipped)):
-            draft.row(f"draft Ber({chance}), {name}", {f"L = {n}": Interval.exact(values[n - 1]) for n in LENGTHS})
+            outcome.row(f"draft Ber({chance}), {name}", {f"L = {n}": Interval.exact(values[n - 1]) for n in LENGTHS})
             if chance != TARGET and name != "block verification":
                 lines.append(Series(f"{name}, p = {chance}", tuple(map(float, LENGTHS)), tuple(values)))
         if chance == TARGET:
             same = max(abs(b - t) for b, t in zip(block, token, strict=True))
-            draft.claims.append(
-                claim(
-                    f"-|block level - token level| >= 0 at p = {chance}",
-                    Kind.MUST,
-                    Interval.exact(-same),
-                    at_least=True,
-                )
+            outcome.claims.append(
+                exact_claim(f"-|block level - token level| >= 0 at p = {chance}", -same, at_least=True)
             )
             continue
         gaps = [b - t for b, t in zip(block, token, strict=True)]
         grown = min(b - a for a, b in itertools.pairwise(gaps))
         between = min(min(b - s, s - t) for b, s, t in zip(block, shipped, token, strict=True))
-        draft.claims += [
-            claim(f"least gap over L = 2..10 > 0 at p = {chance}", Kind.MUST, Interval.exact(min(gaps[1:]))),
-            claim(f"least growth of the gap with L > 0 at p = {chance}", Kind.MUST, Interval.exact(grown)),
-            claim(
-                f"block verification lies between the two, p = {chance}",
-                Kind.MUST,
-                Interval.exact(between),
-                at_least=True,
-            ),
+        outcome.claims += [
+            exact_claim(f"least gap over L = 2..10 > 0 at p = {chance}", min(gaps[1:])),
+            exact_claim(f"least growth of the gap with L > 0 at p = {chance}", grown),
+            exact_claim(f"block verification lies between the two, p = {chance}", between, at_least=True),
         ]
-    draft.claims.append(
-        claim("-|formula - enumeration| >= 0, largest of all", Kind.MUST, Interval.exact(-max(apart)), at_least=True)
-    )
-    draft.figure = Figure("L", f"expected accepted tokens, target Ber({TARGET})", tuple(lines))
-    draft.notes.append(
+    outcome.claims.append(exact_claim("-|formula - enumeration| >= 0, largest of all", -max(apart), at_least=True))
+    outcome.figure = Figure("L", f"expected accepted tokens, target Ber({TARGET})", tuple(lines))
+    outcome.notes.append(
         "The text names no values of p, so these are ours. The paper's sums run from i = 0; from 1, as here, they "
         "count accepted tokens. The block-level coupling needs the whole distribution of blocks (greedy block "
         "verification reaches it in one round); block verification sees the drafted path only and lies between."
     )
-    return draft.finish({})
+    return outcome.finish({})
 
 
 RECIPES = (Recipe(papers.FIGURE2, figure2, "exact"),)

@@ -1,7 +1,4 @@
-"""What is computed, not sampled: Block Verification's toy pair, and what several draws can reach (SpecTr's figures).
-
-Knows: closed forms and optima of single places. Does not know: runs.
-"""
+"""Exact computations: Block Verification's toy pair, and the best acceptance of several draws (SpecTr's figures)."""
 
 from __future__ import annotations
 
@@ -14,17 +11,16 @@ from torch import Tensor
 
 from draftproof.errors import UserError
 from draftproof.functional.otm import otm_plan
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, column
-from draftproof.reproduction.expected_accepted import chain_reach
-from draftproof.reproduction.experiments import Experiments, Names
+from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, column, exact_claim
+from draftproof.reproduction.draft_samples import model_pair
+from draftproof.reproduction.expected_accepted import chain_ccdf
+from draftproof.reproduction.experiments import Experiments, PairNames
 from draftproof.reproduction.papers import block_verification
 from draftproof.reproduction.papers import spectr as papers
 from draftproof.reproduction.recipes.base import Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
 from draftproof.reproduction.recipes.toys import bernoulli, constant, rows, uniform
-from draftproof.sampling import SamplingParams
 from draftproof.theory.acceptance import kseq_acceptance, kseq_guarantee, optimal_acceptance, uniform_acceptance
 from draftproof.theory.lengths import block_length, full_information_length, token_length
-from draftproof.training.features import ModelPair
 from draftproof.training.responses import Response
 
 TOY_P, TOY_Q = (1 / 3, 2 / 3), (2 / 3, 1 / 3)
@@ -34,18 +30,18 @@ def toy_ccdf(rule: str, n: int) -> list[float]:
     """Pr(accepted >= x) for x = 0..n on the toy pair: all drafts, with the acceptance probabilities of the rule."""
     tokens = torch.tensor(list(itertools.product((0, 1), repeat=n)))
     q, p = (torch.tensor(row, dtype=torch.float64) for row in (TOY_Q, TOY_P))
-    reach = chain_reach(rule, tokens, q.expand(len(tokens), n, 2), p.expand(len(tokens), n + 1, 2))
+    reach = chain_ccdf(rule, tokens, q.expand(len(tokens), n, 2), p.expand(len(tokens), n + 1, 2))
     return [1.0, *(q[tokens].prod(-1) @ reach).tolist()]
 
 
-def toy_figure(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
+def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """The toy pair."""
-    draft = OutcomeBuilder(block_verification.FIGURE3)
-    laws = {rule: toy_ccdf(rule, 10) for rule in ("token", "block")}
-    gaps = [b - t for b, t in zip(laws["block"], laws["token"], strict=True)]
-    draft.claims += [
-        claim("Pr(block >= x) - Pr(token >= x) >= 0 at x = 1", Kind.MUST, Interval.exact(gaps[1]), at_least=True),
-        claim("least Pr(block >= x) - Pr(token >= x) over x = 2..10 > 0", Kind.MUST, Interval.exact(min(gaps[2:]))),
+    outcome = OutcomeBuilder(block_verification.FIGURE3)
+    ccdfs = {rule: toy_ccdf(rule, 10) for rule in ("token", "block")}
+    gaps = [b - t for b, t in zip(ccdfs["block"], ccdfs["token"], strict=True)]
+    outcome.claims += [
+        exact_claim("Pr(block >= x) - Pr(token >= x) >= 0 at x = 1", gaps[1], at_least=True),
+        exact_claim("least Pr(block >= x) - Pr(token >= x) over x = 2..10 > 0", min(gaps[2:])),
     ]
     p, q = (constant(row) for row in (TOY_P, TOY_Q))
     means = {
@@ -53,21 +49,20 @@ def toy_figure(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sample
         "block": block_length(p, q, 2),
         "full information": full_information_length(p, q, 2),
     }
-    for rule, law in laws.items():
-        told = {f"x = {x}": Interval.exact(law[x]) for x in range(1, 11)}
-        draft.row(f"Pr({rule} accepts >= x)", told)
-    draft.figure = Figure(
+    for rule, ccdf in ccdfs.items():
+        outcome.row(f"Pr({rule} accepts >= x)", {f"x = {x}": Interval.exact(ccdf[x]) for x in range(1, 11)})
+    outcome.figure = Figure(
         "x",
         "Pr(accepted >= x), n = 10",
-        tuple(Series(rule, tuple(map(float, range(11))), tuple(law)) for rule, law in laws.items()),
+        tuple(Series(rule, tuple(map(float, range(11))), tuple(ccdf)) for rule, ccdf in ccdfs.items()),
     )
     answers = {(row, "E[accepted] at n = 2"): OurNumber(Interval.exact(value), 1e-12) for row, value in means.items()}
-    return draft.finish(answers)
+    return outcome.finish(answers)
 
 
-def figure1(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
+def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Uniform pairs."""
-    draft, lines, size = OutcomeBuilder(papers.FIGURE1), [], 120
+    outcome, lines, size = OutcomeBuilder(papers.FIGURE1), [], 120
     many = (1, 2, 4, 8, 16, 32)
     formula, reached, grown, last = [], [], [], []
     for ratio in (2, 3, 4, 10):
@@ -77,17 +72,17 @@ def figure1(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
         reached += [abs(a - float(kseq_acceptance(p, q, k))) for a, k in zip(best, many, strict=True)]
         grown += [b - a for a, b in itertools.pairwise(best)]
         last.append(best[-1])
-        draft.row(f"r = {ratio}", {f"k = {k}": Interval.exact(a) for k, a in zip(many, best, strict=True)})
+        outcome.row(f"r = {ratio}", {f"k = {k}": Interval.exact(a) for k, a in zip(many, best, strict=True)})
         lines.append(Series(f"r = {ratio}", tuple(map(float, many)), tuple(best)))
-    draft.claims += [
-        claim("-|best - (1 - (1 - 1/r)^k)| >= 0, largest", Kind.MUST, Interval.exact(-max(formula)), at_least=True),
-        claim("-|best - K-SEQ| >= 0, largest", Kind.MUST, Interval.exact(-max(reached)), at_least=True),
-        claim("least growth from k to the next k > 0", Kind.MUST, Interval.exact(min(grown))),
-        claim("least acceptance at k = 32 - 0.95 > 0", Kind.MUST, Interval.exact(min(last) - 0.95)),
+    outcome.claims += [
+        exact_claim("-|best - (1 - (1 - 1/r)^k)| >= 0, largest", -max(formula), at_least=True),
+        exact_claim("-|best - K-SEQ| >= 0, largest", -max(reached), at_least=True),
+        exact_claim("least growth from k to the next k > 0", min(grown)),
+        exact_claim("least acceptance at k = 32 - 0.95 > 0", min(last) - 0.95),
     ]
-    draft.figure = Figure("k", "best acceptance", tuple(lines))
-    draft.notes.append("The text does not name the values of r.")
-    return draft.finish({})
+    outcome.figure = Figure("k", "best acceptance", tuple(lines))
+    outcome.notes.append("The text does not name the values of r.")
+    return outcome.finish({})
 
 
 def binary(target: float, drafted: float, k: int) -> float:
@@ -105,16 +100,16 @@ def _binary_best(target: float, drafted: float, k: int) -> float:
 def _binary_apart(targets: Sequence[float], many: Sequence[int]) -> Claim:
     """That what is computed equals the paper's formula."""
     worst = max(abs(_binary_best(b, 0.25, k) - binary(b, 0.25, k)) for b in targets for k in many)
-    return claim("-|best - closed form| >= 0, largest", Kind.MUST, Interval.exact(-worst), at_least=True)
+    return exact_claim("-|best - closed form| >= 0, largest", -worst, at_least=True)
 
 
-def figure2(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
+def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by k."""
-    draft, lines = OutcomeBuilder(papers.FIGURE2), []
+    outcome, lines = OutcomeBuilder(papers.FIGURE2), []
     many, targets = tuple(range(1, 11)), (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)
     found = {b: [_binary_best(b, 0.25, k) for k in many] for b in targets}
     for b, values in found.items():
-        draft.row(f"target Ber({b})", {f"k = {k}": Interval.exact(a) for k, a in zip(many, values, strict=True)})
+        outcome.row(f"target Ber({b})", {f"k = {k}": Interval.exact(a) for k, a in zip(many, values, strict=True)})
         lines.append(Series(f"target Ber({b})", tuple(map(float, many)), tuple(values)))
     falls = [
         a - b
@@ -122,37 +117,35 @@ def figure2(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
         for a, b in itertools.pairwise(found[b][place] for b in (0.25, 0.5, 0.75, 0.95))
     ]
     falls += [found[0.25][place] - found[0.05][place] for place in range(len(many))]
-    draft.claims += [
-        claim(
-            "least acceptance of equal sources - 1 >= 0", Kind.MUST, Interval.exact(min(found[0.25]) - 1), at_least=True
-        ),
-        claim("least fall as the target moves away >= 0", Kind.MUST, Interval.exact(min(falls)), at_least=True),
+    outcome.claims += [
+        exact_claim("least acceptance of equal sources - 1 >= 0", min(found[0.25]) - 1, at_least=True),
+        exact_claim("least fall as the target moves away >= 0", min(falls), at_least=True),
         _binary_apart(targets, many),
     ]
-    draft.figure = Figure("k", "best acceptance, draft Ber(0.25)", tuple(lines))
-    return draft.finish({})
+    outcome.figure = Figure("k", "best acceptance, draft Ber(0.25)", tuple(lines))
+    return outcome.finish({})
 
 
-def figure3(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
+def figure3(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by the target's parameter."""
-    draft, lines = OutcomeBuilder(papers.FIGURE3), []
+    outcome, lines = OutcomeBuilder(papers.FIGURE3), []
     targets, many = [b / 20 for b in range(21)], (1, 2, 4, 8)
     found = {k: [_binary_best(b, 0.25, k) for b in targets] for k in many}
     for k, values in found.items():
-        draft.row(
+        outcome.row(
             f"k = {k}",
             {f"target {b:g}": Interval.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
         )
         lines.append(Series(f"k = {k}", tuple(targets), tuple(values)))
     ones = {k: sum(a > 1 - 1e-9 for a in values) / len(values) for k, values in found.items()}
     widest = {k: max(values) - min(values) for k, values in found.items()}
-    draft.claims += [
-        claim("share of targets with acceptance 1 at k = 8, - 1/2 > 0", Kind.MUST, Interval.exact(ones[8] - 0.5)),
-        claim("spread over targets at k = 1 - at k = 8 > 0", Kind.MUST, Interval.exact(widest[1] - widest[8])),
+    outcome.claims += [
+        exact_claim("share of targets with acceptance 1 at k = 8, - 1/2 > 0", ones[8] - 0.5),
+        exact_claim("spread over targets at k = 1 - at k = 8 > 0", widest[1] - widest[8]),
         _binary_apart(targets, many),
     ]
-    draft.figure = Figure("target's parameter", "best acceptance, draft Ber(0.25)", tuple(lines))
-    return draft.finish({})
+    outcome.figure = Figure("target's parameter", "best acceptance, draft Ber(0.25)", tuple(lines))
+    return outcome.finish({})
 
 
 def compressed(p: Float[Tensor, " V"], q: Float[Tensor, " V"], top: int = 10) -> tuple[Tensor, Tensor]:
@@ -164,12 +157,12 @@ def compressed(p: Float[Tensor, " V"], q: Float[Tensor, " V"], top: int = 10) ->
     return p[kept].double() / p[kept].double().sum(), q[kept].double() / q[kept].double().sum()
 
 
-def figure5(lab: Experiments) -> Outcome:
+def figure5(experiments: Experiments) -> Outcome:
     """OTM-k and K-SEQ on the distributions of a pair after its prompts."""
-    draft, lines = OutcomeBuilder(papers.FIGURE5), []
+    outcome, lines = OutcomeBuilder(papers.FIGURE5), []
     many = (1, 2, 3, 4, 8, 16, 40)
-    for place, names in enumerate(lab.profile.pairs):
-        pairs = _distributions(lab, names)
+    for place, pair in enumerate(experiments.profile.pairs):
+        pairs = _distributions(experiments, pair)
         p, q = (_padded([each[side] for each in pairs]) for side in (0, 1))
         best = torch.stack([optimal_acceptance(p, q, k) for k in many], -1)
         ours = torch.stack([kseq_acceptance(p, q, k) for k in many], -1)
@@ -178,62 +171,54 @@ def figure5(lab: Experiments) -> Outcome:
             for name, values in (("OTM-k", best / len(best)), ("K-SEQ", ours / len(ours)))
         }
         for name, values in means.items():
-            draft.row(f"{names.label}, {name}", {f"k = {k}": value for k, value in zip(many, values, strict=True)})
+            outcome.row(f"{pair.label}, {name}", {f"k = {k}": value for k, value in zip(many, values, strict=True)})
             if place == 0:
-                lines.append(Series(f"{name}, {names.label}", tuple(map(float, many)), tuple(v.value for v in values)))
+                lines.append(Series(f"{name}, {pair.label}", tuple(map(float, many)), tuple(v.value for v in values)))
         floor = torch.tensor([kseq_guarantee(k) for k in many], dtype=torch.float64)
         shares = ours / best
-        told = {f"k = {k}": Interval.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
-        draft.row(f"{names.label}, least K-SEQ / OTM-k", told)
-        draft.claims += [
-            claim(
-                f"-|K-SEQ - OTM-k| >= 0 at k = 1, largest ({names.label})",
-                Kind.MUST,
-                Interval.exact(-float((best - ours)[:, 0].abs().max())),
+        smallest = {f"k = {k}": Interval.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
+        outcome.row(f"{pair.label}, least K-SEQ / OTM-k", smallest)
+        outcome.claims += [
+            exact_claim(
+                f"-|K-SEQ - OTM-k| >= 0 at k = 1, largest ({pair.label})",
+                -float((best - ours)[:, 0].abs().max()),
+                at_least=True,
+            ),
+            exact_claim(
+                f"least growth of either with k >= 0 ({pair.label})",
+                min(float(each.diff(dim=-1).min()) for each in (best, ours)),
+                at_least=True,
+            ),
+            exact_claim(f"least OTM-k - K-SEQ >= 0 ({pair.label})", float((best - ours).min()), at_least=True),
+            exact_claim(
+                f"least K-SEQ / OTM-k - (1 - (1 - 1/k)^k) >= 0 ({pair.label})",
+                float((shares - floor).min()),
                 at_least=True,
             ),
             claim(
-                f"least growth of either with k >= 0 ({names.label})",
-                Kind.MUST,
-                Interval.exact(min(float(each.diff(dim=-1).min()) for each in (best, ours))),
-                at_least=True,
-            ),
-            claim(
-                f"least OTM-k - K-SEQ >= 0 ({names.label})",
-                Kind.MUST,
-                Interval.exact(float((best - ours).min())),
-                at_least=True,
-            ),
-            claim(
-                f"least K-SEQ / OTM-k - (1 - (1 - 1/k)^k) >= 0 ({names.label})",
-                Kind.MUST,
-                Interval.exact(float((shares - floor).min())),
-                at_least=True,
-            ),
-            claim(
-                f"mean OTM-k - K-SEQ > 0 at k = 4 ({names.label})",
+                f"mean OTM-k - K-SEQ > 0 at k = 4 ({pair.label})",
                 Kind.MODELS,
                 bootstrap((best - ours) / len(best), column(3)),
             ),
         ]
         if place == 0:
-            draft.claims.append(_solved(pairs))
-    draft.figure = Figure("k", "acceptance", tuple(lines))
-    draft.notes.append(
+            outcome.claims.append(_solved(pairs))
+    outcome.figure = Figure("k", "acceptance", tuple(lines))
+    outcome.notes.append(
         f"After {len(pairs)} prompts of ours instead of the paper's one. OTM-k by the exact formula; the linear "
         "program agrees where it is small enough to be solved."
     )
-    return draft.finish({})
+    return outcome.finish({})
 
 
-def _distributions(lab: Experiments, names: Names) -> list[tuple[Tensor, Tensor]]:
+def _distributions(experiments: Experiments, pair: PairNames) -> list[tuple[Tensor, Tensor]]:
     """Compressed p and q after each prompt."""
-    pair = ModelPair(lab.backend(names.target, names.dtype), lab.backend(names.draft, names.dtype), SamplingParams())
+    models = model_pair(experiments, pair)
     found = []
     with torch.inference_mode():
-        for prompt in lab.prompts(names.target, lab.profile.prompts):
-            asked = [Response(tuple(prompt[:-1]), (prompt[-1],))]
-            found.append(compressed(pair.p(asked)[0][-1], pair.q(asked)[0][0][-1]))
+        for prompt in experiments.prompts(pair.target, experiments.profile.prompts):
+            response = [Response(tuple(prompt[:-1]), (prompt[-1],))]
+            found.append(compressed(models.p(response)[0][-1], models.q(response)[0][0][-1]))
     return found
 
 
@@ -252,7 +237,7 @@ def _solved(pairs: Sequence[tuple[Tensor, Tensor]], most: int = 8) -> Claim:
         )
     except ImportError as missing:
         raise UserError(str(missing)) from missing
-    return claim(text, Kind.MUST, Interval.exact(-worst if worst > 1e-7 else 0.0), at_least=True)
+    return exact_claim(text, -worst if worst > 1e-7 else 0.0, at_least=True)
 
 
 RECIPES = (

@@ -1,7 +1,4 @@
-"""SpecDec++, arXiv 2405.19715, table 3: acceptance heads by the weight of rejections and by depth.
-
-Knows: how the twenty heads are trained and judged on the same drafts. Does not know: how drafts are made.
-"""
+"""SpecDec++, arXiv 2405.19715, table 3: acceptance heads by the weight of rejections and by depth."""
 
 from __future__ import annotations
 
@@ -14,41 +11,42 @@ from torch import Tensor
 
 from draftproof.heads import Head, HeadConfig
 from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
-from draftproof.reproduction.draft_samples import Harvest, gather, round_sums
-from draftproof.reproduction.experiments import SMALL, Experiments
+from draftproof.reproduction.draft_samples import DraftSamples, round_sums, sample_drafts
+from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.papers import specdec_pp as papers
-from draftproof.reproduction.recipes.base import CLOSE, Missing, OurNumber, Outcome, OutcomeBuilder, Recipe
-from draftproof.reproduction.recipes.specdec_pp import SETS, THRESHOLDS, adaptive, best, field_of, throughput
+from draftproof.reproduction.recipes.base import CLOSE, Answers, OurNumber, Outcome, OutcomeBuilder, Recipe
+from draftproof.reproduction.recipes.specdec_pp import SETS, THRESHOLDS, adaptive, best, sample_plan, throughput
 from draftproof.reproduction.recipes.sums import less
 from draftproof.training.heads import Labels, run_head, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.metrics import kl_rows
 
-Answers = dict[tuple[str, str], OurNumber | Missing]
 WEIGHTS, DEPTHS = (1.0, 3.0, 6.0, 12.0), (0, 1, 2, 3, 4)
 
 
-def heads_of(lab: Experiments) -> dict[str, Head]:
+def heads_of(experiments: Experiments) -> dict[str, Head]:
     """A head for each weight and depth, trained on drafts of other texts after the same beginnings."""
-    known, valid = (gather(lab, field_of(lab, "stories", seed)) for seed in (1, 2))
+    known, valid = (sample_drafts(experiments, sample_plan(experiments, OPENINGS, seed)) for seed in (1, 2))
     made = {}
     for weight, depth in itertools.product(WEIGHTS, DEPTHS):
-        config = HeadConfig("acceptance", known.at.hidden.shape[-1], SMALL.draft, SMALL.target, depth=depth)
+        config = HeadConfig("acceptance", known.at_token.hidden.shape[-1], SMALL.draft, SMALL.target, depth=depth)
         plan = TrainingPlan(steps=STEPS, learning_rate=3e-3, warmup=20)
-        made[f"w_rej {weight:g}, D {depth}"], _ = train_head(config, known.at, valid.at, plan, Labels(w_rej=weight))
+        made[f"w_rej {weight:g}, D {depth}"], _ = train_head(
+            config, known.at_token, valid.at_token, plan, Labels(w_rej=weight)
+        )
     return made
 
 
 STEPS = 400
 
 
-def kl_sums(harvest: Harvest, heads: Sequence[Head]) -> Float[Tensor, "prompts columns"]:
+def kl_sums(samples: DraftSamples, heads: Sequence[Head]) -> Float[Tensor, "prompts columns"]:
     """For each prompt the number of rows, then the summed binary KL of each head."""
-    rows = harvest.at
+    rows = samples.at_token
     with torch.no_grad():
         found = [kl_rows(rows.accept, run_head(head, rows).sigmoid()) for head in heads]
     columns = [torch.ones(len(rows), dtype=torch.float64), *found]
-    return torch.stack([column.reshape(harvest.prompts, -1).sum(-1) for column in columns], -1)
+    return torch.stack([samples.by_prompt(column) for column in columns], -1)
 
 
 def _mean(columns: Sequence[int]) -> Statistic:
@@ -62,13 +60,16 @@ def chosen_threshold(columns: Sequence[int]) -> Statistic:
     return lambda totals: grid[torch.stack([throughput(at)(totals) for at in columns]).argmax(0)]
 
 
-def table3(lab: Experiments) -> Outcome:
+def table3(experiments: Experiments) -> Outcome:
     """Weights and depths."""
-    draft, answers = OutcomeBuilder(papers.TABLE3), Answers()
-    heads = heads_of(lab)
+    outcome, answers = OutcomeBuilder(papers.TABLE3), Answers()
+    heads = heads_of(experiments)
     names = list(heads)
-    known, fresh = gather(lab, field_of(lab, "stories", 1)), gather(lab, field_of(lab, "stories"))
-    train, held = (kl_sums(harvest, list(heads.values())) for harvest in (known, fresh))
+    known, fresh = (
+        sample_drafts(experiments, sample_plan(experiments, OPENINGS, 1)),
+        sample_drafts(experiments, sample_plan(experiments, OPENINGS)),
+    )
+    train, held = (kl_sums(samples, list(heads.values())) for samples in (known, fresh))
     of_weight = {w: [names.index(f"w_rej {w:g}, D {d}") for d in DEPTHS] for w in WEIGHTS}
     kl = [
         claim(
@@ -80,32 +81,32 @@ def table3(lab: Experiments) -> Outcome:
     ]
     shallow, deep = ([names.index(f"w_rej {w:g}, D {d}") for w in WEIGHTS] for d in (DEPTHS[0], DEPTHS[-1]))
     deeper = claim("mean eval KL at D 0 - at D 4 > 0", Kind.MODELS, bootstrap(held, less(_mean(shallow), _mean(deep))))
-    draft.claims += [*kl, deeper]
+    outcome.claims += [*kl, deeper]
     found: dict[str, dict[str, Interval | str]] = {
         name: {"train KL": bootstrap(train, _mean([at])), "eval KL": bootstrap(held, _mean([at]))}
         for at, name in enumerate(names)
     }
     higher = {}
     for paper, own in SETS.items():
-        harvest = gather(lab, field_of(lab, own))
-        sums = round_sums(harvest, [lengths for head in heads.values() for lengths in adaptive(harvest, head)])
+        samples = sample_drafts(experiments, sample_plan(experiments, own))
+        sums = round_sums(samples, [lengths for head in heads.values() for lengths in adaptive(samples, head)])
         mine = {name: range(at * len(THRESHOLDS), (at + 1) * len(THRESHOLDS)) for at, name in enumerate(names)}
         for name, columns in mine.items():
             found[name][paper] = bootstrap(sums, best(columns))
             found[name][f"h {paper}"] = bootstrap(sums, chosen_threshold(columns))
         spread = less(_mean_threshold(mine, WEIGHTS[-1]), _mean_threshold(mine, WEIGHTS[0]))
         higher[paper] = claim(f"mean best h at w_rej 12 - at 1 > 0 ({own})", Kind.MODELS, bootstrap(sums, spread))
-    draft.claims += higher.values()
+    outcome.claims += higher.values()
     for name, values in found.items():
-        draft.row(name, values)
+        outcome.row(name, values)
         for column, value in values.items():
             if isinstance(value, Interval):
                 answers[name, column] = _head_answer(column, value, kl, higher)
-    draft.notes.append(
-        f"Our heads: {STEPS} steps on {len(known.at)} drafted tokens of {SMALL.label}; evaluated on other texts after "
-        "the same beginnings. Throughput by the paper's seconds, as in specdec-pp-table1."
+    outcome.notes.append(
+        f"Our heads: {STEPS} steps on {len(known.at_token)} drafted tokens of {SMALL.label}; evaluated on other texts "
+        "after the same openings. Throughput by the paper's seconds, as in specdec-pp-table1."
     )
-    return draft.finish(answers)
+    return outcome.finish(answers)
 
 
 def _mean_threshold(mine: Mapping[str, Sequence[int]], weight: float) -> Statistic:

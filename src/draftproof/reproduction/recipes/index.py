@@ -1,7 +1,4 @@
-"""Every recipe by its name.
-
-Knows: the modules that hold recipes. Does not know: what any of them measures.
-"""
+"""Every recipe by its name."""
 
 from __future__ import annotations
 

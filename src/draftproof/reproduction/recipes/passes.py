@@ -1,7 +1,4 @@
-"""SpecDec++, table 2 and figure 3: seconds of a pass, by regression of time on what was drafted and verified.
-
-Knows: which runs are timed. Does not know: stoppers, how a run is made.
-"""
+"""SpecDec++, table 2 and figure 3: seconds of a pass, by regression of time on what was drafted and verified."""
 
 from __future__ import annotations
 
@@ -15,12 +12,10 @@ import torch
 
 from draftproof.bench.measures import fit_times
 from draftproof.reproduction.claims import Claim, Interval, Kind, claim, resampled, shifted
-from draftproof.reproduction.experiments import SMALL, Experiments, Names, PlannedRun, Row
+from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun, Row
 from draftproof.reproduction.papers import specdec_pp as papers
-from draftproof.reproduction.recipes.base import Figure, Missing, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.base import Answers, Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
 from draftproof.reproduction.recipes.specdec_pp import TOP_K
-
-Answers = dict[tuple[str, str], OurNumber | Missing]
 
 STOPPERS = {
     "SpecDec": tuple(f"fixed:{length}" for length in (2, 6, 10)),
@@ -33,17 +28,23 @@ SECONDS = 0.0005  # tolerance
 Parts = Sequence[list[tuple[float, float, float]]]  # (drafted, target calls, seconds) of each prompt's answers
 
 
-def _timed(lab: Experiments) -> dict[str, Parts]:
+def _timed(experiments: Experiments) -> dict[str, Parts]:
     """Answers by setting, one sequence at a time, all settings in turns; models by themselves at two lengths."""
-    size = {"batch": 1, "prompts": min(lab.profile.prompts, 12), "seeds": 1, "top_k": TOP_K, "verifier": "token"}
-    asked: dict[str, list[PlannedRun]] = {}
-    for name, names in (("draft", Names(SMALL.draft, SMALL.draft)), ("target", SMALL)):
-        plain = lab.scaled_run(names, **size, drafter="none", stopper="")
-        asked[name] = [replace(plain, tokens=tokens) for tokens in (plain.tokens // 3, plain.tokens)]
+    size = {
+        "batch": 1,
+        "prompts": min(experiments.profile.prompts, 12),
+        "seeds": 1,
+        "top_k": TOP_K,
+        "verifier": "token",
+    }
+    runs_of: dict[str, list[PlannedRun]] = {}
+    for name, pair in (("draft", PairNames(SMALL.draft, SMALL.draft)), ("target", SMALL)):
+        plain = experiments.scaled_run(pair, **size, drafter="none", stopper="")
+        runs_of[name] = [replace(plain, tokens=tokens) for tokens in (plain.tokens // 3, plain.tokens)]
     for setting, stoppers in STOPPERS.items():
-        asked[setting] = [lab.scaled_run(SMALL, **size, stopper=stopper) for stopper in stoppers]
-    rows = iter(lab.in_turns([run for runs in asked.values() for run in runs]))
-    return {name: _by_prompt([next(rows) for _ in runs]) for name, runs in asked.items()}
+        runs_of[setting] = [experiments.scaled_run(SMALL, **size, stopper=stopper) for stopper in stoppers]
+    rows = iter(experiments.in_turns([run for runs in runs_of.values() for run in runs]))
+    return {name: _by_prompt([next(rows) for _ in runs]) for name, runs in runs_of.items()}
 
 
 def _by_prompt(runs: Sequence[Sequence[Row]]) -> Parts:
@@ -69,9 +70,9 @@ def _line(parts: Parts, side: int) -> float:
     return (slope, 1 - float(((seconds - slope * calls) ** 2).sum()) / spread)[side]
 
 
-def passes(lab: Experiments) -> dict[str, dict[str, Interval]]:
+def passes(experiments: Experiments) -> dict[str, dict[str, Interval]]:
     """Seconds of a pass by setting."""
-    timed = _timed(lab)
+    timed = _timed(experiments)
     found = {
         "stand-alone": {
             "t_draft": resampled(timed["draft"], lambda parts: _line(parts, 0)),
@@ -109,46 +110,44 @@ def head_costs(found: dict[str, dict[str, Interval]]) -> Claim:
     return claim("1.1 - t_draft with the head over t_draft without > 0", Kind.MODELS, gap)
 
 
-OTHER_SECONDS = (
-    "models of 260 thousand parameters on a CPU take milliseconds where the paper's take a tenth of a second"
-)
+WHY = "models of 260 thousand parameters on a CPU take milliseconds where the paper's take a tenth of a second"
 
 
-def table2(lab: Experiments) -> Outcome:
+def table2(experiments: Experiments) -> Outcome:
     """Seconds of a pass."""
-    draft, answers, found = OutcomeBuilder(papers.TABLE2), Answers(), passes(lab)
+    outcome, answers, found = OutcomeBuilder(papers.TABLE2), Answers(), passes(experiments)
     fitted = fits(found)
     for setting, values in found.items():
-        draft.row(f"{SMALL.label}, {setting}", values, timed=True)
+        outcome.row(f"{SMALL.label}, {setting}", values, timed=True)
         for row in papers.TABLE2.rows:
             if row.split(",")[0] == setting:
                 answers |= {
                     (row, name): _answer(value, 0.02 if name == "R squared" else SECONDS, fitted[setting])
                     for name, value in values.items()
                 }
-    draft.timed_claims += [*fitted.values(), head_costs(found)]
-    return draft.finish(answers)
+    outcome.timed_claims += [*fitted.values(), head_costs(found)]
+    return outcome.finish(answers)
 
 
 def _answer(value: Interval, tolerance: float, fitted: Claim) -> OurNumber:
-    return OurNumber(value, tolerance, (fitted,), OTHER_SECONDS, timed=True)
+    return OurNumber(value, tolerance, (fitted,), WHY, timed=True)
 
 
-def figure3(lab: Experiments) -> Outcome:
+def figure3(experiments: Experiments) -> Outcome:
     """The same as bars."""
-    draft, answers, found = OutcomeBuilder(papers.FIGURE3), Answers(), passes(lab)
+    outcome, answers, found = OutcomeBuilder(papers.FIGURE3), Answers(), passes(experiments)
     fitted = fits(found)
     for setting, values in found.items():
         own = {name: values[name] for name in ("t_draft", "t_target")}
-        draft.row(f"{SMALL.label}, {setting}", own, timed=True)
+        outcome.row(f"{SMALL.label}, {setting}", own, timed=True)
         answers |= {(setting, name): _answer(value, SECONDS, fitted[setting]) for name, value in own.items()}
-    draft.timed_claims += [*fitted.values(), head_costs(found)]
+    outcome.timed_claims += [*fitted.values(), head_costs(found)]
     lines = [
         Series(name, tuple(map(float, range(3))), tuple(1000 * found[setting][name].value for setting in TIMED))
         for name in ("t_draft", "t_target")
     ]
-    draft.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)
-    return draft.finish(answers)
+    outcome.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)
+    return outcome.finish(answers)
 
 
 RECIPES = (Recipe(papers.TABLE2, table2, "times"), Recipe(papers.FIGURE3, figure3, "times"))

@@ -1,7 +1,4 @@
-"""SPRINTER, tables 4 and 5, figures 3, 5, 6 and 12: SPRINTER's small verifier, trained here and in closed form.
-
-Knows: how verifiers are trained and judged, which closed forms stand behind the figures. Does not know: runs of text.
-"""
+"""SPRINTER, tables 4 and 5, figures 3, 5, 6 and 12: SPRINTER's small verifier, trained here and in closed form."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ import torch
 from draftproof.embedded import heads_dir
 from draftproof.files import whole_directory
 from draftproof.heads import Head, HeadConfig, load_head, save_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, resampled, shifted
-from draftproof.reproduction.draft_samples import Field, Harvest, gather
-from draftproof.reproduction.experiments import SMALL, Experiments
+from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, exact_claim, resampled, shifted
+from draftproof.reproduction.draft_samples import DraftSamples, SamplePlan, sample_drafts
+from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.papers import sprinter as papers
 from draftproof.reproduction.recipes.base import (
     ANY,
+    Answers,
     Figure,
-    Missing,
     OurNumber,
     Outcome,
     OutcomeBuilder,
@@ -39,8 +36,7 @@ from draftproof.training.heads import Labels, run_head, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.metrics import auc, roc
 
-Answers = dict[tuple[str, str], OurNumber | Missing]
-SETS = {"Wiki": "stories", "LM1B": "fiction"}  # the paper's, and what stands beside it
+SETS = {"Wiki": OPENINGS, "LM1B": "fiction"}  # the paper's data sets, and ours that are compared with them
 STEPS = 400
 LAMBDAS = (1.0, 1.2, 1.5)
 RATES = tuple(i / 10 for i in range(11))
@@ -48,14 +44,15 @@ RUN, DRAFT_SECONDS = 5, 0.1
 Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # scores and labels of each prompt
 
 
-def field_of(lab: Experiments, dataset: str, seed: int) -> Field:
-    """Where drafts are made; shipped data sets have 16 questions."""
-    return Field(SMALL, dataset, prompts=min(lab.profile.prompts, 16), places=lab.profile.places, seed=seed)
+def sample_plan(experiments: Experiments, dataset: str, seed: int) -> SamplePlan:
+    """Where drafts are sampled; most shipped data sets have 16 questions."""
+    prompts = min(experiments.profile.prompts, 16)
+    return SamplePlan(SMALL, dataset, prompts=prompts, places=experiments.profile.places, seed=seed)
 
 
-def verifier(lab: Experiments, dataset: str, lam: float = 1.2) -> Head:
+def verifier(experiments: Experiments, dataset: str, lam: float = 1.2) -> Head:
     """A linear verifier on the state before each token, trained on drafts of other texts (seeds 1 and 2)."""
-    known, valid = (gather(lab, field_of(lab, dataset, seed)).above for seed in (1, 2))
+    known, valid = (sample_drafts(experiments, sample_plan(experiments, dataset, seed)).before_token for seed in (1, 2))
     config = HeadConfig("verifier", known.hidden.shape[-1], SMALL.draft, SMALL.target, depth=0)
     plan = TrainingPlan(steps=STEPS, learning_rate=3e-3, warmup=20)
     return train_head(config, known, valid, plan, Labels(lam=lam))[0]
@@ -67,11 +64,11 @@ def scores(head: Head, rows: JudgeRows) -> torch.Tensor:
         return run_head(head, rows).double().sigmoid()
 
 
-def area(head: Head, harvest: Harvest, lam: float = 1.2) -> Parts:
+def area(head: Head, samples: DraftSamples, lam: float = 1.2) -> Parts:
     """Scores and labels of each prompt, whose ROC has an area."""
-    good, score = Labels(lam=lam).acceptable(harvest.above.log_ratio), scores(head, harvest.above)
-    group = harvest.group()
-    return [(score[group == at], good[group == at]) for at in range(harvest.prompts)]
+    good, score = Labels(lam=lam).acceptable(samples.before_token.log_ratio), scores(head, samples.before_token)
+    prompt = samples.prompt_of_row()
+    return [(score[prompt == at], good[prompt == at]) for at in range(samples.prompts)]
 
 
 def area_of(parts: Parts) -> float:
@@ -79,21 +76,21 @@ def area_of(parts: Parts) -> float:
     return auc(torch.cat([score for score, _ in parts]), torch.cat([good for _, good in parts]))
 
 
-def figure3(lab: Experiments) -> Outcome:
+def figure3(experiments: Experiments) -> Outcome:
     """ROC of a linear verifier on two data sets."""
-    draft, answers, lines = OutcomeBuilder(papers.FIGURE3), Answers(), []
+    outcome, answers, lines = OutcomeBuilder(papers.FIGURE3), Answers(), []
     for (paper, own), row in zip(SETS.items(), papers.FIGURE3.rows, strict=True):
-        head = verifier(lab, own)
-        harvest = gather(lab, field_of(lab, own, 0))
-        found = resampled(area(head, harvest), area_of)
+        head = verifier(experiments, own)
+        samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
+        found = resampled(area(head, samples), area_of)
         above = claim(f"AUC - 0.5 > 0 ({own})", Kind.MODELS, shifted(found, -0.5))
-        draft.claims.append(above)
+        outcome.claims.append(above)
         size = sum(weight.numel() for weight in head.parameters())
-        draft.row(f"{SMALL.label}, {own} ({size} parameters)", {"AUC": found})
+        outcome.row(f"{SMALL.label}, {own} ({size} parameters)", {"AUC": found})
         answers[row, "AUC"] = OurNumber(found, 0.05, (above,), f"{own}, not {paper}, and a state of {size - 1} numbers")
-        lines.append(_roc(own, area(head, harvest)))
-    draft.figure = Figure("false-positive rate", "true-positive rate", tuple(lines))
-    return draft.finish(answers)
+        lines.append(_roc(own, area(head, samples)))
+    outcome.figure = Figure("false-positive rate", "true-positive rate", tuple(lines))
+    return outcome.finish(answers)
 
 
 def _roc(label: str, parts: Parts) -> Series:
@@ -101,52 +98,52 @@ def _roc(label: str, parts: Parts) -> Series:
     return Series(label, tuple(p["false_positive"] for p in points), tuple(p["true_positive"] for p in points))
 
 
-def figure12(lab: Experiments) -> Outcome:
+def figure12(experiments: Experiments) -> Outcome:
     """ROC by the ratio that labels a token acceptable."""
-    draft, lines = OutcomeBuilder(papers.FIGURE12), []
-    harvest = gather(lab, field_of(lab, "stories", 0))
-    parts = {lam: area(verifier(lab, "stories", lam), harvest, lam) for lam in LAMBDAS}
+    outcome, lines = OutcomeBuilder(papers.FIGURE12), []
+    samples = sample_drafts(experiments, sample_plan(experiments, OPENINGS, 0))
+    parts = {lam: area(verifier(experiments, OPENINGS, lam), samples, lam) for lam in LAMBDAS}
     for lam, own in parts.items():
-        draft.row(f"{SMALL.label}, lambda {lam:g}", {"AUC": resampled(own, area_of)})
+        outcome.row(f"{SMALL.label}, lambda {lam:g}", {"AUC": resampled(own, area_of)})
         lines.append(_roc(f"lambda {lam:g}", own))
     for other in (1.0, 1.5):
         both = list(zip(parts[1.2], parts[other], strict=True))
         gap = resampled(both, lambda some: area_of([a for a, _ in some]) - area_of([b for _, b in some]))
-        draft.claims.append(claim(f"AUC at lambda 1.2 - at {other:g} > 0", Kind.MODELS, gap))
-    draft.figure = Figure("false-positive rate", "true-positive rate", tuple(lines))
-    draft.notes.append("Each verifier is judged by the labels it learnt, as in the paper.")
-    return draft.finish({})
+        outcome.claims.append(claim(f"AUC at lambda 1.2 - at {other:g} > 0", Kind.MODELS, gap))
+    outcome.figure = Figure("false-positive rate", "true-positive rate", tuple(lines))
+    outcome.notes.append("Each verifier is judged by the labels it learnt, as in the paper.")
+    return outcome.finish({})
 
 
-def table4(lab: Experiments) -> Outcome:
+def table4(experiments: Experiments) -> Outcome:
     """Verifiers on the other data set: by AUC, and in runs beside speculative decoding."""
-    draft, answers = OutcomeBuilder(papers.TABLE4), Answers()
-    made = {own: verifier(lab, own) for own in SETS.values()}
+    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    made = {own: verifier(experiments, own) for own in SETS.values()}
     for paper, own in SETS.items():
-        harvest = gather(lab, field_of(lab, own, 0))
-        areas = {name: area(head, harvest) for name, head in made.items()}
+        samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
+        areas = {name: area(head, samples) for name, head in made.items()}
         kept = _transfers(areas, own)
-        draft.claims.append(kept)
-        base = replace(lab.scaled_run(SMALL, **METHODS["SD"]), dataset=own, prompts=harvest.prompts)
+        outcome.claims.append(kept)
+        base = replace(experiments.scaled_run(SMALL, **METHODS["SD"]), dataset=own, prompts=samples.prompts)
         lossy = [
-            replace(base, stopper=f"approximate:{_saved(lab, name, made[name])}", verifier="last_token")
+            replace(base, stopper=f"approximate:{_saved(experiments, name, made[name])}", verifier="last_token")
             for name in SETS.values()
         ]
-        sums = run_sums(lab.in_turns([base, *lossy]), FIELDS)
-        told: dict[str, Interval | str] = {}
+        sums = run_sums(experiments.in_turns([base, *lossy]), FIELDS)
+        values: dict[str, Interval | str] = {}
         times: dict[str, Interval | str] = {}
         for place, (trained, name) in enumerate(SETS.items()):
-            wins, spent = wins_over(lab, lossy[place], base), bootstrap(sums, milliseconds(place + 1))
-            told[f"AUC, trained on {trained}"] = resampled(areas[name], area_of)
-            told[f"win-tie, trained on {trained}"], times[f"ms, trained on {trained}"] = wins, spent
+            wins, spent = wins_over(experiments, lossy[place], base), bootstrap(sums, milliseconds(place + 1))
+            values[f"AUC, trained on {trained}"] = resampled(areas[name], area_of)
+            values[f"win-tie, trained on {trained}"], times[f"ms, trained on {trained}"] = wins, spent
             cell = f"on {paper}"
             why = "the judge is the target's own log-likelihood, not a language model; another pair, other texts"
             answers[cell, f"win-tie, trained on {trained}"] = OurNumber(wins, 3.0, (kept,), why)
             answers[cell, f"ms, trained on {trained}"] = OurNumber(spent, 0.05, (kept,), "other seconds", timed=True)
-        draft.row(f"{SMALL.label}, on {own}", told)
-        draft.row(f"{SMALL.label}, on {own}, times", times, timed=True)
-    draft.notes.append("Beside Wiki stand beginnings of stories, beside LM1B beginnings of novels.")
-    return draft.finish(answers)
+        outcome.row(f"{SMALL.label}, on {own}", values)
+        outcome.row(f"{SMALL.label}, on {own}, times", times, timed=True)
+    outcome.notes.append("Wiki is compared with openings of stories, LM1B with openings of novels.")
+    return outcome.finish(answers)
 
 
 def _transfers(areas: Mapping[str, Parts], own: str) -> Claim:
@@ -158,69 +155,65 @@ def _transfers(areas: Mapping[str, Parts], own: str) -> Claim:
     return claim(f"0.05 - (AUC of the own verifier - of the other) > 0 (on {own})", Kind.MODELS, near)
 
 
-def _saved(lab: Experiments, dataset: str, head: Head) -> Path:
+def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
     """The directory of a verifier, for the engine to load."""
-    out = lab.folder / "heads" / dataset
+    out = experiments.folder / "heads" / dataset
     if not out.exists():
         with whole_directory(out) as work:
             save_head(head, work)
     return out
 
 
-def table5(lab: Experiments) -> Outcome:  # noqa: ARG001 - a file is read
+def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is read
     """The shipped verifier's hyperparameters."""
-    draft, answers = OutcomeBuilder(papers.TABLE5), Answers()
+    outcome, answers = OutcomeBuilder(papers.TABLE5), Answers()
     where = heads_dir() / "approximate"
     options = json.loads((where / "provenance.json").read_text(encoding="utf-8"))["options"]
     lam, tau = options["labels"]["lam"], load_head(where).config.threshold
     for data in SETS:
         answers[ANY, f"lambda {data}"] = OurNumber(Interval.exact(lam), 1e-9)
         answers[ANY, f"tau {data}"] = OurNumber(Interval.exact(tau), 1e-9)
-    draft.row("embedded:draft's shipped verifier", {"lambda": Interval.exact(lam), "tau": Interval.exact(tau)})
-    draft.notes.append("Read from the verifier that ships: the same choice, not a search of our own.")
-    return draft.finish(answers)
+    outcome.row("embedded:draft's shipped verifier", {"lambda": Interval.exact(lam), "tau": Interval.exact(tau)})
+    outcome.notes.append("Read from the verifier that ships: the same choice, not a search of our own.")
+    return outcome.finish(answers)
 
 
 def _closed(name: str, unit: float, of: partial[float]) -> Outcome:
     """A figure of Theorem 3.3 or 3.4: the curve by eta_TP for two eta_FP, and how far it exceeds the ideal."""
     paper = papers.FIGURE5 if name == "tokens" else papers.FIGURE6
-    draft, lines = OutcomeBuilder(paper), []
+    outcome, lines = OutcomeBuilder(paper), []
     ideal = of(RUN, 1.0, 0.0)
     gaps = [of(RUN, true, false) - ideal for true in RATES for false in (0.0, 0.1, 0.25, 0.5)]
     sharp = of(RUN, 1.0, 0.5) - ideal
     for false in (0.1, 0.5):
         values = [of(RUN, true, false) for true in RATES]
-        told = {f"eta_TP = {true:g}": Interval.exact(value) for true, value in zip(RATES, values, strict=True)}
-        draft.row(f"eta_FP = {false:g}", told)
+        row = {f"eta_TP = {true:g}": Interval.exact(value) for true, value in zip(RATES, values, strict=True)}
+        outcome.row(f"eta_FP = {false:g}", row)
         lines.append(Series(f"eta_FP = {false:g}", RATES, tuple(values)))
     lines.append(Series("ideal verifier", RATES, (ideal,) * len(RATES)))
     steps = [of(RUN, b, 0.5) - of(RUN, a, 0.5) for a, b in itertools.pairwise(RATES)]
-    draft.claims += [
-        claim(
-            f"{unit:g} - largest {name} beyond the ideal at eta_FP <= 0.5 >= 0",
-            Kind.MUST,
-            Interval.exact(unit - max(gaps)),
-            at_least=True,
+    outcome.claims += [
+        exact_claim(
+            f"{unit:g} - largest {name} beyond the ideal at eta_FP <= 0.5 >= 0", unit - max(gaps), at_least=True
         ),
-        claim(
+        exact_claim(
             f"-|{name} beyond the ideal at eta_TP = 1, eta_FP = 0.5, - {unit:g}| >= 0",
-            Kind.MUST,
-            Interval.exact(-abs(sharp - unit)),
+            -abs(sharp - unit),
             at_least=True,
         ),
-        claim(f"least growth of {name} with eta_TP > 0", Kind.MUST, Interval.exact(min(steps))),
+        exact_claim(f"least growth of {name} with eta_TP > 0", min(steps)),
     ]
-    draft.figure = Figure("eta_TP", f"expected {name}, r = {RUN}", tuple(lines))
-    draft.notes.append("The text names eta_FP = 0.5 and not the other value; 0.1 is ours.")
-    return draft.finish({})
+    outcome.figure = Figure("eta_TP", f"expected {name}, r = {RUN}", tuple(lines))
+    outcome.notes.append("The text names eta_FP = 0.5 and not the other value; 0.1 is ours.")
+    return outcome.finish({})
 
 
-def figure5(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
+def figure5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Theorem 3.3."""
     return _closed("tokens", 1.0, partial(expected_accepted))
 
 
-def figure6(lab: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
+def figure6(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Theorem 3.4."""
     return _closed("stopping time", DRAFT_SECONDS, partial(expected_stopping_time, draft_seconds=DRAFT_SECONDS))
 

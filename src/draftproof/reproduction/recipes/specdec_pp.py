@@ -1,7 +1,4 @@
-"""SpecDec++, arXiv 2405.19715: adaptive against constant draft lengths, by the cost model, and what a pass costs.
-
-Knows: which drafts, runs and exact problems answer which cell. Does not know: how heads are trained.
-"""
+"""SpecDec++, arXiv 2405.19715: adaptive against constant draft lengths, by the cost model, and what a pass costs."""
 
 from __future__ import annotations
 
@@ -14,31 +11,45 @@ from torch import Tensor
 
 from draftproof.embedded import heads_dir
 from draftproof.heads import Head, load_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
-from draftproof.reproduction.draft_samples import Field, Harvest, fixed_lengths, gather, round_sums, stopped_lengths
-from draftproof.reproduction.experiments import SMALL, Experiments
+from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, exact_claim
+from draftproof.reproduction.draft_samples import (
+    DraftSamples,
+    SamplePlan,
+    fixed_lengths,
+    round_sums,
+    sample_drafts,
+    stopped_lengths,
+)
+from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.papers import specdec_pp as papers
-from draftproof.reproduction.recipes.base import Figure, Missing, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.base import (
+    CLOSE,
+    Answers,
+    Figure,
+    OurNumber,
+    Outcome,
+    OutcomeBuilder,
+    Recipe,
+    Series,
+)
 from draftproof.stoppers.trained import Acceptance
 from draftproof.testing import TableModel
 from draftproof.theory.cost import PassCosts
 from draftproof.theory.decision import Problem, adaptive_gain
 
-Answers = dict[tuple[str, str], OurNumber | Missing]
-SETS = {"Alpaca": "stories", "HumanEval": "humaneval", "GSM8K": "gsm8k"}  # the paper's, and what stands beside it
+SETS = {"Alpaca": OPENINGS, "HumanEval": "humaneval", "GSM8K": "gsm8k"}  # the paper's data sets, and ours
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14)  # section 4.1, and 1, where small pairs may have their best
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 COSTS = PassCosts(papers.DRAFT_SECONDS, papers.TARGET_SECONDS)
 ALONE = 0.108  # seconds of a target pass without speculation, section 4.2
 TOP_K = 50
-CLOSE = 0.05
 
 
-def field_of(lab: Experiments, dataset: str, seed: int = 0) -> Field:
-    """Where drafts are made; shipped data sets have 16 questions."""
-    scale = lab.profile
-    prompts = scale.prompts if dataset == "stories" else min(scale.prompts, 16)
-    return Field(SMALL, dataset, prompts=prompts, places=scale.places, seed=seed, top_k=TOP_K)
+def sample_plan(experiments: Experiments, dataset: str, seed: int = 0) -> SamplePlan:
+    """Where drafts are sampled; the other shipped data sets have 16 questions."""
+    scale = experiments.profile
+    prompts = scale.prompts if dataset == OPENINGS else min(scale.prompts, 16)
+    return SamplePlan(SMALL, dataset, prompts=prompts, places=scale.places, seed=seed, top_k=TOP_K)
 
 
 def throughput(column: int, costs: PassCosts = COSTS) -> Statistic:
@@ -73,15 +84,15 @@ FIXED = tuple(range(len(LENGTHS)))
 ADAPTIVE = tuple(range(len(LENGTHS), len(LENGTHS) + len(THRESHOLDS)))
 
 
-def settings(harvest: Harvest, head: Head) -> Float[Tensor, "prompts columns"]:
+def settings(samples: DraftSamples, head: Head) -> Float[Tensor, "prompts columns"]:
     """Sums of every constant length and every threshold of a head."""
-    fixed = [fixed_lengths(harvest, length) for length in LENGTHS]
-    return round_sums(harvest, [*fixed, *adaptive(harvest, head)])
+    fixed = [fixed_lengths(samples, length) for length in LENGTHS]
+    return round_sums(samples, [*fixed, *adaptive(samples, head)])
 
 
-def adaptive(harvest: Harvest, head: Head) -> list[Tensor]:
+def adaptive(samples: DraftSamples, head: Head) -> list[Tensor]:
     """Lengths by threshold."""
-    return [stopped_lengths(harvest, head, Acceptance(head, h)) for h in THRESHOLDS]
+    return [stopped_lengths(samples, head, Acceptance(head, h)) for h in THRESHOLDS]
 
 
 def shipped_head() -> Head:
@@ -105,17 +116,19 @@ def exact_gain() -> Claim:
         p, q = (_rows_of(model) for model in (target, draft))
         gains.append(adaptive_gain(Problem(p, q, PassCosts(ratio, 1.0), tokens=10, limit=4, order=1, context=(0,))))
     text = "exact, 6 toy pairs: least share of time that the best policy saves over the best constant length >= 0"
-    return claim(text, Kind.MUST, Interval.exact(min(gains)), at_least=True)
+    return exact_claim(text, min(gains), at_least=True)
 
 
 def _rows_of(model: TableModel) -> Callable[[tuple[int, ...]], Tensor]:
     return lambda context: model.logits(context).softmax(-1)
 
 
-def compared(lab: Experiments) -> dict[str, Float[Tensor, "prompts columns"]]:
+def compared(experiments: Experiments) -> dict[str, Float[Tensor, "prompts columns"]]:
     """Sums of all settings by the paper's data sets."""
     head = shipped_head()
-    return {name: settings(gather(lab, field_of(lab, own)), head) for name, own in SETS.items()}
+    return {
+        name: settings(sample_drafts(experiments, sample_plan(experiments, own)), head) for name, own in SETS.items()
+    }
 
 
 def _faster(name: str, sums: Tensor) -> Claim:
@@ -124,14 +137,14 @@ def _faster(name: str, sums: Tensor) -> Claim:
     return claim(f"best adaptive over best constant throughput - 1 > 0 ({SETS[name]})", Kind.MODELS, gap)
 
 
-def table1(lab: Experiments) -> Outcome:
+def table1(experiments: Experiments) -> Outcome:
     """Best throughputs under the paper's seconds."""
-    draft, answers = OutcomeBuilder(papers.TABLE1), Answers()
-    draft.claims.append(exact_gain())
+    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome.claims.append(exact_gain())
     rows: dict[str, dict[str, Interval | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
-    for name, sums in compared(lab).items():
+    for name, sums in compared(experiments).items():
         held = _faster(name, sums)
-        draft.claims.append(held)
+        outcome.claims.append(held)
         found = {"SpecDec++": bootstrap(sums, best(ADAPTIVE)), "SpecDec (baseline)": bootstrap(sums, best(FIXED))}
         for (row, value), label in zip(found.items(), rows, strict=False):
             rows[label][name] = value
@@ -139,25 +152,25 @@ def table1(lab: Experiments) -> Outcome:
             answers[row, name] = OurNumber(value, CLOSE, (held,), why, relative=True)
         rows["best settings"][name] = f"{_names(ADAPTIVE, sums)}; {_names(FIXED, sums)}"
     for label, values in rows.items():
-        draft.row(f"{SMALL.label}, {label}", values)
-    draft.notes.append(_SETS_NOTE)
-    return draft.finish(answers)
+        outcome.row(f"{SMALL.label}, {label}", values)
+    outcome.notes.append(_SETS_NOTE)
+    return outcome.finish(answers)
 
 
 _SETS_NOTE = (
     "Tokens a second by the paper's own seconds of a pass (equation (2.1)) and our counts, on the same drafts for "
-    "every setting. Beside Alpaca stand beginnings of stories, which the head was trained on; beside HumanEval and "
-    "GSM8K the shipped questions of these sets, as text for a model of stories to continue: out of its distribution."
+    "every setting. Alpaca is compared with openings of stories, which the head was trained on; HumanEval and GSM8K "
+    "with the shipped questions of these sets, as text that a model of stories continues: out of its distribution."
 )
 
 
-def figure1(lab: Experiments) -> Outcome:
+def figure1(experiments: Experiments) -> Outcome:
     """Gains and speed-ups."""
-    draft, answers = OutcomeBuilder(papers.FIGURE1), Answers()
+    outcome, answers = OutcomeBuilder(papers.FIGURE1), Answers()
     rows: dict[str, dict[str, Interval | str]] = {name: {} for name in papers.FIGURE1.rows}
-    for name, sums in compared(lab).items():
+    for name, sums in compared(experiments).items():
         held = _faster(name, sums)
-        draft.claims.append(held)
+        outcome.claims.append(held)
         rows["gain %"][name] = bootstrap(sums, lambda totals: 100 * (best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1))
         rows["speed-up, SpecDec++"][name] = bootstrap(sums, lambda totals: ALONE * best(ADAPTIVE)(totals))
         rows["speed-up, SpecDec"][name] = bootstrap(sums, lambda totals: ALONE * best(FIXED)(totals))
@@ -172,11 +185,11 @@ def figure1(lab: Experiments) -> Outcome:
         ("ours", [_value(rows["gain %"][n]) for n in SETS]),
     ):
         lines.append(Series(label, tuple(map(float, range(3))), tuple(float(x or 0) for x in source)))
-    draft.figure = Figure("0: Alpaca, 1: HumanEval, 2: GSM8K", "gain of adaptive lengths, %", tuple(lines), bars=True)
+    outcome.figure = Figure("0: Alpaca, 1: HumanEval, 2: GSM8K", "gain of adaptive lengths, %", tuple(lines), bars=True)
     for label, values in rows.items():
-        draft.row(f"{SMALL.label}, {label}", values)
-    draft.notes.append(_SETS_NOTE)
-    return draft.finish(answers)
+        outcome.row(f"{SMALL.label}, {label}", values)
+    outcome.notes.append(_SETS_NOTE)
+    return outcome.finish(answers)
 
 
 def _value(found: Interval | str) -> float:
@@ -184,10 +197,10 @@ def _value(found: Interval | str) -> float:
     return found.value
 
 
-def figure4(lab: Experiments) -> Outcome:
+def figure4(experiments: Experiments) -> Outcome:
     """The Pareto frontiers."""
-    draft, lines = OutcomeBuilder(papers.FIGURE4), []
-    for name, sums in compared(lab).items():
+    outcome, lines = OutcomeBuilder(papers.FIGURE4), []
+    for name, sums in compared(experiments).items():
         points = [[bootstrap(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
         for label, columns in (("constant", FIXED), ("adaptive", ADAPTIVE)):
             own = [points[at] for at in columns]
@@ -196,20 +209,20 @@ def figure4(lab: Experiments) -> Outcome:
         for at, setting in zip(
             (*FIXED, *ADAPTIVE), (*(f"n = {n}" for n in LENGTHS), *(f"h = {h:g}" for h in THRESHOLDS)), strict=True
         ):
-            told = {"discard rate": points[at][0], "verification rate": points[at][1]}
-            draft.row(f"{SETS[name]}, {setting}", told)
+            found = {"discard rate": points[at][0], "verification rate": points[at][1]}
+            outcome.row(f"{SETS[name]}, {setting}", found)
         for at, h in zip(ADAPTIVE, THRESHOLDS, strict=True):
             below = bootstrap(sums, behind(at))
             text = (
                 f"verification rate of constant lengths at the same discard rate - that of h = {h:g} > 0 ({SETS[name]})"
             )
-            draft.claims.append(claim(text, Kind.MODELS, below))
-    draft.figure = Figure("discard rate", "verification rate", tuple(lines))
-    draft.notes.append(
+            outcome.claims.append(claim(text, Kind.MODELS, below))
+    outcome.figure = Figure("discard rate", "verification rate", tuple(lines))
+    outcome.notes.append(
         "The constant lengths' frontier is joined by lines: what tossing a coin between two lengths reaches. "
         + _SETS_NOTE
     )
-    return draft.finish({})
+    return outcome.finish({})
 
 
 def behind(at: int) -> Statistic:
@@ -219,13 +232,13 @@ def behind(at: int) -> Statistic:
 
 def frontier(totals: Float[Tensor, "draws columns"], at: int) -> Float[Tensor, " draws"]:
     """The verification rate of constant lengths at the discard rate of a setting; NaN beyond them."""
-    wanted = rates(at)[0](totals)
-    plain = (torch.zeros_like(wanted), torch.ones_like(wanted))
+    discard = rates(at)[0](totals)
+    plain = (torch.zeros_like(discard), torch.ones_like(discard))
     known = [plain, *((rates(fixed)[0](totals), rates(fixed)[1](totals)) for fixed in FIXED)]
-    found = torch.full_like(wanted, torch.nan)
+    found = torch.full_like(discard, torch.nan)
     for (x, y), (x2, y2) in itertools.pairwise(known):
-        inside = (x <= wanted) & (wanted <= x2)
-        found = torch.where(inside, y + (y2 - y) * (wanted - x) / (x2 - x), found)
+        inside = (x <= discard) & (discard <= x2)
+        found = torch.where(inside, y + (y2 - y) * (discard - x) / (x2 - x), found)
     return found
 
 

@@ -1,7 +1,4 @@
-"""SpecTr: SpecTr by number of drafts, length and draft model, and the time of a pass over more tokens.
-
-Knows: which runs answer which cell. Does not know: how runs are made.
-"""
+"""SpecTr: SpecTr by number of drafts, length and draft model, and the time of a pass over more tokens."""
 
 from __future__ import annotations
 
@@ -17,22 +14,21 @@ from torch import Tensor
 from draftproof.backends.base import Feed
 from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim
 from draftproof.reproduction.expected_accepted import key
-from draftproof.reproduction.experiments import SMALL, Experiments, Names
+from draftproof.reproduction.experiments import SMALL, Experiments, PairNames
 from draftproof.reproduction.papers import spectr as papers
 from draftproof.reproduction.recipes.base import (
     CLOSE,
+    Answers,
     Figure,
-    Missing,
     OurNumber,
     Outcome,
     OutcomeBuilder,
     Recipe,
     Series,
 )
-from draftproof.reproduction.recipes.sums import AtPlaces, efficiency, several, why_other
+from draftproof.reproduction.recipes.sums import AtPlaces, between, efficiency, several, why_other
 from draftproof.tree import TokenTree
 
-Answers = dict[tuple[str, str], OurNumber | Missing]
 DRAFTS, LENGTHS = (1, 2, 4, 8), (4, 8)
 PASSES = 30  # timed, of each shape
 
@@ -41,9 +37,11 @@ def _column(k: int, n: int) -> str:
     return key("spectr", n, k)
 
 
-def _grid(lab: Experiments, names: Names, **asked: Any) -> AtPlaces:
+def _grid(experiments: Experiments, pair: PairNames, **changes: Any) -> AtPlaces:
     """SpecTr by K and n on the same drafts; at K = 1 it is token verification."""
-    return AtPlaces(lab, several(lab, names, **asked), [_column(k, n) for n in LENGTHS for k in DRAFTS])
+    return AtPlaces(
+        experiments, several(experiments, pair, **changes), [_column(k, n) for n in LENGTHS for k in DRAFTS]
+    )
 
 
 def _growth(at: AtPlaces, label: str) -> list[Claim]:
@@ -59,101 +57,96 @@ def _growth(at: AtPlaces, label: str) -> list[Claim]:
     return [*with_k, *with_n]
 
 
-def table2(lab: Experiments) -> Outcome:
+def table2(experiments: Experiments) -> Outcome:
     """Tokens a call by K and L."""
-    draft, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
     lines = []
-    for place, names in enumerate(lab.profile.pairs):
-        at = _grid(lab, names)
-        held = _growth(at, names.label)
-        draft.claims += held
+    for place, pair in enumerate(experiments.profile.pairs):
+        at = _grid(experiments, pair)
+        held = _growth(at, pair.label)
+        outcome.claims += held
         for n in LENGTHS:
             found = [at.efficiency("spectr", n, k) for k in DRAFTS]
-            draft.row(f"{names.label}, L = {n}", {f"K = {k}": value for k, value in zip(DRAFTS, found, strict=True)})
-            lines.append(Series.through(f"{names.label}, L = {n}", DRAFTS, found))
+            outcome.row(f"{pair.label}, L = {n}", {f"K = {k}": value for k, value in zip(DRAFTS, found, strict=True)})
+            lines.append(Series.through(f"{pair.label}, L = {n}", DRAFTS, found))
             if place > 0:
                 continue
             for k, value in zip(DRAFTS, found, strict=True):
                 row = f"{'speculative' if k == 1 else 'SpecTr'} K={k} L={n}"
-                why = why_other(2.2 if n == 4 else 2.3, found[0], n, f"at K = 1 {names.label}")
+                why = why_other(2.2 if n == 4 else 2.3, found[0], n, f"at K = 1 {pair.label}")
                 answers[row, "BE"] = OurNumber(value, CLOSE, tuple(held), why, relative=True)
-    draft.figure = Figure("K", "tokens a target call", tuple(lines))
-    return draft.finish(answers)
+    outcome.figure = Figure("K", "tokens a target call", tuple(lines))
+    return outcome.finish(answers)
 
 
-def table4(lab: Experiments) -> Outcome:
+def table4(experiments: Experiments) -> Outcome:
     """Three draft models of different strength: early exits of the same target."""
-    draft, answers = OutcomeBuilder(papers.TABLE4), Answers()
-    names = SMALL
+    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    pair = SMALL
     layers = dict(zip(("2M", "6M", "20M"), (2, 3, 4), strict=True))
-    grids = {size: _grid(lab, names, drafter=f"early_exit:{count}", seeds=1) for size, count in layers.items()}
+    grids = {size: _grid(experiments, pair, drafter=f"early_exit:{count}", seeds=1) for size, count in layers.items()}
     held = [each for size, at in grids.items() for each in _growth(at, f"first {layers[size]} layers")]
     better = [_better(grids[a], grids[b], layers[a], layers[b]) for a, b in itertools.pairwise(grids)]
-    draft.claims += [*held, *better]
+    outcome.claims += [*held, *better]
     for size, at in grids.items():
         found = {f"K={k} L={n}": at.efficiency("spectr", n, k) for n in LENGTHS for k in DRAFTS}
-        draft.row(f"{names.target}, first {layers[size]} of 5 layers", found)
-        paper = float(papers.TABLE4.value(size, "K=1 L=8") or 0)
+        outcome.row(f"{pair.target}, first {layers[size]} of 5 layers", found)
+        paper = papers.TABLE4.number(size, "K=1 L=8")
         why = why_other(paper, found["K=1 L=8"], 8, f"at K = 1 the exit after {layers[size]} layers")
         for name, value in found.items():
             mine = tuple(each for each in held if f"first {layers[size]} layers" in each.text)
             answers[size, name] = OurNumber(value, CLOSE, (*mine, *better), why, relative=True)
-    draft.notes.append("Our three drafts are the first 2, 3 and 4 of the target's 5 layers, weaker to stronger.")
-    return draft.finish(answers)
+    outcome.notes.append("Our three drafts are the first 2, 3 and 4 of the target's 5 layers, weaker to stronger.")
+    return outcome.finish(answers)
 
 
-def _better(one: AtPlaces, other: AtPlaces, fewer: int, more: int) -> Claim:
-    """That the deeper exit is the better draft, averaged over K and L; prompts are resampled together."""
-    width = one.sums.shape[1]
-    both = torch.cat([one.sums, other.sums], -1)
+def _better(weak: AtPlaces, strong: AtPlaces, fewer: int, more: int) -> Claim:
+    """The claim that the deeper exit is the better draft, averaged over K and L."""
+    columns = range(1, weak.sums.shape[1])
 
-    def difference(totals: Float[Tensor, "draws columns"]) -> Float[Tensor, " draws"]:
-        weak, strong = (
-            torch.stack([efficiency(at)(part) for at in range(1, width)]).mean(0)
-            for part in (totals[:, :width], totals[:, width:])
-        )
-        return strong - weak
+    def mean(totals: Float[Tensor, "draws columns"]) -> Float[Tensor, " draws"]:
+        return torch.stack([efficiency(at)(totals) for at in columns]).mean(0)
 
     text = f"mean BE with {more} layers - with {fewer} > 0"
-    return claim(text, Kind.MODELS, bootstrap(both, difference))
+    return claim(text, Kind.MODELS, between(strong, weak, mean, mean))
 
 
-def table1(lab: Experiments) -> Outcome:
+def table1(experiments: Experiments) -> Outcome:
     """The time of a pass by tokens and batch."""
-    draft, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
     why = "a CPU has no idle arithmetic to read more tokens with"
-    for place, names in enumerate(lab.profile.pairs):
-        found = _passes(lab, names)
+    for place, pair in enumerate(experiments.profile.pairs):
+        found = _passes(experiments, pair)
         base = statistics.median(found["4x1"])
         for length in (4, 8):
-            told: dict[str, Interval | str] = {}
+            values: dict[str, Interval | str] = {}
             for batch in (1, 2, 4, 8):
                 low, middle, high = (each / base for each in statistics.quantiles(found[f"{length}x{batch}"], n=4))
-                told[f"batch {batch}"] = ours = Interval(middle, low, high, 0.5, PASSES)
+                values[f"batch {batch}"] = ours = Interval(middle, low, high, 0.5, PASSES)
                 if place == 0:
                     answers[f"length {length}", f"batch {batch}"] = OurNumber(ours, 0.15, (), why, timed=True)
-            draft.row(f"{names.target}, length {length}", told, timed=True)
+            outcome.row(f"{pair.target}, length {length}", values, timed=True)
         sums = torch.tensor([found["8x8"], found["4x1"]]).T
-        text = f"1.5 - time of a pass over 8 x 8 tokens relative to 4 x 1 > 0 ({names.target})"
+        text = f"1.5 - time of a pass over 8 x 8 tokens relative to 4 x 1 > 0 ({pair.target})"
         kept = bootstrap(sums, lambda totals: 1.5 - totals[:, 0] / totals[:, 1])
-        draft.timed_claims.append(claim(text, Kind.MODELS, kept))
-    draft.notes.append(
+        outcome.timed_claims.append(claim(text, Kind.MODELS, kept))
+    outcome.notes.append(
         "Median of passes over new tokens after 64 known ones; brackets: quartiles. Claim: ratio of means."
     )
-    return draft.finish(answers)
+    return outcome.finish(answers)
 
 
-def _passes(lab: Experiments, names: Names) -> dict[str, list[float]]:
+def _passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:
     """Seconds of passes by length x batch, from the records if they are there."""
-    asked = {"names": names.label, "dtype": names.dtype}
-    found: dict[str, list[float]] = lab.remembered("passes", asked, lambda: _time_passes(lab, names))
+    key = {"pair": pair.label, "dtype": pair.dtype}
+    found: dict[str, list[float]] = experiments.cached("passes", key, lambda: _time_passes(experiments, pair))
     return found
 
 
-def _time_passes(lab: Experiments, names: Names) -> dict[str, list[float]]:
+def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:
     """Shapes take turns, so that a machine that slows down meets all of them."""
-    model = lab.backend(names.target, names.dtype)
-    prompt = (lab.prompts(names.target, 8)[0] * 64)[:64]
+    model = experiments.backend(pair.target, pair.dtype)
+    prompt = (experiments.prompts(pair.target, 8)[0] * 64)[:64]
     shapes = [(length, batch) for length in (4, 8) for batch in (1, 2, 4, 8)]
     seconds: dict[tuple[int, int], list[float]] = {shape: [] for shape in shapes}
     for repeat in range(PASSES + 3):

@@ -1,7 +1,4 @@
-"""SPRINTER, arXiv 2502.04557: SPRINTER beside lossless and lossy methods, in calls, time, operations and quality.
-
-Knows: which runs answer which cell, how quality is judged without a judge model. Does not know: how runs are made.
-"""
+"""SPRINTER, arXiv 2502.04557: SPRINTER beside lossless and lossy methods, in calls, time, operations and quality."""
 
 from __future__ import annotations
 
@@ -12,20 +9,28 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.bench.flops import pass_flops, shape_of
+from draftproof.bench.measures import pass_flops, shape_of
 from draftproof.embedded import heads_dir
 from draftproof.heads import load_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, column
-from draftproof.reproduction.draft_samples import pair_of
-from draftproof.reproduction.experiments import SMALL, Experiments, Names, PlannedRun, Row
+from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, column, shifted
+from draftproof.reproduction.draft_samples import model_pair
+from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun, Row
 from draftproof.reproduction.papers import sprinter as papers
-from draftproof.reproduction.recipes.base import ANY, Missing, OurNumber, Outcome, OutcomeBuilder, Recipe
-from draftproof.reproduction.recipes.sums import run_sums
+from draftproof.reproduction.recipes.base import (
+    ANY,
+    OTHER_SECONDS,
+    Answers,
+    Missing,
+    OurNumber,
+    Outcome,
+    OutcomeBuilder,
+    Recipe,
+)
+from draftproof.reproduction.recipes.sums import less, run_sums
 from draftproof.training.features import ModelPair
 from draftproof.training.responses import Response
 from draftproof.training.sprinter import drift
 
-Answers = dict[tuple[str, str], OurNumber | Missing]
 SD = "fixed:4"  # the paper does not name its length
 METHODS: dict[str, dict[str, str]] = {
     "SD": {"stopper": SD, "verifier": "token"},
@@ -42,9 +47,9 @@ FIELDS = ("num_tokens", "num_target_calls", "num_accepted_tokens", "num_draft_to
 WIDTH = len(FIELDS)
 
 
-def asked(lab: Experiments, parts: Mapping[str, str]) -> PlannedRun:
+def planned_run(experiments: Experiments, parts: Mapping[str, str]) -> PlannedRun:
     """A run of a method."""
-    return lab.scaled_run(SMALL, **parts)
+    return experiments.scaled_run(SMALL, **parts)
 
 
 def accepted(run: int) -> Statistic:
@@ -67,21 +72,16 @@ def over(run: int, base: int) -> Statistic:
     return lambda t: milliseconds(base)(t) / milliseconds(run)(t)
 
 
-def minus(one: Statistic, other: Statistic) -> Statistic:
-    """A difference."""
-    return lambda t: one(t) - other(t)
-
-
-def likelihoods(lab: Experiments, run: PlannedRun) -> list[float]:
+def likelihoods(experiments: Experiments, run: PlannedRun) -> list[float]:
     """Log-probability of each answer under the target at temperature 1, row by row of the run."""
 
     def score() -> list[float]:
-        pair, rows = pair_of(lab, SMALL), lab.runs(run)
-        prompts = lab.prompts(SMALL.target, run.prompts, run.dataset)
+        pair, rows = model_pair(experiments, SMALL), experiments.runs(run)
+        prompts = experiments.prompts(SMALL.target, run.prompts, run.dataset)
         with torch.inference_mode():
             return [_likelihood(pair, prompts[row["prompt"]], row["token_ids"]) for row in rows]
 
-    found: list[float] = lab.remembered("likelihood", run, score)
+    found: list[float] = experiments.cached("likelihood", run, score)
     return found
 
 
@@ -90,26 +90,29 @@ def _likelihood(pair: ModelPair, prompt: Sequence[int], tokens: Sequence[int]) -
     return float(p[:-1].gather(-1, torch.tensor(tokens).unsqueeze(-1)).double().clamp(min=1e-30).log().sum())
 
 
-def quality_sums(lab: Experiments, runs: Sequence[PlannedRun]) -> Float[Tensor, "prompts columns"]:
+def quality_sums(experiments: Experiments, runs: Sequence[PlannedRun]) -> Float[Tensor, "prompts columns"]:
     """For each prompt and run: tokens, log-likelihood; run after run."""
     parts = [
-        [{**row, "likelihood": value} for row, value in zip(lab.runs(run), likelihoods(lab, run), strict=True)]
+        [
+            {**row, "likelihood": value}
+            for row, value in zip(experiments.runs(run), likelihoods(experiments, run), strict=True)
+        ]
         for run in runs
     ]
     return run_sums(parts, ("num_tokens", "likelihood"))
 
 
-def a_token(run: int) -> Statistic:
+def per_token(run: int) -> Statistic:
     """Log-likelihood a token."""
     return lambda t: t[:, 2 * run + 1] / t[:, 2 * run]
 
 
-def table2(lab: Experiments) -> Outcome:
+def table2(experiments: Experiments) -> Outcome:
     """Calls, time and quality of each method."""
-    draft, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
     names = list(METHODS)
-    runs = [asked(lab, parts) for parts in METHODS.values()]
-    sums = run_sums(lab.in_turns(runs), FIELDS)
+    runs = [planned_run(experiments, parts) for parts in METHODS.values()]
+    sums = run_sums(experiments.in_turns(runs), FIELDS)
     at = {name: place for place, name in enumerate(names)}
     held = _counting_claims(sums, at)
     faster = [
@@ -120,27 +123,26 @@ def table2(lab: Experiments) -> Outcome:
         )
         for name in ("SD", "SpecDec++", "AdaEDL", "mentored")
     ]
-    draft.claims += held.values()
-    draft.timed_claims += faster
+    outcome.claims += held.values()
+    outcome.timed_claims += faster
     for name, place in at.items():
-        told = {"tokens": bootstrap(sums, accepted(place)), "calls a token": bootstrap(sums, calls(place))}
+        counts = {"tokens": bootstrap(sums, accepted(place)), "calls a token": bootstrap(sums, calls(place))}
         times = {"ms": bootstrap(sums, milliseconds(place)), "speed-up": bootstrap(sums, over(place, at["SD"]))}
-        draft.row(f"{SMALL.label}, {name}", told)
-        draft.row(f"{SMALL.label}, {name}, times", times, timed=True)
+        outcome.row(f"{SMALL.label}, {name}", counts)
+        outcome.row(f"{SMALL.label}, {name}, times", times, timed=True)
         mine = tuple(each for key, each in held.items() if name in key) or tuple(held.values())
         for family in ("GPT-Neo", "GPT2"):
             for data in ("Wiki", "LM1B"):
                 row = f"{family} {name}"
-                answers[row, f"tokens {data}"] = OurNumber(told["tokens"], 0.25, mine, "another pair, another text")
-                why = "seconds of this machine and these models"
-                answers[row, f"ms {data}"] = OurNumber(times["ms"], 0.05, tuple(faster), why, timed=True)
-                answers[row, f"speed-up {data}"] = OurNumber(times["speed-up"], 0.05, tuple(faster), why, timed=True)
-    draft.claims += _quality_claims(lab, runs, at, draft)
-    draft.notes.append(
+                answers[row, f"tokens {data}"] = OurNumber(counts["tokens"], 0.25, mine, "another pair, another text")
+                for kind, value in times.items():
+                    answers[row, f"{kind} {data}"] = OurNumber(value, 0.05, tuple(faster), OTHER_SECONDS, timed=True)
+    outcome.claims += _quality_claims(experiments, runs, at, draft)
+    outcome.notes.append(
         "Tokens: draft tokens kept a target call. SPRINTER's verifier is the shipped one (threshold 0.5, at most 20 "
         "tokens a draft). Quality is the answers' log-probability under the target at temperature 1."
     )
-    return draft.finish(answers)
+    return outcome.finish(answers)
 
 
 def _faster(run: int, base: int) -> Statistic:
@@ -160,109 +162,109 @@ def _counting_claims(sums: Tensor, at: Mapping[str, int]) -> dict[tuple[str, str
         ("SD", "mentored", Kind.MUST),
     ]
     return {
-        (more, less): claim(
-            f"calls a token of {more} - of {less} > 0", kind, bootstrap(sums, minus(calls(at[more]), calls(at[less])))
+        (more, few): claim(
+            f"calls a token of {more} - of {few} > 0", kind, bootstrap(sums, less(calls(at[more]), calls(at[few])))
         )
-        for more, less, kind in fewer
+        for more, few, kind in fewer
     }
 
 
 def _quality_claims(
-    lab: Experiments, runs: Sequence[PlannedRun], at: Mapping[str, int], draft: OutcomeBuilder
+    experiments: Experiments, runs: Sequence[PlannedRun], at: Mapping[str, int], outcome: OutcomeBuilder
 ) -> list[Claim]:
     """What SPRINTER costs in likelihood and at a position; both are bounded by what the draft model by itself costs."""
-    alone = replace(lab.scaled_run(SMALL, **PLAIN), names=Names(SMALL.draft, SMALL.draft))
+    alone = replace(experiments.scaled_run(SMALL, **PLAIN), pair=PairNames(SMALL.draft, SMALL.draft))
     lossy = [name for name in at if name.startswith("SPRINTER") and "lossless" not in name]
-    sums = quality_sums(lab, [runs[at["SD"]], alone, runs[at["mentored"]], *(runs[at[name]] for name in lossy)])
+    sums = quality_sums(experiments, [runs[at["SD"]], alone, runs[at["mentored"]], *(runs[at[name]] for name in lossy)])
     made = []
     for place, name in enumerate(("SD", "the draft model by itself", "mentored", *lossy)):
-        draft.row(f"{SMALL.label}, {name}, quality", {"log-likelihood": bootstrap(sums, a_token(place))})
+        outcome.row(f"{SMALL.label}, {name}, quality", {"log-likelihood": bootstrap(sums, per_token(place))})
     for place, name in enumerate(lossy, 3):
         text = f"a quarter of what the draft model loses on SD, in log-likelihood a token, - what {name} loses > 0"
         made.append(claim(text, Kind.MODELS, bootstrap(sums, _bounded(place))))
-    better = bootstrap(sums, minus(a_token(3), a_token(1)))
+    better = bootstrap(sums, less(per_token(3), per_token(1)))
     made.append(claim("log-likelihood a token of SPRINTER - of the draft model by itself > 0", Kind.MUST, better))
-    text = "TV(p, q) - TV(p, SPRINTER's law) at the same positions > 0"
-    made.append(claim(text, Kind.MUST, bootstrap(drifts(lab), minus(column(1), column(0)))))
+    text = "TV(p, q) - TV(p, SPRINTER's distribution) at the same positions > 0"
+    made.append(claim(text, Kind.MUST, bootstrap(drifts(experiments), less(column(1), column(0)))))
     return made
 
 
 def _bounded(place: int) -> Statistic:
-    return lambda t: (a_token(0)(t) - a_token(1)(t)) / 4 - (a_token(0)(t) - a_token(place)(t))
+    return lambda t: (per_token(0)(t) - per_token(1)(t)) / 4 - (per_token(0)(t) - per_token(place)(t))
 
 
-def drifts(lab: Experiments) -> Float[Tensor, "prompts columns"]:
-    """For each prompt the mean exact drift of SPRINTER's law and of q from the target, along the target's text."""
-    run = lab.scaled_run(SMALL, **PLAIN)
+def drifts(experiments: Experiments) -> Float[Tensor, "prompts columns"]:
+    """For each prompt the mean total variation of SPRINTER's distribution and of q from p, along the target's text."""
+    run = experiments.scaled_run(SMALL, **PLAIN)
     head, pair, prompts = (
         load_head(heads_dir() / "approximate"),
-        pair_of(lab, SMALL),
-        lab.prompts(SMALL.target, run.prompts),
+        model_pair(experiments, SMALL),
+        experiments.prompts(SMALL.target, run.prompts),
     )
 
     def measure() -> list[dict[str, float]]:
-        rows: list[Row] = lab.runs(run)
+        rows: list[Row] = experiments.runs(run)
         texts: dict[int, list[Response]] = {}
         for row in rows:
             texts.setdefault(row["prompt"], []).append(Response(tuple(prompts[row["prompt"]]), tuple(row["token_ids"])))
         return [drift(head, pair, texts[number]) for number in sorted(texts)]
 
-    found = lab.remembered("drift", run, measure)
+    found = experiments.cached("drift", run, measure)
     return torch.tensor([[each["position_tv"], each["draft_tv"]] for each in found], dtype=torch.float64) / len(found)
 
 
 # --- against each method ----------------------------------------------------------------------------------------------
 
 
-def table3(lab: Experiments) -> Outcome:
+def table3(experiments: Experiments) -> Outcome:
     """Preference, speed and operations against each method."""
-    draft, answers = OutcomeBuilder(papers.TABLE3), Answers()
-    ours = asked(lab, METHODS["SPRINTER"])
+    outcome, answers = OutcomeBuilder(papers.TABLE3), Answers()
+    ours = planned_run(experiments, METHODS["SPRINTER"])
     for name in ("SD", "mentored"):
-        other = asked(lab, METHODS[name])
-        wins = wins_over(lab, ours, other)
-        sums = run_sums(lab.in_turns([ours, other]), FIELDS)
+        other = planned_run(experiments, METHODS[name])
+        wins = wins_over(experiments, ours, other)
+        sums = run_sums(experiments.in_turns([ours, other]), FIELDS)
         speed = bootstrap(sums, over(0, 1))
-        work = _work(lab, sums)
+        work = _work(experiments, sums)
         timed = claim(f"time: speed of SPRINTER over {name} - 1 > 0", Kind.MODELS, bootstrap(sums, _faster(0, 1)))
         close = claim(
             f"win-tie rate against {name} - 30 > 0",
             Kind.MODELS,
-            Interval(wins.value - 30, wins.low - 30, wins.high - 30, wins.level, wins.clusters),
+            shifted(wins, -30),
         )
-        draft.claims += [close, *(claim(text, kind, found) for text, kind, found in _work_claims(name, work, sums))]
-        draft.timed_claims.append(timed)
-        draft.row(
+        outcome.claims += [close, *(claim(text, kind, found) for text, kind, found in _work_claims(name, work, sums))]
+        outcome.timed_claims.append(timed)
+        outcome.row(
             f"{SMALL.label}, against {name}",
             {"win-tie %": wins, **{text: bootstrap(sums, each) for text, each in work.items()}},
         )
-        draft.row(f"{SMALL.label}, against {name}, times", {"speed-up": speed}, timed=True)
+        outcome.row(f"{SMALL.label}, against {name}, times", {"speed-up": speed}, timed=True)
         why = "the judge is the target's own log-likelihood, not a language model"
         answers[name, "win-tie %"] = OurNumber(wins, 3.0, (close,), why)
         answers[name, "FLOPs of the method"] = Missing("a formula; what both took is counted below")
         answers[name, "speed-up"] = OurNumber(speed, 0.05, (timed,), "seconds of this machine", timed=True)
     for name in ("Medusa", "Eagle2"):
         answers[name, ANY] = Missing(f"no {name} heads for a pair at hand: they would have to be trained")
-    draft.notes.append(
+    outcome.notes.append(
         "A win is an answer of higher log-probability under the target, a tie counts half; where SPRINTER is no worse "
         "the rate is 50%. Operations are counted as in appendix A.8, with a cache, in millions a token. By the paper's "
         "count SPRINTER's target reads one position a round; the unseen tokens must be read as well, or the next "
         "position has nothing to attend to, and they are in `target, all positions`."
     )
-    return draft.finish(answers)
+    return outcome.finish(answers)
 
 
-def wins_over(lab: Experiments, ours: PlannedRun, other: PlannedRun) -> Interval:
+def wins_over(experiments: Experiments, ours: PlannedRun, other: PlannedRun) -> Interval:
     """Per cent of answers that the target finds likelier than another method's to the same prompt and seed."""
-    mine, theirs = likelihoods(lab, ours), likelihoods(lab, other)
-    rows = lab.runs(ours)
+    mine, theirs = likelihoods(experiments, ours), likelihoods(experiments, other)
+    rows = experiments.runs(ours)
     sums = torch.zeros(ours.prompts, 2, dtype=torch.float64)
     for row, a, b in zip(rows, mine, theirs, strict=True):
         sums[row["prompt"]] += torch.tensor([100.0 if a > b else 50.0 if a == b else 0.0, 1.0], dtype=torch.float64)
     return bootstrap(sums, lambda t: t[:, 0] / t[:, 1])
 
 
-def _work(lab: Experiments, sums: Tensor) -> dict[str, Statistic]:  # noqa: ARG001 - the columns are those of FIELDS
+def _work(experiments: Experiments, sums: Tensor) -> dict[str, Statistic]:  # noqa: ARG001 - the columns are those of FIELDS
     """Millions of operations a token: of SPRINTER (run 0) and the other method (run 1)."""
     sizes = {
         side: shape_of(lab.backend(name).config) for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
@@ -294,12 +296,12 @@ def _work_claims(name: str, work: Mapping[str, Statistic], sums: Tensor) -> list
         (
             f"target's operations of {name} - of SPRINTER by the paper's count > 0",
             Kind.MUST,
-            bootstrap(sums, minus(other, paper)),
+            bootstrap(sums, less(other, paper)),
         ),
         (
             f"target's operations of {name} - of SPRINTER with all positions > 0",
             Kind.MODELS,
-            bootstrap(sums, minus(other, whole)),
+            bootstrap(sums, less(other, whole)),
         ),
     ]
 

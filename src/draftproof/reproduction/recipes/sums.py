@@ -1,7 +1,4 @@
-"""Sums of records to numbers with intervals: block efficiencies, gains, speeds, and claims about them.
-
-Knows: which columns make which number. Does not know: papers, how records were made.
-"""
+"""Statistics of sums over records: block efficiencies, gains, speeds, with intervals and claims about them."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 
 from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
 from draftproof.reproduction.expected_accepted import key
-from draftproof.reproduction.experiments import Experiments, Names, Places, Row
+from draftproof.reproduction.experiments import Experiments, PairNames, Places, Row
 from draftproof.reproduction.recipes.base import implied_acceptance
 
 TIMED = ("num_tokens", "num_target_calls", "seconds")
@@ -42,12 +39,12 @@ def run_sums(
 
 
 def efficiency(column: int) -> Statistic:
-    """1 + accepted tokens a place; column 0 counts the places."""
+    """1 + accepted tokens per position; column 0 counts the positions."""
     return lambda totals: 1 + totals[:, column] / totals[:, 0]
 
 
 def gain(above: int, below: int) -> Statistic:
-    """By how many per cent one column's block efficiency exceeds another's."""
+    """By how many percent one column's block efficiency exceeds another's."""
     return lambda totals: 100 * (efficiency(above)(totals) / efficiency(below)(totals) - 1)
 
 
@@ -72,17 +69,17 @@ def less(one: Statistic, other: Statistic) -> Statistic:
 
 
 class AtPlaces:
-    """Sums over places of what each column accepts, by the column's name.
+    """Sums over positions of the expected accepted tokens in each column.
 
     Args:
-        lab: measures them.
-        asked: what.
-        columns: those wanted.
+        experiments: measures them.
+        places: the positions.
+        columns: names of the columns that are used.
     """
 
-    def __init__(self, lab: Experiments, asked: Places, columns: Sequence[str]) -> None:
+    def __init__(self, experiments: Experiments, places: Places, columns: Sequence[str]) -> None:
         self.columns = list(columns)
-        self.sums: Float[Tensor, "prompts columns"] = place_sums(lab.places(asked), columns)
+        self.sums: Float[Tensor, "prompts columns"] = place_sums(experiments.places(places), columns)
 
     def __getitem__(self, name: str) -> int:
         """The number of a column."""
@@ -93,7 +90,7 @@ class AtPlaces:
         return bootstrap(self.sums, efficiency(self[key(rule, n, drafts)]))
 
     def gain(self, n: int) -> Interval:
-        """Of block over token verification, in per cent."""
+        """Of block over token verification, in percent."""
         return bootstrap(self.sums, gain(self[key("block", n)], self[key("token", n)]))
 
     def at_least(self, text: str, one: str, other: str, kind: Kind = Kind.MUST, *, strict: bool = True) -> Claim:
@@ -110,9 +107,16 @@ def why_other(paper: float, ours: Interval, n: int, label: str) -> str:
     )
 
 
-def several(lab: Experiments, names: Names, **asked: Any) -> Places:
-    """Rules for several drafts: what Block Verification's table 5 and SpecTr's tables share; other wishes by name."""
-    return lab.scaled_places(names, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, **asked)
+def several(experiments: Experiments, pair: PairNames, **changes: Any) -> Places:
+    """Rules for several drafts, as Block Verification's table 5 and SpecTr's tables share them."""
+    return experiments.scaled_places(pair, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, **changes)
+
+
+def between(one: AtPlaces, other: AtPlaces, of_one: Statistic, of_other: Statistic) -> Interval:
+    """The difference of two statistics of two sets of positions; the prompts, which are the same, are paired."""
+    width = one.sums.shape[1]
+    both = torch.cat([one.sums, other.sums], -1)
+    return bootstrap(both, lambda totals: of_one(totals[:, :width]) - of_other(totals[:, width:]))
 
 
 def apart(at: AtPlaces, n: int) -> Statistic:

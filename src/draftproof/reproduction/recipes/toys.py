@@ -1,7 +1,4 @@
-"""Pairs of distributions that are computed with and not sampled from: memoryless sources, uniform and Bernoulli rows.
-
-Knows: how to write them down. Does not know: papers, rules.
-"""
+"""Pairs of distributions for exact computations: memoryless sources, uniform and Bernoulli rows."""
 
 from __future__ import annotations
 

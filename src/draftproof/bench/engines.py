@@ -1,0 +1,259 @@
+"""Throughput beside another engine in a process of its own, if need be in another Python environment.
+
+All engines continue the same prompts by the same number of tokens, and stop tokens are ignored. They take turns, and
+the order is reversed from turn to turn. The first turn warms up and does not count.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from draftproof import models
+from draftproof.bench import worker
+from draftproof.bench.cell import Cell
+from draftproof.bench.estimate import geometric_mean
+from draftproof.bench.model_cache import ModelCache, Stopwatch
+from draftproof.bench.questions import read_questions
+from draftproof.bench.report import speed
+from draftproof.engine.engine import Engine
+from draftproof.engine.stats import Stats
+from draftproof.errors import UserError, refuse_below_one
+from draftproof.progress import Watch, silent
+from draftproof.provenance import run_facts, without_directory
+from draftproof.results import Results, table
+from draftproof.sampling import SamplingParams
+
+# vLLM's build for CPUs needs these on a small machine.
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+PATIENCE = 900.0  # seconds that the other engine may take to load, or for one request
+SHUTDOWN = 10.0  # seconds that it may take to end
+PLAIN = "draftproof, plain"
+Timing = tuple[float, Stats | None]  # seconds, and the counts of our engine
+Measure = Callable[[worker.Request], Timing]
+
+
+@dataclass(frozen=True)
+class EngineComparison:
+    """What is compared.
+
+    Attributes:
+        other: the other engine, a name of `worker.WORKERS`.
+        python: of the environment that has it; None is this one.
+        model: a file or directory for the other engine; None is the target's.
+        target: of our engine, a name that `models.resolve` takes.
+        draft, drafter, dtype: of our engine, as in `Engine.load`; no drafter is plain decoding alone.
+        batch, temperature: lists; all combinations are measured.
+        dataset: of the prompts.
+        tokens: of each answer.
+        repeats: turns that count.
+
+    Raises:
+        UserError: an unknown engine, or a number below 1.
+    """
+
+    other: str = "vllm"
+    python: Path | None = None
+    model: Path | None = None
+    target: str = "embedded:stories"
+    draft: str | None = None
+    drafter: str | None = None
+    dtype: str = "auto"
+    batch: Sequence[int] = (1, 8)
+    temperature: Sequence[float] = (0.0, 1.0)
+    dataset: str = "tinystories"
+    tokens: int = 64
+    repeats: int = 6
+
+    def __post_init__(self) -> None:
+        if self.other not in worker.WORKERS:
+            raise UserError(f"the other engine is {self.other!r}: legal are {', '.join(worker.WORKERS)}")
+        refuse_below_one(batch=min(self.batch), tokens=self.tokens, repeats=self.repeats)
+
+
+def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Results:
+    """Tokens a second of the other engine, of plain decoding, and of a drafter, for every batch and temperature.
+
+    Raises:
+        UserError: a model that cannot be loaded, or another engine that fails.
+    """
+    facts = run_facts()
+    rows: list[dict[str, Any]] = []
+    turns = len(options.batch) * len(options.temperature) * (options.repeats + 1)
+    with _other_engine(options) as other, watch("measuring", turns, 0) as tick:
+        for batch in options.batch:
+            engines = {options.other: other, **_ours(options, batch)}
+            prompts = _prompts(options, batch)
+            for temperature in options.temperature:
+                timings: dict[str, list[Timing]] = {name: [] for name in engines}
+                for turn in range(options.repeats + 1):
+                    request = _request(options, prompts, batch, turn) | {"temperature": temperature}
+                    for name in _in_order(list(engines), turn):
+                        timings[name].append(engines[name](request))
+                    done = (len(rows) // len(engines)) * (options.repeats + 1) + turn + 1
+                    tick(done, tokens=batch * options.tokens * len(engines))
+                rows += [
+                    _row(name, batch, temperature, options.tokens, timings[name][1:]) for name in engines
+                ]  # the first turn warms up
+    title = f"{without_directory(options.target)} beside {options.other}"
+    return Results(title, _lines(options, rows), _figures(options, rows), facts)
+
+
+def _in_order(names: list[str], turn: int) -> list[str]:
+    """Forth and back, so that no engine is always the first."""
+    return names[::-1] if turn % 2 else names
+
+
+def _row(name: str, batch: int, temperature: float, tokens: int, timings: Sequence[Timing]) -> dict[str, Any]:
+    counts = Stats()
+    for _, stats in timings:
+        if stats is not None:
+            counts.add(stats)
+    return {
+        "batch": batch,
+        "temperature": temperature,
+        "engine": name,
+        "tokens_per_second": [batch * tokens / seconds for seconds, _ in timings],
+        "tokens_per_call": counts.block_efficiency if counts.num_target_calls else None,
+    }
+
+
+def _figures(options: EngineComparison, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    named = asdict(options)
+    for name in ("python", "model", "target", "draft", "drafter"):
+        named[name] = None if named[name] is None else without_directory(str(named[name]))
+    return {"options": named, "rows": list(rows)}
+
+
+def _lines(options: EngineComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The table: ratios are of the same turn, with a question mark where the interval contains 1."""
+    base: list[float] = []
+    cells = []
+    for row in rows:
+        rates = row["tokens_per_second"]
+        base = rates if row["engine"] == options.other else base
+        ratio = geometric_mean([mine / theirs for mine, theirs in zip(rates, base, strict=True)])
+        calls = row["tokens_per_call"]
+        cells.append(
+            (
+                row["batch"],
+                f"{row['temperature']:g}",
+                row["engine"],
+                f"{median(rates):.1f}",
+                "-" if row["engine"] == options.other else speed(ratio),
+                "-" if calls is None else f"{calls:.2f}",
+            )
+        )
+    heads = ("batch", "temperature", "engine", "tokens a second", f"over {options.other}", "tokens per target call")
+    return [
+        f"Our dtype {options.dtype}; {options.dataset}, {options.tokens} tokens an answer, {options.repeats} turns,",
+        "each with other prompts. Ratios are of the same turn: geometric mean with a 95% t interval; `?` marks",
+        "an interval that contains 1.",
+        "",
+        *table(heads, cells),
+    ]
+
+
+def _prompts(options: EngineComparison, batch: int) -> list[list[int]]:
+    """Token ids of the first questions, as many as all turns need if there are so many."""
+    cache, cell = ModelCache(), Cell(options.target, dtype=options.dtype, max_tokens=options.tokens)
+    return [cache.encode(cell, question) for question in read_questions(options.dataset)[: batch * options.repeats]]
+
+
+def _request(options: EngineComparison, prompts: Sequence[list[int]], batch: int, turn: int) -> worker.Request:
+    """The prompts of a turn; the first two turns have the same ones, because the first does not count."""
+    first = max(turn - 1, 0) * batch
+    return {"prompts": [prompts[(first + place) % len(prompts)] for place in range(batch)], "tokens": options.tokens}
+
+
+def _ours(options: EngineComparison, batch: int) -> dict[str, Measure]:
+    """Plain decoding by our engine, and the drafter where one is named."""
+    made = {PLAIN: _measure(Engine.load(options.target, dtype=options.dtype, max_batch=batch))}
+    if options.drafter is not None or options.draft is not None:
+        engine = Engine.load(
+            options.target, options.draft, drafter=options.drafter, dtype=options.dtype, max_batch=batch
+        )
+        made[f"draftproof, {engine.drafter.name}"] = _measure(engine)
+    return made
+
+
+def _measure(engine: Engine) -> Measure:
+    def measure(request: worker.Request) -> Timing:
+        params = [
+            SamplingParams(
+                temperature=request["temperature"], max_tokens=request["tokens"], ignore_eos=True, seed=1 + number
+            )
+            for number in range(len(request["prompts"]))
+        ]
+        watch, counts = Stopwatch(engine.target.device), Stats()
+        outputs = engine.generate(request["prompts"], params)
+        seconds, _ = watch.stop()
+        for output in outputs:
+            counts.add(output.stats)
+        return seconds, counts
+
+    return measure
+
+
+# --- the other engine -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _other_engine(options: EngineComparison) -> Iterator[Measure]:
+    """Start the other engine's process and end it afterwards.
+
+    Raises:
+        UserError: it does not start, does not answer in PATIENCE seconds, or ends, with its last line on stderr.
+    """
+    python = str(options.python or sys.executable)
+    model = str(options.model or models.resolve(options.target))
+    command = [python, worker.__file__, options.other, model, options.dtype, str(max(options.batch))]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    with tempfile.TemporaryFile("w+") as errors:
+        try:
+            process = subprocess.Popen(  # noqa: S603 - a command of our own
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**clean, **ENVIRONMENT},
+            )
+        except OSError as cause:
+            raise UserError(f"cannot run {python}: {cause.strerror or cause}; name a Python with --python") from cause
+
+        def read() -> str:
+            assert process.stdout is not None, "its output is a pipe"
+            ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
+            line = process.stdout.readline().strip() if ready else ""
+            if not line:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(SHUTDOWN)  # its last lines come after the end of its output
+                errors.seek(0)
+                last = [line.strip() for line in errors if line.strip()][-1:]
+                why = last[0] if last else f"no answer in {PATIENCE:g} s, or it ended without a message"
+                raise UserError(f"{options.other} failed in {python}: {why}")
+            return line
+
+        def measure(request: worker.Request) -> Timing:
+            assert process.stdin is not None, "its input is a pipe"
+            with suppress(OSError):  # where it has ended, reading says why
+                print(json.dumps(request), file=process.stdin, flush=True)
+            return float(read()), None
+
+        try:
+            read()  # worker.READY
+            yield measure
+        finally:
+            process.kill()
+            process.communicate()

@@ -1,0 +1,194 @@
+"""Tokens per target call of verification rules, by draft length and number of drafts, on one pair of models.
+
+Every rule gets the same pair, prompts and seeds. Nothing here is timed. Besides pairs of language models there are
+synthetic pairs with a vocabulary of any size, which need no weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.base import Backend
+from draftproof.bench.model_cache import ModelCache
+from draftproof.bench.questions import read_questions
+from draftproof.engine.engine import Engine
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.errors import UserError, refuse_below_one
+from draftproof.progress import Watch, silent
+from draftproof.provenance import run_facts
+from draftproof.results import Results, table
+from draftproof.rng import fold
+from draftproof.sampling import SamplingParams
+from draftproof.testing import TableModel
+
+SINGLE = ("match", "token", "block")  # rules for one draft
+SEVERAL = ("multi_round", "spectr", "traversal", "trie_block")  # rules for several drafts
+_SHARPNESS, _NOISE = 3.0, 1.0  # of synthetic pairs
+_MOST_ENTRIES = 1 << 25  # of a synthetic model's rows that are kept
+
+
+class SyntheticModel(TableModel):
+    """Rows softmax(3 a + noise b) by the last token, with random a and b: models of one family share a.
+
+    Args:
+        vocab: size of the vocabulary.
+        family: seed of a.
+        own: seed of b.
+        noise: how far the model is from its family; 0 leaves b out.
+    """
+
+    def __init__(self, vocab: int, family: int, own: int, noise: float) -> None:
+        super().__init__(vocab, own, order=1)
+        self._family, self._noise = family, noise
+
+    def logits(self, context: Sequence[int]) -> Float[Tensor, " vocab"]:
+        """The row after a context; rows are forgotten where those of a large vocabulary would fill the memory."""
+        if len(self._rows) * self.vocab_size > _MOST_ENTRIES:
+            self._rows.clear()
+        return super().logits(context)
+
+    def _random_row(self, key: tuple[int, ...]) -> Float[Tensor, " vocab"]:
+        shared = torch.Generator().manual_seed(fold(self._family, *key) >> 1)
+        own = torch.Generator().manual_seed(fold(self._seed, *key) >> 1)
+        scores = _SHARPNESS * torch.randn(self.vocab_size, dtype=torch.float64, generator=shared)
+        scores += self._noise * torch.randn(self.vocab_size, dtype=torch.float64, generator=own)
+        return scores.log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class RuleComparison:
+    """What is compared.
+
+    Attributes:
+        target, draft, dtype: the pair of models.
+        synthetic: vocabulary sizes of synthetic pairs, which are measured in place of the models where there are any.
+        rules: names of SINGLE and SEVERAL.
+        lengths: of the drafts.
+        drafts: numbers of drafts, for the rules of SEVERAL.
+        dataset, questions: of the prompts of language models.
+        seeds: runs of each prompt.
+        tokens: of each answer.
+
+    Raises:
+        UserError: an unknown rule, or a number below 1.
+    """
+
+    target: str = "embedded:target"
+    draft: str = "embedded:draft"
+    dtype: str = "auto"
+    synthetic: Sequence[int] = ()
+    rules: Sequence[str] = (*SINGLE, *SEVERAL)
+    lengths: Sequence[int] = (4, 8)
+    drafts: Sequence[int] = (1, 2, 4, 8)
+    dataset: str = "story-openings"
+    questions: int = 4
+    seeds: int = 8
+    tokens: int = 48
+
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            if rule not in (*SINGLE, *SEVERAL):
+                raise UserError(f"rule is {rule!r}: legal are {', '.join((*SINGLE, *SEVERAL))}")
+        refuse_below_one(n=min(self.lengths), drafts=min(self.drafts), seeds=self.seeds, tokens=self.tokens)
+        if min(self.synthetic, default=2) < 2:
+            raise UserError(f"a synthetic vocabulary has {min(self.synthetic)} tokens: legal is 2 or more")
+
+
+def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:
+    """Tokens per target call of every rule, mean over seeds with its standard error.
+
+    Raises:
+        UserError: a model or data set that does not exist.
+    """
+    facts = run_facts()
+    pairs = [f"synthetic, vocabulary {size}" for size in options.synthetic] or [f"{options.target} / {options.draft}"]
+    settings = [
+        (n, rule, count)
+        for n, rule, count in itertools.product(options.lengths, options.rules, options.drafts)
+        if rule in SEVERAL or count == options.drafts[0]
+    ]
+    rows: list[dict[str, Any]] = []
+    with watch("measuring", len(pairs) * len(settings), 0) as tick:
+        for place, pair in enumerate(pairs):
+            target, draft, prompts = _synthetic(options.synthetic[place]) if options.synthetic else _loaded(options)
+            for n, rule, count in settings:
+                drafter = f"chains:{count}" if rule in SEVERAL else "model"
+                part = make_drafter(drafter, target=target, draft=draft, stopper=f"fixed:{n}")
+                values = _efficiency(Engine(target, part, make_verifier(rule)), prompts, options)
+                rows.append(
+                    {
+                        "pair": pair,
+                        "n": n,
+                        "rule": rule,
+                        "drafts": count if rule in SEVERAL else 1,
+                        "tokens_per_call": values,
+                    }
+                )
+                tick(len(rows), tokens=options.seeds * options.tokens * len(prompts))
+    figures = {"options": asdict(options), "rows": rows}
+    return Results("Tokens per target call by rule and number of drafts", _lines(options, rows), figures, facts)
+
+
+def _synthetic(vocab: int) -> tuple[Backend, Backend, list[list[int]]]:
+    """A synthetic target and draft model, with prompts of one token."""
+    return (
+        SyntheticModel(vocab, 1, 2, 0.0),
+        SyntheticModel(vocab, 1, 3, _NOISE),
+        [[token % vocab] for token in range(4)],
+    )
+
+
+def _loaded(options: RuleComparison) -> tuple[Backend, Backend, list[list[int]]]:
+    """The pair of models, with the questions as plain text."""
+    cache = ModelCache()
+    cache.check_same_tokenizer(options.target, options.draft)
+    tokenizer = cache.tokenizer(options.target)
+    questions = read_questions(options.dataset, options.questions)
+    prompts = [[int(token) for token in tokenizer(question.prompt)["input_ids"]] for question in questions]
+    target, draft = (cache.backend(name, options.dtype, "auto") for name in (options.target, options.draft))
+    return target, draft, prompts
+
+
+def _efficiency(engine: Engine, prompts: Sequence[Sequence[int]], options: RuleComparison) -> list[float]:
+    """Tokens per target call of each seed, all prompts together."""
+    found = []
+    for seed in range(options.seeds):
+        params = SamplingParams(max_tokens=options.tokens, seed=seed, ignore_eos=True)
+        outputs = engine.generate([list(prompt) for prompt in prompts], params)
+        calls = sum(output.stats.num_target_calls for output in outputs)
+        found.append(sum(output.stats.num_tokens for output in outputs) / calls)
+    return found
+
+
+def _lines(options: RuleComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """One table for each pair and draft length: rules down, numbers of drafts K across."""
+    lines = [
+        f"Temperature 1, {options.tokens} tokens an answer, {options.seeds} seeds: mean over seeds and its standard",
+        "error. Synthetic pairs: rows softmax(3 a + b) by the last token, a shared by target and draft model, b the",
+        "draft model's own.",
+    ]
+    for pair, n in itertools.product(dict.fromkeys(row["pair"] for row in rows), options.lengths):
+        found = {
+            (row["rule"], row["drafts"]): _mean(row["tokens_per_call"])
+            for row in rows
+            if (row["pair"], row["n"]) == (pair, n)
+        }
+        counts = sorted({drafts for _, drafts in found})
+        lines += ["", f"## {pair}, n = {n}", ""]
+        heads = ("rule", *(f"K = {count}" for count in counts))
+        lines += table(heads, [(rule, *(found.get((rule, k), "") for k in counts)) for rule in options.rules])
+    return lines
+
+
+def _mean(values: Sequence[float]) -> str:
+    error = f" ± {stdev(values) / sqrt(len(values)):.2f}" if len(values) > 1 else ""
+    return f"{fmean(values):.2f}{error}"

@@ -1,0 +1,117 @@
+"""Another engine in a process of its own: reads one JSON request a line, answers each with seconds. Run by `engines`.
+
+This file runs in an environment that may have only the other engine, so it imports nothing of draftproof.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+Request = dict[str, Any]  # "prompts": lists of token ids, "tokens": of each answer, "temperature"
+Generate = Callable[[Request], float]  # seconds for all prompts together
+READY = "ready"
+
+
+def vllm(model: str, dtype: str, batch: int) -> Generate:
+    """vLLM's offline engine."""
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+
+    engine = LLM(model, dtype=dtype, max_num_seqs=batch, max_model_len=1024, enable_prefix_caching=False)
+
+    def generate(request: Request) -> float:
+        params = SamplingParams(
+            temperature=request["temperature"], max_tokens=request["tokens"], ignore_eos=True, seed=1
+        )
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        assert all(len(out.outputs[0].token_ids) == request["tokens"] for out in outputs), "an answer ended early"
+        return seconds
+
+    return generate
+
+
+def transformers(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 - all engines are made alike
+    """transformers' generate, with prompts padded on the left."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    library: Any = AutoModelForCausalLM
+    engine = library.from_pretrained(model, dtype=dtype).eval()
+
+    def generate(request: Request) -> float:
+        width = max(map(len, request["prompts"]))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in request["prompts"]])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in request["prompts"]])
+        options: dict[str, Any] = {"do_sample": False}
+        if request["temperature"]:
+            options = {"do_sample": True, "temperature": request["temperature"], "top_k": 0, "top_p": 1.0}
+        options |= {"min_new_tokens": request["tokens"], "max_new_tokens": request["tokens"], "pad_token_id": 0}
+        torch.manual_seed(1)
+        start = time.perf_counter()
+        out = engine.generate(ids, attention_mask=mask, **options)
+        seconds = time.perf_counter() - start
+        assert out.shape[1] == width + request["tokens"], "an answer ended early"
+        return seconds
+
+    return generate
+
+
+def llama_cpp(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 - a .gguf file has its own type
+    """llama.cpp's server in this process (package xllamacpp), with one slot for each request."""
+    import xllamacpp  # type: ignore[import-not-found]
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_parallel, params.n_ctx = model, batch, 1024 * batch
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
+    params.verbosity = -1
+    server = xllamacpp.Server(params)
+
+    def complete(request: Request, ids: list[int]) -> None:
+        out = server.handle_completions(
+            {
+                "prompt": ids,
+                "n_predict": request["tokens"],
+                "temperature": request["temperature"],
+                "top_k": 0,
+                "top_p": 1.0,
+                "min_p": 0.0,
+                "seed": 1,
+                "ignore_eos": True,
+                "cache_prompt": False,
+            }
+        )
+        assert out["usage"]["completion_tokens"] == request["tokens"], out
+
+    def generate(request: Request) -> float:
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(request["prompts"])) as pool:
+            list(pool.map(lambda ids: complete(request, ids), request["prompts"]))
+        return time.perf_counter() - start
+
+    return generate
+
+
+WORKERS = {"vllm": vllm, "transformers": transformers, "llama.cpp": llama_cpp}
+
+
+def main() -> None:
+    """Load an engine and answer the requests on stdin; everything that the engine prints goes to stderr."""
+    name, model, dtype, batch = sys.argv[1:]
+    with os.fdopen(os.dup(1), "w") as channel:
+        os.dup2(2, 1)
+        generate = WORKERS[name](model, dtype, int(batch))
+        print(READY, file=channel, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(generate(json.loads(line))), file=channel, flush=True)
+
+
+if __name__ == "__main__":
+    main()

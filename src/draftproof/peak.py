@@ -1,0 +1,105 @@
+"""Peak memory between two moments: of tensors on an accelerator, of the whole process on a CPU."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import torch
+
+_PROC = Path("/proc/self")
+_PAUSE = 0.002  # seconds between two samples, where the system keeps no peak
+HOW = {
+    "cuda": "bytes of tensors on the accelerator, by its allocator",
+    "mark": "resident bytes of the process, by the kernel's high-water mark",
+    "sampled": f"resident bytes of the process, sampled every {1000 * _PAUSE:g} ms: short peaks may be missed",
+    "whole": "resident bytes of the process since it began: this system keeps no other peak",
+}
+
+
+def process_peak() -> int:
+    """Peak bytes of this process in memory since it began."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def resident() -> int | None:
+    """Bytes of this process in memory now; None where the system does not report them."""
+    return _status("VmRSS")
+
+
+class Peak:
+    """Peak memory from its construction to `stop`.
+
+    Args:
+        device: whose memory is measured; for a CPU that of the whole process.
+
+    Attributes:
+        how: what is counted and how: a key of HOW.
+        before: bytes at the beginning; None where the system does not report them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sampler: _Sampler | None = None
+        if device.type == "cuda":
+            self.how = "cuda"
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before: int | None = torch.cuda.memory_allocated(device)
+            return
+        self.before = resident()
+        self.how = "mark" if _reset_mark() else "whole" if self.before is None else "sampled"
+        if self.how == "sampled":
+            self._sampler = _Sampler()
+
+    def stop(self) -> int:
+        """The peak in bytes."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            return int(torch.cuda.max_memory_allocated(self._device))
+        if self._sampler is not None:
+            return self._sampler.stop()
+        mark = _status("VmHWM") if self.how == "mark" else None
+        return process_peak() if mark is None else mark
+
+
+def _status(name: str) -> int | None:
+    """A figure of /proc/self/status in bytes."""
+    try:
+        lines = (_PROC / "status").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _reset_mark() -> bool:
+    """Reset the kernel's high-water mark to the present size; returns whether that is allowed here."""
+    try:
+        (_PROC / "clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return _status("VmHWM") is not None
+
+
+class _Sampler:
+    """Samples the resident size in a thread."""
+
+    def __init__(self) -> None:
+        self._most = resident() or 0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._done.wait(_PAUSE):
+            self._most = max(self._most, resident() or 0)
+
+    def stop(self) -> int:
+        """The largest size sampled."""
+        self._done.set()
+        self._thread.join()
+        return max(self._most, resident() or 0)

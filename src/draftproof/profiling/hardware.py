@@ -1,0 +1,60 @@
+"""What this machine can do at best: memory bandwidth, rate of a large product, and floors of a pass that follow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from draftproof.backends.loading import load_backend
+
+
+def bandwidth(size: int = 2**28, repeats: int = 10) -> float:
+    """Bytes read from memory per second: the best of several sums over more bytes than a cache holds."""
+    data = torch.ones(size // 8, dtype=torch.int64)
+    return data.nbytes / _fastest(data.sum, repeats)
+
+
+def product_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 8) -> float:
+    """Operations per second of a large matrix product: the best of several."""
+    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    return 2 * size**3 / _fastest(lambda: a @ b, repeats)
+
+
+def _fastest(call: Callable[[], object], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+class ReadWeights(NamedTuple):
+    """The weights that a forward pass reads.
+
+    Attributes:
+        entries: number of weights.
+        nbytes: of all of them.
+        dtype: of the model.
+    """
+
+    entries: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+def weights_read(name: str, dtype: str) -> ReadWeights:
+    """The weights that one forward pass of a model reads; the model is loaded to count them.
+
+    The input embedding counts only where it is the output layer too: of others a pass reads a few rows.
+
+    Raises:
+        UserError: a model that cannot be loaded.
+    """
+    model = load_backend(name, dtype=dtype, check=False, backend="hf").model
+    output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    read = [weights for weights in model.parameters() if weights is not embedding or embedding is output]
+    return ReadWeights(sum(weights.numel() for weights in read), sum(weights.nbytes for weights in read), output.dtype)

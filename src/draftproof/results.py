@@ -1,0 +1,100 @@
+"""Results files: Markdown tables, the same figures as JSON, pictures; each opens with the facts of its run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from draftproof.errors import UserError
+from draftproof.files import whole_file
+from draftproof.provenance import KEY, header, write_json
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """The lines of a Markdown table."""
+    lines = [_row(heads), "|---" * len(heads) + "|"]
+    return lines + [_row([str(cell) for cell in row]) for row in rows]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def median_and_range(values: Sequence[float], digits: int = 2) -> str:
+    """The median with the smallest and the largest value: "1.50 [1.20, 1.80]"."""
+    return f"{median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+
+
+def mean_and_deviation(values: Sequence[float], digits: int = 3) -> str:
+    """The mean with the standard deviation of several values; large whole numbers as they are."""
+    if all(float(value).is_integer() and abs(value) > 10 for value in values):
+        return f"{fmean(values):.0f}"
+    shown = f"{fmean(values):.{digits}f}"
+    return shown if len(values) < 2 else f"{shown} ± {stdev(values):.{digits}f}"
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a measurement found, ready to be printed and written.
+
+    Attributes:
+        title: of the page.
+        lines: Markdown below the header: remarks and tables.
+        figures: the same and what it is made from, as values that JSON can carry.
+        facts: of `draftproof.provenance.run_facts`, taken when the run began.
+    """
+
+    title: str
+    lines: Sequence[str]
+    figures: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+    def markdown(self) -> str:
+        """The whole page."""
+        return "\n".join([f"# {self.title}", "", *header(self.facts), "", *self.lines]) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; None for what is no finite number."""
+        made: dict[str, Any] = finite({KEY: self.facts, "title": self.title, **self.figures})
+        return made
+
+    def write(self, out: Path) -> list[Path]:
+        """Write OUT.md and OUT.json; returns both paths."""
+        page, figures = (out.parent / f"{out.name}{ending}" for ending in (".md", ".json"))
+        with whole_file(page) as work:
+            work.write_text(self.markdown(), encoding="utf-8")
+        with whole_file(figures) as work:
+            write_json(work, self.to_dict())
+        return [page, figures]
+
+
+def finite(value: Any) -> Any:
+    """The same values with None in place of numbers that JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure of a size in inches.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install 'draftproof[bench]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, out: Path, *, dpi: int = 80) -> None:
+    """Write a figure as PNG; without matplotlib's version in it, so that equal figures are equal bytes."""
+    with whole_file(out) as work:
+        figure.savefig(work, dpi=dpi, format="png", metadata={"Software": None})

@@ -1,0 +1,122 @@
+"""A target and its draft model on held-out text: bits per byte, acceptance, tokens per target call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof import models
+from draftproof.backends.loading import load_backend, load_model
+from draftproof.errors import UserError
+from draftproof.progress import Watch, silent
+from draftproof.provenance import run_facts, without_directory
+from draftproof.results import Results, mean_and_deviation, table
+from draftproof.sampling import SamplingParams
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.tokenization import load_tokenizer, refuse_different
+from draftproof.training import distil
+from draftproof.training.corpus import held_out
+from draftproof.training.data import read_examples, split
+from draftproof.training.features import ModelPair
+from draftproof.training.sweep import Trial
+
+PROMPT = 32  # tokens of a window that the target continues by itself
+WINDOW, RUN = 256, 128  # tokens of a window, and most tokens of a run of the engine
+LENGTHS = (4, 8)
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """What is evaluated.
+
+    Attributes:
+        target, draft: names of the models, run in float32.
+        texts, form: files, split as in training; only the tenth that is for tests is read.
+        tokens: of held-out text.
+        seeds: each decides windows and draws.
+        trials: openings that the engine continues.
+    """
+
+    target: str
+    draft: str
+    texts: Sequence[Path]
+    form: str = "stories"
+    tokens: int = 20_000
+    seeds: Sequence[int] = (0, 1, 2)
+    trials: int = 16
+
+
+def evaluate_pair(options: PairOptions, *, watch: Watch = silent) -> Results:
+    """Bits per byte and acceptance of both models, and tokens per target call in the engine.
+
+    Raises:
+        UserError: models that do not fit together, or files without held-out text.
+    """
+    facts, names = run_facts(), (options.target, options.draft)
+    tokenizers = [load_tokenizer(models.resolve(name)) for name in names]
+    refuse_different(*tokenizers, target_name=options.target, draft_name=options.draft)
+    tokenizer, end = tokenizers[0], int(tokenizers[0].eos_token_id)
+    examples = split(read_examples(options.texts, form=options.form)[0])["test"]
+    ids = [tokenizer(example.text, add_special_tokens=False)["input_ids"] for example in examples]
+    windows, taken = held_out(ids, end, length=WINDOW, tokens=options.tokens)
+    prompts = [row for row in (tokenizer(example.prompt)["input_ids"] for example in examples) if 0 < len(row) <= 64]
+    if not prompts or not bool((windows[:, :PROMPT] >= 0).all(-1).any()):
+        raise UserError(
+            f"too little held-out text: needed are an opening of at most 64 tokens and {PROMPT} tokens together"
+        )
+    nbytes = sum(len(example.text.encode()) for example in examples[:taken])
+    target, draft = loaded = [load_model(models.resolve(name), dtype="float32").eval() for name in names]
+    shown = [without_directory(name) for name in names]
+    found: dict[str, Any] = {
+        "bytes": nbytes,
+        "parameters": {n: sum(p.numel() for p in m.parameters()) for n, m in zip(shown, loaded, strict=True)},
+        "bits_per_byte": {n: distil.bits_per_byte(m, windows, nbytes) for n, m in zip(shown, loaded, strict=True)},
+        "acceptance": distil.agreement(target, draft, windows)["acceptance"],
+        "seeds": [],
+    }
+    backends = [load_backend(name, dtype="float32") for name in names]
+    pair = ModelPair(backends[0], backends[1], SamplingParams())
+    openings = windows[(windows[:, :PROMPT] >= 0).all(-1)][:32, :PROMPT]
+    with watch("evaluating", len(options.seeds), 0) as tick:
+        for number, seed in enumerate(options.seeds, 1):
+            torch.manual_seed(seed)
+            own = distil.sampled(target, openings, WINDOW)
+            row = {"acceptance on its own samples": distil.agreement(target, draft, own, skip=PROMPT)["acceptance"]}
+            trial = Trial(pair, prompts[: options.trials], (end,), RUN, seed)
+            for length in LENGTHS:
+                calls = trial.rates(FixedLength(length), "block")
+                row[f"tokens per target call, n = {length}"] = calls["block_efficiency"]
+            found["seeds"].append(row)
+            tick(number)
+    return Results(f"{shown[0]} and {shown[1]} on held-out text", _lines(options, found), found, facts)
+
+
+def _lines(options: PairOptions, found: dict[str, Any]) -> list[str]:
+    sizes, bits = found["parameters"], found["bits_per_byte"]
+    rows = [("expected acceptance at temperature 1, held-out text", f"{found['acceptance']:.3f}")]
+    rows += [(name, mean_and_deviation([row[name] for row in found["seeds"]])) for name in found["seeds"][0]]
+    return [
+        about(options.texts, options.seeds),
+        "",
+        *table(
+            ("", *sizes),
+            [
+                ("parameters", *(f"{size:,}".replace(",", " ") for size in sizes.values())),
+                (f"bits per byte ({found['bytes']} bytes)", *(f"{value:.3f}" for value in bits.values())),
+            ],
+        ),
+        "",
+        *table(("measure", "value"), rows),
+        "",
+        "Tokens per target call: block verification, temperature 1, openings of held-out texts.",
+    ]
+
+
+def about(files: Sequence[Path], seeds: Sequence[int]) -> str:
+    """One line on the data and the seeds of an evaluation."""
+    names = ", ".join(path.name for path in files)
+    return f"Texts: {names}. Seeds {', '.join(map(str, seeds))}: mean and standard deviation."

@@ -1,0 +1,148 @@
+"""The text that models write: continuations of held-out openings, judged by a larger model and by a list of words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof import models
+from draftproof.backends.loading import load_model
+from draftproof.engine.engine import Engine
+from draftproof.errors import UserError
+from draftproof.progress import Watch, silent
+from draftproof.provenance import run_facts, without_directory
+from draftproof.results import Results, table
+from draftproof.sampling import SamplingParams
+from draftproof.tokenization import load_tokenizer
+from draftproof.training.data import Example, read_examples, read_text, split
+
+_WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")
+REAL = "the texts themselves"
+Continuations = list[tuple[str, str]]  # openings and their continuations
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """What is evaluated.
+
+    Attributes:
+        models: that write.
+        judge: a model that reads; its bits per byte say how much a continuation surprises it.
+        texts, form: files, split as in training; openings are of the tenth that is for tests.
+        known: more files whose words count as known.
+        temperature: a list.
+        count: openings.
+        size: characters of each continuation that count.
+        tokens: most tokens of each continuation.
+        shown: continuations that are printed in full.
+    """
+
+    models: Sequence[str]
+    judge: str
+    texts: Sequence[Path]
+    form: str = "stories"
+    known: Sequence[Path] = ()
+    temperature: Sequence[float] = (1.0, 0.7)
+    count: int = 48
+    size: int = 400
+    tokens: int = 200
+    shown: int = 6
+
+
+def evaluate_text(options: TextOptions, *, watch: Watch = silent) -> Results:
+    """Bits per byte under the judge, and the share of words that no known text has.
+
+    Raises:
+        UserError: no such model or file, or no held-out text.
+    """
+    facts = run_facts()
+    examples = split(read_examples(options.texts, form=options.form)[0])["test"][: options.count]
+    if not examples:
+        raise UserError("no held-out text: give more text")
+    known = _known_words(options)
+    judge = _Judge(options.judge)
+    real = [(each.prompt, _cut(each.text[len(each.prompt) :], options.size)) for each in examples]
+    rows = [_row(REAL, real, judge, known)]
+    samples: dict[str, Continuations] = {}
+    with watch("evaluating", len(options.models) * len(options.temperature), 0) as tick:
+        for name in options.models:
+            engine = Engine.load(name, max_batch=16)
+            for temperature in options.temperature:
+                title = f"{without_directory(name)}, temperature {temperature:g}"
+                samples[title] = _continuations(engine, examples, temperature, options)
+                rows.append(_row(title, samples[title], judge, known))
+                tick(len(samples))
+    return Results("Text written by models", _lines(options, rows, samples), {"rows": rows}, facts)
+
+
+def _known_words(options: TextOptions) -> set[str]:
+    return {word for path in (*options.texts, *options.known) for word in _words(read_text(path)[1])}
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())
+
+
+def _cut(text: str, size: int) -> str:
+    """At most `size` characters, whole words, one line end between paragraphs."""
+    text = re.sub(r"\s*\n\s*", "\n", text)
+    return text if len(text) <= size else text[: text.rfind(" ", 0, size)]
+
+
+def _continuations(
+    engine: Engine, examples: Sequence[Example], temperature: float, options: TextOptions
+) -> Continuations:
+    """A model's continuations of the openings, plainly decoded."""
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=options.tokens, seed=seed) for seed in range(len(examples))
+    ]
+    outputs = engine.generate([each.prompt for each in examples], params)
+    return [(each.prompt, _cut(out.text, options.size)) for each, out in zip(examples, outputs, strict=True)]
+
+
+class _Judge:
+    """A model that reads: bits per byte of continuations."""
+
+    def __init__(self, name: str) -> None:
+        source = models.resolve(name)
+        self._tokenizer = load_tokenizer(source)
+        self._model: Any = load_model(source, dtype="float32").eval()
+
+    @torch.inference_mode()
+    def __call__(self, pairs: Continuations) -> float:
+        bits, size = 0.0, 0
+        for opening, text in pairs:
+            given = self._tokenizer(_cut(opening, len(opening)))["input_ids"]
+            ids = given + self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            logits = self._model(input_ids=torch.tensor([ids])).logits[0, len(given) - 1 : -1].float()
+            found = logits.log_softmax(-1)[torch.arange(len(ids) - len(given)), torch.tensor(ids[len(given) :])]
+            bits -= float(found.sum()) / math.log(2)
+            size += len(text.encode())
+        return bits / max(size, 1)
+
+
+def _row(title: str, pairs: Continuations, judge: _Judge, known: set[str]) -> dict[str, Any]:
+    words = [word for _, text in pairs for word in _words(text.rpartition(" ")[0])]  # the last word may be cut off
+    coined = sum(word not in known for word in words)
+    return {"text": title, "bits_per_byte": judge(pairs), "coined_words": coined / max(len(words), 1)}
+
+
+def _lines(options: TextOptions, rows: Sequence[dict[str, Any]], samples: dict[str, Continuations]) -> list[str]:
+    cells = [(row["text"], f"{row['bits_per_byte']:.3f}", f"{row['coined_words']:.2%}") for row in rows]
+    judge = without_directory(options.judge)
+    lines = [
+        f"At most {options.count} held-out openings, {options.size} characters after each, one seed each; judge",
+        f"{judge} in float32. Coined words: the share of words that are in none of the texts.",
+        "",
+        *table(("continuations of", f"bits per byte under {judge}", "coined words"), cells),
+    ]
+    for title, pairs in samples.items():
+        lines += ["", f"## {title}", ""]
+        lines += [f"- **{opening}** {text.strip()}".replace("\n", " / ") for opening, text in pairs[: options.shown]]
+    return lines
