@@ -1,25 +1,33 @@
 """What draftproof makes of a tiny model, compared with transformers' own greedy generation, token by token."""
 
 import copy
-import random
 import traceback
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig
 
 from architectures.overrides import CANNOT_BE_MADE
-from architectures.tiny import VOCAB, draw_weights, tiny_config, tiny_model
+from architectures.reference import (
+    LENGTHS,
+    LIMITS,
+    TIE,
+    TOLERANCE,
+    WITH_CACHE,
+    NotMadeError,
+    first_difference,
+    generate,
+    make_prompts,
+    relative,
+    said,
+    top_gap,
+)
+from architectures.tiny import tiny_config, tiny_model
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.engine.registry import make_drafter, make_verifier
 
-LENGTHS = (3, 17, 60, 150, 41)  # longer than every window and every original length of a configuration
-LIMITS = (30, 12, 30, 30, 18)  # new tokens; the second request ends first, and the last takes its place
-FIRST_TOKEN = 4  # those before are special
-TIE = 1e-4  # a gap between the two best logits that rounding may close
-TOLERANCE = 1e-3  # of logits, relative to the largest
+ATTEMPTS = 4
 DISTURBANCE = 0.05  # of the draft model's weights: some of its tokens are accepted, some are not
 SEVERITY = ("exact", "tie", "refused", "wrong", "crash")
 COMPOSITIONS = {  # name -> drafter, rule, temperature of the draft
@@ -29,10 +37,6 @@ COMPOSITIONS = {  # name -> drafter, rule, temperature of the draft
     "model": ("model", "block", None),
     "chains:2": ("chains:2", "trie_block", 1.0),
 }
-
-
-class NotMadeError(Exception):
-    """A model that cannot be made here, or that transformers itself cannot generate from; says why."""
 
 
 @dataclass
@@ -55,22 +59,31 @@ class Result:
 
 
 @dataclass
-class Reference:
-    """Transformers' generation after each prompt, alone: tokens and the logits that each was chosen from."""
+class Generated:
+    """What the engine made of the prompts in one composition.
 
-    tokens: list[list[int]]
-    logits: list[torch.Tensor]
-    uncached: list[list[int]] | None = None
-    notes: list[str] = field(default_factory=list)
+    Attributes:
+        tokens: new ones of each prompt.
+        rows: logits by the tokens that they follow.
+        failure: in place of both, `refused: ...` or `crash: ...`.
+        acceptance: the share of the drafted tokens that was accepted.
+    """
+
+    tokens: list[list[int]] = field(default_factory=list)
+    rows: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    failure: str = ""
+    acceptance: float = 0.0
 
 
 def check(configuration, *, seed=0, compositions=COMPOSITIONS):
     """Run every composition of a configuration; after a near tie, again with other weights and prompts."""
-    for attempt in range(3):
-        result = check_once(configuration, seed=seed + attempt, compositions=compositions)
+    ties = []
+    for attempt in range(seed, seed + ATTEMPTS):
+        result = check_once(configuration, seed=attempt, compositions=compositions)
         if not any(found.startswith("tie") for found in result.compositions.values()):
             break
-        result.notes.append(f"a tie with seed {seed + attempt}")
+        ties.append(f"a near tie with seed {attempt}")
+    result.notes.extend(ties)
     return result
 
 
@@ -82,23 +95,37 @@ def check_once(configuration, *, seed, compositions):
         pairs = make_backends(model, result)
         if not pairs:
             return result
-        reference = generate(model, prompts)
+        references = generate(model, prompts, result)
     except NotMadeError as cause:
         return Result("not made", str(cause))
-    result.notes.extend(reference.notes)
-    for name, pair in pairs.items():
-        run_backend(name, *pair, prompts, reference, compositions, result)
+    made = {}
+    for name, (target, draft) in pairs.items():
+        for composition in compositions:
+            if composition.startswith("chains") and not target.capabilities.trees:
+                result.notes.append(f"{name} offers no trees")
+                continue
+            made[f"{name}, {composition}"] = run_composition(composition, target, draft, prompts)
+    judge(made, prompts, references, result)
+    result.acceptance = {name: made[f"{name}, model"].acceptance for name in pairs if f"{name}, model" in made}
     return result
 
 
-def make_prompts(seed):
-    """Random tokens, none of them special; each prompt repeats a few of its own, so that n-gram drafts begin early."""
-    source = random.Random(seed)
-    prompts = [[source.randrange(FIRST_TOKEN, VOCAB) for _ in range(length)] for length in LENGTHS]
-    for prompt in prompts:
-        if len(prompt) > 10:
-            prompt[-3:] = prompt[2:5]
-    return prompts
+def judge(made, prompts, references, result):
+    """Compare every composition with transformers' generation, and put the worst into the result.
+
+    Where transformers' generation with its cache is not its generation without, all compositions must equal the one,
+    or all the other.
+    """
+    for name, reference in references.items():
+        found = {run: generated.failure or verdict(generated, prompts, reference) for run, generated in made.items()}
+        if not result.compositions or all(each == "exact" for each in found.values()):
+            result.compositions, against = found, name
+    if against != WITH_CACHE:
+        result.notes.append("compared with generation without a cache")
+    for run, each in result.compositions.items():
+        kind, _, detail = each.partition(": ")
+        if SEVERITY.index(kind) > SEVERITY.index(result.outcome):
+            result.outcome, result.detail = kind, f"{run}: {detail}"
 
 
 def make_model(configuration, seed):
@@ -111,92 +138,6 @@ def make_model(configuration, seed):
         return tiny_model(tiny_config(configuration.model_type, **configuration.changes), seed)
     except Exception as cause:
         raise NotMadeError(CANNOT_BE_MADE.get(configuration.model_type) or said(cause)) from cause
-
-
-def said(cause):
-    """Type and message of an exception on one line."""
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300]
-
-
-# --- the reference ----------------------------------------------------------------------------------------------------
-
-
-def generate(model, prompts):
-    """Transformers' greedy generation on a copy of the model, with its cache; without it where it has none that works.
-
-    Raises:
-        NotMadeError: transformers cannot generate from it.
-    """
-    notes = []
-    try:
-        cached = generate_each(model, prompts, use_cache=True)
-    except Exception as cause:  # noqa: BLE001 - whatever a model class raises
-        cached, why = None, said(cause)
-    try:
-        uncached = generate_each(model, prompts, use_cache=False)
-    except Exception as cause:
-        if cached is None:
-            raise NotMadeError(f"transformers' own generation fails: {why}") from cause
-        uncached = None
-        notes.append(f"transformers' generation without a cache fails: {said(cause)}")
-    if cached is None:
-        notes.append(f"compared with generation without a cache, because transformers' with a cache fails: {why}")
-        cached = uncached
-    made = Reference(*cached, uncached=uncached and uncached[0], notes=notes)
-    if not all(rows.isfinite().all() for rows in made.logits):
-        raise NotMadeError("its logits are not finite")
-    if uncached is not None and uncached is not cached:
-        notes.extend(compare_caching(cached, uncached))
-    return made
-
-
-def compare_caching(cached, uncached):
-    """A note where transformers' generation differs with and without its own cache."""
-    for prompt, (mine, other) in enumerate(zip(cached[0], uncached[0], strict=True)):
-        place = first_difference(mine, other)
-        if place is not None:
-            gap = top_gap(uncached[1][prompt][place])
-            return [
-                f"transformers' generation with its cache differs from without: prompt of {LENGTHS[prompt]}, "
-                f"new token {place}" + (" (a tie)" if gap < TIE else "")
-            ]
-    error = max(relative(mine, other) for mine, other in zip(cached[1], uncached[1], strict=True))
-    if error > TOLERANCE:
-        return [f"transformers' logits with its cache differ from those without by {error:.1g} of the largest"]
-    return []
-
-
-@torch.inference_mode()
-def generate_each(model, prompts, *, use_cache):
-    """Tokens and logits after each prompt, from an untouched copy of the model."""
-    model = copy.deepcopy(model)
-    tokens, logits = [], []
-    for prompt, limit in zip(prompts, LIMITS, strict=True):
-        model.generation_config = GenerationConfig()
-        options = GenerationConfig(
-            max_new_tokens=limit, do_sample=False, use_cache=use_cache, output_logits=True, return_dict_in_generate=True
-        )
-        ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
-        tokens.append(out.sequences[0, len(prompt) :].tolist())
-        logits.append(torch.cat(out.logits).float())
-    return tokens, logits
-
-
-def first_difference(left, right):
-    """The place of the first token that differs; None where there is none."""
-    return next((place for place, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
-
-
-def top_gap(row):
-    """How much the best logit is above the second."""
-    best = row.topk(2).values
-    return float(best[0] - best[1])
-
-
-def relative(found, wanted):
-    """The largest difference, relative to the largest logit."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 # --- draftproof -------------------------------------------------------------------------------------------------------
@@ -220,19 +161,6 @@ def make_backends(model, result):
     return pairs
 
 
-def run_backend(name, target, draft, prompts, reference, compositions, result):
-    """Run all compositions on one backend and add what was found to the result."""
-    for composition in compositions:
-        if composition.startswith("chains") and not target.capabilities.trees:
-            result.notes.append(f"{name} offers no trees")
-            continue
-        found = run_composition(composition, target, draft, prompts, reference, result, name)
-        result.compositions[f"{name}, {composition}"] = found
-        kind, _, detail = found.partition(": ")
-        if SEVERITY.index(kind) > SEVERITY.index(result.outcome):
-            result.outcome, result.detail = kind, f"{name}, {composition}: {detail}"
-
-
 def disturbed(model):
     """A draft model whose tokens are often, not always, the target's."""
     made = copy.deepcopy(model)
@@ -250,23 +178,24 @@ def where(cause):
     return f"(in {frame.name}, {frame.filename.rpartition('/')[2]})"
 
 
-def run_composition(composition, target, draft, prompts, reference, result, name):
-    """`exact`, `tie: ...`, `wrong: ...` or `crash: ...`."""
-    rows = {}
+def run_composition(composition, target, draft, prompts):
+    """What the engine makes of the prompts in a composition."""
+    made = Generated()
     forward = target.forward
-    target.forward = recording(forward, rows)
+    target.forward = recording(forward, made.rows)
     try:
         outs = continue_prompts(composition, target, draft, prompts)
     except UserError as cause:
-        return f"refused: when it is asked to generate: {cause}"
+        made.failure = f"refused: when it is asked to generate: {cause}"
     except Exception as cause:  # noqa: BLE001 - that is what is looked for
-        return f"crash: {said(cause)} {where(cause)}"
+        made.failure = f"crash: {said(cause)} {where(cause)}"
+    else:
+        made.tokens = [out.token_ids for out in outs]
+        drafted = sum(out.stats.num_draft_tokens for out in outs)
+        made.acceptance = sum(out.stats.num_accepted_tokens for out in outs) / max(drafted, 1)
     finally:
         target.forward = forward
-    if composition == "model":
-        drafted = sum(out.stats.num_draft_tokens for out in outs)
-        result.acceptance[name] = sum(out.stats.num_accepted_tokens for out in outs) / max(drafted, 1)
-    return verdict([out.token_ids for out in outs], rows, prompts, reference)
+    return made
 
 
 def continue_prompts(composition, target, draft, prompts):
@@ -302,21 +231,17 @@ def recording(forward, rows):
     return recorded
 
 
-def verdict(found, rows, prompts, reference):
-    """What the tokens and logits of a composition are, beside the reference."""
-    for prompt, (ours, theirs) in enumerate(zip(found, reference.tokens, strict=True)):
+def verdict(generated, prompts, reference):
+    """`exact`, `tie: ...` or `wrong: ...`: tokens and logits of a composition, beside transformers'."""
+    for prompt, (ours, theirs) in enumerate(zip(generated.tokens, reference.tokens, strict=True)):
         place = first_difference(ours, theirs)
         if place is None and len(ours) != len(theirs):
             return f"wrong: prompt of {LENGTHS[prompt]}: {len(ours)} new tokens, not {len(theirs)}"
         if place is not None:
             if top_gap(reference.logits[prompt][place]) < TIE:
                 return f"tie: prompt of {LENGTHS[prompt]}, new token {place}"
-            plain = reference.uncached and ours == reference.uncached[prompt]
-            return (
-                f"wrong: prompt of {LENGTHS[prompt]}, new token {place} is {ours[place]}, not {theirs[place]}"
-                + (" (equal to generation without a cache)" if plain else "")
-            )
-    return logits_verdict(rows, prompts, reference)
+            return f"wrong: prompt of {LENGTHS[prompt]}, new token {place} is {ours[place]}, not {theirs[place]}"
+    return logits_verdict(generated.rows, prompts, reference)
 
 
 def logits_verdict(rows, prompts, reference):

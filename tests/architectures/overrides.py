@@ -3,10 +3,21 @@
 `...` leaves a field to the class.
 """
 
-_LATENT = {"head_dim": ..., "num_key_value_heads": 4}  # heads of latent attention are made of two parts, as many as of queries
+import copy
+
+
+def each(names, value):
+    """The same value for each of several names, which are given in one text."""
+    return {name: copy.deepcopy(value) for name in names.split()}
+
+
+_LATENT = {
+    "head_dim": ...,
+    "num_key_value_heads": 4,
+}  # heads of latent attention are made of two parts, as many as of queries
 _SMALL_IMAGES = {"image_size": 32, "patch_size": 16, "hidden_size": 16, "intermediate_size": 16}
 _DECODER = {"is_decoder": True}
-_ENCODERS = (
+ENCODERS = (
     "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
     "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
 )
@@ -19,11 +30,9 @@ CANNOT_BE_MADE = {  # where the exception does not say why
     "musicgen_melody": "transformers itself cannot make its language model from this type's own configuration",
 }
 OVERRIDES = {
-    **dict.fromkeys(_ENCODERS.split(), _DECODER),
-    **dict.fromkeys(
-        "axk1 axk2 bailing_hybrid deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear "
-        "longcat_flash minicpm3 youtu".split(),
-        _LATENT,
+    **each(ENCODERS, _DECODER),
+    **each(
+        "axk1 axk2 deepseek_v2 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_linear minicpm3 youtu", _LATENT
     ),
     "bailing_hybrid": {**_LATENT, "first_k_dense_replace": 1},
     "bamba": {"attn_layer_indices": [1]},
@@ -44,7 +53,10 @@ OVERRIDES = {
             "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0}, "ffn_config": {"hidden_size": 64}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"hidden_size": 64},
+    },
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64, "downsample_hidden_size": 8},
     "dots3_note_vision_encoder": {
         "adapter_in_dim": 64,
@@ -100,6 +112,7 @@ OVERRIDES = {
     "longcat_flash": {**_LATENT, "head_dim": 8, "zero_expert_num": 2, "num_layers": 1},
     "mamba2": {"num_heads": 8},
     "mvp": {"prompt_length": 4, "prompt_mid_dim": 16},
+    **each("phi3 phi4_multimodal", {"original_max_position_embeddings": 40}),
     "phi4_multimodal_audio": {
         "ext_pw_out_channel": 16,
         "depthwise_separable_out_channel": 16,

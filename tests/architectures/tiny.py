@@ -1,4 +1,4 @@
-"""Tiny random models of any architecture: sizes by the names of configuration fields, weights drawn again from a seed."""
+"""Tiny random models of any architecture: sizes by the names of configuration fields, weights drawn from a seed."""
 
 import copy
 import dataclasses
@@ -8,9 +8,8 @@ import re
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from architectures.overrides import OVERRIDES
+from architectures.overrides import OVERRIDES, each
 
 VOCAB = 101
 CONTEXT = 640
@@ -18,62 +17,62 @@ WINDOW = 20
 MOST_PARAMETERS = 3_000_000
 
 
-def _same(value, names):
-    return dict.fromkeys(names.split(), value)
-
-
 SIZES = {
-    **_same(VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
-    **_same(64, "hidden_size d_model n_embd embedding_size emb_dim embedding_dim word_embed_proj_dim lru_width"),
-    **_same(
-        96,
+    **each("vocab_size decoder_vocab_size vocab_size_per_layer_input", VOCAB),
+    **each("hidden_size d_model n_embd embedding_size emb_dim embedding_dim word_embed_proj_dim lru_width", 64),
+    **each(
         "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dff dim_ff d_inner ffn_hidden_size "
         "dense_intermediate_size intermediate_size_mlp feed_forward_size attention_hidden_size",
+        96,
     ),
-    **_same(
-        48,
+    **each(
         "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size "
         "moe_shared_expert_intermediate_size shared_experts_intermediate_size",
+        48,
     ),
-    **_same(
-        2,
+    **each(
         "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
         "num_encoder_layers num_blocks",
+        2,
     ),
-    **_same(
-        4,
+    **each(
         "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
         "num_decoder_attention_heads num_encoder_attention_heads linear_num_heads linear_num_value_heads",
+        4,
     ),
-    **_same(2, "num_key_value_heads num_kv_heads linear_num_key_heads index_n_heads"),
-    **_same(
-        16, "head_dim d_head dim_head kv_channels index_head_dim v_head_dim qk_nope_head_dim linear_key_head_dim "
+    **each("num_key_value_heads num_kv_heads linear_num_key_heads index_n_heads", 2),
+    **each(
+        "head_dim d_head dim_head kv_channels index_head_dim v_head_dim qk_nope_head_dim linear_key_head_dim "
         "linear_value_head_dim linear_head_dim attention_head_size mamba_d_head mamba_head_dim chunk_size "
         "mamba_chunk_size o_lora_rank",
+        16,
     ),
-    **_same(
-        CONTEXT,
+    **each(
         "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length max_target_positions",
+        CONTEXT,
     ),
-    **_same(
-        WINDOW,
+    **each(
         "sliding_window attention_chunk_size keep_window_size attention_window_size window_size local_attention "
         "sliding_window_size local_attention_window_len index_topk",
+        WINDOW,
     ),
-    **_same(4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
-    **_same(2, "num_experts_per_tok num_experts_per_token moe_topk moe_k"),
-    **_same(1, "n_group topk_group num_expert_group n_groups mamba_n_groups mamba_ngroups"),
-    **_same(32, "q_lora_rank kv_lora_rank"),
-    **_same(8, "qk_rope_head_dim mamba_d_state state_size ssm_state_size mamba_n_heads mamba_num_heads "
-            "hidden_size_per_layer_input laurel_rank"),
-    **_same(4, "time_step_rank mamba_dt_rank"),
+    **each("num_experts n_routed_experts num_local_experts moe_num_experts", 4),
+    **each("num_experts_per_tok num_experts_per_token moe_topk moe_k", 2),
+    **each("n_group topk_group num_expert_group n_groups mamba_n_groups mamba_ngroups", 1),
+    **each("q_lora_rank kv_lora_rank", 32),
+    **each(
+        "qk_rope_head_dim mamba_d_state state_size ssm_state_size mamba_n_heads mamba_num_heads "
+        "hidden_size_per_layer_input laurel_rank",
+        8,
+    ),
+    **each("time_step_rank mamba_dt_rank", 4),
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 2,
     "forced_eos_token_id": None,
-    **_same(3, "sep_token_id cls_token_id eod_token_id"),
-}  # fmt: skip
+    **each("sep_token_id cls_token_id eod_token_id", 3),
+}
 
 
 def fields_of(kind):
@@ -109,7 +108,7 @@ def tiny_fields(kind, changes):
     """The fields of a tiny configuration of a class: sizes by their names, then what the type needs, then changes."""
     names = fields_of(kind)
     made = {name: value for name, value in SIZES.items() if name in names}
-    made |= {name: value for name, value in one_layer_of_each_kind(kind).items()}
+    made |= one_layer_of_each_kind(kind)
     made |= copy.deepcopy(OVERRIDES.get(kind.model_type, {}))
     for name, inner in sub_configs(kind).items():
         if name not in made or isinstance(made[name], dict):
@@ -124,13 +123,11 @@ def tiny_fields(kind, changes):
 
 def sub_configs(kind):
     """The classes of the configurations inside one."""
-    found = {}
-    for name, inner in (getattr(kind, "sub_configs", None) or {}).items():
-        if inner is AutoConfig:
-            spec = kind.sub_configs_defaults[name]
-            inner = CONFIG_MAPPING[spec.model_type]
-        found[name] = inner
-    return found
+    specs = kind.sub_configs_defaults
+    return {
+        name: CONFIG_MAPPING[specs[name].model_type] if inner is AutoConfig else inner
+        for name, inner in kind.sub_configs.items()
+    }
 
 
 def tiny_config(model_type, **changes):

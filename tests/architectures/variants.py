@@ -1,5 +1,7 @@
 """Variants of model types: what a configuration can say about windows, rotary embeddings, layers, heads and logits."""
 
+from architectures.overrides import ENCODERS, each
+
 SHORT = 40  # positions of the context that a rotary embedding is scaled from; most prompts are longer
 HALF_HEAD = 8
 SLIDING, FULL, CHUNKED, LINEAR = "sliding_attention", "full_attention", "chunked_attention", "linear_attention"
@@ -117,7 +119,9 @@ VARIANTS = {
         "no window": NO_WINDOW,
         "attention scaled by position": {
             **NO_WINDOW,
-            **rope("yarn", mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0, llama_4_scaling_beta=0.5, **YARN),
+            **rope(
+                "yarn", mscale=1.0, mscale_all_dim=1.0, beta_fast=32.0, beta_slow=1.0, llama_4_scaling_beta=0.5, **YARN
+            ),
         },
     },
     "gemma": {**IGNORED_WINDOW, "bidirectional": {"use_bidirectional_attention": True}},
@@ -221,7 +225,10 @@ VARIANTS = {
         "sliding window": {"sliding_window": 20},
         "experts": {"is_moe": True, "num_experts": 16},
     },
-    "dots1": {"mixed layers": {"max_window_layers": 1, "layer_types": [FULL, SLIDING]}, "all layers sliding": ALL_SLIDING},
+    "dots1": {
+        "mixed layers": {"max_window_layers": 1, "layer_types": [FULL, SLIDING]},
+        "all layers sliding": ALL_SLIDING,
+    },
     "laguna": {"mixed layers": MIXED},
     "mellum": {"mixed layers": MIXED, "all layers sliding": ALL_SLIDING},
     "zaya": {"a window": {"layer_types": ["hybrid", "hybrid_sliding"]}},
@@ -240,16 +247,13 @@ VARIANTS = {
         "experts in groups": {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
     },
     "deepseek_v3": {**NO_QUERY_RANK, "rope yarn": rope("yarn", mscale=1.0, mscale_all_dim=1.0, **YARN)},
-    **{name: WIDE_INDEX for name in ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")},
+    **each("axk2 deepseek_v32 glm_moe_dsa hy_v4", WIDE_INDEX),
     "nemotron_h": {
         "attention only": {"num_hidden_layers": 4, "layers_block_type": [FULL, "moe", FULL, "mlp"]},
     },
     "jamba": {"attention only": {"attn_layer_period": 1, "attn_layer_offset": 0}},
     "bamba": {"attention only": {"attn_layer_indices": [0, 1]}},
-    **{
-        name: ATTENTION_ONLY
-        for name in "lfm2 lfm2_moe qwen3_next qwen3_5_text qwen3_5_moe_text minimax".split()
-    },
+    **each("lfm2 lfm2_moe qwen3_next qwen3_5_text qwen3_5_moe_text minimax", ATTENTION_ONLY),
     "lfm3": {"attention only": {"num_hidden_layers": 2, **MIXED}},
     "bailing_hybrid": {"attention only": {"layer_types": [FULL] * 3}},
     "kimi_linear": {"attention only": {"layer_types": [FULL] * 3}},
@@ -264,14 +268,8 @@ VARIANTS = {
             "split_ngram_parts": 1,
         },
     },
+    **each(ENCODERS, NOT_A_DECODER),
     "big_bird": {**NOT_A_DECODER, "block sparse": {"attention_type": "block_sparse", "block_size": 8}},
-    **{
-        name: NOT_A_DECODER
-        for name in (
-            "bert bert-generation camembert data2vec-text electra ernie megatron-bert rembert roberta "
-            "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
-        ).split()
-    },
     "trocr": {"sinusoidal positions": {"use_learned_position_embeddings": False}},
     "xlm": {"causal": {"causal": True}},
     "xlnet": {"one direction": {"attn_type": "uni"}},
