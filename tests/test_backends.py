@@ -389,7 +389,7 @@ def test_illegal_feeds_are_refused_before_anything_is_read():
         "must read a chain first": Feed(under_test.open(), [], whole),
         "closed session": Feed(closed, [1]),
         "another backend": Feed(backend("gpt2").open(), [1]),
-        "at most 640 positions, asked for 641": Feed(under_test.open(), [1] * 640, whole),
+        "at most 640 positions, requested are 641": Feed(under_test.open(), [1] * 640, whole),
         "fed twice": Feed(good, [1]),
     }
     for message, feed in wrong.items():

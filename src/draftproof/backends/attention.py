@@ -1,7 +1,4 @@
-"""The attention of a lean layer: rotary turn, new keys and values to the slot cache, values weighed by what was read.
-
-Knows: heads, masks, the two ways there are (torch's operations, and `native`). Does not know: products, norms, layers.
-"""
+"""The attention of a lean layer: rotary embedding, writes to the slot cache and attention, by torch or `native`."""
 
 from __future__ import annotations
 
@@ -18,17 +15,17 @@ from draftproof.backends.slot_cache import SlotCache, WritePlan
 from draftproof.kernels import native
 from draftproof.kernels.operations import AttentionArguments, Operations, PassMask
 
-_FOLDED = 128  # passes up to this width fold the query heads of a key head into rows, and their mask with them
+_FOLDED = 128  # passes up to this width fold the query heads of a key head, and their mask, into rows
 
 
 @dataclass(frozen=True)
 class Heads:
-    """How many there are.
+    """Number and size of a layer's heads.
 
     Attributes:
-        queries, keys: heads; each key head serves `group` query heads, neighbours of one another.
+        queries, keys: number of heads; each key head serves `group` neighbouring query heads.
         dim: of each head.
-        scale: of scores.
+        scale: factor of the scores.
     """
 
     queries: int
@@ -38,18 +35,18 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """Query heads of a key head."""
+        """Number of query heads for each key head."""
         return self.queries // self.keys
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What every layer of one forward pass is told.
+    """The inputs that all layers of one forward pass share.
 
     Attributes:
         rows, width: of the padded feeds; hidden states are [rows * width, dim].
         cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`.
-        cache, plan: where keys and values go.
+        cache, plan: where keys and values are written.
     """
 
     rows: int
@@ -62,33 +59,33 @@ class Pass:
 
 @runtime_checkable
 class Attention(Protocol):
-    """One way to attend."""
+    """An implementation of attention."""
 
     def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Any:
-        """Which slots each token may read, in the form that this way takes, for all layers with the same window."""
+        """The mask of all layers with the same window, in the form that `__call__` takes."""
         ...
 
     def __call__(
         self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: Any
     ) -> Float[Tensor, "tokens inner"]:
-        """The heads' outputs beside one another.
+        """The outputs of all heads, concatenated.
 
         Args:
-            layer: its number in the cache, where the new keys and values go.
+            layer: its number in the cache, where the new keys and values are written.
             fused: queries, keys and values of every token; may be overwritten.
             at: the pass.
-            mask: what `mask` made.
+            mask: returned by `mask`.
         """
         ...
 
 
 def attention(heads: Heads, like: Tensor, *, pack: bool) -> Attention:
-    """The fastest way that is to be had.
+    """The fastest available implementation.
 
     Args:
         heads: of the layer.
         like: a weight, for its dtype and device.
-        pack: whether ways that need weights or states laid out for the CPU may be taken.
+        pack: whether an implementation that needs a memory layout for the CPU may be chosen.
     """
     operations = native.operations(like) if pack else None
     if operations is not None and operations.attends(heads.dim):
@@ -97,7 +94,7 @@ def attention(heads: Heads, like: Tensor, *, pack: bool) -> Attention:
 
 
 class TorchAttention:
-    """By torch's operations.
+    """Attention by torch's operations.
 
     Args:
         heads: of the layer.
@@ -107,7 +104,7 @@ class TorchAttention:
         self.heads = heads
 
     def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """An additive mask, each row as often as a key head has query heads; None where all is seen."""
+        """An additive mask, each row repeated for the query heads of a key head; None where every slot is seen."""
         if sees_all(layout, window):
             return None
         mask = layout.mask(window, dtype)
@@ -139,7 +136,7 @@ class TorchAttention:
     ) -> Float[Tensor, "tokens inner"]:
         """Attention; the query heads of one key head are rows of one product, so that keys are read once."""
         heads = self.heads
-        if at.width > _FOLDED:  # a folded mask would be large, and the saving is not
+        if at.width > _FOLDED:  # a folded mask would be large, and little time would be saved
             wide = queries.view(at.rows, at.width, heads.queries, heads.dim).transpose(1, 2)
             made = F.scaled_dot_product_attention(
                 wide, keys, values, attn_mask=mask, scale=heads.scale, enable_gqa=True
@@ -160,7 +157,7 @@ def sees_all(layout: Layout, window: int | None) -> bool:
 
 
 class NativeAttention:
-    """By `native`: no mask for chains, no padding read, each row up to its own length.
+    """Attention by `native`: no mask for chains, padding is not read, each row is read up to its own length.
 
     Args:
         heads: of the layer.
@@ -172,7 +169,7 @@ class NativeAttention:
         self.operations = operations
 
     def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> PassMask:
-        """How many leading slots each token may read, and a mask among them where the number does not say it all."""
+        """The number of leading slots that each token may read, and a mask over them where that is not enough."""
         plan = layout.plan
         places = list(zip(plan.slots, plan.bases, plan.widths, strict=True))
         if layout.straight and (window is None or plan.horizon <= window):

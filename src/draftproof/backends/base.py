@@ -1,6 +1,6 @@
-"""The contract between the engine and a model: sessions, feeds, outputs - and `unread`, the only rollback there is.
+"""The contract between the engine and a model: sessions, feeds, outputs, and `unread`, the only rollback.
 
-Knows: which tokens a model has read, and in which shape. Does not know: how a model computes, or why it is asked.
+Knows: which tokens a model has read, and in which shape. Does not know: how a model computes, or what for.
 
 A session is a stem (a chain of tokens) and, between a verification and the next commit, a tail of tree nodes below the
 stem's last token. `keep` is the only undo.
@@ -23,7 +23,7 @@ _FIRST_STATES = 256
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend can do; the engine refuses impossible compositions by it at construction.
+    """What a backend can do; the engine's constructor refuses compositions that need more.
 
     Attributes:
         trees: whether drafted nodes may branch (tree attention).
@@ -37,7 +37,7 @@ class Capabilities:
 
 
 class Session:
-    """What one sequence has had read by a model: tokens in the order of their slots.
+    """The tokens of one sequence that a model has read, in the order of their slots.
 
     Subclasses that hold a cache implement `_gather` and `close`.
     """
@@ -51,7 +51,7 @@ class Session:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids read so far, slot by slot; tokens that live on an accelerator are copied at first need."""
+        """Token ids read so far, slot by slot; tokens on an accelerator are copied when first needed."""
         if self._fresh:
             where = self._fresh[-1].device
             self._tokens.extend(torch.cat([part.to(where) for part in self._fresh]).tolist())
@@ -70,11 +70,11 @@ class Session:
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Parents of the tree nodes after the stem; -1 stands for the stem's last token."""
+        """Parents of the tree nodes after the stem; -1 is the stem's last token."""
         return tuple(self._parents)
 
     def admit(self, chain: int, tree: TokenTree | None = None) -> None:
-        """Check that a chain of this length, then a tree below it, can be read now; called by backends, before they do.
+        """Check that a chain of this length, then a tree below it, can be read now (called by backends before reading).
 
         Raises:
             ValueError: nothing to read, a chain below a tree, a tree below nothing, a piece of another tree.
@@ -111,19 +111,19 @@ class Session:
 
     @property
     def records(self) -> bool:
-        """Whether `states` are held."""
+        """Whether `states` are recorded."""
         return self._states is not None
 
     def states_at(self, slots: Sequence[int]) -> Float[Tensor, "slots dim"]:
-        """States of some slots in use; those of neighbours in order are a view."""
-        assert self._states is not None, "they are held"
+        """States of some slots in use; a view where the slots are consecutive."""
+        assert self._states is not None, "states are recorded"
         first, last = slots[0], slots[-1]
         neighbours = last - first + 1 == len(slots) and list(slots) == list(range(first, last + 1))
         return self._states[first : last + 1] if neighbours else self._states[list(slots)]
 
     @torch.inference_mode()
     def remember(self, states: Float[Tensor, "tokens dim"]) -> None:
-        """Record the last hidden states of the tokens that `read` is told of next (called by backends, before it).
+        """Record the last hidden states of the tokens of the next `read` (called by backends, before `read`).
 
         A session that has read tokens without recording them never has states.
         """
@@ -167,7 +167,7 @@ class Session:
         self._length = len(self._tokens)
 
     def _gather(self, base: int, slots: Sequence[int]) -> None:
-        """Move the contents of `slots` to base, base + 1, ...; sessions without a cache have nothing to move."""
+        """Move the contents of `slots` to base, base + 1, ...; without a cache there is nothing to move."""
 
     @torch.inference_mode()
     def _gather_states(self, base: int, slots: Sequence[int]) -> None:
@@ -175,17 +175,17 @@ class Session:
             self._states[base : base + len(slots)] = self._states[slots]
 
     def close(self) -> None:
-        """Give the session's memory back; the session must not be used again."""
+        """Release the session's memory; the session must not be used again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Feed:
-    """What one session reads in a forward pass: pending tokens as a chain, then drafted nodes below them.
+    """The input of one session in a forward pass: pending tokens as a chain, then drafted nodes below them.
 
     Attributes:
         session: the session that reads.
-        tokens: chain tokens to append to the stem, host integers or a tensor.
-        tree: nodes to append to the tail; a piece of a tree whose first `known` nodes are the tail, or a whole tree.
+        tokens: chain tokens to append to the stem, a list of integers or a tensor.
+        tree: nodes to append to the tail: a whole tree, or the rest of a tree whose first `known` nodes are the tail.
     """
 
     session: Session
@@ -198,13 +198,13 @@ class Feed:
 
 @dataclass(frozen=True, eq=False)
 class FeedOutput:
-    """What a feed gets back: a row for the last chain token (if any was fed), then one for each node.
+    """The output for one feed: a row for the last chain token (if any was fed), then one for each node.
 
     Attributes:
         logits: untransformed, in the model's dtype.
-        hidden: last hidden states of the same positions, when asked for.
-        ids: the token that each column of the logits is for, ascending, where a model speaks of some tokens only; the
-            others have probability 0. None: column i is for token i.
+        hidden: last hidden states of the same positions, where requested.
+        ids: the token of each column of the logits, ascending, for a model over a part of the vocabulary; other tokens
+            have probability 0. None: column i is token i.
     """
 
     logits: Float[Tensor, "rows width"]
@@ -218,7 +218,7 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """How errors and reports call it."""
+        """Its name in errors and reports."""
         ...
 
     @property
@@ -233,7 +233,7 @@ class Backend(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its logits live."""
+        """The device of its logits."""
         ...
 
     @property
@@ -246,12 +246,15 @@ class Backend(Protocol):
         ...
 
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """Read every feed (ragged lengths welcome) and return the wanted rows of each."""
+        """Read every feed, of any lengths, and return the output of each.
+
+        With `hidden`, outputs include the last hidden states.
+        """
         ...
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix; the usual case, one a prefix of the other, is a single comparison."""
+    """Length of the longest common prefix; if one is a prefix of the other, a single comparison finds it."""
     size = min(len(left), len(right))
     if left[:size] == right[:size]:
         return size
@@ -259,9 +262,9 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def unread(session: Session, tokens: list[int]) -> list[int]:
-    """Roll a session back to what it shares with `tokens`; return what it has yet to read, at least the last token.
+    """Roll a session back to its common prefix with `tokens`; return the unread rest, at least the last token.
 
-    This is rollback, prefix reuse, a drafter's catch-up and recovery after an exception, all in one; nobody counts.
+    Rollback, prefix reuse, a drafter's catch-up and recovery after an exception are this one call; no counters.
 
     Raises:
         ValueError: no tokens.
@@ -277,7 +280,7 @@ def unread(session: Session, tokens: list[int]) -> list[int]:
 
 
 def _walk(session: Session, tokens: Sequence[int]) -> list[int]:
-    """The tail nodes that spell the beginning of `tokens`, from the stem downwards."""
+    """The path of tail nodes, from the stem downwards, whose tokens are the beginning of `tokens`."""
     stem, ids = session.stem, session.tokens
     path: list[int] = []
     for node, parent in enumerate(session.tail):

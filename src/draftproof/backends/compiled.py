@@ -1,12 +1,10 @@
 """The lean forward as one compiled program: torch.compile with the weights frozen into it.
 
-Knows: which passes the program reads, how they are laid out for it. Does not know: the layers, sessions, rules.
-
-On a CPU the compiler packs the weights and fuses what stands between two products; on CUDA it is asked for graphs, and
-has run on none yet. Compiling takes a minute or so when a model is loaded, and again at the first batch of single
-tokens and the first of several. Wide passes (prompts), and rows that are no neighbours in the cache, are read by the
-lean forward as it is, on plain weights: those are held beside the program's own. What it gains stands in docs/log.md:
-little on a CPU.
+On a CPU the compiler packs the weights and fuses the operations between two products; on CUDA it makes graphs, which is
+not tested yet. Compiling takes about a minute when a model is loaded, and again at the first batch of single tokens and
+the first batch of several. Wide passes (prompts), and rows that are not neighbours in the cache, are read by the lean
+forward without compilation, on plain weights, which are kept beside the program's own. docs/log.md has its speed: it
+gains little on a CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from draftproof.backends.lean_layers import Lean
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError, reason
 
-WIDEST = 64  # tokens of a row that the program reads, fewer than Layer folds; prompts are longer, bound by arithmetic
+WIDEST = 64  # most tokens of a row that the program reads, fewer than Layer folds; longer passes are bound by arithmetic
 _BUCKET = 256  # on CUDA a graph serves this many horizons
 _log = logging.getLogger(__name__)
 
@@ -39,8 +37,8 @@ class CompiledBackend(LeanBackend):
 
     Args:
         model: as for LeanBackend.
-        name: how errors and reports call it.
-        check: run `probe` now.
+        name: its name in errors and reports.
+        check: whether to run `probe` now.
 
     Raises:
         UserError: no lean forward for this model, torch.compile does not work here, or the probe found a difference.
@@ -52,7 +50,7 @@ class CompiledBackend(LeanBackend):
             self._get_ready()
 
     def _get_ready(self) -> None:
-        """Compile now, and not during the first request."""
+        """Compile now, so that the first request need not wait."""
         self._program = Program(self.lean, bucket=1 if self.device.type == "cpu" else _BUCKET)
         _log.info("compiling the forward pass of %s: a minute or two", self.name)
         start, session = time.perf_counter(), self.open()
@@ -84,8 +82,8 @@ class _Buffers:
 
     Args:
         keys, values: of each layer, [rows heads capacity dim].
-        rows, positions: where each token goes.
-        horizon: how far the keys are read.
+        rows, positions: where each token is written.
+        horizon: number of positions read.
     """
 
     def __init__(
@@ -99,7 +97,7 @@ class _Buffers:
         self._stores, self._cells, self._horizon = (keys, values), (rows, positions), horizon
 
     def write(self, layer: int, _plan: object, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """As SlotCache.write."""
+        """See `SlotCache.write`."""
         found = []
         for store, new in zip(self._stores, (keys, values), strict=True):
             store[layer].transpose(1, 2).index_put_(self._cells, new.transpose(1, 2).flatten(0, 1))
@@ -111,7 +109,7 @@ class Program:
     """The compiled pass over narrow feeds.
 
     Args:
-        lean: whose layers are compiled, with plain weights.
+        lean: the lean forward to compile, with plain weights.
         bucket: horizons are rounded up to a multiple of this.
     """
 
@@ -125,11 +123,11 @@ class Program:
     ) -> tuple[Float[Tensor, "rows width vocab"], Float[Tensor, "rows width dim"]] | None:
         """Logits and states of every column; None where the cache has no buffers yet.
 
-        Padding is computed and written like any token, to slots that nobody reads before they are written again.
+        Padding is computed and written like any token, to positions that are overwritten before they are read.
         """
         plan, device = layout.plan, layout.device
         rows, width = layout.ids.shape
-        spread = 2 if rows * width == 1 else width  # a lone token would be another program, and no faster
+        spread = 2 if rows * width == 1 else width  # a single token would be another program, and no faster
         bases = torch.tensor(plan.bases, device=device).unsqueeze(1)
         horizon = -(-plan.horizon // self._bucket) * self._bucket
         cache.reserve(max(horizon, max(plan.bases) + spread))
@@ -144,7 +142,7 @@ class Program:
         _let_vary(*((each, (0,)) for each in (ids, cos, sin, places, slots)))
         _let_vary(*((mask, (0, 2, 3)) for mask in masks.values()))
         _let_vary(*((view, (0, 2)) for store in views for view in store))
-        with torch._dynamo.config.patch(install_free_tensors=True):  # noqa: SLF001 - the weights are to be frozen
+        with torch._dynamo.config.patch(install_free_tensors=True):  # noqa: SLF001 - freezes the weights
             logits, states = self._run(ids, cos, sin, masks, slots, places, *views)
         return logits.view(rows, spread, -1)[:, :width], states.view(rows, spread, -1)[:, :width]
 
@@ -156,15 +154,15 @@ class Program:
 
 
 def _let_vary(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
-    """Have these dimensions compiled for any size, but for 1, which is a program of its own."""
+    """Compile these dimensions for any size except 1, which gets its own program."""
     for tensor, dims in sizes:
         for dim in dims:
             if tensor.shape[dim] > 1:
-                torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001 - the only door to it
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001 - has no public name
 
 
 def _compile(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The layers over tensors alone; their weights, found in a closure, are frozen into the program."""
+    """The layers as a function of tensors only; their weights, found in a closure, are frozen into the program."""
 
     def run(
         ids: Tensor,

@@ -16,10 +16,10 @@ def first_layers(model: Any, layers: int, name: str) -> Any:
     Args:
         model: a transformers causal LM.
         layers: how many to keep, 1 to one less than all.
-        name: how errors call the model.
+        name: the model's name in errors.
 
     Raises:
-        UserError: a number out of range, or a model whose layers are not found.
+        UserError: a number out of range, or the model's layers are not found.
     """
     total = int(model.config.get_text_config().num_hidden_layers)
     if not 1 <= layers < total:
@@ -40,7 +40,7 @@ def first_layers(model: Any, layers: int, name: str) -> Any:
 
 
 def _layers_path(model: nn.Module, total: int) -> list[str] | None:
-    """Where the list of all decoder layers hangs; the first of them, if nested lists have the same length."""
+    """Path to the list of all decoder layers; the first one if nested lists have the same length."""
     found = [
         name.split(".")
         for name, module in model.named_modules()
@@ -57,7 +57,7 @@ def _shallow(module: Any) -> Any:
 
 
 def _shortened(config: Any, layers: int) -> Any:
-    """A copy of a config that declares fewer layers, kinds of layers included."""
+    """A copy of a config with fewer layers and layer types."""
     made = copy.deepcopy(config)
     text = made.get_text_config() if hasattr(made, "get_text_config") else made
     text.num_hidden_layers = layers

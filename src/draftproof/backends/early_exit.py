@@ -1,7 +1,7 @@
 """The first layers of a model as a draft model, on the same weights and in the same cache.
 
-A truncated model's keys and values are those that the whole model computes for its first layers, so what the target has
-read the draft need not read again; and what the draft writes ahead the target overwrites with the same numbers.
+A truncated model computes the same keys and values as the whole model's first layers. So the draft model need not read
+again what the target has read, and the target overwrites what the draft model wrote with the same numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EarlyExitBackend(SlotBackend):
         layers: how many of its layers, 1 to one less than all.
 
     Raises:
-        UserError: a number out of range, or a model whose first layers do not work by themselves.
+        UserError: a number out of range, or the model's first layers do not work on their own.
     """
 
     def __init__(self, whole: SlotBackend, layers: int) -> None:
@@ -51,17 +51,17 @@ class EarlyExitBackend(SlotBackend):
         return self.part.output_rows(ids)
 
     def first_layers(self, layers: int) -> SlotBackend:
-        """Fewer layers."""
+        """The first layers of this part."""
         return self.part.first_layers(layers)
 
     def borrow(self, owner: Session) -> BorrowedSession:
-        """A session in the slot of the whole model's session, which has read what that one has."""
+        """A session in the slot of the whole model's session, which has read the same tokens."""
         assert isinstance(owner, SlotSession), "the owner is a session of the whole model's backend"
         return BorrowedSession(owner)
 
 
 class BorrowedSession(SlotSession):
-    """A session that starts where another one stands, in its slot; valid until that one reads or rolls back.
+    """A session that continues another one in its slot; valid until that one reads or rolls back.
 
     Args:
         owner: without a tail; call `unread` on it first.

@@ -1,10 +1,8 @@
 """The network of a feature head: its shape, its weights, its files.
 
-Knows: one transformer layer over a target's last hidden states and the embeddings of the tokens that follow them, and
-over which tokens it speaks. Does not know: sessions, caches, training, models.
-
-The input at token t is the target's state at t - 1 and the embedding of t; the output stands for the target's state at
-t, and the target's own output layer, cut to the tokens of `ids`, makes logits of it (EAGLE, arXiv 2401.15077).
+It is one transformer layer. The input at token t is the target's last hidden state at t - 1 and the embedding of t. The
+output predicts the target's state at t; the target's own output layer, restricted to the tokens `ids`, computes logits
+from it (EAGLE, arXiv 2401.15077).
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # rotated queries, keys and
 
 @dataclass(frozen=True)
 class FeatureConfig:
-    """What a feature head is and which target it was made for.
+    """The shape of a feature head, and its target.
 
     Attributes:
-        target: name of the target, as errors call it.
+        target: name of the target, for errors.
         hidden_size, vocab_size: the target's.
         heads, key_heads: of the attention; key_heads divides heads, heads divides hidden_size.
         inner_size: width of the gated feed-forward part.
-        ids: how many tokens it speaks of; the others have probability 0, which costs acceptance and never exactness.
-        own_output: whether it has an output layer of its own, in place of those rows of the target's.
-        window: how many last tokens it looks at.
-        rope_theta: base of the rotary positions.
+        ids: number of tokens it can draft; others have probability 0, which lowers acceptance and not exactness.
+        own_output: whether it has an output layer of its own instead of these rows of the target's.
+        window: number of last tokens it attends to.
+        rope_theta: base of the rotary embedding.
     """
 
     target: str
@@ -97,13 +95,13 @@ class FeatureNet(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attend: Attend,
     ) -> Float[Tensor, "rows width dim"]:
-        """What stands for the target's states at the tokens.
+        """The predicted target states at the tokens.
 
         Args:
-            states: the target's state before each token, or what stands for it.
+            states: the target's state before each token, or its prediction.
             embedded: the target's embedding of each token.
-            rotary: of `rotary`, at each token's position.
-            attend: mixes values, given this pass's rotated queries, keys and values; caches live there.
+            rotary: returned by `rotary` for each token's position.
+            attend: attention over this pass's rotated queries, keys and values, and over any cache.
         """
         x = self.fuse(torch.cat([self._norm(0, states), self._norm(1, embedded)], -1))
         h = self._norm(2, x)
@@ -130,7 +128,7 @@ class FeatureNet(nn.Module):
 def rotary(
     config: FeatureConfig, positions: Int[Tensor, "rows width"], dtype: torch.dtype
 ) -> tuple[Float[Tensor, "rows width half"], Float[Tensor, "rows width half"]]:
-    """Cosines and sines by which the two halves of a head are turned."""
+    """Cosines and sines by which the two halves of a head are rotated."""
     dim = config.hidden_size // config.heads
     half = torch.arange(0, dim, 2, device=positions.device, dtype=torch.float32) / dim
     angles = positions.float().unsqueeze(-1) * config.rope_theta**-half
@@ -158,7 +156,7 @@ def load_net(directory: str | Path) -> FeatureNet:
     """Read a feature head from its directory, in float32.
 
     Raises:
-        UserError: not there, not a feature head, or weights of another shape.
+        UserError: no feature head there, or weights of another shape.
     """
     where = Path(directory).expanduser()
     for name in (CONFIG, WEIGHTS):

@@ -1,10 +1,8 @@
-"""A feature head that reads by itself: its target reads what a session begins with, and everything after is its own.
+"""A feature head as a draft model: its target reads the first feed of a session, the head reads all later tokens.
 
-Knows: that the target is read first, and that drafted tokens come one by one. Does not know: training, drafting.
-
-A draft of the head begins at a target's last state. A session that is opened here begins so wherever it is asked to:
-the first feed stands for what is committed, all later tokens for what is drafted. So whatever reads a draft model along
-known tokens, or samples from it, can do so with a feature head.
+A draft of the head begins at a target's last state. In a session opened here, the first feed is taken as the committed
+tokens, and all later tokens as drafted ones. So code that reads or samples from a draft model also works with a
+feature head.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ class _Followed(FeatureSession):
     """A head's session that owns the target's."""
 
     def close(self) -> None:
-        """Give both slots back."""
+        """Release both slots."""
         super().close()
         self.owner.close()
 
@@ -37,7 +35,7 @@ class FollowedHead(FeatureBackend):
         net: the head.
 
     Raises:
-        UserError: made for another target.
+        UserError: the head was made for another target.
     """
 
     def __init__(self, target: SlotBackend, net: FeatureNet) -> None:
@@ -46,7 +44,7 @@ class FollowedHead(FeatureBackend):
         self.capabilities = replace(self.capabilities, trees=False)
 
     def open(self) -> FeatureSession:
-        """A session that begins where its first feed ends."""
+        """A session whose draft begins where its first feed ends."""
         return _Followed(self._cache, self._target.open())
 
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
@@ -61,14 +59,14 @@ class FollowedHead(FeatureBackend):
         found = [[output] for output in super().forward([replace(feed, tree=None) for feed in feeds], hidden=hidden)]
         drafted = [() if feed.tree is None else feed.tree.ids for feed in feeds]
         for place in range(max(map(len, drafted), default=0)):
-            live = [row for row, tokens in enumerate(drafted) if place < len(tokens)]
-            read = super().forward([Feed(feeds[row].session, [drafted[row][place]]) for row in live], hidden=hidden)
-            for row, output in zip(live, read, strict=True):
+            active = [row for row, tokens in enumerate(drafted) if place < len(tokens)]
+            read = super().forward([Feed(feeds[row].session, [drafted[row][place]]) for row in active], hidden=hidden)
+            for row, output in zip(active, read, strict=True):
                 found[row].append(output)
         return [_joined(parts) for parts in found]
 
     def _begin(self, feeds: Sequence[Feed]) -> None:
-        """Have the target read what sessions begin with, but for the last token: a draft starts above that."""
+        """Let the target read the first tokens of new sessions, except the last one, which the head reads."""
         sessions = [feed.session for feed in feeds if len(feed.tokens) > 1 and isinstance(feed.session, _Followed)]
         parts = [feed.tokens[:-1] for feed in feeds if len(feed.tokens) > 1]
         if sessions:

@@ -22,12 +22,12 @@ class HFBackend(SlotBackend):
 
     Args:
         model: in eval mode, weights in place.
-        name: how errors and reports call it.
+        name: its name in errors and reports.
         check: compare it with the model's plain forward pass now (`Probe`); costs a few short passes.
-        cache: as `SlotBackend` has it.
+        cache: see `SlotBackend`.
 
     Raises:
-        UserError: a model that cannot roll back, or whose rows are not those of its plain pass.
+        UserError: the model cannot roll back, or its rows differ from those of its plain pass.
     """
 
     def __init__(
@@ -71,6 +71,6 @@ class HFBackend(SlotBackend):
         return out.logits, out.hidden_states[-1] if hidden else None
 
     def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
-        """A mask for each kind of layer; one kind alone is given as a tensor, which serves whatever the kind is."""
+        """A mask for each kind of layer; a tensor where there is only one kind."""
         made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.now().items()}
         return made if len(made) > 1 else next(iter(made.values()))

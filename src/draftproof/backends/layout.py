@@ -1,4 +1,4 @@
-"""The padded tensors of a forward pass over ragged feeds: ids, positions, masks, and where the cache is written."""
+"""The padded tensors of a forward pass over ragged feeds: ids, positions, masks, and the write plan of the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Layout:
     Attributes:
         ids, positions: [rows, width], padded on the right.
         chains: the chain tokens of each feed as a tensor.
-        plan: where the slot cache is written.
+        plan: where keys and values are written in the slot cache.
     """
 
     def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
@@ -40,12 +40,12 @@ class Layout:
 
     @cached_property
     def columns(self) -> list[int]:
-        """Columns whose logits some row wants."""
+        """Columns whose logits some row needs."""
         return sorted({column for row in range(len(self.feeds)) for column in self._columns(row)})
 
     @cached_property
     def wanted(self) -> Int[Tensor, " columns"]:
-        """The same where the model is."""
+        """`columns` on the model's device."""
         return torch.tensor(self.columns, device=self.device)
 
     def _row_ids(self, row: int) -> Int[Tensor, " tokens"]:
@@ -68,7 +68,7 @@ class Layout:
         return chain + [stem - 1 + depth for depth in feed_depths(feed)]
 
     def _columns(self, row: int) -> range:
-        """Columns whose logits a row wants: its last chain token and its nodes."""
+        """Columns whose logits a row needs: its last chain token and its nodes."""
         chain = len(self.feeds[row].tokens)
         return range(max(chain - 1, 0), self.plan.widths[row])
 
@@ -77,7 +77,7 @@ class Layout:
         logits: Float[Tensor, "rows columns vocab"],
         states: Float[Tensor, "rows width dim"] | None,
     ) -> list[FeedOutput]:
-        """The wanted rows of each feed; logits hold every column, or only the wanted ones."""
+        """The output of each feed; `logits` has every column, or only `columns`."""
         trimmed = logits.shape[1] < self.width
         outputs = []
         for row in range(len(self.feeds)):
@@ -88,7 +88,7 @@ class Layout:
         return outputs
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
-        """Additive attention mask: 0 where a token may look, the dtype's minimum elsewhere.
+        """Additive attention mask: 0 where a token may attend, the dtype's minimum elsewhere.
 
         A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so
         that no row of a softmax is empty. With a window only positions closer than `window` are seen.
@@ -108,17 +108,17 @@ class Layout:
 
     @cached_property
     def host_limits(self) -> list[list[int]]:
-        """Last slot that each column of each row may see, tree nodes aside."""
+        """Last slot that each column of each row may see, apart from branching tree nodes."""
         return [self._limits(row) for row in range(len(self.feeds))]
 
     @cached_property
     def limits(self) -> Int[Tensor, "rows width"]:
-        """The same where the model is."""
+        """`host_limits` on the model's device."""
         return torch.tensor(self.host_limits, device=self.device)
 
     @cached_property
     def straight(self) -> bool:
-        """Whether `limits` describe the mask, windows aside: all feeds are chains, or such trees, above no tail."""
+        """Whether `limits` describe the mask, apart from windows: feeds are chains, or chain trees without a tail."""
         return all(self._is_straight(feed) for feed in self.feeds)
 
     @staticmethod

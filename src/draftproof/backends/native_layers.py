@@ -1,4 +1,4 @@
-"""Decoder layers in one native call, for calls take a good part of a small model's step."""
+"""Decoder layers in one native call, because separate calls take much of a small model's step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
 def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
-    """One call for lean `Layer`s that follow one another; None where some part of them is not native."""
+    """Consecutive lean `Layer`s as one call; None where some part of them is not native."""
     return NativeLayers(layers) if all(_is_native(layer) for layer in layers) else None
 
 
@@ -32,12 +32,12 @@ def _is_native(layer: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _LayerRun:
-    """Neighbouring layers that see the same slots.
+    """Neighbouring layers with the same attention mask.
 
     Attributes:
         kind: of their attention mask.
-        given: for native.c.
-        numbers: in the cache.
+        given: their arguments for native.c.
+        numbers: their numbers in the cache.
         attention: of each of them.
     """
 
@@ -58,7 +58,7 @@ class _LayerRun:
 
 
 class _Places:
-    """Where the buffers of a run's layers lie; they stay there while the cache's extent stays.
+    """Addresses of the buffers of a run's layers; valid as long as the cache's extent does not change.
 
     Args:
         run: the layers.
@@ -74,8 +74,8 @@ class _Places:
             (ctypes.c_void_p * len(pairs))(*(pair[which].data_ptr() for pair in pairs)) for which in (0, 1)
         )
         self.shape = pairs[0][0].shape
-        # Slots may differ: an early exit has the first layers grow before the others.
-        assert all(each.shape[1:] == self.shape[1:] for pair in pairs for each in pair), "as many positions in each"
+        # Slots may differ: with an early exit the first layers grow before the others.
+        assert all(each.shape[1:] == self.shape[1:] for pair in pairs for each in pair), "positions are the same in all"
 
 
 class NativeLayers:
@@ -92,12 +92,12 @@ class NativeLayers:
         self._places: list[_Places | None] = [None] * len(self._runs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayers:
-        return NativeLayers(copy.deepcopy(self._layers, memo))  # addresses are those of the copy
+        return NativeLayers(copy.deepcopy(self._layers, memo))  # with the addresses of the copy
 
     def __call__(
         self, x: Float[Tensor, "tokens dim"], at: Pass, masks: Mapping[str, PassMask]
     ) -> Float[Tensor, "tokens dim"]:
-        """As the layers one after another; x is overwritten."""
+        """Run the layers one after another; x is overwritten."""
         x = x.contiguous()
         for number, run in enumerate(self._runs):
             places = self._places[number]

@@ -1,8 +1,8 @@
 """Linear layers in the layout that the CPU multiplies fastest, several with the same input as one product.
 
-torch re-lays a plain weight on every call on the CPU; here that is done once. Weights are never held twice: where they
-are packed the plain ones are let go and the model's own modules become `Part`s of the packed product, and elsewhere
-the model's parameters become views of the fused weight.
+On the CPU, torch converts a plain weight on every call; here that is done once. No weight is kept twice: where weights
+are packed, the plain ones are freed and the model's own modules become `Part`s of the packed product; elsewhere the
+model's parameters become views of the fused weight.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from draftproof.kernels import native
 from draftproof.kernels.operations import Interleaved
 
-_ROWS = 9  # the packed layout depends on the rows expected: a verification, which is as fast for one row
+_ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
 
 
 @functools.cache
 def packs(dtype: torch.dtype, device: str) -> bool:
-    """Whether this torch and this processor multiply packed weights of a dtype.
+    """Whether this torch and this processor can multiply packed weights of a dtype.
 
     Args:
         dtype: of the weights.
@@ -42,7 +42,7 @@ def packs(dtype: torch.dtype, device: str) -> bool:
 
 
 def _pack(weight: Float[Tensor, "out in"]) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)  # noqa: SLF001 - the only door to it
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)  # noqa: SLF001 - has no public name
     return packed
 
 
@@ -52,7 +52,7 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _multiply_few(x: Float[Tensor, "*rows in"], packed: Tensor, bias: Tensor | None) -> Tensor:
-    """The same, with one or two rows repeated to four: oneDNN's own kernels for so few take a fifth longer."""
+    """`_multiply` with one or two rows repeated to four: oneDNN's kernels for fewer rows take a fifth longer."""
     rows = x.shape[0]
     if rows > 2 or x.dim() != 2:
         return _multiply(x, packed, bias)
@@ -63,9 +63,9 @@ class Product:
     """x W^T + b, for inference.
 
     Args:
-        weight: plain; not kept where packed weights are supported, unless its owner keeps it.
+        weight: plain; not kept here where packed weights are supported.
         bias: if there is one.
-        pack: whether to, where packed weights are supported.
+        pack: whether to pack the weight where that is supported.
 
     Attributes:
         layout: of the weight, "native", "oneDNN" or "plain".
@@ -86,7 +86,7 @@ class Product:
 
     @property
     def packed(self) -> bool:
-        """Whether the weight lies in a layout for the CPU."""
+        """Whether the weight has a layout for the CPU."""
         return self.layout != "plain"
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
@@ -104,7 +104,7 @@ class Product:
         return self(x).add_(rows)
 
     def part(self, x: Float[Tensor, "*rows in"], start: int, stop: int) -> Float[Tensor, "*rows part"]:
-        """Some of the outputs; parts asked for in order with the very same input cost one product together."""
+        """Some of the outputs; calls in order with the same input tensor cost one product together."""
         latest = self._latest
         whole = latest[1] if latest is not None and latest[0] is x and start else self(x)
         self._latest = (x, whole) if stop < whole.shape[-1] else None
@@ -112,7 +112,7 @@ class Product:
 
 
 class Part(nn.Module):
-    """What stands in a model for a linear layer whose weight went into a packed product: some of its outputs.
+    """The replacement of a linear layer whose weight is part of a packed product: some of its outputs.
 
     Args:
         product: the packed product.
@@ -143,13 +143,12 @@ class Part(nn.Module):
 
 @torch.no_grad()
 def fuse(owner: Any, names: Sequence[str], *, pack: bool = True) -> Product:
-    """One product from linear layers of a module that read the same input; the module keeps working, untrainable.
+    """Make one product from linear layers of a module that read the same input; the module works on, untrainable.
 
     Args:
         owner: the module.
-        names: its linear layers; their outputs follow one another in the product, and where some have a bias the
-            others get one of zeros.
-        pack: as `Product` has it.
+        names: its linear layers, in the order of their outputs; if some have a bias, the others get zeros.
+        pack: see `Product`.
     """
     layers = [getattr(owner, name) for name in names]
     weight, bias = _joined([layer.weight for layer in layers]), None
@@ -169,7 +168,7 @@ def fuse(owner: Any, names: Sequence[str], *, pack: bool = True) -> Product:
 
 
 def give_back() -> None:
-    """Have the C library hand the memory of freed weights back to the system, where it is one that would keep it."""
+    """Make the C library return the memory of freed weights to the system, where it would keep it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

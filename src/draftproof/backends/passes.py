@@ -1,4 +1,4 @@
-"""How the feeds of a call are divided into forward passes."""
+"""The division of a call's feeds into forward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PASS = 32  # positions that take as long to read as the weights do (two CPU core
 def in_passes(
     feeds: Sequence[Feed], run: Callable[[Sequence[Feed]], list[FeedOutput]], *, ragged: bool = True
 ) -> list[FeedOutput]:
-    """Outputs of feeds that are read in several passes: long prompts in chunks, one by one, then groups of like length.
+    """Outputs of feeds read in several passes: long prompts one by one in chunks, then groups of similar length.
 
     Args:
         feeds: of different sessions.
@@ -52,7 +52,7 @@ def alike(lengths: Sequence[int]) -> list[list[int]]:
     if max(lengths, default=0) * len(lengths) - sum(lengths) <= PASS:
         return [list(range(len(lengths)))]
     order = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    best: list[tuple[int, int]] = [(0, 0)]  # of the first rows in order: least cost, and where the last group begins
+    best: list[tuple[int, int]] = [(0, 0)]  # for the first rows in order: least cost, and where the last group begins
     for end in range(1, len(order) + 1):
         longest = lengths[order[end - 1]]
         best.append(min((best[begin][0] + PASS + (end - begin) * longest, begin) for begin in range(end)))

@@ -1,13 +1,13 @@
-"""The check of a model when it is loaded: what it computes by itself against what the backend makes of it.
+"""The check of a model when it is loaded: its own logits are compared with those of the backend.
 
-The expected rows are computed by transformers' own forward pass before anything of the model is moved or converted, so
-that a mistake of the conversion cannot cancel out. Then the backend reads the same tokens in pieces, with a wrong turn
-that is rolled back, beside other requests, and as a tree.
+The expected rows are computed by transformers' own forward pass before any part of the model is moved or converted, so
+that an error of the conversion is seen. Then the backend reads the same tokens in pieces, with a wrong branch that is
+rolled back, together with other requests, and as a tree.
 
-What a family does past a window, or past the length that its rotary angles were made for, is checked without reading
-thousands of tokens: where a limit is read at run time it is lowered for the check, in the model and in the backend
-alike. Where the family's code has built a limit into its tensors, the real length is read, if that is affordable. A
-model that is right below a limit and not above it is used up to the limit.
+Some families change their computation past a window, or past the length that their rotary angles were made for. This is
+checked without reading thousands of tokens: where a limit is read at run time, it is lowered during the check, in both
+the model and the backend. Where a limit is built into tensors, the real length is read, if that is affordable. A model
+that is right only below a limit is used up to the limit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from draftproof.errors import UserError, reason
 from draftproof.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-_SHORT = 9  # tokens of the check that every model gets
-_LOWERED = 6  # what a limit is lowered to
+_SHORT = 9  # tokens of the check of every model
+_LOWERED = 6  # the lowered value of a limit
 _TINY, _AFFORDABLE = (
     2e9,
     4e12,
@@ -43,7 +43,7 @@ _ROPE = "original_max_position_embeddings"
 
 @runtime_checkable
 class Checked(Backend, Protocol):
-    """A backend that can be checked: one whose findings the check may write down."""
+    """A backend that can be checked; the check sets these attributes."""
 
     dtype: torch.dtype
     capabilities: Capabilities
@@ -53,7 +53,7 @@ class Checked(Backend, Protocol):
 
 @dataclass(frozen=True)
 class Limit:
-    """A length past which a family may do something else.
+    """A length past which a family may compute something else.
 
     Attributes:
         name: of the config's field.
@@ -65,7 +65,7 @@ class Limit:
 
     @contextmanager
     def lowered(self, model: Any, value: int) -> Iterator[None]:
-        """Give the limit another value in every place of the model that holds it."""
+        """Set the limit to another value everywhere in the model."""
         places = list(self._places(model))
         try:
             for store, key in places:
@@ -108,7 +108,7 @@ def _write(store: Any, name: str, value: int) -> None:
 
 
 def limits_of(model: Any) -> list[Limit]:
-    """The limits that a model's config names: windows, chunks, and the length that rotary angles were made for."""
+    """The limits in a model's config: windows, chunks, and the length that rotary angles were made for."""
     found = {}
     for store in _stores(model.config):
         for name, value in (store if isinstance(store, dict) else vars(store)).items():
@@ -121,13 +121,13 @@ def limits_of(model: Any) -> list[Limit]:
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """Tokens to read, and the rows that an untouched model has for them.
+    """Tokens to read, and the logits that the unchanged model computes for them.
 
     Attributes:
         tokens, beside: two sequences; the second is short.
         rows, beside_rows: the model's logits after each token.
-        limit: that the tokens go past; None for the check that every model gets.
-        lowered: what the limit is lowered to meanwhile; None where it stays as it is.
+        limit: the limit that the tokens exceed; None for the check of every model.
+        lowered: the limit's value during the check; None where it is not changed.
     """
 
     tokens: list[int]
@@ -139,17 +139,17 @@ class Scenario:
 
 
 class Probe:
-    """What an untouched model computes: made before a backend converts anything, then asked about the backend.
+    """The logits of an unchanged model, made before a backend converts it; `check` compares the backend with them.
 
     Args:
         model: a transformers causal LM, in eval mode.
-        name: how errors call it.
+        name: its name in errors.
 
     Attributes:
         windows: the kinds of attention mask that the model builds.
 
     Raises:
-        UserError: a model that cannot be read piece by piece.
+        UserError: the model cannot be read piece by piece.
     """
 
     def __init__(self, model: Any, name: str) -> None:
@@ -186,7 +186,7 @@ class Probe:
             return Scenario(tokens, beside, rows, self._plain(beside), limit, lowered)
 
     def _prepare(self, limit: Limit) -> None:
-        """A scenario past the limit, if the family minds it."""
+        """Add a scenario past the limit, if the limit changes what the family computes."""
         if limit.value <= 2 * _LOWERED:
             self._scenarios.append(self._scenario(3 * limit.value + 8, limit))
             return
@@ -208,7 +208,7 @@ class Probe:
         return not isinstance(most, int) or length <= most
 
     def _is_read_at_run_time(self, limit: Limit) -> bool:
-        """Whether a lower value could show: the family's code names it, makes masks by it, or turns angles by it."""
+        """Whether a lower value can have an effect: the family's code, its masks or its rotary angles use it."""
         if limit.name == _ROPE:
             kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
             names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
@@ -224,7 +224,7 @@ class Probe:
     # --- the comparison -------------------------------------------------------------------------------------------
 
     def check(self, backend: Checked) -> None:
-        """Compare a backend of the model, and write down what it can do: trees, ragged batches, how many positions.
+        """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
         Raises:
             UserError: it does not compute what the model computes.
@@ -264,7 +264,7 @@ class Probe:
             backend.bounded_by = f"its {limit.name} is {limit.value}, and {why}"
 
     def _check_company(self, backend: Checked, scenarios: Sequence[Scenario], tolerance: float) -> None:
-        """Whether rows of different lengths may share a pass; refuse where not even equal ones may."""
+        """Find out whether rows of different lengths may share a pass; refuse a model where equal lengths may not."""
         if all(self._measured(_company_error, backend, each) < tolerance for each in scenarios):
             return
         backend.capabilities = replace(backend.capabilities, ragged=False)
@@ -280,7 +280,7 @@ class Probe:
             return measure(backend, scenario)
 
     def _suspicion(self) -> str:
-        """What is known of the model that would explain a failure."""
+        """A known property of the model that would explain a failure, in words."""
         model, config = self._model, self._model.config.get_text_config()
         quantized = getattr(model.config, "quantization_config", None)
         if quantized is not None:
@@ -289,7 +289,7 @@ class Probe:
         if getattr(config, "alibi", False) or hasattr(
             getattr(model, model.base_model_prefix, None), "build_alibi_tensor"
         ):
-            return "its positions are ALiBi biases, which transformers derives from a mask that knows no slots; "
+            return "its positions are ALiBi biases, which transformers derives from a mask without slots; "
         if getattr(model, "_is_stateful", False):
             return f"{type(model).__name__} keeps a recurrent state that cannot be rolled back; "
         return ""
@@ -302,7 +302,7 @@ def _at(limit: Limit | None, model: Any, lowered: int | None) -> Iterator[None]:
 
 
 def _broken_weights(model: Any) -> str:
-    """The tensors that hold NaN or infinite numbers, in words."""
+    """The tensors with NaN or infinite numbers, in words."""
     broken = [name for name, weights in model.named_parameters() if not weights.isfinite().all()]
     if not broken:
         return ", though its weights are: try another dtype"
@@ -317,7 +317,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _chain_error(backend: Backend, scenario: Scenario) -> float:
-    """Reading in pieces, with a wrong turn that is rolled back, and the last tokens as a drafted chain."""
+    """The error of reading in pieces, with a wrong branch that is rolled back, and the last tokens as a drafted chain."""
     tokens, rows, end = scenario.tokens, scenario.rows, len(scenario.tokens)
     root = end - 4 if end == _SHORT else end - 5
     cuts = [3, 5] if end == _SHORT else [3, 5, end // 2, root]
@@ -337,7 +337,7 @@ def _chain_error(backend: Backend, scenario: Scenario) -> float:
 
 
 def _tree_error(backend: Backend, scenario: Scenario) -> float:
-    """The last tokens, one of them from a branching tree whose path is kept."""
+    """The error at the last tokens, one of them from a branching tree whose path is kept."""
     tokens, end = scenario.tokens, len(scenario.tokens)
     stem = end - 3
     session = backend.open()
@@ -353,7 +353,7 @@ def _tree_error(backend: Backend, scenario: Scenario) -> float:
 
 
 def _company_error(backend: Backend, scenario: Scenario) -> float:
-    """Two requests that share passes, from prompts of different lengths on."""
+    """The error of two requests that share passes, with prompts of different lengths."""
     tokens, beside, end = scenario.tokens, scenario.beside, len(scenario.tokens)
     long, short = backend.open(), backend.open()
     try:

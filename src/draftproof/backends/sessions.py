@@ -9,10 +9,10 @@ from draftproof.backends.slot_cache import SlotCache
 
 
 class SlotSession(Session):
-    """What one request has had read by a model, with its keys and values in a slot of the model's cache.
+    """A session with its keys and values in one slot of the model's cache.
 
     Args:
-        cache: of the backend; its lock is held while a slot is taken, moved or given back.
+        cache: of the backend; its lock is held while a slot is acquired, moved or released.
     """
 
     def __init__(self, cache: SlotCache) -> None:
@@ -26,7 +26,7 @@ class SlotSession(Session):
             self.cache.gather(self.slot, base, slots)
 
     def close(self) -> None:
-        """Give the slot back."""
+        """Release the slot."""
         with self.cache.lock:
             if self.slot >= 0:
                 self.cache.release(self.slot)

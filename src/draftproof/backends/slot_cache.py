@@ -1,9 +1,7 @@
 """Slot cache: static key/value buffers written by slot and position, for ragged batches and trees.
 
-Knows: buffers, slots, which positions a forward pass writes and reads. Does not know: tokens, models, masks.
-
-Rollback needs no work here: a session's length says what is valid, and later writes overwrite the rest. Only keeping
-a path of a tree moves data (`gather`). Capacity and slots grow by doubling when needed, and never shrink.
+Rollback needs no work here: the entries up to a session's length are valid, and later writes overwrite the rest. Only
+keeping a path of a tree moves data (`gather`). Capacity and slots grow by doubling when needed, and never shrink.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ _FIRST_CAPACITY = 256
 
 
 class Cells(NamedTuple):
-    """Where the tokens of a forward pass go, on the device of a buffer.
+    """Where the tokens of a forward pass are written, as tensors on the device of a buffer.
 
     Attributes:
         rows: slot of each row.
         slots, positions: of each token, rows after one another.
-        source: which of the padded tokens each is; None where none is padding.
+        source: index of each among the padded tokens; None where there is no padding.
     """
 
     rows: Int[Tensor, " rows"]
@@ -38,7 +36,7 @@ class Cells(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """Where one forward pass writes and what it reads back.
+    """The positions that one forward pass writes and reads.
 
     Attributes:
         slots: slot of each row.
@@ -51,14 +49,14 @@ class WritePlan:
     bases: tuple[int, ...]
     widths: tuple[int, ...]
 
-    @cached_property  # asked for by every layer
+    @cached_property  # every layer reads it
     def horizon(self) -> int:
         """Positions that attention may see in some row."""
         return max(base + width for base, width in zip(self.bases, self.widths, strict=True))
 
     @cached_property
     def aligned(self) -> bool:
-        """Whether every row writes the same positions, so that one slice assignment serves."""
+        """Whether every row writes the same positions, so that one slice assignment is enough."""
         return len(set(self.bases)) == 1 and len(set(self.widths)) == 1
 
     @cached_property
@@ -71,7 +69,7 @@ class WritePlan:
         return {}
 
     def cells(self, device: torch.device) -> Cells:
-        """Where the tokens go; made once for a device."""
+        """Where the tokens are written; computed once for each device."""
         if device not in self._cells:
             widest = max(self.widths)
             every = [(row, place) for row, width in enumerate(self.widths) for place in range(width)]
@@ -90,7 +88,7 @@ class SlotCache:
     """Key and value buffers [slots, heads, capacity, dim] for each layer, allocated when the first keys arrive.
 
     Attributes:
-        lock: whoever reads, writes or grows buffers holds it: C code works on their memory without Python's own lock.
+        lock: must be held to read, write or grow buffers: C code uses their memory without Python's own lock.
     """
 
     def __init__(self) -> None:
@@ -108,7 +106,7 @@ class SlotCache:
         vars(self).update(state, lock=threading.RLock())  # a copy has its own
 
     def acquire(self) -> int:
-        """Lowest free slot: low numbers keep a batch contiguous."""
+        """Take the lowest free slot: low numbers keep a batch contiguous."""
         if not self._free:
             self._free.append(self._slots)
             self._slots += 1
@@ -117,9 +115,9 @@ class SlotCache:
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """Make a slot available again, emptied: a NaN left behind would reach the next sequence through the mask.
+        """Make a slot available again, filled with zeros.
 
-        A masked value has weight 0, and 0 * NaN is NaN.
+        A NaN would reach the next sequence: a masked value has weight 0, and 0 * NaN is NaN.
         """
         for buffer in self._buffers():
             buffer[slot : slot + 1].zero_()
@@ -132,12 +130,12 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory held by the buffers, in bytes."""
+        """Memory of the buffers, in bytes."""
         return sum(t.nbytes for t in self._buffers())
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Slots and positions that the buffers have room for; (0, 0) before anything was read."""
+        """Slots and positions of the buffers; (0, 0) before anything was read."""
         made = next(self._buffers(), None)
         return (0, 0) if made is None else (made.shape[0], made.shape[2])
 
@@ -148,19 +146,19 @@ class SlotCache:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Slots and positions that buffers are given room for; a buffer that was asked for stays while this does."""
+        """Slots and positions of new buffers; a buffer that was returned stays valid until this changes."""
         return self._slots, self._capacity
 
     def _buffers(self) -> Iterator[Tensor]:
         return (buffer for store in (self._keys, self._values) for buffer in store.values())
 
     def reserve(self, positions: int) -> None:
-        """Make room for `positions` in every slot that exists."""
+        """Raise the capacity of every slot to at least `positions`."""
         if positions > self._capacity:
             self._capacity = max(positions, 2 * self._capacity, _FIRST_CAPACITY)
 
     def _fit(self, store: dict[int, Tensor], layer: int, heads: int, dim: int, like: Tensor) -> Tensor:
-        """The layer's buffer, grown to the present number of slots and capacity."""
+        """The layer's buffer, grown to the current number of slots and capacity."""
         old = store.get(layer)
         if old is not None and old.shape[0] >= self._slots and old.shape[2] >= self._capacity:
             return old
@@ -174,9 +172,9 @@ class SlotCache:
         return grown
 
     def views(self, first: int, rows: int) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Keys and values of some neighbouring slots, layer by layer, with all the room that was reserved.
+        """Keys and values of neighbouring slots, layer by layer, at full capacity.
 
-        None before anything was read: the shape of keys is not known then.
+        None before anything was read, because the shape of keys is not known then.
         """
         if not self._keys:
             return None
@@ -188,7 +186,7 @@ class SlotCache:
         return [each.narrow(0, first, rows) for each in keys], [each.narrow(0, first, rows) for each in values]
 
     def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values, [slots, heads, capacity, dim], for one who writes and reads them by a plan itself.
+        """A layer's keys and values, [slots, heads, capacity, dim], for callers that follow a write plan themselves.
 
         Args:
             layer: its number.
@@ -230,10 +228,10 @@ class SlotCache:
 
 
 class CacheView:
-    """What transformers is handed as `past_key_values` for one forward pass: a slot cache and a plan.
+    """A slot cache and a plan as transformers' `past_key_values` for one forward pass.
 
-    It follows the duck type of transformers' Cache: `update` writes and returns, lengths are reported as 0 because
-    positions and mask are passed explicitly.
+    It has the methods of transformers' Cache: `update` writes and returns; lengths are reported as 0, because positions
+    and mask are passed explicitly.
     """
 
     is_compileable = False
@@ -246,11 +244,11 @@ class CacheView:
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Called by every attention layer with its new keys and values."""
+        """Write a layer's new keys and values; returns all that its attention reads (called by attention layers)."""
         return self._cache.write(layer_idx, self._plan, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Positions are explicit, so nothing may be derived from a length."""
+        """Always 0: positions are explicit, so nothing may be derived from a length."""
         return 0
 
     def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
@@ -258,7 +256,7 @@ class CacheView:
         return self._plan.horizon, 0
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """No fixed maximum."""
+        """Always -1: there is no fixed maximum."""
         return -1
 
     def __len__(self) -> int:

@@ -19,18 +19,17 @@ from draftproof.backends.slot_cache import SlotCache
 
 
 class SlotBackend(ABC):
-    """A model whose keys and values live in a slot cache; subclasses compute one pass.
+    """A model whose keys and values are in a slot cache; subclasses compute one pass.
 
-    Two threads may use one backend: each call of `forward`, and each change of a session's slot, holds the cache's
-        lock.
+    Two threads may use one backend: each call of `forward`, and each change of a session's slot, holds the cache's lock.
 
     Args:
         facts: of the model.
-        cache: of another backend that shares keys and values; default one of its own.
+        cache: of another backend that shares keys and values; a new one by default.
 
     Attributes:
         max_positions: the longest sequence it reads; None when unbounded.
-        bounded_by: why it is shorter than the model's context; empty when it is not.
+        bounded_by: why that is shorter than the model's context; empty when it is not.
         capabilities: what it can do.
     """
 
@@ -58,12 +57,12 @@ class SlotBackend(ABC):
         return SlotSession(self._cache)
 
     def record_states(self) -> None:
-        """From now on every session holds the last hidden state of each slot it reads (`Session.states`)."""
+        """From now on, record the last hidden state of each slot that a session reads (`Session.states`)."""
         self._records = True
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """Read every feed; long prompts go first, one by one and in chunks, and feeds of like length are read together.
+        """Read every feed: long prompts first, one by one in chunks, then feeds of similar length together.
 
         Raises:
             ValueError: nothing to read, or longer than the model's context.
@@ -84,7 +83,7 @@ class SlotBackend(ABC):
         end = feed.session.stem + len(feed.tokens) + max(feed_depths(feed), default=0)
         if self.max_positions is not None and end > self.max_positions:
             why = f" ({self.bounded_by})" if self.bounded_by else ""
-            raise ValueError(f"{self.name} reads at most {self.max_positions} positions{why}, asked for {end}")
+            raise ValueError(f"{self.name} reads at most {self.max_positions} positions{why}, requested are {end}")
 
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
         layout = Layout(feeds, self.device)
@@ -101,7 +100,7 @@ class SlotBackend(ABC):
     def _compute(
         self, layout: Layout, *, hidden: bool
     ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
-        """Logits of every column or of the requested ones only, and the last hidden states of every column if asked."""
+        """Logits of every column or only of `layout.columns`, and if `hidden` the last hidden states of every column."""
 
     @abstractmethod
     def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
@@ -116,5 +115,5 @@ class SlotBackend(ABC):
         """The model's first layers, its final norm and its output layer, on the same weights and in the same cache.
 
         Raises:
-            UserError: a number of layers that is out of range, or a model that cannot be cut.
+            UserError: the number of layers is out of range, or the model cannot be cut.
         """

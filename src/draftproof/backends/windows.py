@@ -1,8 +1,8 @@
-"""Which kinds of attention mask a model builds for itself, and the window of each.
+"""The kinds of attention mask that a model builds, and the window of each.
 
-Config fields do not tell: transformers' Llama ignores `sliding_window` and `layer_types`, its Mistral ignores
-`layer_types` and `use_sliding_window`. So a model is watched while it reads two tokens: the functions of transformers
-that make masks are called with the config that counts.
+The config is not enough: transformers' Llama ignores `sliding_window` and `layer_types`, its Mistral ignores
+`layer_types` and `use_sliding_window`. So a model is observed while it reads two tokens: it calls the functions of
+transformers that make masks with the config that is in effect.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Windows:
     """The kinds of mask that a model builds.
 
     Attributes:
-        kinds: as transformers calls them.
-        config: where the window is read, at each pass, by those that have one; None where no mask was seen.
+        kinds: their names in transformers.
+        config: from which the window is read at each pass; None where no mask was seen.
     """
 
     kinds: frozenset[str]
@@ -45,11 +45,11 @@ class Windows:
 
     @property
     def foreign(self) -> list[str]:
-        """Kinds that the slot cache has no mask for."""
+        """Kinds for which `Layout` has no mask."""
         return sorted(self.kinds - KNOWN)
 
     def now(self) -> dict[str, int | None]:
-        """The window of each kind; None sees everything before."""
+        """The window of each kind; None for full attention."""
         return {kind: self.config.sliding_window if kind == SLIDING else None for kind in sorted(self.kinds)}
 
 
@@ -62,16 +62,15 @@ def windows_of(model: Any) -> Windows:
     text = model.config.get_text_config()
     config = next((config for kind, config in found if kind == SLIDING), text)
     kinds = {kind for kind, _ in found}
-    if (
-        set(getattr(text, "layer_types", None) or {None}) <= KNOWN
-    ):  # a family may make masks that none of its layers use
+    # A family may make masks that none of its layers use.
+    if set(getattr(text, "layer_types", None) or {None}) <= KNOWN:
         kinds &= KNOWN
     return Windows(frozenset(kinds or {FULL}), config)
 
 
 @contextmanager
 def _watched(model: Any, found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Record what the functions that make masks are asked for, in every module that the model's classes come from."""
+    """Record the calls of the functions that make masks, in every module that the model's classes come from."""
     modules = {sys.modules[type(each).__module__] for each in model.modules() if type(each).__module__ in sys.modules}
     with ExitStack() as stack:
         for module in modules:

@@ -1,7 +1,7 @@
 """Competitors on the same weights and prompts: transformers' plain, assisted and lookup generation.
 
 To add another engine, write an Answerer, put a function that makes it into COMPETITORS, and its name into
-`cell.ENGINES`. Counts come from a hook on the target's forward pass. So a method that silently had no effect is seen:
+`cell.ENGINES`. Counts come from a hook on the target's forward pass, so a method that silently has no effect is seen:
 it makes one call a token.
 """
 
@@ -25,7 +25,7 @@ from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.sampling import SamplingParams
 
-# The values that the search for the fastest setting tries; it measures the defaults of transformers too.
+# The values tried in the search for the fastest setting, besides the defaults of transformers.
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "transformers-assisted": {
         "num_assistant_tokens": (2, 4, 8),
@@ -34,14 +34,14 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "transformers-lookup": {"prompt_lookup_num_tokens": (3, 10), "max_matching_ngram_size": (1, 2, 3)},
 }
-_LOOKUP_TOKENS = 10  # transformers' lookup is off until it is given a number; this is the one its documentation uses
+_LOOKUP_TOKENS = 10  # transformers' lookup is off without a number; this is the number in its documentation
 
 
 def parse_setting(text: str) -> dict[str, Any]:
     """The options of a cell's setting: "name=value,name=value".
 
     Raises:
-        UserError: the text is of another form.
+        UserError: the text has another form.
     """
     found: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
@@ -102,7 +102,7 @@ class Transformers:
             text = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
             total, peak = watch.stop()
         drafted, accepted = _rounds(target, len(prompt_ids), len(tokens))
-        # An assistant may draft tokens that it then does not submit: its own calls count them, the target's do not.
+        # An assistant may draft tokens that it does not submit: its own calls count them, the target's do not.
         draft_tokens = max(len(assistant), sum(drafted))
         stopped = bool(tokens) and tokens[-1] in self._eos
         return Answer(
@@ -122,7 +122,7 @@ class Transformers:
         )
 
     def _described(self) -> str:
-        """The method with its setting, as reports show what was in effect."""
+        """The method with its setting, for reports."""
         return f"{self._method} ({format_setting(self._setting)})" if self._setting else self._method
 
     def _generate(self, ids: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Transformers:
         }
         extra: dict[str, Any] = {}
         if self._assistant is not None:
-            # The assistant's own options count, and a schedule changes them: every answer begins with the same ones.
+            # The assistant's own options are used, and a schedule changes them: every answer begins with the same ones.
             self._assistant.generation_config = _generation_config(**self._setting)
             extra["assistant_model"] = self._assistant
         else:
@@ -147,7 +147,7 @@ class Transformers:
 
     @contextmanager
     def _counted(self) -> Iterator[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
-        """For each forward pass of target and assistant: tokens known before it, tokens read by it."""
+        """Count for each forward pass of target and assistant the tokens in the cache before it and the tokens read."""
         calls: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         hooks = []
         for model, found in zip((self._model, self._assistant), calls, strict=True):
@@ -161,7 +161,7 @@ class Transformers:
 
 
 def _generation_config(**options: Any) -> Any:
-    """Our generation options alone: a model's own ones may ask for penalties and other temperatures."""
+    """Only these generation options; a model's own ones may set penalties and other temperatures."""
     from transformers import GenerationConfig
 
     library: Any = GenerationConfig
@@ -190,7 +190,7 @@ def _rounds(calls: Sequence[tuple[int, int]], prompt: int, tokens: int) -> tuple
 
 
 def _reached(lengths: Sequence[int], drafted: Sequence[int]) -> tuple[int, ...]:
-    """How many of the lengths reach each position, for all positions that were ever drafted."""
+    """The number of lengths that reach each position, for all positions that were drafted."""
     return tuple(sum(length > place for length in lengths) for place in range(max(drafted, default=0)))
 
 
@@ -239,7 +239,7 @@ def search(cache: ModelCache, cell: Cell, questions: Sequence[Question], *, watc
         watch: shows progress.
 
     Returns:
-        Rates by setting; "" stands for the defaults.
+        Rates by setting; "" means the defaults.
     """
     grid = GRIDS.get(cell.engine, {})
     settings = ["", *(format_setting(dict(zip(grid, v, strict=True))) for v in itertools.product(*grid.values()))]

@@ -1,4 +1,4 @@
-"""Throughput beside another engine in a process of its own, if need be in another Python environment.
+"""Throughput beside another engine, which runs in its own process and may have its own Python environment.
 
 All engines continue the same prompts by the same number of tokens, and stop tokens are ignored. They take turns, and
 the order is reversed from turn to turn. The first turn warms up and does not count.
@@ -37,22 +37,22 @@ from draftproof.sampling import SamplingParams
 # vLLM's build for CPUs needs these on a small machine.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
 PATIENCE = 900.0  # seconds that the other engine may take to load, or for one request
-SHUTDOWN = 10.0  # seconds that it may take to end
+SHUTDOWN = 10.0  # seconds that it may take to stop
 PLAIN = "draftproof, plain"
-Timing = tuple[float, Stats | None]  # seconds, and the counts of our engine
+Timing = tuple[float, Stats | None]  # seconds, and the counts if the engine is draftproof
 Measure = Callable[[worker.Request], Timing]
 
 
 @dataclass(frozen=True)
 class EngineComparison:
-    """What is compared.
+    """Options of a comparison with another engine.
 
     Attributes:
         other: the other engine, a name of `worker.WORKERS`.
-        python: of the environment that has it; None is this one.
+        python: the Python of its environment; None is this one.
         model: a file or directory for the other engine; None is the target's.
-        target: of our engine, a name that `models.resolve` takes.
-        draft, drafter, dtype: of our engine, as in `Engine.load`; no drafter is plain decoding alone.
+        target: draftproof's, a name that `models.resolve` takes.
+        draft, drafter, dtype: draftproof's, as in `Engine.load`; without a drafter, only plain decoding is measured.
         batch, temperature: lists; all combinations are measured.
         dataset: of the prompts.
         tokens: of each answer.
@@ -110,7 +110,7 @@ def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Resu
 
 
 def _in_order(names: list[str], turn: int) -> list[str]:
-    """Forth and back, so that no engine is always the first."""
+    """The names in the order of a turn, reversed in every second turn, so that no engine is always the first."""
     return names[::-1] if turn % 2 else names
 
 
@@ -136,7 +136,7 @@ def _figures(options: EngineComparison, rows: Sequence[dict[str, Any]]) -> dict[
 
 
 def _lines(options: EngineComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The table: ratios are of the same turn, with a question mark where the interval contains 1."""
+    """The table; ratios are of the same turn, with a question mark if the interval contains 1."""
     base: list[float] = []
     cells = []
     for row in rows:
@@ -165,19 +165,19 @@ def _lines(options: EngineComparison, rows: Sequence[dict[str, Any]]) -> list[st
 
 
 def _prompts(options: EngineComparison, batch: int) -> list[list[int]]:
-    """Token ids of the first questions, as many as all turns need if there are so many."""
+    """Token ids of the first questions: as many as all turns need, or fewer if the data set is smaller."""
     cache, cell = ModelCache(), Cell(options.target, dtype=options.dtype, max_tokens=options.tokens)
     return [cache.encode(cell, question) for question in read_questions(options.dataset)[: batch * options.repeats]]
 
 
 def _request(options: EngineComparison, prompts: Sequence[list[int]], batch: int, turn: int) -> worker.Request:
-    """The prompts of a turn; the first two turns have the same ones, because the first does not count."""
+    """The prompts of a turn; the first two turns have the same prompts, because the first does not count."""
     first = max(turn - 1, 0) * batch
     return {"prompts": [prompts[(first + place) % len(prompts)] for place in range(batch)], "tokens": options.tokens}
 
 
 def _ours(options: EngineComparison, batch: int) -> dict[str, Measure]:
-    """Plain decoding by our engine, and the drafter where one is named."""
+    """Plain decoding by draftproof, and the drafter if one is named."""
     made = {PLAIN: _measure(Engine.load(options.target, dtype=options.dtype, max_batch=batch))}
     if options.drafter is not None or options.draft is not None:
         engine = Engine.load(
@@ -213,7 +213,7 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
     """Start the other engine's process and end it afterwards.
 
     Raises:
-        UserError: it does not start, does not answer in PATIENCE seconds, or ends, with its last line on stderr.
+        UserError: it does not start, gives no answer in PATIENCE seconds, or stops; with its last line on stderr.
     """
     python = str(options.python or sys.executable)
     model = str(options.model or models.resolve(options.target))
@@ -238,7 +238,7 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
             line = process.stdout.readline().strip() if ready else ""
             if not line:
                 with suppress(subprocess.TimeoutExpired):
-                    process.wait(SHUTDOWN)  # its last lines come after the end of its output
+                    process.wait(SHUTDOWN)  # its last lines on stderr come after the end of its output
                 errors.seek(0)
                 last = [line.strip() for line in errors if line.strip()][-1:]
                 why = last[0] if last else f"no answer in {PATIENCE:g} s, or it ended without a message"
@@ -247,7 +247,7 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
 
         def measure(request: worker.Request) -> Timing:
             assert process.stdin is not None, "its input is a pipe"
-            with suppress(OSError):  # where it has ended, reading says why
+            with suppress(OSError):  # if it has stopped, `read` reports why
                 print(json.dumps(request), file=process.stdin, flush=True)
             return float(read()), None
 

@@ -15,7 +15,7 @@ from draftproof.rng import fold
 
 LEVEL = 0.95
 RESAMPLES = 4000
-FEWEST = 6  # with fewer questions not even their whole range holds the median of all with probability 0.95
+FEWEST = 6  # the range of fewer questions contains the median of all questions with a probability below 0.95
 Item = TypeVar("Item")
 
 
@@ -24,9 +24,9 @@ class Estimate:
     """A figure with its interval.
 
     Attributes:
-        value: of the questions measured.
-        low, high: ends of the interval at LEVEL; nan where there are too few questions for one.
-        count: how many questions it is computed from.
+        value: of the measured questions.
+        low, high: ends of the interval at LEVEL; nan if there are too few questions for one.
+        count: number of questions it is computed from.
     """
 
     value: float
@@ -53,11 +53,11 @@ def bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Estimate:
-    """A statistic of items with its expanded percentile bootstrap interval; none under FEWEST items.
+    """A statistic of items with its expanded percentile bootstrap interval; no interval for fewer than FEWEST items.
 
-    The percentiles lie further out than the level says, as far as Student's t and the factor n/(n-1) would move them
-    for a mean (Hesterberg 2015, "What teachers should know about the bootstrap"). Plain percentiles of few items cover
-    too little: with six items about 0.86 in place of 0.95.
+    Plain percentiles of few items cover too little: with six items about 0.86 instead of 0.95. So the percentiles are
+    moved outwards as far as Student's t and the factor n/(n-1) move those of a mean (Hesterberg 2015, "What teachers
+    should know about the bootstrap").
 
     Args:
         items: independent units, usually the questions.
@@ -94,14 +94,14 @@ def geometric_mean(ratios: Sequence[float], *, level: float = LEVEL) -> Estimate
 
 @cache
 def tail_share(level: float, count: int) -> float:
-    """The share of resamples beyond either end of an interval over that many units."""
+    """The share of resamples beyond each end of the expanded interval over `count` units."""
     return NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile((1 + level) / 2, count - 1))
 
 
 def t_quantile(share: float, freedom: int) -> float:
-    """Where Student's t with `freedom` degrees of freedom has a share of at least one half below it.
+    """The quantile of Student's t with `freedom` degrees of freedom, for a share of at least one half.
 
-    The tail is integrated on the angle arctan(t / sqrt(freedom)), where the density is a power of the cosine.
+    The tail is integrated over the angle arctan(t / sqrt(freedom)), where the density is a power of the cosine.
     """
     constant = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
     low, high = 0.0, math.pi / 2

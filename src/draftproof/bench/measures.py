@@ -1,4 +1,4 @@
-"""Figures computed from records: pure functions over questions, paired where two cells are compared.
+"""Figures computed from records: pure functions over questions, in pairs where two cells are compared.
 
 Counts are those of the first repeat, because all repeats draw the same tokens. Times use all repeats. Intervals
 resample questions (`bootstrap`): they cover other questions of the same kind, not other machines.
@@ -35,7 +35,7 @@ def first(records: Iterable[Record]) -> list[Record]:
 
 
 def question_and_seed(record: Record) -> tuple[str, int]:
-    """The question with its data set, and the seed: records of two cells are compared where both are the same."""
+    """The question with its data set, and the seed; records of two cells are compared if both are equal."""
     return f"{record.cell.dataset}/{record.question}", record.cell.seed
 
 
@@ -58,7 +58,7 @@ def _ratio(over: str, under: str) -> Callable[[Sequence[Stats]], float]:
 
 
 def by_question(records: Iterable[Record]) -> list[Stats]:
-    """Counts of each question, all its seeds added up: the unit that is resampled."""
+    """Counts of each question, summed over its seeds; questions are the units that are resampled."""
     found: dict[str, Stats] = {}
     for record in first(records):
         found.setdefault(question_and_seed(record)[0], Stats()).add(record.stats)
@@ -98,7 +98,7 @@ def paired(own: Iterable[Record], base: Iterable[Record]) -> Paired:
 
 
 def efficiency_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
-    """Block efficiency divided by another cell's, on the questions of both, which are resampled together."""
+    """Block efficiency divided by another cell's, on their common questions, which are resampled together."""
     pairs = paired(first(own), first(base))
     rows = [tuple(total(side) for side in zip(*each, strict=True)) for each in pairs.values()]
     ratio = _ratio("num_tokens", "num_target_calls")
@@ -110,7 +110,7 @@ def efficiency_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
 
 
 def speed(record: Record) -> float:
-    """Tokens a second of one answer; the time runs from token ids to text."""
+    """Tokens a second of one answer; the time is from token ids to text."""
     return record.answer.tokens / record.answer.seconds["total"]
 
 
@@ -155,7 +155,7 @@ def histogram(records: Iterable[Record]) -> list[int]:
 
 
 def acceptance_by_position(records: Iterable[Record]) -> list[float]:
-    """For each draft position: of the rounds whose draft reached it, the share whose token there was emitted."""
+    """For each draft position, the share of emitted tokens among the rounds whose draft reached it."""
     stats = total(first(records))
     pairs = zip(stats.num_accepted_tokens_per_pos, stats.num_drafts_per_pos, strict=False)
     return [accepted / drafted if drafted else math.nan for accepted, drafted in pairs]
@@ -168,7 +168,7 @@ def same_tokens(own: Iterable[Record], base: Iterable[Record]) -> tuple[int, int
 
 
 def shape_of(config: Any) -> dict[str, Any]:
-    """The sizes of a decoder by its transformers config, as values that JSON can carry."""
+    """The sizes of a decoder from its transformers config, as values for JSON."""
     hidden, heads = int(config.hidden_size), int(config.num_attention_heads)
     inner = next((getattr(config, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim")), None)
     return {
@@ -195,10 +195,10 @@ def pass_flops(shape: Shape, tokens: float, context: float) -> float:
 
 
 def answer_flops(record: Record, target: Shape, draft: Shape | None) -> float | None:
-    """Operations of one answer; None where the drafter is a part of the target, which this counting does not cover.
+    """Operations of one answer; None if the drafter is a part of the target, which this counting does not cover.
 
     The target reads the prompt, one committed token a call, and every drafted token. The draft model reads the prompt
-    and one token for each token that it drafts. Lookup costs nothing.
+    and one token for each token that it drafts. Lookup drafters cost nothing.
     """
     answer, prompt = record.answer, record.prompt_tokens
     inside = answer.draft_tokens > 0 and record.cell.drafter.startswith(("early_exit", "feature_head"))
@@ -242,14 +242,14 @@ class Regression:
 
 
 def regress(records: Iterable[Record]) -> Regression | None:
-    """The cost model fitted to all answers; None where the counts do not determine both coefficients."""
+    """The cost model fitted to all answers; None if the counts do not determine both coefficients."""
     return fit_times(
         [(float(r.answer.draft_tokens), float(r.answer.target_calls), r.answer.seconds["total"]) for r in records]
     )
 
 
 def fit_times(rows: Sequence[tuple[float, float, float]]) -> Regression | None:
-    """The cost model fitted to rows of (tokens drafted, target calls, seconds), as `regress`."""
+    """The cost model fitted to rows of (drafted tokens, target calls, seconds); see `regress`."""
     if len(rows) < 3:
         return None
     table = torch.tensor(rows, dtype=torch.float64)

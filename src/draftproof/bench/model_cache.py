@@ -1,4 +1,4 @@
-"""Loaded models, tokenizers and engines, shared by all cells; our engine as one that answers."""
+"""Loaded models, tokenizers and engines, shared by all cells; draftproof's engine as an `Answerer`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draftproof.tokenization import load_tokenizer, refuse_different
 
 @runtime_checkable
 class Answerer(Protocol):
-    """Anything that continues a prompt and reports counts and times: our engine, or a competitor."""
+    """An engine that continues a prompt and reports counts and times: draftproof's, or a competitor."""
 
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
         """Continue one prompt; `seconds["total"]` runs from token ids to text."""
@@ -35,7 +35,7 @@ class ModelCache:
     """Loads models and tokenizers when a cell first needs them, and keeps them.
 
     Args:
-        device: for all models; without one an accelerator if there is one.
+        device: for all models; by default an accelerator if there is one.
         trust_remote_code: run code that comes with a model.
 
     Attributes:
@@ -60,7 +60,7 @@ class ModelCache:
     def model(self, name: str, dtype: str) -> Any:
         """A transformers model, for competitors.
 
-        Our lean forward pass takes the weights of its model apart, so competitors get a copy of their own.
+        The lean forward pass changes the weights of its model, so competitors get their own copy.
         """
         key = (name, dtype)
         if key not in self._models:
@@ -68,17 +68,17 @@ class ModelCache:
         return self._models[key]
 
     def backend(self, name: str, dtype: str, backend: str, purpose: str = "") -> Loaded:
-        """A model as our engine reads it; one for each purpose."""
+        """A model as a backend, loaded once for each purpose."""
         key = (name, dtype, backend, purpose)
         if key not in self._backends:
             self._backends[key] = load_backend(name, dtype=dtype, backend=backend, **self._options)
         return self._backends[key]
 
     def engine(self, cell: Cell) -> Engine:
-        """Our engine for a cell; cells that differ only in questions and sampling share it.
+        """draftproof's engine for a cell; cells that differ only in questions and sampling share it.
 
-        A drafter that learns from earlier requests gets a new engine every time: a result must not depend on which
-        answers were measured before the run was killed.
+        A drafter that learns from earlier requests gets a new engine every time: a result must not depend on the
+        answers that were measured before the run was killed.
 
         Raises:
             UserError: models that cannot be loaded or do not fit together.
@@ -109,19 +109,19 @@ class ModelCache:
         """Refuse a draft model with another tokenizer.
 
         Raises:
-            UserError: naming a token that differs.
+            UserError: the tokenizers differ, with a token that shows it.
         """
         refuse_different(self.tokenizer(target), self.tokenizer(draft), target_name=target, draft_name=draft)
 
     def plain_engine(self, cell: Cell) -> Engine:
-        """Plain decoding on a cell's target; decides for every engine how prompts are encoded and where answers end."""
+        """Plain decoding on a cell's target; it defines for every engine how prompts are encoded and answers end."""
         return self.engine(canonical(replace(cell, engine=OURS, drafter="none")))
 
     def encode(self, cell: Cell, question: Question) -> list[int]:
-        """Token ids of a question; with the target's chat template where the question is a user's message.
+        """Token ids of a question, with the target's chat template if the question is a user's message.
 
         Raises:
-            UserError: there is no room for the answer in the target's context, where engines would end differently.
+            UserError: the answer does not fit into the target's context, where engines would end differently.
         """
         engine = self.plain_engine(cell)
         templated = question.chat and getattr(engine.tokenizer, "chat_template", None)
@@ -136,7 +136,7 @@ class ModelCache:
 
 
 class Ours:
-    """Our engine as an Answerer.
+    """draftproof's engine as an Answerer.
 
     Args:
         engine: has the tokenizer of its target.
@@ -179,7 +179,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # On a CPU only the whole process has a peak, and it holds the models of all cells.
+        # On a CPU only the peak of the whole process is known, which includes the models of all cells.
         self._peak = Peak(device) if device.type == "cuda" else None
         self._start = time.perf_counter()
 

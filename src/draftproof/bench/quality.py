@@ -1,6 +1,6 @@
 """Quality of the answers of lossy rules: likelihood under the target, ROUGE against plain answers, a user's own judge.
 
-Lossless methods are shown beside the lossy ones: they reach what another sample from the target reaches.
+Lossless methods are shown beside the lossy ones: their quality is that of another sample from the target.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def score(
     *,
     watch: Watch = silent,
 ) -> None:
-    """Compute the likelihood of the answers in every setting that has a lossy method, and keep it in the run's folder.
+    """Compute the likelihood of the answers in every setting with a lossy method, and keep it in the run's folder.
 
     Args:
         records: of the run.
@@ -69,7 +69,7 @@ def score(
 
 
 def read_scores(out: Path) -> Scores:
-    """The scores that `score` has kept; empty before."""
+    """The scores written by `score`; empty before that."""
     file = out / FILE
     found: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return found
@@ -85,7 +85,7 @@ def log_likelihood(cache: ModelCache, cell: Cell, question: Question, tokens: Se
 
 
 def likelihood(records: Iterable[Record], scores: Scores) -> Estimate | None:
-    """Log-probability per token, the mean over answers; None where they were not scored."""
+    """Log-probability per token, the mean over answers; None if they were not scored."""
     found: dict[str, list[float]] = {}
     for record in first(records):
         if name_of(record) not in scores:
@@ -112,7 +112,7 @@ def rouge(own: Iterable[Record], base: Iterable[Record]) -> Estimate | None:
 def win_rate(
     own: Iterable[Record], base: Iterable[Record], judge: Judge, prompts: Mapping[tuple[str, str], str]
 ) -> Estimate:
-    """How often a judge prefers these answers to another cell's; a tie counts half; each pair is judged in both orders.
+    """How often a judge prefers these answers to another cell's; ties count half; pairs are judged in both orders.
 
     Args:
         own: records of the cell judged.

@@ -1,4 +1,4 @@
-"""Questions from data sets: those that ship, files in the usual formats, and data sets of the hub.
+"""Questions from data sets: those in the package, files in the usual formats, and data sets of the hub.
 
 The formats are those of Spec-Bench, MT-bench, HumanEval, GSM8K and instruction files, plain text, and one prompt a
 line. Nothing is downloaded unless a data set `hub:...` is named.
@@ -20,7 +20,7 @@ from draftproof.training.data import FORMS, read_text
 SHIPPED = Path(__file__).parent / "data"
 HUB = "hub:"
 OPENING = 40  # words of a plain text that are its prompt
-SHORTEST = 8  # words: what is shorter is a heading
+SHORTEST = 8  # words; a shorter text is a heading
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Question:
         id: within its data set.
         dataset: the data set's name.
         turns: messages of a user, turn by turn; the first is the question.
-        chat: whether it is given to a chat model as a user's message; otherwise it is a text to be continued.
-        category: in its data set, "" where there is none.
+        chat: whether it is a user's message to a chat model; otherwise it is a text to be continued.
+        category: in its data set, "" if there is none.
     """
 
     id: str
@@ -86,7 +86,7 @@ def _read(name: str) -> list[Question]:
     path = SHIPPED / f"{name}.jsonl" if name in shipped() else Path(name)
     kinds = path.suffixes
     if ".jsonl" in kinds:
-        rows = enumerate(_text(path).split("\n"), 1)  # not splitlines: JSON text may hold its other line ends
+        rows = enumerate(_text(path).split("\n"), 1)  # not splitlines: JSON text may contain its other line ends
         parsed = [(number, _json(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
         return _numbered(path.name.partition(".")[0], parsed, lambda number: f"{path}, line {number}")
     if ".txt" in kinds or ".raw" in kinds:
@@ -117,7 +117,7 @@ def _plain(dataset: str, texts: list[str], *, cut: bool) -> list[Question]:
 
 
 def _numbered(dataset: str, rows: Iterable[tuple[int, Any]], where: Callable[[int], str]) -> list[Question]:
-    """Questions from JSON objects; two with the same id are refused, because records are identified by it."""
+    """Questions from JSON objects; equal ids are refused, because they identify records."""
     found: dict[str, Question] = {}
     for place, row in rows:
         question = _of_object(dataset, row, where(place), str(place))
@@ -152,7 +152,7 @@ class _Form:
 
 
 def _instruction(row: dict[str, Any]) -> list[Any]:
-    """The instruction, and under it the first instance's input where there is one (self-instruct, Alpaca)."""
+    """The instruction, followed by the first instance's input if there is one (self-instruct, Alpaca)."""
     instances = row.get("instances")
     first = instances[0] if isinstance(instances, list) and instances else row
     given = first.get("input") if isinstance(first, dict) else None

@@ -19,7 +19,7 @@ FILE = "records.jsonl"
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of an engine, ours or another, to one prompt.
+    """The answer of an engine, draftproof or another, to one prompt.
 
     Attributes:
         token_ids: the generated tokens, with the stop token that ended them.
@@ -27,14 +27,14 @@ class Answer:
         finish_reason: "stop" or "length".
         method: the method in effect, as the engine itself reports it.
         tokens: number of generated tokens.
-        target_calls: forward passes of the target, with those that read the prompt.
+        target_calls: forward passes of the target, including those that read the prompt.
         rounds: target calls that verified at least one drafted token.
         draft_tokens: number of drafted tokens.
         accepted: number of drafted tokens that were emitted.
         accepted_per_position: the same at each position of a draft.
-        drafted_per_position: rounds whose draft reached each position; empty where an engine does not report it.
+        drafted_per_position: rounds whose draft reached each position; empty if the engine does not report it.
         seconds: "draft", "target", "verify", "other", "total"; other engines report the total only.
-        peak_memory: bytes on the accelerator; None on a CPU, where only the process has a peak.
+        peak_memory: bytes on the accelerator; None on a CPU, where only a peak of the whole process is known.
     """
 
     token_ids: tuple[int, ...]
@@ -108,7 +108,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Record:
-        """The record from what `to_dict` returned.
+        """The record from the values of `to_dict`.
 
         Raises:
             KeyError, TypeError: these values are no record.
@@ -155,7 +155,7 @@ class Log:
         out: the folder; a last line that a killed run left incomplete is cut off.
 
     Raises:
-        UserError: the file there holds something else.
+        UserError: the file there is no file of records.
     """
 
     def __init__(self, out: Path) -> None:

@@ -1,6 +1,6 @@
-"""The report of a run: Markdown with pictures for people, and the same figures as JSON.
+"""The report of a run: Markdown with pictures, and the same figures as JSON.
 
-Tables of counts and tables of times are apart: with the same seeds a second run gives the same tables of counts.
+Tables of counts and of times are separate: a second run with the same seeds gives the same tables of counts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COUNT_HEADS = (
     "same tokens as plain",
 )
 POSITIONS = 8
-_LINES = ("o-", "s--")  # ten colours, then the same with another line
+_LINES = ("o-", "s--")  # ten colours with each line style
 Draw = Callable[[Any, Sequence[Summary]], None]
 
 
@@ -192,7 +192,7 @@ def _marked(one: Summary) -> str:
 
 
 def _regression(found: Sequence[Summary]) -> list[str]:
-    """SpecDec++'s cost model fitted to our engine's answers, one row for each pair of models and kind of drafter."""
+    """SpecDec++'s cost model, fitted to draftproof's answers; one row for each pair of models and kind of drafter."""
     groups: dict[tuple[str, ...], list[Record]] = {}
     for one in found:
         if one.cell.engine == OURS:
@@ -216,7 +216,7 @@ def _regression(found: Sequence[Summary]) -> list[str]:
 
 
 def _notes(found: Sequence[Summary], metadata: dict[str, Any]) -> list[str]:
-    """The methods in effect as the engines reported them, and remarks."""
+    """The methods in effect, as the engines reported them, and notes."""
     effective: dict[tuple[str, str], int] = {}
     for one in found:
         for name, count in one.effective.items():
@@ -291,7 +291,7 @@ def _lengths(axes: Any, own: Sequence[Summary]) -> None:
     """One line for each method: the share of rounds by accepted tokens."""
     for place, one in enumerate(own):
         counts = measures.histogram(one.records)
-        while counts and not counts[-1]:  # positions that were drafted and never accepted
+        while counts and not counts[-1]:  # positions that were drafted but never accepted
             counts.pop()
         if len(counts) > 1:
             shares = [count / sum(counts) for count in counts]

@@ -1,7 +1,7 @@
 """Tokens per target call of verification rules, by draft length and number of drafts, on one pair of models.
 
-Every rule gets the same pair, prompts and seeds. Nothing here is timed. Besides pairs of language models there are
-synthetic pairs with a vocabulary of any size, which need no weights.
+Every rule gets the same pair, prompts and seeds. Nothing is timed. The pair is one of language models, or a synthetic
+pair with a vocabulary of any size, which needs no weights.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from draftproof.testing import TableModel
 SINGLE = ("match", "token", "block")  # rules for one draft
 SEVERAL = ("multi_round", "spectr", "traversal", "trie_block")  # rules for several drafts
 _SHARPNESS, _NOISE = 3.0, 1.0  # of synthetic pairs
-_MOST_ENTRIES = 1 << 25  # of a synthetic model's rows that are kept
+_MOST_ENTRIES = 1 << 25  # most entries of a synthetic model's rows that are kept
 
 
 class SyntheticModel(TableModel):
-    """Rows softmax(3 a + noise b) by the last token, with random a and b: models of one family share a.
+    """Rows softmax(3 a + noise b) for each last token, with random a and b; models of one family share a.
 
     Args:
         vocab: size of the vocabulary.
         family: seed of a.
         own: seed of b.
-        noise: how far the model is from its family; 0 leaves b out.
+        noise: distance of the model from its family; 0 leaves b out.
     """
 
     def __init__(self, vocab: int, family: int, own: int, noise: float) -> None:
@@ -51,7 +51,7 @@ class SyntheticModel(TableModel):
         self._family, self._noise = family, noise
 
     def logits(self, context: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """The row after a context; rows are forgotten where those of a large vocabulary would fill the memory."""
+        """The row after a context; all kept rows are dropped when they would take too much memory."""
         if len(self._rows) * self.vocab_size > _MOST_ENTRIES:
             self._rows.clear()
         return super().logits(context)
@@ -66,11 +66,11 @@ class SyntheticModel(TableModel):
 
 @dataclass(frozen=True)
 class RuleComparison:
-    """What is compared.
+    """Options of a comparison of rules.
 
     Attributes:
         target, draft, dtype: the pair of models.
-        synthetic: vocabulary sizes of synthetic pairs, which are measured in place of the models where there are any.
+        synthetic: vocabulary sizes of synthetic pairs; if there are any, they are measured instead of the models.
         rules: names of SINGLE and SEVERAL.
         lengths: of the drafts.
         drafts: numbers of drafts, for the rules of SEVERAL.
@@ -104,7 +104,7 @@ class RuleComparison:
 
 
 def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:
-    """Tokens per target call of every rule, mean over seeds with its standard error.
+    """Tokens per target call of every rule: the mean over seeds with its standard error.
 
     Raises:
         UserError: a model or data set that does not exist.
@@ -170,7 +170,7 @@ def _efficiency(engine: Engine, prompts: Sequence[Sequence[int]], options: RuleC
 
 
 def _lines(options: RuleComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
-    """One table for each pair and draft length: rules down, numbers of drafts K across."""
+    """One table for each pair and draft length: a row for each rule, a column for each number of drafts K."""
     lines = [
         f"Temperature 1, {options.tokens} tokens an answer, {options.seeds} seeds: mean over seeds and its standard",
         "error. Synthetic pairs: rows softmax(3 a + b) by the last token, a shared by target and draft model, b the",

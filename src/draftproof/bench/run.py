@@ -1,7 +1,7 @@
 """A run: every cell on every question, in turns, each measurement on disk before the next begins.
 
 Cells that are compared (one group: the same questions, sampling and seed) take turns within each question and repeat,
-A B A B. So a machine that slows down or warms up affects all of them alike.
+A B A B. So a machine that slows down affects all of them equally.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from draftproof.provenance import FILE, KEY, digest, fingerprint, load_average, 
 from draftproof.rng import fold
 
 Questions = Mapping[str, Sequence[Question]]
-# What a second run must share with the first to continue in its folder; the last two are among the run's facts.
+# Metadata that must be equal for a second run to continue in the folder; the last two are facts of the run.
 SAME = ("cells", "data", "repeats", "warmup", "models", "versions", "machine")
 
 
@@ -40,7 +40,7 @@ class Turn(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The same key as that of the record it gives."""
+        """The key of the record that it will give."""
         return self.cell.key, self.question.id, self.repeat
 
 
@@ -61,8 +61,8 @@ def run(
         cells: from `matrix`.
         questions: for each data set that the cells name.
         out: a folder; a run that was killed continues there.
-        repeats: how often each answer is measured; draws are the same every time, only times differ.
-        warmup: answers of each composition that are discarded before its first one counts, in every process.
+        repeats: measurements of each answer; the draws are the same, only times differ.
+        warmup: answers of each composition that are discarded first, in every process.
         notes: lines for the report.
         watch: shows progress.
         cache: loaded models, to be shared with other runs.
@@ -71,7 +71,7 @@ def run(
         All records of the folder, those of earlier processes first.
 
     Raises:
-        UserError: no questions for a data set, a prompt without room for an answer, or `out` holds another run.
+        UserError: no questions for a data set, a prompt too long for an answer, or `out` holds another run.
     """
     if repeats < 1 or warmup < 0:
         raise UserError(f"repeats is {repeats} and warmup {warmup}: legal are 1 or more, and 0 or more")
@@ -83,7 +83,7 @@ def run(
     left = [turn for turn in turns(cells, chosen, repeats) if turn.key not in done]
     stage = _Stage(cache, warmup)
     for cell, question in {(turn.cell, turn.question): None for turn in left}:
-        stage.prepare(cell, question)  # all prompts are read before the first time is taken, so mistakes show early
+        stage.prepare(cell, question)  # all prompts are read before the first measurement, so errors are seen early
     _write(out / FILE, metadata)
     with watch("measuring", len(done) + len(left), len(done)) as tick:
         for number, turn in enumerate(left, len(done) + 1):
@@ -114,12 +114,12 @@ def turns(cells: Sequence[Cell], questions: Questions, repeats: int) -> Iterator
 
 
 def question_seed(cell: Cell, question: Question) -> int:
-    """The seed of one answer: the same for every cell of a group, another for every question."""
+    """The seed of one answer: the same for every cell of a group, different for every question."""
     return fold(cell.seed, int(digest(question.dataset, question.id)[:15], 16)) >> 1
 
 
 class _Stage:
-    """Answerers, prompts, and which compositions have warmed up."""
+    """The answerers, the prompts, and the compositions that have warmed up."""
 
     def __init__(self, cache: ModelCache, warmup: int) -> None:
         self._cache, self._warmup = cache, warmup
@@ -127,7 +127,7 @@ class _Stage:
         self._warm: set[Cell] = set()
 
     def prepare(self, cell: Cell, question: Question) -> None:
-        """Read a prompt, and find out now whether it can be answered and by what."""
+        """Encode a prompt and make its answerer, so that errors are seen now."""
         self._prompts[cell.target, question] = self._cache.encode(cell, question)
         self._answerer(cell)
 
@@ -177,10 +177,10 @@ def describe(
 
 
 def resumed(out: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of the run that is resumed in a folder; the given ones where none has begun there.
+    """The metadata of the run that is resumed in a folder; `metadata` if no run has begun there.
 
     Raises:
-        UserError: the folder holds another run, with the first thing that differs.
+        UserError: the folder holds another run, with the first difference.
     """
     if not (out / FILE).exists():
         return metadata
@@ -217,7 +217,7 @@ def _write(file: Path, metadata: dict[str, Any]) -> None:
 
 
 def _difference(before: Any, now: Any) -> str:
-    """What differs, in a few words."""
+    """The difference in a few words."""
     if isinstance(before, dict) and isinstance(now, dict):
         name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
         return f"{name}: {_difference(before.get(name), now.get(name))}"
@@ -227,7 +227,7 @@ def _difference(before: Any, now: Any) -> str:
 
 
 def _shape(name: str) -> dict[str, Any] | None:
-    """A model's sizes; None where its config cannot be read without its weights."""
+    """A model's sizes; None if its config cannot be read without its weights."""
     from transformers import AutoConfig
 
     try:

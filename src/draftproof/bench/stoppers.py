@@ -1,4 +1,4 @@
-"""How well stoppers choose draft lengths: discard and verification rates beside every fixed length (SpecDec++).
+"""How well stoppers choose draft lengths: their discard and verification rates beside fixed lengths (SpecDec++).
 
 All stoppers draft for the same prompts with the same seeds. Rates do not depend on the machine. The costs derived from
 them use a given ratio of the times of a draft pass and a target pass (SpecDec++, arXiv 2405.19715, equation (2.3)).
@@ -39,7 +39,7 @@ _THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 @dataclass(frozen=True)
 class StopperComparison:
-    """What is compared.
+    """Options of a comparison of stoppers.
 
     Attributes:
         target, draft, dtype: the pair of models.
@@ -48,7 +48,7 @@ class StopperComparison:
         temperature: a list; the oracle is measured at 0, where it is defined.
         costs: ratios of the time of a draft pass to that of a target pass.
         dataset, questions: of the prompts, read as plain text.
-        seeds: runs of each prompt; greedy runs need one only.
+        seeds: runs of each prompt; greedy decoding needs only one.
         tokens: of each answer.
         batch: requests decoded together.
 
@@ -76,12 +76,12 @@ class StopperComparison:
 
     @property
     def all_stoppers(self) -> list[str]:
-        """Those named, or the default ones."""
+        """The named stoppers, or the default ones."""
         return default_stoppers(self.draft) if self.stoppers is None else list(self.stoppers)
 
 
 def default_stoppers(draft: str) -> list[str]:
-    """Every kind of stopper over a range of arguments; trained ones where heads ship for the draft model."""
+    """Every kind of stopper over a range of arguments; trained ones if the package has heads for the draft model."""
     kinds: dict[str, Sequence[object]] = {FIXED: _LENGTHS, "schedule": (3, 5)}
     kinds |= {"confidence": _THRESHOLDS[:-1], "entropy": _THRESHOLDS[:-1]}
     if draft in SHIPPED_HEADS:
@@ -101,7 +101,7 @@ def compare_stoppers(options: StopperComparison, *, watch: Watch = silent) -> Re
     """
     facts, stoppers = run_facts(), options.all_stoppers
     for stopper in stoppers:
-        make_stopper(stopper, options.draft)  # an illegal one is refused before anything is measured
+        make_stopper(stopper, options.draft)  # an invalid one is refused before anything is measured
     cache = ModelCache()
     cache.check_same_tokenizer(options.target, options.draft)
     target, draft = (cache.backend(name, options.dtype, "auto") for name in (options.target, options.draft))
@@ -137,7 +137,7 @@ def _rates(
 
 
 def _oracle(options: StopperComparison, target: Loaded, draft: Loaded, prompts: Sequence[Sequence[int]]) -> Engine:
-    """An engine that drafts up to the first token that will be rejected, from a recorded greedy run (Lemma 2.1)."""
+    """An engine that drafts up to the first token that will be rejected, known from a greedy run (Lemma 2.1)."""
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
     outputs = Engine(target, max_batch=options.batch).generate([list(prompt) for prompt in prompts], params)
     agreements = {}
@@ -166,7 +166,7 @@ def means(rows: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, 
 
 
 def costs(entries: Sequence[dict[str, Any]], ratio: float) -> dict[str, float]:
-    """Time per token of each stopper in target passes, where a draft pass takes that share of a target pass."""
+    """Time per token of each stopper, in target passes; `ratio` is the time of a draft pass in target passes."""
     return {entry["stopper"]: entry["latency"] for entry in with_latency(entries, PassCosts(ratio, 1.0))}
 
 

@@ -48,15 +48,15 @@ class Summary:
         method: its name in tables.
         effective: the methods in effect as the engine reported them, with the number of answers.
         lossless: whether its output distribution is the target's.
-        records: it is computed from.
-        speed: tokens a second divided by that of each baseline that was measured, paired by question; a baseline has no
-            speed over itself.
-        gain: tokens per target call divided by those of rule token on one chain with the same stopper; None where that
+        records: the records that it is computed from.
+        speed: tokens a second divided by that of each measured baseline, paired by question; a baseline has no speed
+            over itself.
+        gain: tokens per target call divided by those of rule token on one chain with the same stopper; None if that
             was not measured, or is this method.
         agrees: number of answers with the tokens of plain decoding, and number compared; None when sampling.
-        flops: operations per token by SPRINTER's counting; None where not known.
-        likelihood: log-probability per token under the target; None where it was not scored.
-        rouge: ROUGE-L against plain answers, where likelihood was scored; None without the package.
+        flops: operations per token by SPRINTER's counting; None if not known.
+        likelihood: log-probability per token under the target; None if it was not scored.
+        rouge: ROUGE-L against plain answers, if likelihood was scored; None without the package.
     """
 
     setting: Setting
@@ -145,7 +145,7 @@ def _setting(cell: Cell) -> Setting:
 
 
 def _names(cells: Sequence[Cell]) -> dict[Cell, str]:
-    """The name of each cell in a table: its method, and the values in which it differs from others there."""
+    """The name of each cell in a table: its method, and the values in which it differs from other cells."""
     vary = [name for name in _WHERE_THEY_DIFFER if len({getattr(cell, name) for cell in cells} - {None}) > 1]
     made = {}
     for cell in cells:

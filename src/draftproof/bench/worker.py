@@ -1,6 +1,6 @@
-"""Another engine in a process of its own: reads one JSON request a line, answers each with seconds. Run by `engines`.
+"""Another engine in its own process, started by `engines`: reads one JSON request a line, answers each with seconds.
 
-This file runs in an environment that may have only the other engine, so it imports nothing of draftproof.
+Its Python environment may have only the other engine, so this file imports nothing from draftproof.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def vllm(model: str, dtype: str, batch: int) -> Generate:
     return generate
 
 
-def transformers(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 - all engines are made alike
+def transformers(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 - all engines take these arguments
     """transformers' generate, with prompts padded on the left."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,7 +1,4 @@
-"""How kernels cut a row of the vocabulary, and the sum of its blocks.
-
-Knows: block sizes and float64 partial sums. Does not know: what is summed.
-"""
+"""The blocks into which kernels cut a row of the vocabulary, and their partial sums."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ BLOCK = 4096
 
 
 def block_of(vocab: int) -> int:
-    """Entries of a block, a power of two: a function of the vocabulary alone, so that batches change no sum."""
+    """Entries of a block, a power of two; it depends on the vocabulary only, so that no batch changes a sum."""
     return int(min(BLOCK, triton.next_power_of_2(vocab)))
 
 
 def partials(rows: int, vocab: int, device: torch.device) -> Float[Tensor, "rows blocks"]:
-    """Where a kernel with one program for each row and block leaves its sums; its shape is the kernel's grid."""
+    """An empty tensor for the sums of a kernel with one program for each row and block; its shape is the grid."""
     return torch.empty(rows, triton.cdiv(vocab, block_of(vocab)), dtype=torch.float64, device=device)

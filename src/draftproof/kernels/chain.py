@@ -1,9 +1,7 @@
 """Kernels of token and block verification: the surplus of each place, and the weights of the round's last token.
 
-Knows: rows of p and q, and numbers that scale them. Does not know: how they were found, nor what is drawn from them.
-
-One pass over the vocabulary, no temporary of the size of p: places are reduced where they lie, and one row for each
-chain is written.
+They make one pass over the vocabulary, without a temporary tensor of the size of p: places are reduced in place, and one
+row for each chain is written.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ def _surplus(
     a = tl.load(p + row * p_row + place * p_place + ids * p_id, mask=ids < vocab, other=0)
     b = tl.load(q + row * q_row + place * q_place + ids * q_id, mask=ids < vocab, other=0)
     left = a * tl.load(scale + at).to(a.dtype) - b
-    left = tl.where(left < 0, 0, left)  # and not maximum, which would hide NaN
+    left = tl.where(left < 0, 0, left)  # not maximum, which would hide NaN
     tl.store(sums + at * tl.num_programs(1) + block, tl.sum(left.to(tl.float64)))
 
 

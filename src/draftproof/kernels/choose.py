@@ -1,12 +1,10 @@
-"""When a kernel stands in for a function on tensors, and the check at its first use.
-
-Knows: the variable DRAFTPROOF_TRITON, whether Triton is installed, where a tensor lies. Does not know: any kernel.
+"""The choice between a kernel and its torch function, and the check of a kernel at its first use.
 
 DRAFTPROOF_TRITON may be
-    auto        (when unset) kernels for CUDA tensors where Triton is installed, each compared with its torch function
-                at its first use; one that fails or differs is left alone from then on, with a warning;
+    auto        (the default) kernels for CUDA tensors where Triton is installed; each is compared with its torch
+                function at its first use, and one that fails or differs is not used again, with a warning;
     0           never;
-    1           kernels for CUDA tensors, unchecked, and an error where Triton is missing;
+    1           kernels for CUDA tensors, unchecked; an error where Triton is missing;
     interpret   kernels for all tensors through Triton's interpreter: slow, for tests on machines without a GPU.
 """
 
@@ -29,7 +27,7 @@ from draftproof.errors import UserError, reason
 
 VARIABLE = "DRAFTPROOF_TRITON"
 LEGAL = ("auto", "0", "1", "interpret")
-# Above rounding in float32 and the root search's last bracket, below any mistake worth the name.
+# Larger than float32 rounding and the last bracket of the root search, smaller than a real error.
 RELATIVE, ABSOLUTE = 1e-3, 1e-8
 
 Rest = ParamSpec("Rest")
@@ -47,37 +45,37 @@ class Way(enum.Enum):
 
     TORCH = enum.auto()
     KERNEL = enum.auto()
-    COMPARED = enum.auto()  # by the kernel, if it agreed with torch at its first use
+    COMPARED = enum.auto()  # the kernel, if it agreed with torch at its first use
 
 
 def way(device: torch.device) -> Way:
     """How functions of tensors on `device` do their work.
 
     Raises:
-        UserError: an unknown value of DRAFTPROOF_TRITON, or one that asks for kernels which cannot be had.
+        UserError: an unknown value of DRAFTPROOF_TRITON, or one that needs kernels that are not available.
     """
-    asked = os.environ.get(VARIABLE) or "auto"
-    if asked not in LEGAL:
-        raise UserError(f"{VARIABLE} is {asked!r}: legal are {', '.join(LEGAL)}")
-    if asked == "interpret":
-        _require(asked)
+    value = os.environ.get(VARIABLE) or "auto"
+    if value not in LEGAL:
+        raise UserError(f"{VARIABLE} is {value!r}: legal are {', '.join(LEGAL)}")
+    if value == "interpret":
+        _require(value)
         _interpret()
         return Way.KERNEL
-    if asked == "0" or device.type != "cuda":
+    if value == "0" or device.type != "cuda":
         return Way.TORCH
-    if asked == "1":
-        _require(asked)
+    if value == "1":
+        _require(value)
         return Way.KERNEL
     return Way.COMPARED if installed() else Way.TORCH
 
 
-def _require(asked: str) -> None:
+def _require(value: str) -> None:
     if not installed():
-        raise UserError(f"{VARIABLE} is {asked!r}, but Triton is not installed: pip install 'draftproof[triton]'")
+        raise UserError(f"{VARIABLE} is {value!r}, but Triton is not installed: pip install 'draftproof[triton]'")
 
 
 def _interpret() -> None:
-    """Ask Triton for its interpreter; it looks at TRITON_INTERPRET once, while it is imported."""
+    """Turn on Triton's interpreter; Triton reads TRITON_INTERPRET once, when it is imported."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     elif os.environ.get("TRITON_INTERPRET") != "1":
@@ -87,11 +85,12 @@ def _interpret() -> None:
 
 
 def fused(module: str) -> Callable[[Rows[Rest]], Rows[Rest]]:
-    """Mark a function on tensors whose work the kernel of the same name in draftproof.kernels.`module` can do.
+    """Mark a torch function that the kernel of the same name in draftproof.kernels.`module` can replace.
+
+    The device of the function's first argument decides, together with DRAFTPROOF_TRITON.
 
     Args:
-        module: name of the module; it is imported at the first use. The device of the function's first argument
-            decides, together with DRAFTPROOF_TRITON.
+        module: name of the module; it is imported at the first use.
     """
 
     def mark(plain: Rows[Rest]) -> Rows[Rest]:
@@ -99,7 +98,7 @@ def fused(module: str) -> Callable[[Rows[Rest]], Rows[Rest]]:
 
         @functools.wraps(plain)
         def chosen(rows: Tensor, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Tensor:
-            by = way(rows.device) if rows.numel() else Way.TORCH  # a kernel cannot be launched for nothing
+            by = way(rows.device) if rows.numel() else Way.TORCH  # a kernel cannot be launched for no rows
             if by is Way.COMPARED:
                 if not agreed:
                     agreed.append(_agrees(module, plain, rows, *args, **kwargs))
@@ -117,7 +116,7 @@ def _kernel(module: str, plain: Rows[Rest]) -> Rows[Rest]:
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
-    """Indices equal; numbers equal up to a share of the largest, since entries of a row are as small as 1/V."""
+    """Whether indices are equal, or numbers up to a share of the largest, since entries may be as small as 1/V."""
     if not expected.is_floating_point():
         return torch.equal(found, expected)
     most = float(expected.abs().max())
@@ -125,7 +124,7 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 
 
 def _agrees(module: str, plain: Rows[Rest], rows: Tensor, *args: Rest.args, **kwargs: Rest.kwargs) -> bool:
-    """Whether the kernel runs here and says what the torch function says; a warning where not."""
+    """Whether the kernel runs here and agrees with the torch function; a warning where not."""
     expected = plain(rows, *args, **kwargs)
     try:
         found = _kernel(module, plain)(rows, *args, **kwargs)

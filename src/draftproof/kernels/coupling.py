@@ -1,7 +1,4 @@
-"""Kernels of K-SEQ: the mass of a capped draft, and the whole search for the division factor in one launch.
-
-Knows: rows of p and q, numbers of draws. Does not know: where draws come from, tries, residuals.
-"""
+"""Kernels of K-SEQ: the mass of a capped draft, and the whole search for the division factor in one launch."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def _capped(p, q, ratio, sums, vocab, p_row, p_id, q_row, q_id, MOST: tl.constex
 
 
 def _most(q: Tensor) -> float:
-    """The largest ratio used: times a probability it stays finite."""
+    """The largest ratio used: multiplied by a probability it stays finite."""
     return torch.finfo(q.dtype).max / 4
 
 
@@ -102,7 +99,7 @@ def kseq_gamma(
 ) -> Float[Tensor, " R"]:
     """The upper end of the bracket around K-SEQ's division factor after `passes`; see functional.coupling.kseq_gamma.
 
-    One program a row: it reads the row once a pass, in blocks, and keeps the bracket to itself.
+    There is one program for each row: it reads the row once a pass, in blocks, and keeps the bracket in registers.
     """
     rows, vocab = p.shape
     draws = torch.as_tensor(k, dtype=torch.float64, device=p.device).expand(rows).contiguous()

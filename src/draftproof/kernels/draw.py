@@ -1,7 +1,4 @@
-"""The kernel of an inverse-CDF draw.
-
-Knows: weights and uniforms. Does not know: where uniforms come from; it draws none.
-"""
+"""The kernel of an inverse-CDF draw from given uniforms."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ def _inverse(weights, uniforms, out, vocab, row_stride, id_stride, BLOCK: tl.con
         found = tl.minimum(found, tl.min(tl.where(hit, ids, vocab)))
         last = tl.maximum(last, tl.max(tl.where(w > 0, ids, -1)))
         before += tl.sum(w)
-    # the goal may round up to the total: the last index with weight is meant; without any weight, the last index
+    # the goal may round up to the total: then the last index with weight is taken, or without any weight the last index
     last = tl.where(last < 0, vocab - 1, last)
     tl.store(out + row, tl.where(found < vocab, found, last))
 
@@ -44,7 +41,7 @@ def _inverse(weights, uniforms, out, vocab, row_stride, id_stride, BLOCK: tl.con
 def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """The first index whose cumulative weight exceeds u times the total, never one of zero weight; see rng.inverse_cdf.
 
-    Sums are float64; a goal within rounding of a step may fall to the other side than in torch.
+    Sums are float64; a goal that is equal to a step up to rounding may give the other index than in torch.
     """
     vocab = weights.shape[-1]
     rows = weights.reshape(-1, vocab)

@@ -1,9 +1,9 @@
-"""The C library of native operations: which build suits this processor, where it comes from, and why it may be trusted.
+"""The C library of native operations: the build for this processor, its source, and the checks before it is loaded.
 
-A wheel carries a build for each level of processor. A source install builds the one it needs at first use, with the
-machine's C compiler, and keeps it in `$DRAFTPROOF_HOME/native`. A kept library is code that will run, so it is loaded
-only where the folder and the file belong to the user, nobody else may write them, and the file's content has the hash
-that its name says; otherwise it is built again.
+A wheel contains a build for each level of processor. A source install builds the one it needs at first use, with the
+machine's C compiler, and keeps it in `$DRAFTPROOF_HOME/native`. A kept library is code that will run. So it is loaded
+only if the folder and the file belong to the user, no other user may write them, and the hash of the file's content is
+the one in its name; otherwise it is built again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class UnavailableError(UserError):
-    """This machine is of another kind, and nothing is wrong with it."""
+    """Native operations do not exist for this kind of machine; nothing is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Level:
     """A kind of processor that the library is built for.
 
     Attributes:
-        name: as the x86-64 psABI has it, where it has one.
-        needs: flags of the processor.
+        name: that of the x86-64 psABI, where there is one.
+        needs: flags that the processor must have.
         flags: for the compiler.
-        machine: as `platform.machine` says; None for any.
+        machine: as in `platform.machine`; None for any.
     """
 
     name: str
@@ -69,7 +69,7 @@ LEVELS = (  # best first
 
 
 def processor() -> frozenset[str]:
-    """The flags of this processor, as Linux names them; none where they are not known."""
+    """The flags of this processor with their Linux names; empty where they are not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -78,10 +78,10 @@ def processor() -> frozenset[str]:
 
 
 def choose(name: str | None = None) -> Level:
-    """The best level that runs here, or the one of this name.
+    """The best level that runs here, or the level with this name.
 
     Raises:
-        UnavailableError: another system than Linux, or a level that this processor cannot run.
+        UnavailableError: the system is not Linux, or this processor cannot run the level.
     """
     if sys.platform != "linux":
         raise UnavailableError(f"they are for Linux, and this is {sys.platform}")
@@ -101,11 +101,11 @@ def choose(name: str | None = None) -> Level:
 
 @functools.cache
 def load(level: Level) -> ctypes.CDLL:
-    """The library of a level: from the package, else from an earlier build, else built now.
+    """Load the library of a level: from the package, else from an earlier build, else built now.
 
     Raises:
         UnavailableError: there is no C compiler.
-        UserError: no compiler could build it, or what was built cannot be loaded.
+        UserError: no compiler could build it, or the build cannot be loaded.
     """
     packaged = PACKAGED / f"{level.name}.so"
     if packaged.exists():
@@ -126,7 +126,7 @@ def load(level: Level) -> ctypes.CDLL:
             _log.warning("no library can be kept in %s (%s): building one for this process", folder, reason(error))
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
         try:
-            return ctypes.CDLL(str(_build_into(Path(passing), level)))  # what is loaded outlives its file
+            return ctypes.CDLL(str(_build_into(Path(passing), level)))  # a loaded library outlives its file
         except OSError as error:
             raise UserError(f"what was built cannot be loaded: {reason(error)}") from error
 
@@ -135,7 +135,7 @@ def load(level: Level) -> ctypes.CDLL:
 
 
 def _own_folder() -> Path | None:
-    """The folder of kept libraries: the user's, and closed to others; None where there can be none."""
+    """The folder of kept libraries, which belongs to the user and is closed to others; None where there can be none."""
     folder = home() / "native"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -151,7 +151,7 @@ def _own_folder() -> Path | None:
 
 
 def _kept(folder: Path | None, level: Level) -> Iterator[Path]:
-    """Earlier builds of this very source that are whole and the user's own."""
+    """Earlier builds of this source that are complete and belong to the user."""
     for path in sorted(folder.glob(f"{_digest(level)}-*.so")) if folder is not None else ():
         problem = _why_distrusted(path)
         if problem is None:
@@ -184,7 +184,7 @@ def _digest(level: Level) -> str:
 
 
 def _build_into(folder: Path, level: Level) -> Path:
-    """Build a library into a folder; its name says the hash of its content."""
+    """Build a library into a folder; its name contains the hash of its content."""
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
         built = Path(passing) / "library.so"
         compile_library(built, level)
@@ -201,12 +201,12 @@ def compile_library(out: Path, level: Level, *, extra: tuple[str, ...] = ()) -> 
 
     Args:
         out: the file to write.
-        level: of processors that it shall run on.
+        level: of the processors that it is for.
         extra: further flags for the compiler.
 
     Raises:
         UnavailableError: no C compiler was found.
-        UserError: all of them failed; with what they said.
+        UserError: all of them failed, with their messages.
     """
     found, failures = list(_compilers()), []
     if not found:

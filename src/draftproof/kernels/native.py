@@ -1,13 +1,13 @@
 """Native operations, where this machine has them: layers of the lean forward, softmax, draws, the block rule's plan.
 
-One row's outputs are the same bits whatever rows stand beside it, so that a token's logits do not depend on the batch
-that it is verified in. docs/log.md says what they gain. The variable DRAFTPROOF_NATIVE may be
-    auto    (when unset) the best build for this processor, on Linux; for bfloat16 not where the processor has a matrix
-            unit (AMX), which oneDNN uses for prompts. Elsewhere torch's operations serve, with a warning where the
+A row's outputs are the same bits whatever other rows are in the batch, so a token's logits do not depend on the batch
+in which it is verified. docs/log.md has their speed. The variable DRAFTPROOF_NATIVE may be
+    auto    (the default) the best build for this processor, on Linux; not for bfloat16 where the processor has a matrix
+            unit (AMX), which oneDNN uses for prompts. Elsewhere torch's operations are used, with a warning where the
             build fails or its results are wrong;
     0       never;
-    1       for bfloat16 on processors with a matrix unit too, and an error where there is none;
-    LEVEL   as 1, the build for one level of processors: x86-64-v4-bf16, x86-64-v4, x86-64-v3, portable.
+    1       also for bfloat16 on processors with a matrix unit; an error where native operations are not available;
+    LEVEL   as 1, with the build for one level of processors: x86-64-v4-bf16, x86-64-v4, x86-64-v3, portable.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ def legal(x: Float[Tensor, "*rows dim"]) -> bool:
 
 
 def spread(x: Float[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int) -> Float[Tensor, "rows dim"]:
-    """Wider rows with x at the columns `ids`, none of them twice, and zeros."""
+    """Rows of width `dim` with x at the columns `ids`, which all differ, and zeros elsewhere."""
     made = single(x)
     return x.new_zeros((x.shape[0], dim)).index_copy_(1, ids, x) if made is None else made.spread(x, ids, dim)
 
 
 def single(rows: Tensor) -> Operations | None:
-    """`operations` for rows of probabilities or scores: for float32, and not where a gradient is to flow."""
+    """`operations` for rows of probabilities or scores: float32 rows that need no gradient."""
     if rows.dtype != torch.float32 or (rows.requires_grad and torch.is_grad_enabled()):
         return None
     return operations(rows)
 
 
 def operations(like: Tensor) -> Operations | None:
-    """The operations for tensors such as `like`; None where this machine has none or they are switched off.
+    """The operations for tensors with the dtype and device of `like`; None where there are none or they are off.
 
     Raises:
-        UserError: an unknown value of DRAFTPROOF_NATIVE, or one that demands what this machine cannot do.
+        UserError: an unknown value of DRAFTPROOF_NATIVE, or one that this machine cannot satisfy.
     """
     if like.device.type != "cpu" or like.dtype not in UNITS:
         return None
@@ -69,27 +69,27 @@ def operations(like: Tensor) -> Operations | None:
 
 def levels() -> dict[str, str]:
     """The level of the build in use, by type of rows; types without native operations are left out."""
-    asked = os.environ.get(VARIABLE) or "auto"
-    found = {dtype: _operations(asked, dtype) for dtype in UNITS}
+    value = os.environ.get(VARIABLE) or "auto"
+    found = {dtype: _operations(value, dtype) for dtype in UNITS}
     return {str(dtype).removeprefix("torch."): made.level for dtype, made in found.items() if made is not None}
 
 
 @functools.cache
-def _operations(asked: str, dtype: torch.dtype) -> Operations | None:
-    if asked not in LEGAL:
-        raise UserError(f"{VARIABLE} is {asked!r}: legal are {', '.join(LEGAL)}")
-    if asked == "0":
+def _operations(value: str, dtype: torch.dtype) -> Operations | None:
+    if value not in LEGAL:
+        raise UserError(f"{VARIABLE} is {value!r}: legal are {', '.join(LEGAL)}")
+    if value == "0":
         return None
     try:
-        level = library.choose(None if asked in ("auto", "1") else asked)
-        if asked == "auto":
+        level = library.choose(None if value in ("auto", "1") else value)
+        if value == "auto":
             _refuse_matrix_unit(dtype)
         made = Operations(library.load(level), dtype, level.name)
         _require_agreement(made)
     except Exception as error:
-        if asked != "auto":
+        if value != "auto":
             raise UserError(
-                f"{VARIABLE} is {asked!r}, but native operations are not available: {reason(error)}"
+                f"{VARIABLE} is {value!r}, but native operations are not available: {reason(error)}"
             ) from error
         severity = logging.INFO if isinstance(error, library.UnavailableError) else logging.WARNING
         _log.log(
@@ -105,9 +105,9 @@ def _refuse_matrix_unit(dtype: torch.dtype) -> None:
 
 
 def _require_agreement(made: Operations) -> None:
-    """Compare products, softmax, draws and the block rule with known results, to rounding, and the rest exactly.
+    """Compare products, softmax, draws and the block rule with known results up to rounding, the rest exactly.
 
-    Layers as a whole are compared with transformers' when a model is loaded (`backends.probe`).
+    Whole layers are compared with those of transformers when a model is loaded (`backends.probe`).
 
     Raises:
         UserError: naming what differs.
@@ -138,7 +138,7 @@ def _require_agreement(made: Operations) -> None:
     known = [0.6, 1.0, 0.12 / 0.52, 1.0, 0.0, 0.0, 0.12]  # by hand
     if not torch.allclose(torch.cat([running[0], h[0], rest.double()]), torch.tensor(known).double(), atol=1e-6):
         raise UserError("its block rule differs from the paper's")
-    places = torch.tensor([0, 2500, 5000])  # a uniform in the middle of each one's share
+    places = torch.tensor([0, 2500, 5000])  # each uniform is in the middle of its entry's share
     middle = (expected.cumsum(-1) - expected / 2).gather(-1, places.unsqueeze(-1)).squeeze(-1)
     if not torch.equal(made.inverse_cdf(expected.float(), middle), places):
         raise UserError("its draws differ from those of a running sum")

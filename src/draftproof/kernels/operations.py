@@ -19,8 +19,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 
-LANES = 16  # outputs that lie together
-MOST_DIM, COLUMNS, BLOCK = 256, 8, 512  # as native.c has them
+LANES = 16  # neighbouring outputs
+MOST_DIM, COLUMNS, BLOCK = 256, 8, 512  # as in native.c
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _CPU = torch.device("cpu")
@@ -29,17 +29,17 @@ _CPU = torch.device("cpu")
 def require(
     name: str, found: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None, *, packed: bool = True
 ) -> None:
-    """Refuse a tensor that C would misread.
+    """Check that C can read a tensor.
 
     Args:
-        name: of the argument, for the error.
+        name: name of the argument, for the error.
         found: the tensor.
-        dtype: that it must have.
-        shape: that it must have; None for any.
-        packed: whether its entries must follow one another in memory.
+        dtype: the required type.
+        shape: the required shape; None for any.
+        packed: whether it must be contiguous.
 
     Raises:
-        ValueError: naming the argument, what it is and what it must be.
+        ValueError: with the argument's name, what it is and what it must be.
     """
     if found.device == _CPU and found.dtype == dtype and (shape is None or tuple(found.shape) == tuple(shape)):
         if not packed or found.is_contiguous():
@@ -63,7 +63,7 @@ class Interleaved:
 
     @classmethod
     def of(cls, weight: Float[Tensor, "out in"]) -> Interleaved:
-        """From a plain weight of one of the types, its inputs a multiple of the type's unit."""
+        """Interleave a plain weight of one of the types; its inputs must be a multiple of the type's unit."""
         (outs, ins), unit = weight.shape, UNITS[weight.dtype]
         padded = F.pad(weight, (0, 0, 0, -outs % LANES)).view(-1, LANES, ins // unit, unit)
         return cls(padded.transpose(1, 2).contiguous(), outs)
@@ -84,7 +84,7 @@ class PassMask:
     Args:
         places: slot, first new position and number of new tokens of each row.
         visible: for each row and column, how many leading slots the token may read.
-        mask: added to the scores of these slots; None where the numbers say it all.
+        mask: added to the scores of these slots; None where `visible` is enough.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class PassMask:
                 f"a mask of {tuple(mask.shape)} for {self.rows} x {self.width} tokens, {self.horizon} slots"
             )
         self.mask = mask
-        # ctypes arrays, not tensors: those cost several times as much, and small models have a pass in a millisecond
+        # ctypes arrays, not tensors: tensors cost several times as much, and a pass of a small model takes a millisecond
         self.places = (ctypes.c_int64 * (3 * self.rows))(*itertools.chain.from_iterable(places))
         self.visible = (ctypes.c_int64 * len(flat))(*flat)
 
@@ -118,23 +118,23 @@ class PassMask:
         return {}
 
     def buffer(self, size: int, dtype: torch.dtype, number: int) -> Tensor:
-        """Working memory of at least this many entries; the same one for every layer that asks for this number."""
+        """Working memory of at least this many entries; every call with the same number gets the same memory."""
         if number not in self._buffers or self._buffers[number].numel() < size:
             self._buffers[number] = torch.empty(size, dtype=dtype)
         return self._buffers[number]
 
 
 class AttentionArguments(ctypes.Structure):
-    """What attention reads and writes in a pass, as typed.h has it (`attention`), but for a layer's own tensors.
+    """The C structure `attention` of typed.h: what attention reads and writes in a pass, except a layer's own tensors.
 
-    It holds addresses: the tensors and the mask that it was made of must outlive it.
+    It holds addresses: the tensors and the mask that it was made from must outlive it.
     """
 
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
         *((name, ctypes.c_void_p) for name in ("out", "scratch")),
         *((name, ctypes.c_long) for name in ("rows", "width", "heads", "key_heads", "dim", "capacity", "horizon")),
-        *((name, ctypes.c_long) for name in ("angles", "room")),
+        *((name, ctypes.c_long) for name in ("angles", "scratch_size")),
         ("scale", ctypes.c_float),
     ]
 
@@ -149,7 +149,7 @@ class AttentionArguments(ctypes.Structure):
         heads: int,
         scale: float,
     ) -> AttentionArguments:
-        """From tensors.
+        """Make the structure from tensors.
 
         Args:
             cos: of each token, contiguous in the last dimension.
@@ -160,7 +160,7 @@ class AttentionArguments(ctypes.Structure):
             scale: of scores.
 
         Raises:
-            ValueError: shapes that do not belong together; C would read past an end.
+            ValueError: shapes that do not fit together; C would read past an end.
         """
         slots, key_heads, capacity, dim = shape
         tokens = mask.rows * mask.width
@@ -178,14 +178,14 @@ class AttentionArguments(ctypes.Structure):
         if mask.mask is not None:
             require("mask", mask.mask, cos.dtype)
         queries = min(mask.width, COLUMNS) * (heads // key_heads)
-        room = (LANES + queries) * (mask.horizon + LANES)
+        scratch_size = (LANES + queries) * (mask.horizon + LANES)
         return cls(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             places=ctypes.addressof(mask.places),
             visible=ctypes.addressof(mask.visible),
             mask=None if mask.mask is None else mask.mask.data_ptr(),
-            scratch=mask.buffer(torch.get_num_threads() * room, torch.float32, 0).data_ptr(),
+            scratch=mask.buffer(torch.get_num_threads() * scratch_size, torch.float32, 0).data_ptr(),
             rows=mask.rows,
             width=mask.width,
             heads=heads,
@@ -194,19 +194,19 @@ class AttentionArguments(ctypes.Structure):
             capacity=capacity,
             horizon=0 if mask.mask is None else mask.mask.shape[-1],
             angles=cos.stride(0),
-            room=room,
+            scratch_size=scratch_size,
             scale=scale,
         )
 
 
 class LinearArguments(ctypes.Structure):
-    """A linear layer's weight and bias, as typed.h has it (`linear`)."""
+    """The C structure `linear` of typed.h: a linear layer's weight and bias."""
 
     _fields_: ClassVar = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
 
 
 class LayerArguments(ctypes.Structure):
-    """A decoder layer, as typed.h has it (`layer`); it holds addresses."""
+    """The C structure `layer` of typed.h: a decoder layer; it holds addresses."""
 
     _fields_: ClassVar = [
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
@@ -225,9 +225,9 @@ class Operations:
     """The functions of the library for rows of one type.
 
     Args:
-        library: loaded.
+        library: the loaded library.
         dtype: of the rows.
-        level: of processors that the library was built for.
+        level: the level of processors that the library was built for.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, level: str) -> None:
@@ -261,11 +261,11 @@ class Operations:
     # --- layers -----------------------------------------------------------------------------------------------------
 
     def multiplies(self, ins: int) -> bool:
-        """Whether there are products with this many inputs."""
+        """Whether `product` supports this many inputs."""
         return ins % self._unit == 0
 
     def attends(self, dim: int) -> bool:
-        """Whether heads of this size can attend."""
+        """Whether `attend` supports heads of this size."""
         return dim % (LANES * self._unit) == 0 and dim <= MOST_DIM
 
     def product(
@@ -275,7 +275,7 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """x W^T + b, sums in float32, rounded once; added to `onto` if there is one, and rounded again.
+        """x W^T + b, summed in float32 and rounded once; if `onto` is given, added to it and rounded again.
 
         Raises:
             ValueError: an argument of another type, device or shape.
@@ -335,11 +335,11 @@ class Operations:
         keys: Float[Tensor, "slots key_heads capacity dim"],
         values: Float[Tensor, "slots key_heads capacity dim"],
     ) -> Float[Tensor, "tokens inner"]:
-        """Turn queries and keys, write keys and values, weigh values; outputs of padding are zeros.
+        """Rotate queries and keys, write keys and values to the cache, and attend; outputs of padding are zeros.
 
         Args:
             fused: queries, keys and values of every token; contiguous, overwritten.
-            given: the rest.
+            given: the other arguments.
             keys: the layer's buffer, of the shape that `given` was made with.
             values: likewise.
 
@@ -368,16 +368,16 @@ class Operations:
         x: Float[Tensor, "tokens size"],
         given: AttentionArguments,
         buffers: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]],
-        work: Float[Tensor, " room"],
+        work: Float[Tensor, " size"],
     ) -> None:
-        """Decoder layers after one another.
+        """Run decoder layers one after another.
 
         Args:
             weights: of each layer.
             x: hidden states; contiguous, overwritten by the last layer's.
-            given: of attention.
+            given: the arguments of attention.
             buffers: addresses of each layer's keys, and of its values.
-            work: working memory, as `LayerArguments.work` says.
+            work: working memory; `LayerArguments.work` returns its size.
 
         Raises:
             ValueError: an argument of another type, device or shape.
@@ -419,10 +419,10 @@ class Operations:
     def spread(
         self, x: Float32[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int
     ) -> Float32[Tensor, "rows dim"]:
-        """Wider rows with x at the columns `ids`, none of them twice, and zeros.
+        """Rows of width `dim` with x at the columns `ids`, which all differ, and zeros elsewhere.
 
         Raises:
-            ValueError: an argument of another type, device or shape, or a column that the wider rows do not have.
+            ValueError: an argument of another type, device or shape, or a column out of range.
         """
         x, (rows, width) = x.contiguous(), x.shape
         require("x", x, torch.float32)
@@ -469,13 +469,13 @@ class Operations:
         scale: float,
         out: Float32[Tensor, " V"],
     ) -> None:
-        """Write max(scale p - q, 0), or p where that is 0 throughout, to `out`.
+        """Write max(scale p - q, 0) to `out`, or p if that is 0 everywhere.
 
         Args:
             p: the target's row.
-            q: the draft's; None stands for a point mass on `drafted`.
-            drafted: a token.
-            scale: of p.
+            q: the draft's row; None is a point mass on `drafted`.
+            drafted: the drafted token.
+            scale: factor of p.
             out: the row to write.
 
         Raises:
@@ -506,7 +506,7 @@ class Operations:
 
 
 def attach_threads(library: ctypes.CDLL) -> None:
-    """Have the library run on torch's own OpenMP threads.
+    """Make the library run on torch's own OpenMP threads.
 
     Raises:
         AttributeError: this build of torch has another runtime.

@@ -59,7 +59,7 @@ INLINE floats nearest(floats v) {
   return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 INLINE floats times_power(floats v, floats whole) { return _mm512_scalef_ps(v, whole); }
-/* What e^v is asked for: below -110 it is 0 in float32. NaN stays NaN. */
+/* v bounded to where e^v can differ: below -110 it is 0 in float32. NaN stays NaN. */
 INLINE floats bounded_exponent(floats v) { return _mm512_max_ps(_mm512_set1_ps(-110.0f), v); }
 INLINE floats first_of(long count, floats a, floats b) { return _mm512_mask_mov_ps(b, first_lanes(count), a); }
 INLINE float sum_of(floats v) { return _mm512_reduce_add_ps(v); }
@@ -236,7 +236,7 @@ INLINE floats subtract_product(floats a, floats b, floats c) {
   EACH_PART c.p[i] = multiply_add_part(-a.p[i], b.p[i], c.p[i]);
   return c;
 }
-INLINE floats larger(floats a, floats b) { /* b where they cannot be compared, as _mm512_max_ps has it */
+INLINE floats larger(floats a, floats b) { /* b where they cannot be compared, as in _mm512_max_ps */
 #if defined(__AVX2__) && defined(__FMA__)
   EACH_PART a.p[i] = _mm256_max_ps(a.p[i], b.p[i]);
 #else
@@ -260,7 +260,7 @@ INLINE floats times_power(floats v, floats whole) {
   }
   return v;
 }
-/* What e^v is asked for: below -110 it is 0 in float32, above 130 infinite. NaN stays NaN. */
+/* v bounded to where e^v can differ: below -110 it is 0 in float32, above 130 infinite. NaN stays NaN. */
 INLINE floats bounded_exponent(floats v) {
   EACH_PART {
     v.p[i] = choose(v.p[i] < splat_part(-110.0f), splat_part(-110.0f), v.p[i]);

@@ -150,7 +150,7 @@ int draftproof_block(const int64_t *tokens, const float *q, const float *p, cons
   return 1;
 }
 
-/* y = max(scale p - q, 0), or p where that is 0 throughout; q = 0 stands for a point mass on `drafted`. */
+/* y = max(scale p - q, 0), or p if that is 0 everywhere; q = 0 means a point mass on `drafted`. */
 void draftproof_residual(const float *p, const float *q, long drafted, float scale, float *y, long dim) {
   const floats by = splat(scale);
   int left = 0;
@@ -188,7 +188,7 @@ static double block_sum(const float *w, long size) {
 }
 
 /* For each row of weights the first index whose running sum exceeds goal * total: by sums of blocks, then inside one.
-   `running` has room for BLOCK + dim / BLOCK + 1 numbers. */
+   `running` has space for BLOCK + dim / BLOCK + 1 numbers. */
 void draftproof_inverse_cdf(const float *weights, const double *goals, int64_t *found, double *running, long rows,
                             long dim) {
   const long blocks = (dim + BLOCK - 1) / BLOCK;

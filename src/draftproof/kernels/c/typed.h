@@ -187,21 +187,21 @@ int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
 
-/* As kernels/operations.py has it (`AttentionArguments`). */
+/* The same fields as `AttentionArguments` in kernels/operations.py. */
 typedef struct {
-  ELEM *fused;            /* [rows * width, heads + 2 key_heads, dim]; queries are turned in place */
+  ELEM *fused;            /* [rows * width, heads + 2 key_heads, dim]; queries are rotated in place */
   const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
   ELEM *keys, *values;    /* [slots, key_heads, capacity, dim] */
   const int64_t *places;  /* slot, first position and width of each row */
   const int64_t *visible; /* [rows, width]: slots that a token may see, before the mask */
   const ELEM *mask;       /* [rows, width, horizon], added to scores; 0 for none */
   ELEM *out;              /* [rows * width, heads, dim] */
-  float *scratch;         /* for each thread `room` floats */
-  long rows, width, heads, key_heads, dim, capacity, horizon, angles, room;
+  float *scratch;         /* for each thread `scratch_size` floats */
+  long rows, width, heads, key_heads, dim, capacity, horizon, angles, scratch_size;
   float scale;
 } NAME(attention);
 
-/* One head's rotary turn, as transformers rounds it; in place, or into the cache. */
+/* The rotary embedding of one head, rounded as in transformers; in place, or into the cache. */
 static void NAME(turn)(long dim, const ELEM *x, ELEM *into, const ELEM *cos, const ELEM *sin) {
   const long half = dim / 2;
   for (long i = 0; i < half; i += LANES) {
@@ -214,7 +214,7 @@ static void NAME(turn)(long dim, const ELEM *x, ELEM *into, const ELEM *cos, con
   }
 }
 
-/* Turn queries and keys of every token, and write keys and values to the cache; padding is not written, its output is
+/* Rotate queries and keys of every token, and write keys and values to the cache; padding is not written, its output is
    zero. */
 static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop) {
   const long stride = (a->heads + 2 * a->key_heads) * a->dim;
@@ -380,7 +380,7 @@ static void NAME(share_tiles)(void *given) {
   const NAME(attention) *a = given;
   const long tiles = (a->width + COLUMNS - 1) / COLUMNS, parts = a->rows * a->key_heads * tiles;
   const long number = thread_number(), count = thread_count();
-  float *scratch = a->scratch + number * a->room;
+  float *scratch = a->scratch + number * a->scratch_size;
   for (long part = parts * number / count; part < parts * (number + 1) / count; part++) {
     const long row = part / (a->key_heads * tiles), head = part / tiles % a->key_heads;
     const long first = part % tiles * COLUMNS, width = a->places[3 * row + 2];
@@ -389,8 +389,8 @@ static void NAME(share_tiles)(void *given) {
   }
 }
 
-/* Turn, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; room holds
-   (16 + COLUMNS * group) * (horizon + 15) floats. */
+/* Rotate, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; scratch_size is at least
+   (16 + COLUMNS * group) * (horizon + 15). */
 void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
   const long tokens = a->rows * a->width;
   if (threads > 1 && tokens >= 64)
@@ -406,7 +406,7 @@ typedef struct {
   const ELEM *weight, *bias;
 } NAME(linear);
 
-/* As kernels/operations.py has it (`LayerArguments`). */
+/* The same fields as `LayerArguments` in kernels/operations.py. */
 typedef struct {
   NAME(linear) qkv, out, gate_up, down;
   const float *before, *between, *turned; /* scaled norms; the last of each query and key head, or 0 */
