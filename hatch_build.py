@@ -1,7 +1,7 @@
 """Build the C library for every level of processor when a wheel is made; see src/draftproof/kernels/library.py.
 
-DRAFTPROOF_BUILD_NATIVE may be auto (when unset; without a C compiler the wheel has no library, and says so), 1 (an
-error then) or 0 (never). An editable install builds nothing: the level that is needed is built at first use.
+DRAFTPROOF_BUILD_NATIVE may be auto (the default; without a C compiler the wheel has no library, with a message), 1
+(then an error) or 0 (never). An editable install builds nothing: the level that is needed is built at first use.
 """
 
 import os
@@ -20,24 +20,24 @@ OLDEST_GLIBC = 17  # of the manylinux tags
 
 
 class NativeBuildHook(BuildHookInterface):
-    """Adds the libraries to a wheel, and the platform to its name."""
+    """Add the libraries to a wheel, and the platform to its name."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it collects files."""
-        asked = os.environ.get(VARIABLE, "auto")
-        if asked not in ("auto", "0", "1"):
-            sys.exit(f"{VARIABLE} is {asked!r}: legal are auto, 0 and 1")
-        if self.target_name != "wheel" or version == "editable" or asked == "0":
+        value = os.environ.get(VARIABLE, "auto")
+        if value not in ("auto", "0", "1"):
+            sys.exit(f"{VARIABLE} is {value!r}: legal are auto, 0 and 1")
+        if self.target_name != "wheel" or version == "editable" or value == "0":
             return
         if sys.platform != "linux":
-            self._without(asked, f"native operations are for Linux, and this is {sys.platform}")
+            self._without(value, f"native operations are for Linux, and this is {sys.platform}")
             return
         self._folder = tempfile.TemporaryDirectory()
         made, failed = self._build(Path(self._folder.name))
         for line in failed:
-            self._without(asked, line)
+            self._without(value, line)
         if made:
             for path in made:
                 build_data["force_include"][str(path)] = f"draftproof/kernels/built/{path.name}"
@@ -50,9 +50,9 @@ class NativeBuildHook(BuildHookInterface):
             self._folder.cleanup()
 
     def _build(self, folder: Path) -> tuple[list[Path], list[str]]:
-        """A library for each level of this machine's architecture, and what failed."""
+        """Build a library for each level of this machine's architecture; returns them and the errors."""
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from draftproof.kernels import library  # needs nothing that is not in Python itself
+        from draftproof.kernels import library  # needs only Python's own modules
 
         levels = [level for level in library.LEVELS if level.machine in (None, platform.machine())]
 
@@ -68,13 +68,13 @@ class NativeBuildHook(BuildHookInterface):
             results = list(pool.map(build, levels))
         return [each for each in results if isinstance(each, Path)], [each for each in results if isinstance(each, str)]
 
-    def _without(self, asked: str, why: str) -> None:
-        if asked == "1":
+    def _without(self, value: str, why: str) -> None:
+        if value == "1":
             sys.exit(f"{VARIABLE} is 1, but {why}")
         self.app.display_warning(why)
 
 
 def _platform(libraries: list[Path]) -> str:
-    """The manylinux tag of the newest C library that the files ask for."""
-    asked = {int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())}
-    return f"manylinux_2_{max(asked | {OLDEST_GLIBC})}_{platform.machine()}"
+    """The manylinux tag of the newest C library that the files need."""
+    needed = {int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())}
+    return f"manylinux_2_{max(needed | {OLDEST_GLIBC})}_{platform.machine()}"

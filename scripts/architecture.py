@@ -1,6 +1,6 @@
 """Write the file tree in docs/architecture.md from the first line of every module: `python scripts/architecture.py`.
 
-With --check nothing is written, and the exit code is 1 where the page is out of date.
+With --check nothing is written, and the exit code is 1 if the page is out of date.
 """
 
 import ast
@@ -14,13 +14,13 @@ BEGIN, END = "<!-- tree: made by scripts/architecture.py -->", "<!-- end of tree
 
 
 def first_line(path: Path) -> str:
-    """What a module says of itself, without the closing full stop."""
+    """The first line of a module's docstring, without the full stop."""
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return doc.partition("\n")[0].removesuffix(".")
 
 
 def tree() -> str:
-    """Every module, folders first as one line, each with its first line."""
+    """A line for each folder and module, with the first line of its docstring."""
     rows = []
     for path in sorted(PACKAGE.rglob("*.py"), key=lambda path: path.relative_to(PACKAGE).parts):
         inside = path.relative_to(PACKAGE)
@@ -35,7 +35,7 @@ def tree() -> str:
 
 
 def page_with_tree(text: str) -> str:
-    """The page with its tree made again."""
+    """The page with a new tree."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n```text\n{tree()}\n```\n\n{END}{after}"

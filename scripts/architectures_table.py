@@ -2,9 +2,9 @@
 
     python scripts/architectures_table.py [--only TYPE] [--variant VARIANT] [--again] [--keep-exact]
 
-Records are appended to build/architectures.jsonl; a run that was stopped continues where it was. Records from other
-sources (of draftproof, of the check, of the libraries) do not count, and the table is written once every configuration
-has a record. The exit code is 1 where a configuration is wrong, crashes, or is no longer exact.
+Records are appended to build/architectures.jsonl; a run that was stopped continues. Records from other sources (of
+draftproof, of the check, of the libraries) do not count, and the table is written once every configuration has a
+record. The exit code is 1 if a configuration is wrong, crashes, or is no longer exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RECORDS = Path(__file__).resolve().parent.parent / "build" / "architectures.json
 
 
 def run(chosen: list[Configuration], file: Path, *, again: bool) -> None:
-    """Check configurations and append a record of each; what the file knows from the same sources is left out."""
+    """Check configurations and append a record of each; those with a record from the same sources are left out."""
     source = fingerprint()
     known = {} if again else current(file, source)
     for number, configuration in enumerate(chosen, 1):
@@ -58,7 +58,7 @@ def current(file: Path, source: str) -> dict[str, Any]:
 
 
 def report(chosen: list[Configuration], file: Path, *, keep: bool) -> int:
-    """Say what came of the run, and write the table where every configuration has a record from these sources."""
+    """Print the outcomes, and write the table if every configuration has a record from these sources."""
     known = current(file, fingerprint())
     mine = [known[configuration.name] for configuration in chosen]
     for outcome in OUTCOMES:
@@ -77,7 +77,7 @@ def report(chosen: list[Configuration], file: Path, *, keep: bool) -> int:
 
 
 def main() -> int:
-    """Run what is missing, and report."""
+    """Run the missing checks, and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", metavar="TYPE", help="a model type; may be given several times")
     parser.add_argument("--variant", help="one variant of the types")

@@ -22,7 +22,7 @@ from draftproof.files import whole_file
 from draftproof.training.data import documents, read_text, stories
 
 COUNT = 16
-LONG = 60  # number of words from which on a text is long enough to be continued
+LONG = 60  # least number of words of a text that is long enough to be continued
 
 
 def rows(file: Path) -> list[dict[str, Any]]:

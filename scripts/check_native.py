@@ -1,10 +1,10 @@
-"""Run tests/test_native.py on builds that find mistakes in the C code: sanitizers, and AVX-512 emulated by SIMDe.
+"""Run tests/test_native.py on builds that find errors in the C code: sanitizers, and AVX-512 emulated by SIMDe.
 
     python scripts/check_native.py                   every build that can be made here
     python scripts/check_native.py sanitize          the levels that this processor runs, with address and UB sanitizers
     python scripts/check_native.py emulate           the AVX-512 code on a processor without it (needs libsimde-dev)
 
-Arguments after `--` go to pytest. Minutes: sanitized code is slow.
+Arguments after `--` go to pytest. It takes minutes, because sanitized code is slow.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
 
 
 def builds(kinds: list[str]) -> list[tuple[str, str, tuple[str, ...]]]:
-    """What shall be checked: kind, level, and extra flags for the compiler."""
+    """The builds to check: kind, level, and extra flags for the compiler."""
     from draftproof.errors import UserError
     from draftproof.kernels import library
 
@@ -44,7 +44,7 @@ def builds(kinds: list[str]) -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def check(kind: str, name: str, extra: tuple[str, ...], arguments: list[str]) -> int:
-    """Build one library, and run the tests on it in a process of its own; returns pytest's exit status."""
+    """Build one library, and run the tests on it in a new process; returns pytest's exit status."""
     from draftproof.kernels import library
 
     runs = library.choose() if kind == "emulate" else library.choose(name)  # an emulated level is built for this one
@@ -61,7 +61,7 @@ def check(kind: str, name: str, extra: tuple[str, ...], arguments: list[str]) ->
 
 
 def run(arguments: list[str]) -> int:
-    """In the process of its own: the tests, with the library in place of the one that would be chosen."""
+    """Run the tests in the new process, with the library in place of the one that would be chosen."""
     import pytest
 
     from draftproof.kernels import library
@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
 
 
 def main() -> int:
-    """Every build that was asked for; 1 if one fails."""
+    """Check every requested build; returns 1 if one fails."""
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
     kinds, rest = given[:end], given[end + 1 :]

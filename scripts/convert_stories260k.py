@@ -62,7 +62,7 @@ def read_checkpoint(path: Path) -> tuple[Header, dict[str, Tensor]]:
 
 
 def _shapes(h: Header) -> list[tuple[str, tuple[int, ...]]]:
-    """The tensors in file order; `{}` stands for the layer, which is the first dimension."""
+    """The tensors in file order; `{}` is the layer, which is the first dimension."""
     kv = h.dim // h.heads * h.kv_heads
     return [
         ("model.embed_tokens.weight", (h.vocab, h.dim)),

@@ -1,4 +1,4 @@
-"""Print one of the README's two commands, so that CI runs the commands that a reader runs.
+"""Print one of the README's two commands, so that CI runs the same commands as a reader.
 
 They are in the README's first two shell blocks: `generate`, then `test`.
 """

@@ -1,7 +1,7 @@
-"""What mkdocs adds to the files in docs/: the front page, the pages of the command line, and the lists of pages.
+"""Pages that mkdocs adds to the files in docs/: the front page, the pages of the command line, and lists of pages.
 
 The front page is README.md, the changelog and the notices are the files of the repository, and the pages of commands
-are made from the commands themselves, so that none of them can go out of date.
+are made from the commands, so that none of them can go out of date.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HIDDEN = {"help", "debug", "install_completion", "show_completion"}  # the same
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of a folder in the place of `folder/*`."""
+    """Replace `folder/*` by the pages of the folder."""
     config.nav = _expanded(config.nav, Path(config.docs_dir))
     return config
 
@@ -42,9 +42,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def site_links(text: str) -> str:
-    """The text of a file at the root of the repository with its links to files as they are on the site.
+    """The text of a file at the root of the repository, with its links changed to those of the site.
 
-    A link to a file that is no page becomes its name.
+    A link to a file that is not a page becomes the file's name.
     """
 
     def moved(match: re.Match[str]) -> str:
@@ -73,7 +73,7 @@ def _expanded(nav: Any, docs: Path) -> Any:
 
 
 def pages_of(pattern: str, docs: Path) -> list[Any]:
-    """The pages of a folder, its README first, named as their files are, or as their own folder is."""
+    """The pages of a folder, its README first, with the names of their files or folders."""
     folder = pattern.removesuffix("/*")
     if folder == COMMAND_PAGES:
         return list(command_paths())
@@ -158,7 +158,7 @@ def _row(parameter: Any, context: Any) -> str:
 
 
 def _default(parameter: Any, *, flag: bool) -> str:
-    """What holds where an option is not given, for options that have such a value."""
+    """The default of an option in words; empty if it has none."""
     value = parameter.default
     if callable(value) or value in (None, [], ()):
         return ""
@@ -178,5 +178,5 @@ def _table(head: tuple[str, ...], rows: list[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that may stand in a cell of a table."""
+    """Text for a cell of a table."""
     return " ".join(html.escape(text, quote=False).replace("|", "&#124;").split())

@@ -357,10 +357,10 @@ def test_acceptance_is_counted_as_for_requests_and_kept_with_the_costs(tmp_path,
     assert 0.3 < found.first < found.later < 1
     monkeypatch.setattr(calibration, "measured_acceptance", lambda _: AcceptanceRates(0.0, 0.0))
     assert known_acceptance(engine(), file) == found
-    watching = calibration._Watching(4)
+    counter = calibration._AcceptanceCounter(4)
     for drafted, accepted in ((4, 0), (4, 1), (4, 4), (2, 2), (1, 1), (0, 0)):
-        watching.observe(0, drafted, accepted)
-    assert watching.seen == AcceptanceRates(4 / 5, 0.8), "first tokens 4 of 5; later tokens 0 of 1, 3 of 3 and 1 of 1"
+        counter.observe(0, drafted, accepted)
+    assert counter.rates == AcceptanceRates(4 / 5, 0.8), "first tokens 4 of 5; later tokens 0 of 1, 3 of 3 and 1 of 1"
 
 
 def test_acceptance_belongs_to_weights_rule_and_sampling(tmp_path, monkeypatch):
@@ -391,13 +391,13 @@ def test_texts_begin_at_a_token_that_the_target_has(start):
     assert {tuple(prompt) for prompt in prompts} == {(0,)}
 
 
-@pytest.mark.parametrize("room", [40, 64, 128])
-def test_short_contexts_are_measured_up_to_their_end(room, monkeypatch):
+@pytest.mark.parametrize("max_positions", [40, 64, 128])
+def test_short_contexts_are_measured_up_to_their_end(max_positions, monkeypatch):
     under_test = engine(length=8)
-    monkeypatch.setattr(under_test.target, "max_positions", room)
+    monkeypatch.setattr(under_test.target, "max_positions", max_positions)
     costs = measured_costs(under_test)
     assert costs.target > 0
-    assert (costs.draft != costs.target) == (room > 40), "drafts were measured where one of eight tokens fits"
+    assert (costs.draft != costs.target) == (max_positions > 40), "drafts were measured where one of eight tokens fits"
 
 
 def test_a_request_begins_with_the_assumed_rates_or_the_default_if_that_is_higher():

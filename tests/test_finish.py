@@ -142,8 +142,8 @@ def test_without_a_tokenizer_there_is_no_text():
 
 def cutter(**params) -> Cutter:
     tokenizer = TOKENIZERS["byte_level"]()
-    room = params.pop("room", None)
-    return Cutter(SamplingParams(**params), [tokenizer.eos_token_id], tokenizer, room=room)
+    context_left = params.pop("context_left", None)
+    return Cutter(SamplingParams(**params), [tokenizer.eos_token_id], tokenizer, context_left=context_left)
 
 
 def encode(text: str) -> list[int]:
@@ -236,8 +236,8 @@ def test_eos_before_min_tokens_does_not_end():
     assert run(cutter(min_tokens=3), [[*encode("xy"), EOS, *encode("z")]])[0] == [*encode("xy"), EOS]
 
 
-def test_length_and_room():
-    for params in ({"max_tokens": 3}, {"max_tokens": None, "room": 3}, {"max_tokens": 9, "room": 3}):
+def test_max_tokens_and_the_context_are_limits():
+    for params in ({"max_tokens": 3}, {"max_tokens": None, "context_left": 3}, {"max_tokens": 9, "context_left": 3}):
         ending = cutter(**params)
         kept, _ = run(ending, [encode("x😀")])
         assert (len(kept), ending.text, ending.finish, ending.stop_reason) == (3, "x�", Finish.LENGTH, None)
@@ -266,7 +266,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="no tokenizer"):
         Cutter(SamplingParams(stop="x"))
     with pytest.raises(ValueError, match="room for 0 tokens"):
-        Cutter(SamplingParams(), room=0)
+        Cutter(SamplingParams(), context_left=0)
 
 
 def test_without_a_tokenizer_stop_tokens_still_end():

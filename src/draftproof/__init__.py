@@ -1,4 +1,4 @@
-"""Speculative decoding for any Hugging Face causal language model, with an output law proven to be the target's.
+"""Speculative decoding for any Hugging Face causal language model, with exactly the target's output distribution.
 
 from draftproof import Engine, SamplingParams
 engine = Engine.load("embedded:target", "embedded:draft")
@@ -28,7 +28,7 @@ __all__ = ["Chunk", "Engine", "Output", "SamplingParams", "UserError", "__versio
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `draftproof --help` need not wait for torch."""
+    """Import a public name at its first use, so that `draftproof --help` need not wait for torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

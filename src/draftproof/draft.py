@@ -65,7 +65,7 @@ class Verdict:
         path: the accepted nodes, from the root's child down.
         token: id of the bonus token that every round ends with.
         emitted: token ids of the path followed by the bonus token.
-        state: state of the rule that `Verifier.verify` gets with the row's next draft; None for rules without state.
+        state: the rule's state, passed to `Verifier.verify` with the row's next draft; None for rules without state.
     """
 
     path: tuple[int, ...]

@@ -15,11 +15,11 @@ class UserError(ValueError):
 
 
 class RequestError(UserError):
-    """One request cannot go on; the others that share its rounds are not touched.
+    """One request failed; other requests in the same rounds go on.
 
     Attributes:
-        request_id: of the request, as `Request.id` has it.
-        outputs: where `generate` raises it, the outputs of all requests, None for those that failed.
+        request_id: the failed request's `Request.id`.
+        outputs: if `generate` raises it, the outputs of all requests, None for those that failed.
     """
 
     def __init__(self, request_id: int, message: str) -> None:
@@ -30,7 +30,7 @@ class RequestError(UserError):
 
 @contextmanager
 def blamed_on(request_id: int) -> Iterator[None]:
-    """Turn an error inside into a `RequestError` of this request; where memory has run out, it stays as it is."""
+    """Turn an error inside into a `RequestError` of this request; an error for lack of memory is not changed."""
     try:
         yield
     except (RequestError, MemoryError):
@@ -42,16 +42,16 @@ def blamed_on(request_id: int) -> Iterator[None]:
 
 
 def reason(cause: BaseException) -> str:
-    """The message of an exception on one line of at most 200 characters; its type where the message is empty."""
+    """The message of an exception on one line of at most 200 characters; its type if the message is empty."""
     text = " ".join(str(cause).split()) or type(cause).__name__
     return text if len(text) <= 200 else text[:197] + "..."
 
 
 def refuse_below_one(**numbers: int) -> None:
-    """Refuse numbers below 1; the message has a number's name with spaces in place of underscores.
+    """Refuse numbers below 1; the message has the number's name with spaces in place of underscores.
 
     Raises:
-        UserError: for the first such number.
+        UserError: for the first number below 1.
     """
     for name, value in numbers.items():
         if value < 1:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the folder for files that are kept from one run to the next."""
+"""Files that are written completely or not at all, and the folder for files that are kept between runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def home() -> Path:
         return Path(chosen).expanduser()
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:  # HOME is unset, and the system knows no home of this user
+    except RuntimeError:  # HOME is unset, and the user has no home directory
         return Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"
     return Path(cache) / "draftproof"
 
@@ -67,7 +67,7 @@ def refuse_existing(out: Path) -> None:
     """Refuse a path that exists, before work on it begins.
 
     Raises:
-        UserError: naming the path.
+        UserError: the path exists.
     """
     if out.exists():
         raise UserError(f"{out} exists already: choose another path, or remove it first")

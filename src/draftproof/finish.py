@@ -1,4 +1,4 @@
-"""Where a generation ends, and its text: one cut that is made before tokens are committed, streamed and counted.
+"""The end of a generation, and its text: one cut before tokens are committed, streamed and counted.
 
 A block of emitted tokens ends exactly where the same tokens would end one at a time: at EOS, a stop token, a stop
 string or a length limit. Text that was streamed is never changed by a later token.
@@ -40,7 +40,7 @@ class TextDecoder:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, *, skip_special_tokens: bool = True) -> None:
-        self._tokenizer: Any = tokenizer  # transformers is untyped, and `push` lets no None through
+        self._tokenizer: Any = tokenizer  # transformers is untyped, and `push` handles None
         self._skip = skip_special_tokens
         self._window: list[int] = []
         self._returned = 0  # how many tokens at the start of the window have become text
@@ -127,7 +127,7 @@ class Cutter:
         params: sampling parameters of the request.
         eos_token_ids: the model's end-of-sequence ids.
         tokenizer: None gives no text, and refuses stop strings.
-        room: number of tokens for which the model's context has room; a second limit besides `max_tokens`.
+        context_left: number of tokens that still fit into the model's context; a second limit besides `max_tokens`.
 
     Attributes:
         count: number of tokens kept so far.
@@ -135,7 +135,7 @@ class Cutter:
         finish, stop_reason: see `Cut`.
 
     Raises:
-        UserError: stop strings without a tokenizer, or a context without room for a token.
+        UserError: stop strings without a tokenizer, or a context in which no token fits.
     """
 
     def __init__(
@@ -144,17 +144,17 @@ class Cutter:
         eos_token_ids: Sequence[int] = (),
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        room: int | None = None,
+        context_left: int | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise UserError(f"stop is {params.stop!r}, but there is no tokenizer to find it with: legal is ()")
-        if room is not None and room < 1:
-            raise UserError(f"the context has room for {room} tokens: legal is 1 or more; shorten the prompt")
+        if context_left is not None and context_left < 1:
+            raise UserError(f"the context has room for {context_left} tokens: legal is 1 or more; shorten the prompt")
         self._params = params
         self._stops = tuple(params.stop)
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._stop_ids = frozenset(params.stop_token_ids)
-        self._limit = min((bound for bound in (params.max_tokens, room) if bound is not None), default=None)
+        self._limit = min((bound for bound in (params.max_tokens, context_left) if bound is not None), default=None)
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._sent = 0
         self.count = 0

@@ -34,10 +34,10 @@ class Peak:
     """Peak memory from its construction to `stop`.
 
     Args:
-        device: whose memory is measured; for a CPU that of the whole process.
+        device: the device whose memory is measured; for a CPU, the whole process.
 
     Attributes:
-        how: what is counted and how: a key of HOW.
+        how: the method, a key of HOW.
         before: bytes at the beginning; None where the system does not report them.
     """
 
@@ -77,7 +77,7 @@ def _status(name: str) -> int | None:
 
 
 def _reset_mark() -> bool:
-    """Reset the kernel's high-water mark to the present size; returns whether that is allowed here."""
+    """Reset the kernel's high-water mark to the current size; returns whether that is allowed here."""
     try:
         (_PROC / "clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""Progress of long jobs on stderr: a bar with loss, speed and time left, or a line now and then without a terminal."""
+"""Progress of long jobs on stderr: a bar with loss, speed and time left, or without a terminal a line at times."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Lines:
     def __call__(self, done: int, *, tokens: int = 0, loss: float | None = None) -> None:
         facts, now = self._meter(tokens, loss), time.perf_counter()
         if now - self._last < (PATIENCE if done < self._total else 1.0):
-            return  # also where nothing was left to do
+            return  # also when there was nothing to do
         self._last = now
         left = (now - self._start) / max(done - self._first, 1) * (self._total - done)
         line = f"{self._title}: {done} of {self._total} {facts}".rstrip() + f", {left:.0f} s left"

@@ -27,7 +27,7 @@ from draftproof.kernels import native
 FILE = "provenance.json"
 KEY = "provenance"  # of the facts in a JSON file with results
 _PACKAGES = ("torch", "transformers", "safetensors")
-_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")  # those that decide which kernels can run
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")  # flags that decide which kernels can run
 _GIT_SECONDS = 10.0
 _WEIGHTS = ("*.safetensors", "config.json", "tokenizer.json")
 
@@ -72,15 +72,15 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def run_facts(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The facts that every results file opens with; take them when the run begins.
+    """The facts at the beginning of every results file; call this when the run begins.
 
     Args:
         device: where the models run.
 
     Returns:
-        commit (None where the package is not in a git checkout) and whether its files were changed since; date (UTC);
-        command line; versions; machine: as `machine`, with processor, its flags among those that decide which kernels
-        can run, and cores; load average over one minute (None where the system has none).
+        commit (None if the package is not in a git checkout) and whether its files were changed since; date (UTC);
+        command line; versions; machine: see `machine`, with processor, those of its flags that decide which kernels
+        can run, and cores; load average over one minute (None if the system has none).
     """
     commit, modified = _commit(Path(__file__).parent)
     name, flags = _processor()
@@ -99,7 +99,7 @@ def header(facts: Mapping[str, Any]) -> list[str]:
     """The opening lines of a results file in Markdown.
 
     Args:
-        facts: of `run_facts`. Those of files from earlier states may have fewer facts about the machine, and a `note`.
+        facts: from `run_facts`. Files of earlier versions may have fewer facts about the machine, and a `note`.
     """
     machine = facts["machine"]
     shown = [machine.get("accelerator") or machine.get("processor") or "processor unknown", _flags(machine)]
@@ -148,20 +148,20 @@ def now() -> str:
 
 
 def load_average() -> float | None:
-    """Processes that ran or waited in the last minute; None where the system does not count them."""
+    """Processes that ran or waited in the last minute; None if the system does not count them."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def _commit(folder: Path) -> tuple[str | None, bool]:
     """The commit of a folder that git tracks, and whether files in it differ from that commit."""
     if _git(folder, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None, False  # an installed package may lie inside a checkout of something else
+        return None, False  # an installed package may be inside a checkout of something else
     commit = _git(folder, "rev-parse", "--short=10", "HEAD")
     return commit, bool(_git(folder, "status", "--porcelain", "--", "."))
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """What git prints; None where there is no git, or no such thing."""
+    """The output of a git command; None if there is no git, or the command fails."""
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
             ["git", *words],  # noqa: S607 - the user's own git
@@ -202,7 +202,7 @@ def provenance(
         data: name, hash and size of each data file.
         seed: seed of all random choices.
         metrics: the main figures of the artefact.
-        seconds: wall-clock seconds of the run; of its last part where it was interrupted.
+        seconds: wall-clock seconds of the run; of its last part if it was interrupted.
         device: the device of the training.
         origin: further entries: options, models and their fingerprints.
     """
@@ -224,7 +224,7 @@ def command() -> list[str]:
 
 
 def without_directory(word: str) -> str:
-    """A word of a command line whose absolute path is cut to its last part, also after "NAME=" and "NAME:"."""
+    """A word of a command line with an absolute path cut to its last part, also after "NAME=" and "NAME:"."""
     before, mark, path = next(
         (parts for parts in (word.partition(mark) for mark in ("=", ":")) if parts[1] and os.path.isabs(parts[2])),  # noqa: PTH117
         ("", "", word),

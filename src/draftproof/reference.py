@@ -1,4 +1,4 @@
-"""Speculative sampling on one page, in plain loops: the page to read first, and a reference for functional/chain.py.
+"""Speculative sampling on one page, in plain loops: read this first; also a reference for functional/chain.py.
 
 A draft x_1..x_n was drawn from q_1..q_n, each given the tokens before it. p_1..p_{n+1} are the target's distributions
 at the same positions and after the last token. Both rules return how many drafted tokens are accepted, and the token

@@ -1,4 +1,4 @@
-"""Results files: Markdown tables, the same figures as JSON, pictures; each opens with the facts of its run."""
+"""Results files: Markdown tables, the same figures as JSON, pictures; each begins with the facts of its run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def median_and_range(values: Sequence[float], digits: int = 2) -> str:
 
 
 def mean_and_deviation(values: Sequence[float], digits: int = 3) -> str:
-    """The mean with the standard deviation of several values; large whole numbers as they are."""
+    """The mean with the standard deviation of several values; large whole numbers without digits or deviation."""
     if all(float(value).is_integer() and abs(value) > 10 for value in values):
         return f"{fmean(values):.0f}"
     shown = f"{fmean(values):.{digits}f}"
@@ -39,13 +39,13 @@ def mean_and_deviation(values: Sequence[float], digits: int = 3) -> str:
 
 @dataclass(frozen=True)
 class Results:
-    """What a measurement found, ready to be printed and written.
+    """The results of a measurement, ready to be printed and written.
 
     Attributes:
         title: of the page.
         lines: Markdown below the header: remarks and tables.
-        figures: the same and what it is made from, as values that JSON can carry.
-        facts: of `draftproof.provenance.run_facts`, taken when the run began.
+        figures: the same figures with the raw measurements, as values for JSON.
+        facts: from `draftproof.provenance.run_facts`, at the beginning of the run.
     """
 
     title: str
@@ -58,7 +58,7 @@ class Results:
         return "\n".join([f"# {self.title}", "", *header(self.facts), "", *self.lines]) + "\n"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; None for what is no finite number."""
+        """Plain values for JSON; None for numbers that are not finite."""
         made: dict[str, Any] = finite({KEY: self.facts, "title": self.title, **self.figures})
         return made
 
@@ -73,7 +73,7 @@ class Results:
 
 
 def finite(value: Any) -> Any:
-    """The same values with None in place of numbers that JSON does not have."""
+    """The same values, with None in place of numbers that are not finite, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -95,6 +95,6 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, out: Path, *, dpi: int = 80) -> None:
-    """Write a figure as PNG; without matplotlib's version in it, so that equal figures are equal bytes."""
+    """Write a figure as PNG without matplotlib's version, so that equal figures are equal bytes."""
     with whole_file(out) as work:
         figure.savefig(work, dpi=dpi, format="png", metadata={"Software": None})

@@ -255,7 +255,7 @@ def assert_lossless(
         tolerance: largest total variation that passes.
 
     Raises:
-        AssertionError: naming the total variation and the worst output.
+        AssertionError: the distributions differ; with the total variation and the worst output.
     """
     params = params or SamplingParams(max_tokens=3)
     probe = make_engine(lambda seeds, rounds: EnumeratingRng())  # noqa: ARG005 - never drawn from

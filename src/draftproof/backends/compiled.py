@@ -27,7 +27,9 @@ from draftproof.backends.lean_layers import Lean
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError, reason
 
-WIDEST = 64  # most tokens of a row that the program reads, fewer than Layer folds; longer passes are bound by arithmetic
+WIDEST = (
+    64  # most tokens of a row that the program reads, fewer than Layer folds; longer passes are bound by arithmetic
+)
 _BUCKET = 256  # on CUDA a graph serves this many horizons
 _log = logging.getLogger(__name__)
 

@@ -317,7 +317,7 @@ def _distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _chain_error(backend: Backend, scenario: Scenario) -> float:
-    """The error of reading in pieces, with a wrong branch that is rolled back, and the last tokens as a drafted chain."""
+    """The error of reading in pieces, with a wrong branch rolled back, and the last tokens as a drafted chain."""
     tokens, rows, end = scenario.tokens, scenario.rows, len(scenario.tokens)
     root = end - 4 if end == _SHORT else end - 5
     cuts = [3, 5] if end == _SHORT else [3, 5, end // 2, root]

@@ -21,7 +21,7 @@ from draftproof.backends.slot_cache import SlotCache
 class SlotBackend(ABC):
     """A model whose keys and values are in a slot cache; subclasses compute one pass.
 
-    Two threads may use one backend: each call of `forward`, and each change of a session's slot, holds the cache's lock.
+    Two threads may use one backend: each call of `forward` and each change of a session's slot holds the cache's lock.
 
     Args:
         facts: of the model.
@@ -100,7 +100,7 @@ class SlotBackend(ABC):
     def _compute(
         self, layout: Layout, *, hidden: bool
     ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
-        """Logits of every column or only of `layout.columns`, and if `hidden` the last hidden states of every column."""
+        """Logits of every column or only of `layout.columns`, and if `hidden` last hidden states of every column."""
 
     @abstractmethod
     def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:

@@ -1,8 +1,6 @@
-"""What a round costs on this machine, and how drafts fare: measured once for a pair of models, and kept.
+"""Calibration of a pair of models: the time of rounds and the acceptance rates, measured once and kept in a file.
 
-Knows: runs of an engine, their clocks and counts, a file of results. Does not know: what the figures are used for.
-
-The same file gives the same figures, so a request with a seed is answered alike by every later run on this machine.
+The same file gives the same figures, so later runs on this machine answer a request with a seed in the same way.
 """
 
 from __future__ import annotations
@@ -32,22 +30,22 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.theory.cost import BatchCosts, RoundCosts
 
 PROMPT, ROUNDS, REPEATS = 32, 8, 3
-WARM = 0.03  # seconds until rounds of one kind are as fast as they get; two of them at least
-SECONDS, MOST = 3.0, 60  # rounds of small models are so short that a burst of noise would outlast three repeats
-LENGTHS = (2, 8)  # a line through two lengths
-TEXTS, TOKENS, DRAFTED = 16, 48, 4  # that acceptance is counted in: about 400 rounds, a standard error of 0.03
+WARM = 0.03  # seconds until rounds of one kind have their final speed; at least two rounds
+SECONDS, MOST = 3.0, 60  # small models need many repeats: their rounds are so short that noise lasts longer than three
+LENGTHS = (2, 8)  # draft lengths, for a line through two points
+TEXTS, TOKENS, DRAFTED = 16, 48, 4  # for acceptance: about 400 rounds, a standard error of 0.03
 _VERSION = 6
 _Kept = TypeVar("_Kept", RoundCosts, AcceptanceRates)
 _log = logging.getLogger(__name__)
 
 
 def known_costs(engine: DecodingLoop, file: Path) -> BatchCosts:
-    """The costs of an engine's rounds for one request and for as many as it takes, from the file where they are in it.
+    """The costs of an engine's rounds for one request and for a full batch: from the file, or measured.
 
     Args:
         engine: with a drafter that has a stopper.
-        file: JSON; written whole, other pairs' figures kept. Where it cannot be written, a warning says so, and the
-            costs serve this engine alone.
+        file: JSON, with the figures of other pairs too. If it cannot be written, there is a warning, and the costs are
+            kept for this engine only.
     """
     sizes = tuple(dict.fromkeys((1, engine.max_batch)))
 
@@ -58,11 +56,11 @@ def known_costs(engine: DecodingLoop, file: Path) -> BatchCosts:
 
 
 def known_acceptance(engine: DecodingLoop, file: Path) -> AcceptanceRates:
-    """How often drafted tokens are accepted in texts that the target begins by itself; from the same file.
+    """Acceptance rates of drafted tokens in texts that the target begins by itself: from the file, or measured.
 
     Args:
-        engine: as for `known_costs`.
-        file: likewise.
+        engine: see `known_costs`.
+        file: see `known_costs`.
     """
     model = _stopped(engine).model
     drawn = f"{_fingerprint(model.backend)} {model.changes}"
@@ -71,7 +69,7 @@ def known_acceptance(engine: DecodingLoop, file: Path) -> AcceptanceRates:
 
 
 def _fingerprint(backend: Backend) -> str:
-    """A number that other weights under the same name would hardly have: the size of the logits after one token."""
+    """A number that identifies the weights, also under the same name: the norm of the logits after one token."""
     session = backend.open()
     try:
         logits = backend.forward([Feed(session, [0])])[0].logits
@@ -104,10 +102,10 @@ def _known(
 
 
 def measured_acceptance(engine: DecodingLoop) -> AcceptanceRates:
-    """Rates of first tokens and of those after an accepted one, with drafts of a few tokens at temperature 1.
+    """Acceptance rates of first tokens and of tokens after an accepted one, in short drafts at temperature 1.
 
-    The texts begin at the tokenizer's first token, so that they are of the kind the target writes by itself; prompts to
-    come may do better or worse.
+    The texts begin at the tokenizer's first token, so they are texts that the target writes by itself; with other
+    prompts the rates may be higher or lower.
 
     Args:
         engine: idle, with a drafter that has a stopper.
@@ -115,17 +113,15 @@ def measured_acceptance(engine: DecodingLoop) -> AcceptanceRates:
     drafter = _stopped(engine)
     begins = (getattr(engine.tokenizer, "bos_token_id", None), *engine.eos_token_ids, 0)
     prompt = [next(id_ for id_ in begins if id_ is not None and 0 <= id_ < engine.target.vocab_size)]
-    watching = _Watching(min(DRAFTED, drafter.limit))
-    room = max(min(TOKENS, (engine.target.max_positions or TOKENS) - 2), 1)
-    params = [SamplingParams(max_tokens=room, seed=1 + row) for row in range(TEXTS)]
-    engine.sibling(drafter.with_stopper(watching)).generate([prompt] * TEXTS, params)
-    return watching.seen
+    counter = _AcceptanceCounter(min(DRAFTED, drafter.limit))
+    tokens = max(min(TOKENS, (engine.target.max_positions or TOKENS) - 2), 1)
+    params = [SamplingParams(max_tokens=tokens, seed=1 + row) for row in range(TEXTS)]
+    engine.sibling(drafter.with_stopper(counter)).generate([prompt] * TEXTS, params)
+    return counter.rates
 
 
 def measured_costs(engine: DecodingLoop, rows: int = 1) -> RoundCosts:
-    """Seconds of rounds without a draft, of beginning one, of a drafted token, and of what it and further drafts add.
-
-    Some short runs with constant lengths, and with all drafts that the drafter makes, in turns.
+    """The cost of a round, from short runs in turns: without drafts, with constant lengths, with several drafts.
 
     Args:
         engine: idle, with a drafter that has a stopper.
@@ -136,38 +132,40 @@ def measured_costs(engine: DecodingLoop, rows: int = 1) -> RoundCosts:
     lengths = sorted({min(length, drafter.limit) for length in LENGTHS})  # prefix trees may be less deep
     single = [(length, 1) for length in lengths]
     several = [(lengths[-1], most)] if most > 1 else []
-    ways = [(0, 1), *single, *several]
+    shapes = [(0, 1), *single, *several]
     turns: list[dict[tuple[int, int], tuple[float, float]]] = []
     start = time.perf_counter()
     for repeat in range(MOST + 1):
         if repeat > REPEATS and time.perf_counter() - start > SECONDS:
             break
-        turn = {way: _split(_rounds(engine, drafter, way, rows), way[0]) for way in ways}
+        turn = {shape: _split(_rounds(engine, drafter, shape, rows), shape[0]) for shape in shapes}
         turns += [turn] if repeat else []  # the first one warms up
     whole = [turn for turn in turns if all(rest for _, rest in turn.values())]
-    if not whole:  # nothing was drafted, say after a prompt that the draft cannot read
+    if not whole:  # nothing was drafted, for example after a prompt that the draft model cannot read
         target = statistics.median([sum(turn[0, 1]) for turn in turns]) or 1.0
         return RoundCosts(target, target)
     plain = [sum(turn[0, 1]) for turn in whole]
     target = statistics.median(plain)
-    # Shares of the same turn's plain round: a machine that others use is now faster, now slower.
-    shares = {way: [[part / of for part in turn[way]] for turn, of in zip(whole, plain, strict=True)] for way in ways}
-    middle = {way: [target * statistics.median(part) for part in zip(*shares[way], strict=True)] for way in ways}
-    spent = {way: (middle[way][0], middle[way][1] - target) for way in ways[1:]}
-    draft = _slope(lengths, [spent[way][0] for way in single], least=0.5)
-    token = _slope(lengths, [spent[way][1] for way in single], least=0.0)
+    # Times are divided by the plain round of the same turn, because the speed of a shared machine varies.
+    spent = {}
+    for shape in shapes[1:]:
+        shares = [[part / of for part in turn[shape]] for turn, of in zip(whole, plain, strict=True)]
+        drafting, rest = (target * statistics.median(part) for part in zip(*shares, strict=True))
+        spent[shape] = drafting, rest - target
+    draft = _slope(lengths, [spent[shape][0] for shape in single], least=0.5)
+    token = _slope(lengths, [spent[shape][1] for shape in single], least=0.0)
     begin = max(sum(spent[single[0]]) - lengths[0] * (draft + token), 0.0)
     more = 0.0
-    for way in several:
-        more = max(spent[way][0] - spent[single[-1]][0], 0.0) / way[0] / (most - 1)
-        token = max(token, spent[way][1] / (way[0] * most))
+    for shape in several:
+        more = max(spent[shape][0] - spent[single[-1]][0], 0.0) / shape[0] / (most - 1)
+        token = max(token, spent[shape][1] / (shape[0] * most))
     return RoundCosts(target=target, draft=draft, token=token, more=more, begin=begin)
 
 
 def _split(rounds: Sequence[Stats], length: int) -> tuple[float, float]:
-    """Medians of what drafting takes and of the rest, in rounds with drafts of that length; zeros where there are none.
+    """Median seconds of drafting and of the rest, in rounds with drafts of that length; zeros if there are none.
 
-    Where nothing is drafted, being asked is a part of the rest.
+    At length 0, the drafter's call is a part of the rest.
     """
     full = [one.seconds for one in rounds if one.num_draft_tokens >= length]
     if not full:
@@ -177,12 +175,13 @@ def _split(rounds: Sequence[Stats], length: int) -> tuple[float, float]:
 
 
 def _slope(lengths: Sequence[int], seconds: Sequence[float], *, least: float) -> float:
-    """Seconds that one more token takes, between the shortest draft and the longest.
+    """Seconds of one more token, between the shortest draft and the longest.
 
     Args:
         lengths: of drafts.
         seconds: of a round with each.
-        least: share of a token's part of the longest that noise may not push it below; above all of it neither.
+        least: noise is limited: the result is at least this share of the longest draft's seconds per token, and at
+            most all of them.
     """
     whole = max(seconds[-1] / lengths[-1], 0.0)
     if len(lengths) == 1:
@@ -196,12 +195,12 @@ def _stopped(engine: DecodingLoop) -> ModelBacked:
     return drafter
 
 
-def _rounds(engine: DecodingLoop, drafter: ModelBacked, way: tuple[int, int], rows: int) -> list[Stats]:
-    """Statistics of each round of a short run as its first request has them, without those that warm up.
+def _rounds(engine: DecodingLoop, drafter: ModelBacked, shape: tuple[int, int], rows: int) -> list[Stats]:
+    """Statistics of the first request in each round of a short run, without the rounds that warm up.
 
-    Where the context ends before that is over, without the first two only.
+    If the context ends before the warm-up, only the first two rounds are left out.
     """
-    loop = engine.sibling(drafter.with_stopper(_Bounded(*way)))
+    loop = engine.sibling(drafter.with_stopper(_ConstantShape(*shape)))
     width = engine.target.vocab_size
     requests = []
     for row in range(rows):
@@ -223,19 +222,19 @@ def _rounds(engine: DecodingLoop, drafter: ModelBacked, way: tuple[int, int], ro
     return found[warm:] if len(found) == warm + ROUNDS else found[2:]
 
 
-class _Watching(FixedLength):
-    """A constant length and one draft a round; counts what is accepted.
+class _AcceptanceCounter(FixedLength):
+    """A constant length and one draft a round; counts the accepted tokens.
 
     Args:
-        length: the constant.
+        length: number of drafted tokens.
     """
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
-        self._first, self._later = [0, 0], [0, 0]  # tokens that were decided on, and those accepted
+        self._first, self._later = [0, 0], [0, 0]  # verified tokens, and accepted ones
 
     def drafts(self, row: int, most: int) -> int:  # noqa: ARG002
-        """One."""
+        """Always 1."""
         return 1
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:  # noqa: ARG002
@@ -248,30 +247,30 @@ class _Watching(FixedLength):
             self._later[1] += accepted - 1
 
     @property
-    def seen(self) -> AcceptanceRates:
-        """Shares of accepted tokens; 0 where none was decided on."""
-        first, later = (round(accepted / max(decided, 1), 3) for decided, accepted in (self._first, self._later))
+    def rates(self) -> AcceptanceRates:
+        """Shares of accepted tokens; 0 if none was verified."""
+        first, later = (round(accepted / max(verified, 1), 3) for verified, accepted in (self._first, self._later))
         return AcceptanceRates(first, later)
 
 
-class _Bounded(FixedLength):
-    """A constant length that may be 0, and a constant number of drafts."""
+class _ConstantShape(FixedLength):
+    """A constant length, which may be 0, and a constant number of drafts."""
 
     def __init__(self, length: int, drafts: int) -> None:
         super().__init__(max(length, 1))
-        self._wanted, self._drafts = length, drafts
+        self._length, self._drafts = length, drafts
 
     def length(self, row: int) -> int:  # noqa: ARG002
-        """That length."""
-        return self._wanted
+        """The constant length."""
+        return self._length
 
     def drafts(self, row: int, most: int) -> int:  # noqa: ARG002
-        """That number, as far as it can be had."""
+        """The constant number, or `most` if that is less."""
         return min(self._drafts, most)
 
 
 def _key(engine: DecodingLoop) -> str:
-    """Names the models, how they are run, and the machine's threads."""
+    """A key in the file: the models, their types, the device, and the machine's threads."""
     drafter, target = _stopped(engine), engine.target
     backend = drafter.model.backend
     dtype, products = getattr(target, "dtype", ""), getattr(target, "products", "")
@@ -280,7 +279,7 @@ def _key(engine: DecodingLoop) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """What the file holds; nothing if it is not there or is none of ours."""
+    """The content of the file; empty if it does not exist or has another form."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):

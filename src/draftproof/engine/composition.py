@@ -1,4 +1,4 @@
-"""Whether a drafter and a rule compose: one function, for names and for the parts of an engine."""
+"""The check whether a drafter and a rule fit together, for declared names and for the parts of an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class DrafterLike(Protocol):
-    """What a rule must know of a drafter."""
+    """The properties of a drafter that decide which rules it fits."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -22,7 +22,7 @@ class DrafterLike(Protocol):
 
 @runtime_checkable
 class VerifierLike(Protocol):
-    """What a drafter must know of a rule."""
+    """The properties of a rule that decide which drafters it fits."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -36,7 +36,7 @@ class VerifierLike(Protocol):
 
 @dataclass(frozen=True)
 class DrafterTraits:
-    """A drafter as it is declared; the fields mean what they mean in `Drafter`."""
+    """The declared properties of a drafter; see `Drafter` for the fields."""
 
     name: str
     branching: bool
@@ -46,7 +46,7 @@ class DrafterTraits:
 
 @dataclass(frozen=True)
 class VerifierTraits:
-    """A rule as it is declared; the fields mean what they mean in `Verifier`."""
+    """The declared properties of a rule; see `Verifier` for the fields."""
 
     name: str
     branching: bool
@@ -55,7 +55,7 @@ class VerifierTraits:
 
 
 def misfit(drafter: DrafterLike, verifier: VerifierLike) -> str | None:
-    """Why a drafter and a rule do not compose; None where they do."""
+    """Why a drafter and a rule do not fit together; None if they do."""
     if drafter.branching and not verifier.branching:
         return f"drafter {drafter.name} drafts trees, and rule {verifier.name} verifies chains only"
     if drafter.point_masses and not verifier.point_masses:

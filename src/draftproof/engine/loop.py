@@ -34,19 +34,19 @@ _UNBOUNDED = 1 << 30
 
 
 class DecodingLoop:
-    """Generates from a target model, speculatively when it is given a drafter.
+    """Generates from a target model, speculatively if it has a drafter.
 
     Two threads may use one loop: `add`, `step` and `abort` hold its lock, and requests of both share rounds.
 
     Args:
-        target: the model whose output distribution the text has.
-        drafter: where drafts come from; default none (plain decoding).
-        verifier: the rule; default block verification.
+        target: the model that defines the output distribution.
+        drafter: makes the drafts; by default none (plain decoding).
+        verifier: the rule; by default block verification.
         tokenizer: a transformers tokenizer; without one, prompts are token ids and there is no text.
         eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
-        default_params: sampling parameters of requests that bring none.
-        round_rng: makes a round's randomness from the rows' seeds and rounds; tests put an EnumeratingRng here.
+        default_params: sampling parameters of requests without their own.
+        round_rng: makes a round's randomness from the rows' seeds and rounds; tests pass an EnumeratingRng.
 
     Raises:
         UserError: drafter and verifier do not fit together, or the target cannot do what they need.
@@ -100,7 +100,7 @@ class DecodingLoop:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer; None where there is none."""
+        """The tokenizer, or None."""
         return self.prompts.tokenizer
 
     # --- requests -------------------------------------------------------------------------------------------------
@@ -109,24 +109,24 @@ class DecodingLoop:
         """Text and token ids of a prompt: a text, token ids, or chat messages (needs a chat template).
 
         Raises:
-            UserError: nothing in it, something that is no prompt, or no tokenizer to read it with.
+            UserError: an empty prompt, something that is not a prompt, or a text without a tokenizer.
         """
         return self.prompts.read(prompt)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Request]:
-        """Queue a prompt; it runs when `step` has room.
+        """Queue a prompt; it runs as soon as the batch has a free place.
 
         Returns:
-            `params.n` requests; each collects chunks, and is done when `finished`.
+            `params.n` requests; each collects chunks until it is `finished`.
 
         Raises:
-            UserError: a prompt that cannot be decoded from.
+            UserError: the prompt is empty, too long, or cannot be read.
         """
         params = params or self.default_params
         text, ids = self.encode(prompt)
         self._check_prompt(ids)
-        room = self._room(len(ids))
-        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        left = self._context_left(len(ids))
+        limit = left if params.max_tokens is None else min(params.max_tokens, left)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         transforms = params.bind(
             vocab_size=self.target.vocab_size,
@@ -144,7 +144,7 @@ class DecodingLoop:
                     prompt_length=len(ids),
                     seed=seed if index == 0 else fold(seed, index) >> 1,
                     transforms=transforms,
-                    cutter=Cutter(params, self.eos_token_ids, self.tokenizer, room=room),
+                    cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
                     max_tokens=limit,
                 )
                 for index in range(params.n)
@@ -152,8 +152,8 @@ class DecodingLoop:
             self._waiting.extend(made)
         return made
 
-    def _room(self, length: int) -> int:
-        """Tokens that fit after a prompt; a rule for constant drafts needs room for a whole one to the end."""
+    def _context_left(self, length: int) -> int:
+        """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft until the end."""
         bounds = [self.target.max_positions]
         if self.verifier.constant_length:
             bounds.append(self.drafter.max_positions)
@@ -168,8 +168,8 @@ class DecodingLoop:
                 raise UserError(
                     f"token {place} of the prompt is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
                 )
-        if self._room(len(ids)) < 1:
-            longest = len(ids) + self._room(len(ids)) - 1
+        if self._context_left(len(ids)) < 1:
+            longest = len(ids) + self._context_left(len(ids)) - 1
             bounded_by = getattr(self.target, "bounded_by", "")
             raise UserError(
                 f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
@@ -177,7 +177,7 @@ class DecodingLoop:
             )
 
     def abort(self, request: Request) -> None:
-        """Drop a request and give back what it holds; finished ones are left alone."""
+        """Drop a request and release its memory; has no effect on a finished request."""
         with self._lock:
             if request in self._waiting:
                 self._waiting.remove(request)
@@ -187,7 +187,7 @@ class DecodingLoop:
     def _retire(self, request: Request) -> None:
         self._running.remove(request)
         self.drafter.release(request.id)
-        request.verifier_state = None  # callers may hold requests for long
+        request.verifier_state = None  # callers may keep requests for long
         if request.session is not None:
             request.session.close()
             request.session = None
@@ -196,16 +196,16 @@ class DecodingLoop:
 
     @property
     def busy(self) -> bool:
-        """Whether a call of `step` has something to do."""
+        """Whether some request is waiting or running."""
         return bool(self._waiting or self._running)
 
     @torch.inference_mode()
     def step(self) -> None:
         """One round for every running request: draft, verify, commit.
 
-        A request that cannot go on (NaN logits, a transform that raises) fails alone: the round is made again without
-        it, with the same draws for the others. Should anything else raise, no token of the round is committed, and the
-        next round rolls every session back to what is.
+        If a request fails (NaN logits, a transform that raises), the others go on: the round is repeated without it,
+        with the same draws for the others. If anything else raises, no token of the round is committed, and the next
+        round rolls every session back to its committed tokens.
         """
         with self._lock:
             self._admit()
@@ -221,8 +221,8 @@ class DecodingLoop:
         start, seconds = time.perf_counter(), Seconds()
         rng = self._round_rng([row.seed for row in rows], [row.round for row in rows])
         with seconds.measure("draft"):
-            asked = [row.draft_request(self._draft_limit(row)) for row in rows]
-            drafts = [draft.to(self.target.device) for draft in self.drafter.propose(asked, rng)]
+            requests = [row.draft_request(self._draft_limit(row)) for row in rows]
+            drafts = [draft.to(self.target.device) for draft in self.drafter.propose(requests, rng)]
         with seconds.measure("target"):
             outputs = self.target.forward([self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)])
         with seconds.measure("verify"):
@@ -240,7 +240,7 @@ class DecodingLoop:
         try:
             with blamed_on(row.id):
                 cut = row.commit(draft, verdict, output.logits)
-        except RequestError as error:  # the others are committed all the same
+        except RequestError as error:  # the other requests are still committed
             self._fail(error)
             return
         if row.finished:
@@ -262,9 +262,9 @@ class DecodingLoop:
             self._running.append(request)
 
     def _draft_limit(self, row: Request) -> int:
-        """Longest useful draft: the bonus token takes one place; rules of constant length are cut after the fact."""
-        room = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
-        return room if self.verifier.constant_length else min(room, row.remaining - 1)
+        """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
+        left = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
+        return left if self.verifier.constant_length else min(left, row.remaining - 1)
 
     @staticmethod
     def _feed(row: Request, draft: Draft) -> Feed:
@@ -277,7 +277,7 @@ class DecodingLoop:
             outputs, paths = row.contexts(draft)
             return probabilities(output.logits, row.transforms, outputs, paths)
 
-    # --- front doors ----------------------------------------------------------------------------------------------
+    # --- whole generations ----------------------------------------------------------------------------------------
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -292,8 +292,8 @@ class DecodingLoop:
             For each prompt its n continuations, in order.
 
         Raises:
-            UserError: a prompt or parameters that make no sense; nothing is decoded then.
-            RequestError: a request that failed on the way; its `outputs` are those of all requests, None for failures.
+            UserError: an invalid prompt or invalid parameters; nothing is decoded then.
+            RequestError: a request failed; the error's `outputs` are those of all requests, None for failures.
         """
         many = as_prompts(prompts)
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
@@ -315,11 +315,11 @@ class DecodingLoop:
         return [self.output(request) for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Continue one prompt and yield each round's text as it is committed; the last chunk carries the Output.
+        """Continue one prompt and yield each round's text as it is committed; the last chunk has the Output.
 
         Raises:
-            UserError: as `generate`; also for n > 1, which has no single stream.
-            RequestError: the request failed on the way.
+            UserError: see `generate`; also for n > 1, which has no single stream.
+            RequestError: the request failed.
         """
         if params is not None and params.n != 1:
             raise UserError(f"n is {params.n}: a stream has one continuation; use generate")

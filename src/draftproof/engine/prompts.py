@@ -1,4 +1,4 @@
-"""Prompts as the engine reads them: a text, token ids or chat messages become token ids."""
+"""Prompts as token ids: the engine takes a text, token ids or chat messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PromptReader:
     """Turns prompts into token ids with a model's tokenizer.
 
     Args:
-        tokenizer: of the model; None where prompts are token ids only.
+        tokenizer: of the model; None if all prompts are token ids.
         model: name of the model, for errors.
     """
 
@@ -24,10 +24,10 @@ class PromptReader:
         self._model = model
 
     def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt; no text where token ids were given.
+        """Text and token ids of a prompt; the text is None for token ids.
 
         Raises:
-            UserError: nothing in it, something that is no prompt, or no tokenizer to read it with.
+            UserError: an empty prompt, something that is not a prompt, or a text without a tokenizer.
         """
         if isinstance(prompt, str):
             if not prompt:
@@ -80,7 +80,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list: a text, a list of token ids and a list of messages are one prompt.
 
     Raises:
-        UserError: no prompt, or something that is none.
+        UserError: no prompt, or something that is not a prompt.
     """
     if isinstance(prompts, str):
         return [prompts]

@@ -1,7 +1,4 @@
-"""Request: one request while it is decoded, and Output: what becomes of it.
-
-Knows: committed tokens, the request's seed and round, when it is finished. Does not know: models, rules, other rows.
-"""
+"""Request: one request while it is decoded, and Output: its result."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class Chunk:
         text: text that no later token can change.
         token_ids: tokens committed in the round.
         finish_reason: None until the last chunk.
-        output: the whole answer, with the last chunk.
+        output: the whole answer, in the last chunk.
     """
 
     text: str
@@ -44,8 +41,8 @@ class Output:
     """One finished continuation.
 
     Attributes:
-        prompt: the text, or None when token ids were given.
-        index: which of the request's n continuations.
+        prompt: the text, or None for a prompt of token ids.
+        index: number of this continuation, of the n of the request.
         text: the generated text; empty without a tokenizer.
         token_ids: the generated tokens.
         finish_reason: "stop" or "length".
@@ -53,8 +50,8 @@ class Output:
         lossless: whether the output distribution is exactly the target's.
         drafter, stopper, verifier: the parts that were in effect.
         seed: of this request; the same seed gives the same draws.
-        params: the sampling parameters that were in effect, those of the checkpoint's generation config included.
-        logprobs: for each token, when asked for.
+        params: the sampling parameters in effect, including those of the checkpoint's generation config.
+        logprobs: for each token, if requested.
         stats: counts, rates, times.
     """
 
@@ -74,7 +71,7 @@ class Output:
     logprobs: tuple[TokenLogprob, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, one object a continuation."""
+        """Plain values for JSON."""
         made: dict[str, Any] = {
             "prompt": self.prompt,
             "index": self.index,
@@ -97,22 +94,22 @@ class Output:
 
 @dataclass(eq=False)
 class Request:
-    """A request in flight.
+    """A request while it waits or is decoded.
 
     Attributes:
-        id: names it to the drafter.
-        prompt: its text, if it came as text.
-        index: which of the n continuations.
+        id: identifies it, also to the drafter.
+        prompt: its text, or None for a prompt of token ids.
+        index: number of the continuation, of the n of the prompt.
         tokens: prompt and committed tokens.
-        prompt_length: how many of them are the prompt.
+        prompt_length: number of prompt tokens.
         seed: of all its draws.
         transforms: its sampling parameters, bound to the target's vocabulary.
-        cutter: decides what of a round is kept.
-        session: what the target has read; None before it runs and after it ends.
-        round: rounds done; part of the key of every draw.
-        verifier_state: what a rule with memory wants back with the next draft.
+        cutter: cuts the tokens of a round at the request's end.
+        session: the target's session; None before the request runs and after it ends.
+        round: number of finished rounds; part of the key of every draw.
+        verifier_state: the rule's state, passed to it with the next draft; None for rules without state.
         chunks: committed pieces that a stream has not taken yet.
-        error: why it cannot go on; None while it can.
+        error: why it failed, or None.
     """
 
     id: int
@@ -153,20 +150,20 @@ class Request:
         return self.max_tokens - (len(self.tokens) - self.prompt_length)
 
     def draft_request(self, limit: int) -> DraftRequest:
-        """What the drafter gets to know of it."""
+        """The part of the request that the drafter gets."""
         return DraftRequest(self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session)
 
     def contexts(self, draft: Draft) -> tuple[list[int], Sequence[Sequence[int]]]:
-        """Output tokens, and the drafted path above each row of the target's logits, when a transform reads them."""
+        """Output tokens, and the drafted path above each row of logits; empty if no transform reads them."""
         if not self.transforms.path_dependent:
             return [], ()
         ids = draft.tree.ids
         return self.output_ids, [(), *[[ids[node] for node in path] for path in draft.tree.paths]]
 
     def commit(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "rows vocab"]) -> Cut:
-        """Take over what the cut leaves of a verdict: tokens, text, statistics and log-probabilities, all here.
+        """Cut a verdict at the request's end, and add tokens, text, statistics and log-probabilities.
 
-        The session is left as it is: the next round's `unread` keeps the accepted path and forgets the rest.
+        The session is not changed: the next round's `unread` keeps the accepted path and drops the rest.
         """
         cut = self.cutter.cut(verdict.emitted)
         kept = verdict.emitted[: cut.kept]

@@ -1,7 +1,4 @@
-"""What a request cost and gained: counts, rates and the time of each part.
-
-Knows: numbers. Does not know: where they come from.
-"""
+"""Statistics of a request: counts, rates and the time of each part."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ PARTS = ("draft", "target", "verify")
 
 @dataclass
 class Seconds:
-    """Wall-clock seconds by part; in a batch a row is charged the whole round, since it waits for the whole round."""
+    """Wall-clock seconds by part; each request of a batch counts the whole round, because it waits for all of it."""
 
     draft: float = 0.0
     target: float = 0.0
@@ -26,7 +23,7 @@ class Seconds:
 
     @property
     def other(self) -> float:
-        """What no part claims: bookkeeping, detokenising, streaming."""
+        """Seconds outside these parts: bookkeeping, detokenising, streaming."""
         return max(self.total - self.draft - self.target - self.verify, 0.0)
 
     @contextmanager
@@ -39,12 +36,12 @@ class Seconds:
             setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 
     def add(self, other: Seconds) -> None:
-        """Add another account to this one."""
+        """Add the seconds of another object to these."""
         for part in (*PARTS, "total"):
             setattr(self, part, getattr(self, part) + getattr(other, part))
 
     def to_dict(self) -> dict[str, float]:
-        """All parts, `other` included."""
+        """All parts, including `other`."""
         return {part: getattr(self, part) for part in (*PARTS, "other", "total")}
 
 
@@ -54,12 +51,12 @@ class Stats:
 
     Attributes:
         num_tokens: tokens emitted.
-        num_target_calls: forward passes of the target, prefill included.
+        num_target_calls: forward passes of the target, including prefill.
         num_drafts: rounds that verified at least one drafted token.
         num_draft_tokens: tokens drafted.
         num_accepted_tokens: drafted tokens that were emitted.
-        num_accepted_tokens_per_pos: of them, how many at each place of the chain.
-        num_drafts_per_pos: rounds whose draft reached each place, accepted or not.
+        num_accepted_tokens_per_pos: accepted tokens at each position of the draft.
+        num_drafts_per_pos: rounds whose draft reached each position, accepted or not.
         seconds: time by part.
     """
 
@@ -73,7 +70,7 @@ class Stats:
     seconds: Seconds = field(default_factory=Seconds)
 
     def record(self, *, drafted: int, depth: int, accepted: int, emitted: int) -> None:
-        """One round: nodes drafted, the deepest of them, how many were emitted, tokens emitted in all."""
+        """Add one round: drafted nodes, their largest depth, accepted nodes that were emitted, emitted tokens."""
         self.num_tokens += emitted
         self.num_target_calls += 1
         self.num_drafts += drafted > 0

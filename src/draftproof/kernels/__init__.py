@@ -5,8 +5,8 @@ those of functional/coupling.py, `draw` that of rng.py. The torch function is th
 else. `choose.fused` marks these functions and is the only place that decides between the two.
 
 Kernels draw no random numbers: uniforms are passed in as tensors. A row is read in blocks of fixed size, the sums of
-the blocks are added in float64 in their order, and no row depends on the other rows of a batch. Results agree with torch
-up to rounding, not bit for bit: sums are taken in another order, and a GPU computes a * b - c in one step.
+the blocks are added in float64 in their order, and no row depends on the other rows of a batch. Results agree with
+torch up to rounding, not bit for bit: sums are taken in another order, and a GPU computes a * b - c in one step.
 
 Importing this package does not import Triton: the modules with kernels are loaded at their first use.
 

@@ -1,7 +1,7 @@
 """Kernels of token and block verification: the surplus of each place, and the weights of the round's last token.
 
-They make one pass over the vocabulary, without a temporary tensor of the size of p: places are reduced in place, and one
-row for each chain is written.
+They make one pass over the vocabulary, without a temporary tensor of the size of p: places are reduced in place, and
+one row for each chain is written.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class PassMask:
                 f"a mask of {tuple(mask.shape)} for {self.rows} x {self.width} tokens, {self.horizon} slots"
             )
         self.mask = mask
-        # ctypes arrays, not tensors: tensors cost several times as much, and a pass of a small model takes a millisecond
+        # ctypes arrays, because tensors cost several times as much, and a pass of a small model takes a millisecond
         self.places = (ctypes.c_int64 * (3 * self.rows))(*itertools.chain.from_iterable(places))
         self.visible = (ctypes.c_int64 * len(flat))(*flat)
 

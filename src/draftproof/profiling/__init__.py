@@ -1,1 +1,1 @@
-"""What a composition costs on this machine: memory, and the time of rounds, forward passes and rules."""
+"""Memory of a composition on this machine, and the time of rounds, forward passes and rules."""

@@ -1,4 +1,4 @@
-"""The time of a forward pass by what it reads: chains of new tokens and tries of drafts, on several backends.
+"""The time of a forward pass over chains of new tokens and tries of drafts, on several backends.
 
 Backends and shapes take turns on the same context, and every pass is rolled back. The floor is the time to read every
 weight once from memory, at the bandwidth measured with the same number of threads.
@@ -39,7 +39,7 @@ Seconds = dict[tuple[str, str], list[float]]  # of each repetition, by backend a
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """What is measured.
+    """Options of `measure_forward`.
 
     Attributes:
         target: the model.
@@ -49,7 +49,7 @@ class ForwardOptions:
         tries: shapes (K, L): K chains of L tokens.
         draft: model that draws the tries, with equal prefixes merged; without it only the unmerged trie is measured.
         temperature: of those draws, a list.
-        context: tokens read before.
+        context: number of tokens read before.
         repeats: passes of each shape that count.
 
     Raises:
@@ -128,7 +128,7 @@ def _load(target: str, dtype: str, name: str) -> Loaded:
 
 @contextmanager
 def _environment(name: str, value: str | None) -> Iterator[None]:
-    """An environment variable with another value; None leaves it as it is."""
+    """Set an environment variable for a block; None does not change it."""
     before = os.environ.get(name)
     try:
         if value is not None:
@@ -141,7 +141,7 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
 
 
 def _shapes(options: ForwardOptions, dtype: str, target: Loaded, tokens: Sequence[int]) -> dict[str, TokenTree | None]:
-    """What a pass reads beside the last token of the context, by name."""
+    """By name, the nodes that a pass reads after the last token of the context; None for no nodes."""
     largest = max(max(options.new_tokens) - 1, *(k * n for k, n in options.tries), 0)
     most = target.max_positions
     if most is not None and len(tokens) + largest > most:

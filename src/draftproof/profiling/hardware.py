@@ -1,4 +1,4 @@
-"""What this machine can do at best: memory bandwidth, rate of a large product, and floors of a pass that follow."""
+"""Limits of this machine: memory bandwidth, rate of a large product, and the weights that a pass must read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draftproof.backends.loading import load_backend
 
 
 def bandwidth(size: int = 2**28, repeats: int = 10) -> float:
-    """Bytes read from memory per second: the best of several sums over more bytes than a cache holds."""
+    """Bytes read from memory per second: the best of several sums over more bytes than fit into a cache."""
     data = torch.ones(size // 8, dtype=torch.int64)
     return data.nbytes / _fastest(data.sum, repeats)
 
@@ -49,7 +49,7 @@ class ReadWeights(NamedTuple):
 def weights_read(name: str, dtype: str) -> ReadWeights:
     """The weights that one forward pass of a model reads; the model is loaded to count them.
 
-    The input embedding counts only where it is the output layer too: of others a pass reads a few rows.
+    The input embedding counts only if it is also the output layer; otherwise a pass reads only a few of its rows.
 
     Raises:
         UserError: a model that cannot be loaded.

@@ -1,7 +1,7 @@
 """Memory of an engine: weights, caches, the temporaries of a round, and the measured peak of running a batch.
 
 Weights and caches are the sums of their tensors. Temporaries are the tensors that the operations of each phase of a
-round allocate. The peak is measured in a separate run without any instrument, and shown beside the sum of the parts.
+round allocate. The peak is measured in a separate run without observation, and shown beside the sum of the parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draftproof.profiling.phases import Phases, RowShape
 from draftproof.profiling.tensor_memory import TensorMemory, tensor_memory, walk
 from draftproof.sampling import SamplingParams
 
-_PERIOD = 32  # the prompt repeats itself, so that lookup drafters find something
+_PERIOD = 32  # after so many tokens the prompt repeats, so that lookup drafters find something
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Weights:
 
     Attributes:
         part: its name.
-        own: bytes that no part before it in the list has.
+        own: bytes that it does not share with the parts before it in the list.
         packed: those of `own` that are in a layout for the CPU.
-        shared: bytes that it shares with parts before it.
+        shared: bytes that it shares with the parts before it.
     """
 
     part: str
@@ -85,14 +85,14 @@ class Cache:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """Memory as measured by the system or the accelerator; on a CPU that of the whole process.
+    """Memory as measured by the system or the accelerator; on a CPU, memory of the whole process.
 
     Attributes:
-        how: a key of `draftproof.peak.HOW`.
-        before: bytes before anything was loaded; None where the system does not report them.
+        how: the method, a key of `draftproof.peak.HOW`.
+        before: bytes before anything was loaded; None if the system does not report them.
         loading: peak while the engine was loaded.
-        loaded: after that.
-        peak: while the batch ran.
+        loaded: bytes after that.
+        peak: peak while the batch ran.
     """
 
     how: str
@@ -113,9 +113,9 @@ class Memory:
         caches: of each model.
         states: peak of the hidden states in sessions, for feature heads; they are part of `temporaries`.
         first: peak of each phase, and of the whole round, in the round that reads the prompts.
-        later: the same of the largest of the other rounds.
+        later: the same for the largest of the other rounds.
         rows: the largest rows of logits and probabilities that a phase returned.
-        temporaries: peak of the tensors beside weights and caches.
+        temporaries: peak of the tensors besides weights and caches.
         resident: as measured by the system.
     """
 
@@ -144,12 +144,12 @@ def measure(make: Callable[[], Engine], workload: Workload, device: torch.device
     """Load an engine, run a batch for its peak, and run it again for the memory of each phase.
 
     Args:
-        make: loads the engine, with `max_batch` as the workload's batch; its caches then grow as they would in use.
+        make: loads the engine, with the workload's batch as `max_batch`; so its caches grow as in normal use.
         workload: the batch; tokens are sampled at temperature 1, and nothing ends a request early.
-        device: where the engine's models will be.
+        device: the device of the engine's models.
 
     Raises:
-        UserError: from loading; prompt and new tokens that exceed the target's context.
+        UserError: from loading, or if prompt and new tokens exceed the target's context.
     """
     loading = Peak(device)
     engine = make()
@@ -199,7 +199,7 @@ def refuse_overlong(engine: Engine, workload: Workload) -> None:
     """Refuse a workload that would end at the context instead of at its number of tokens.
 
     Raises:
-        UserError: with the number of tokens that fit.
+        UserError: prompt and new tokens exceed the target's context; with the number that fits.
     """
     total = workload.prompt_tokens + workload.new_tokens
     most = engine.target.max_positions
@@ -249,7 +249,7 @@ def caches(engine: Engine, longest: dict[int, int], batch: int) -> Iterator[Cach
 
     Args:
         engine: after a run.
-        longest: slots of the longest request by the id of its cache.
+        longest: tokens of the longest request by the id of its cache.
         batch: requests that ran together.
     """
     for part, cache in slot_caches(engine):

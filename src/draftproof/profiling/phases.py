@@ -27,7 +27,7 @@ class RowShape:
     Attributes:
         shape: batch, largest number of rows of a request, vocabulary.
         dtype: of the rows.
-        nbytes: of all requests; less than the shape gives where requests differ.
+        nbytes: of all requests; less than the shape gives if requests have different numbers of rows.
     """
 
     shape: tuple[int, int, int]
@@ -39,11 +39,11 @@ class Phases:
     """Counts the allocations of every phase of every round of an observed engine.
 
     Attributes:
-        first, later: peak bytes of each phase, and of the whole round, beyond those allocated when it began; of the
+        first, later: peak bytes of each phase, and of the whole round, beyond those allocated when it began: of the
             first round, and of the largest one after it.
         peak: peak bytes of all tensors allocated since observation began.
         rows: the largest rows returned, by phase.
-        longest: slots of the longest request by the id of its slot cache.
+        longest: tokens of the longest request by the id of its slot cache.
         states: peak bytes of the hidden states in sessions.
     """
 
@@ -112,7 +112,7 @@ class Phases:
             self.rows[phase] = RowShape((batch, most, rows[0].shape[-1]), str(rows[0].dtype).split(".")[-1], nbytes)
 
     def _note_sessions(self, engine: Engine) -> None:
-        """Keep the sizes of sessions while they hold drafted tokens."""
+        """Keep the sizes of sessions while they contain drafted tokens."""
         sessions = [item for _, item in walk(engine) if isinstance(item, Session)]
         for session in sessions:
             key = id(getattr(session, "cache", None))

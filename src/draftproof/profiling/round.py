@@ -1,7 +1,7 @@
-"""The time of a round by its parts, of plain decoding and of a composition, beside what the hardware allows at best.
+"""The time of a round by its parts, of plain decoding and of a composition, beside the limits of the hardware.
 
-All engines answer the same questions in turns. Floors: a part must read its weights once (the rule: logits, p and q),
-and the products of a part take at least their operations at the rate of a large product.
+All engines answer the same questions in turns. A part takes at least the time to read its weights once (the rule reads
+logits, p and q), and the time of its operations at the rate of a large product. These least times are the floors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHARES = (*PARTS, "other")
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """What is measured.
+    """Options of `measure_round`.
 
     Attributes:
         target, draft, drafter, verifier, dtype: a composition, as in `Cell`; "" is the drafter's default rule.
@@ -114,7 +114,7 @@ def _row(engine: Engine, prompt: Sequence[int], options: RoundOptions, *, seed: 
 
 
 def _floors(options: RoundOptions, *, vocab_size: int) -> dict[str, dict[str, float]]:
-    """Least milliseconds of each part by memory and by arithmetic; parts without weights of their own are left out."""
+    """Least milliseconds of each part by memory and by arithmetic; parts without their own weights are left out."""
     read, target = bandwidth(), weights_read(options.target, options.dtype)
     rate, steps, size = product_rate(target.dtype), options.draft_length, target.dtype.itemsize
     floors = {"target": {"memory": target.nbytes / read, "arithmetic": (steps + 1) * 2 * target.entries / rate}}
@@ -126,7 +126,7 @@ def _floors(options: RoundOptions, *, vocab_size: int) -> dict[str, dict[str, fl
 
 
 def _draft_weights(options: RoundOptions, dtype: torch.dtype) -> ReadWeights | None:
-    """The weights that are read for a drafted token; None for drafters without weights of their own."""
+    """The weights that are read for a drafted token; None for drafters without their own weights."""
     kind, _, argument = options.drafter.partition(":")
     if kind == "feature_head":
         net = load_net(Path(argument))

@@ -1,4 +1,4 @@
-"""The time of each verification rule as a ratio to one softmax over the target's rows, and the memory that it takes.
+"""The time of each verification rule, relative to one softmax over the target's rows, and its memory.
 
 In each repetition the softmax and all rules run one after another on the same rows. Ratios are of one repetition.
 Memory is the growth of the process's peak during one call, in units of the rows of p.
@@ -54,7 +54,7 @@ Calls = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class RuleSizes:
-    """The sizes that rules are measured at; all combinations of the lists.
+    """The sizes at which rules are measured; all combinations of the lists.
 
     Attributes:
         vocab, batch, drafts: lists; rules for one draft are measured at 1 draft only.
@@ -92,7 +92,7 @@ def measure_rules(sizes: RuleSizes, *, watch: Watch = silent) -> Results:
 def _one_size(batch: int, drafts: int, length: int, vocab: int, repeats: int) -> list[dict[str, Any]]:
     calls = _calls(batch, drafts, length, vocab)
     for call in calls.values():
-        call()  # warms up: what a first call allocates for good is not the rule's
+        call()  # warms up: memory that a first call allocates for good is not counted
     memory = {name: _peak_growth(call) for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
@@ -135,7 +135,7 @@ def _rows(
 
 
 def _peak_growth(call: Callable[[], object]) -> int:
-    """Bytes by which the process's peak memory grows during a call; 0 where the system does not report its size."""
+    """Bytes by which the process's peak memory grows during a call; 0 if the system does not report its size."""
     peak = Peak(torch.device("cpu"))
     call()
     most = peak.stop()

@@ -1,4 +1,4 @@
-"""Claims that a number is above 0, judged by intervals: paired bootstrap over prompts, or exact values."""
+"""Claims that a number is above 0, judged by its interval: a paired bootstrap over prompts, or an exact value."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Interval:
     """A number with its interval.
 
     Attributes:
-        value: of the sample itself.
-        low, high: ends of the interval; equal to the value where it is exact.
-        level: of confidence; 1 where it is exact.
-        clusters: how many units (prompts, pairs of distributions) were resampled; 0 where it is exact.
+        value: the sample's own value.
+        low, high: ends of the interval; equal to an exact value.
+        level: of confidence; 1 for an exact value.
+        clusters: number of units (prompts, pairs of distributions) that were resampled; 0 for an exact value.
     """
 
     value: float
@@ -55,7 +55,7 @@ class Interval:
 
     @classmethod
     def exact(cls, value: float) -> Interval:
-        """A computed number."""
+        """The interval of an exactly computed number."""
         return cls(value, value, value)
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Claim:
         text: the claim, in the form "a number > 0".
         kind: whether it must hold.
         interval: of that number.
-        at_least: whether 0 itself agrees with the claim.
+        at_least: whether the claim is also true of 0.
         verdict: see `judge`.
     """
 
@@ -99,7 +99,7 @@ def judge(interval: Interval, *, at_least: bool = False) -> Judgement:
 
     Args:
         interval: of a number that the claim says is above 0.
-        at_least: the claim says "not below 0".
+        at_least: whether the claim is "not below 0".
     """
     if not all(map(math.isfinite, (interval.low, interval.high))):
         return Judgement.UNDECIDED
@@ -120,15 +120,15 @@ def bootstrap(
     resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """The expanded percentile interval of a statistic of column totals, clusters drawn again with replacement.
+    """The expanded percentile interval of a statistic of column totals, with clusters resampled with replacement.
 
     Columns of one cluster are drawn together, so differences between columns are paired. Ratios of totals (tokens per
-    call) are computed after drawing, which weighs clusters as the sample does. Like `estimate.bootstrap`, but all
-    resamples at once.
+    call) are computed after drawing, so clusters have the same weights as in the sample. The method is that of
+    `estimate.bootstrap`, for all resamples at once.
 
     Args:
         sums: the contribution of each cluster to each column.
-        statistic: from rows of totals to a number each.
+        statistic: gives one number for each row of totals.
         level: of confidence, between 0 and 1.
         resamples: draws of all clusters.
         seed: of the draws.
@@ -158,14 +158,14 @@ def resampled(
     resamples: int = 400,
     seed: int = 0,
 ) -> Interval:
-    """Like `bootstrap`, for statistics that are not functions of totals; slower.
+    """`bootstrap` for statistics that are not functions of totals; slower.
 
     Args:
         clusters: the units that are resampled.
         statistic: of a list of them.
-        level: as there.
-        resamples: as there.
-        seed: as there.
+        level: see `bootstrap`.
+        resamples: see `bootstrap`.
+        seed: see `bootstrap`.
 
     Raises:
         UserError: fewer than two clusters, or a level out of range.

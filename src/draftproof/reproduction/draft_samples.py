@@ -1,7 +1,7 @@
-"""Samples of long drafts at many positions, with the inputs of trained heads: stoppers are tried on the same drafts.
+"""Samples of long drafts at many positions, with the inputs of trained heads, to compare stoppers on the same drafts.
 
-A stopper that cuts a chain of `LIMIT` tokens after L of them gives a round of L drafted tokens. Of these, token
-verification accepts the sum over i <= L of prod min(1, p/q) in expectation. So the rates of all lengths and thresholds
+A stopper that cuts a chain of `LIMIT` tokens after L of them gives a round of L drafted tokens. The expected number
+that token verification accepts is the sum over i <= L of prod min(1, p/q). So the rates of all lengths and thresholds
 come from one set of drafts, with common random numbers; whole runs would need one run for each.
 """
 
@@ -31,7 +31,7 @@ STRIDE = 4  # tokens from one position to the next
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Where drafts are sampled.
+    """The positions where drafts are sampled.
 
     Attributes:
         pair: the models.
@@ -51,11 +51,11 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class DraftSamples:
-    """Drafts of LIMIT tokens: for each prompt as many as there are positions, prompt after prompt.
+    """Drafts of LIMIT tokens, one for each position of each prompt, in the order of the prompts.
 
     Attributes:
-        at_token: one row for each drafted token, with the draft model's state at that token: input of acceptance heads.
-        before_token: the same with the state before the token: input of verifiers.
+        at_token: one row for each drafted token, with the draft model's state at that token, for acceptance heads.
+        before_token: the same with the state before the token, for verifiers.
         prompts: number of prompts.
     """
 
@@ -78,7 +78,7 @@ class DraftSamples:
 
 
 def sample_drafts(experiments: Experiments, plan: SamplePlan) -> DraftSamples:
-    """The drafts of a plan, from the cached records where they exist."""
+    """The drafts of a plan, from the cached records if they exist."""
     pair = model_pair(experiments, plan.pair, plan.top_k)
     texts = experiments.cached("drafts", plan, lambda: _drafts(experiments, plan))
     rows = [Response(tuple(prompt), tuple(tokens)) for prompt, tokens in texts]
@@ -129,10 +129,10 @@ def fixed_lengths(samples: DraftSamples, length: int) -> Tensor:
 
 @torch.no_grad()
 def stopped_lengths(samples: DraftSamples, head: Head, stopper: StopperBase) -> Tensor:
-    """The length at which a stopper with a head that reads the state at a token would end each draft.
+    """The length of each draft when a stopper ends it, for stoppers with a head that reads the state at a token.
 
-    The newest token is not judged yet when the stopper decides, and the first signal is about the root, which it leaves
-    out (see stoppers.trained).
+    When the stopper decides, the newest token has no signal yet; the first signal is about the root and is not used
+    (see stoppers.trained).
     """
     output = run_head(head, samples.at_token).double().reshape(-1, LIMIT)
     signals = torch.nn.functional.logsigmoid(output) if head.config.kind == "acceptance" else output

@@ -3,8 +3,8 @@
 A `Recorder` takes the place of the verification rule in the engine. In each round it records, for every rule, length
 and number of drafts, the expected number of accepted tokens given the draft, and emits one token of the target. So
 rounds begin at every position of the target's own text, and all rules get the same drafts there (common random
-numbers). In whole runs, each rule begins a round where its last round ended. Both are block efficiencies: this one
-compares rules, the other shows what a run gains.
+numbers). In whole runs, each rule begins a round where its last round ended. Both give block efficiencies: this one
+compares rules, the other shows the gain of a run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def pieces(drafts: Sequence[Draft], target_probs: Sequence[Float[Tensor, "_ V"]]
     """Tokens, q and p of every chain; all drafts have the same number of chains of the same length."""
     tokens, q, p = [], [], []
     for draft, probs in zip(drafts, target_probs, strict=True):
-        assert draft.probs is not None, "a recorder refuses point masses"
+        assert draft.probs is not None, "a recorder does not accept point masses"
         nodes = torch.tensor(chains_of(draft), device=draft.probs.device)
         tokens.append(draft.tree.tokens[nodes])
         q.append(draft.probs[nodes])
@@ -72,15 +72,17 @@ def chain_ccdf(
 
     Args:
         rule: one of CHAIN_RULES; its own acceptance probabilities are used.
-        tokens: drafted.
+        tokens: the drafted tokens.
         q: the rows they were drawn from.
-        p: the target's rows before each and after the last.
+        p: the target's rows before each token and after the last.
     """
     if rule == "token":
         return log_ratios(tokens, q, p).clamp(max=0).exp().cumprod(-1)
     sizes = torch.full_like(tokens[:, 0], tokens.shape[1])
     h = (block_acceptance if rule == "block" else greedy_acceptance)(tokens, q, p, sizes)[1]
-    return 1 - (1 - h).flip(-1).cumprod(-1).flip(-1)  # unless every place from i on refuses: the largest success wins
+    return 1 - (1 - h).flip(-1).cumprod(-1).flip(
+        -1
+    )  # 1 - Pr(every place from i on rejects), because the last success counts
 
 
 Plan = Callable[[Float[Tensor, "r V"], Float[Tensor, "r V"], Int[Tensor, "r D"], Tensor], tuple[Tensor, Tensor]]
@@ -108,9 +110,9 @@ def trie_ccdf(
 ) -> Float[Tensor, "B n"]:
     """Pr(at least l tokens are accepted | drafts) for l = 1..n, of a rule that walks from the root down.
 
-    A draw is kept if the rule selects its token, be it by accepting that draw, another draw of the same token, or from
-    the residual (SpecTr, Algorithm 3). What happens at a place does not depend on how deep the drafts go on, so the
-    first l columns hold for drafts cut to l tokens.
+    A draw is kept if the rule selects its token: by accepting that draw, by accepting another draw of the same token,
+    or from the residual (SpecTr, Algorithm 3). The outcome at a place does not depend on later places, so the first l
+    columns are also correct for drafts cut to l tokens.
 
     Args:
         rule: one of TRIE_RULES.
@@ -142,7 +144,7 @@ def _selected(
 ) -> Iterator[tuple[Int[Tensor, " m"], Float[Tensor, " m"]]]:
     """For the places of one depth, each drawn slot and (its share of) the probability that it is selected.
 
-    Places with one draw apart from those with several: they need no root search.
+    Places with one draw are computed separately from those with several, because they need no root search.
     """
     q, p = rows
     for part in (level.rows[: level.single], level.rows[level.single :]):
@@ -189,7 +191,7 @@ class Recorder:
         drafts: Sequence[Draft],
         target_probs: Sequence[Float[Tensor, "_ vocab"]],
         rng: Rng,
-        states: Sequence[object],  # noqa: ARG002 - it keeps nothing
+        states: Sequence[object],  # noqa: ARG002 - the recorder has no state
     ) -> list[Verdict]:
         """See Verifier: nothing is accepted, the next token is the target's own."""
         if all(len(draft) and max(map(len, chains_of(draft))) >= max(self.lengths) for draft in drafts):

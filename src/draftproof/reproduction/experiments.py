@@ -1,6 +1,6 @@
-"""Experiments for the recipes: pairs of models, prompts and runs, with records on disk so that each is measured once.
+"""Experiments for the recipes: pairs of models, prompts and runs; records on disk, so that each is measured once.
 
-Every request's seed comes from the run's seed and the prompt's number. So the same command gives the same counts, and
+A request's seed follows from the run's seed and the prompt's number. So the same command gives the same counts, and
 only times differ.
 """
 
@@ -25,7 +25,7 @@ from draftproof.reproduction.expected_accepted import Recorder
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 
-FORMAT = 2  # of the records; raise it where what is measured or how it is described changes
+FORMAT = 2  # of the records; raise it when a measurement or its description changes
 WARM_UP = 4  # tokens that are discarded before a run counts
 OPENINGS = "story-openings"  # the default data set of the recipes
 PROMPT = 96  # largest number of tokens of a prompt, because small models have short contexts
@@ -59,7 +59,7 @@ SMOLLM2 = PairNames("smollm2-135m", "smollm2-135m-draft", "bfloat16")
 
 @dataclass(frozen=True)
 class ExperimentProfile:
-    """How much is measured.
+    """The amount of measurements.
 
     Attributes:
         name: as on the command line.
@@ -88,7 +88,7 @@ class PlannedRun:
         pair: the models.
         drafter, stopper, verifier: the parts; drafter "none" is plain decoding.
         temperature, top_k: of the sampling.
-        prompts, seeds, tokens: how many.
+        prompts, seeds, tokens: their numbers.
         batch: requests decoded together.
         dataset: of the prompts, one that ships.
     """
@@ -118,7 +118,7 @@ class Places:
             are averaged over all of them.
         drafter: "model" (i.i.d. chains of the draft model), or "early_exit:L" of the target itself.
         temperature: of the sampling.
-        prompts, seeds, places: how many.
+        prompts, seeds, places: their numbers.
     """
 
     pair: PairNames
@@ -133,11 +133,11 @@ class Places:
 
 
 class Experiments:
-    """Measures what recipes need, or reads it from the records.
+    """Makes the measurements of recipes, or reads them from the records.
 
     Args:
         folder: of the records, one file for each measurement.
-        profile: how much is measured.
+        profile: the amount of measurements.
         notify: called with a line when a measurement begins.
     """
 
@@ -178,11 +178,11 @@ class Experiments:
     # --- measuring ------------------------------------------------------------------------------------------------
 
     def cached(self, kind: str, key: object, make: Callable[[], Any]) -> Any:
-        """A value from the records; made and written first if it is not there.
+        """A value from the records; measured and written first if it is not there.
 
         Args:
             kind: first part of the file's name.
-            key: identifies the value: something that JSON can carry, or a dataclass of such.
+            key: identifies the value: values for JSON, or a dataclass of such values.
             make: measures it.
         """
         described = asdict(key) if not isinstance(key, dict | list | tuple | str) else key  # type: ignore[call-overload]
@@ -200,7 +200,7 @@ class Experiments:
         return found
 
     def in_turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:
-        """The rows of runs whose seconds are compared: measured batch by batch in turns, A B A B."""
+        """The rows of runs whose times are compared: measured batch by batch in turns, A B A B."""
         found: list[list[Row]] = self.cached("turns", [asdict(run) for run in runs], lambda: self._turns(runs))
         return found
 
@@ -231,13 +231,13 @@ class Experiments:
         return [[int(token) for token in self.tokenizer(name)(text)["input_ids"]][:PROMPT] for text in texts]
 
     def drafter(self, pair: PairNames, name: str, stopper: str) -> Drafter:
-        """A drafter by name, with the draft model where it reads one."""
+        """A drafter by name, with the draft model if it needs one."""
         reads = name.partition(":")[0] in {"model", "chains", "tree"}
         draft = self.backend(pair.draft, pair.dtype) if reads else None
         return make_drafter(name, target=self.backend(pair.target, pair.dtype), draft=draft, stopper=stopper)
 
     def _turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:
-        """Batch by batch, every run in its turn, so that a machine that slows down affects all of them."""
+        """Measure batch by batch, all runs in turns, so that a machine that slows down affects all of them."""
         engines = [self._engine(run) for run in runs]
         made: list[list[Row]] = [[] for _ in runs]
         for seed in range(max(run.seeds for run in runs)):
@@ -282,7 +282,7 @@ class Experiments:
 
 
 def _line(kind: str, described: Any) -> str:
-    """One line about what is being measured."""
+    """One line about a measurement that begins."""
     if isinstance(described, list):
         return f"{kind}: {len(described)} compositions on {described[0]['pair']['target']}"
     pair = described.get("pair", "")
@@ -314,7 +314,7 @@ def _params(planned: PlannedRun | Places, seed: int, number: int, tokens: int) -
 
 
 def _add(sums: list[Row], expected: dict[str, list[float]]) -> None:
-    """Add one round of all rows; rows are in step, because every request has the same length."""
+    """Add one round of all rows; every row has the same number of rounds, because all requests have the same length."""
     for at, row in enumerate(sums):
         row["places"] += 1
         for name, values in expected.items():

@@ -1,4 +1,4 @@
-"""Pictures of the recipes that stand for a figure of a paper, drawn where matplotlib is installed."""
+"""Pictures for the recipes of a paper's figures, drawn if matplotlib is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of the recipes in Markdown: each paper's table with a mark at every number, our numbers, the claims."""
+"""The report of the recipes in Markdown: each paper's table with a mark for every number, our numbers, the claims."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def markdown(
     """The whole report.
 
     Args:
-        outcomes: of recipes.
-        profile: its name.
+        outcomes: of the recipes.
+        profile: name of the profile.
         facts: of the run, for the header.
-        pictures: file by recipe.
+        pictures: file name by recipe.
     """
     lines = [
         "# The papers' tables and figures, reproduced",
@@ -47,7 +47,7 @@ def markdown(
 
 
 def _overview(outcomes: Sequence[Json]) -> list[str]:
-    """One row for each recipe: its marks and verdicts, counted."""
+    """A table with one row for each recipe: the numbers of its marks and verdicts."""
     rows = []
     for each in outcomes:
         marks = Counter(cell["mark"] for cell in each["cells"])
@@ -65,7 +65,7 @@ def _verdicts(outcome: Json, kind: str) -> str:
 
 
 def _anchor(outcome: Json) -> str:
-    """The anchor of its heading, as Markdown viewers make it."""
+    """The anchor of the recipe's heading, as Markdown viewers make it."""
     heading = f"{outcome['name']}: {outcome['paper']['title']}".lower()
     return "".join(c for c in heading if c.isalnum() or c in " -_").replace(" ", "-")
 
@@ -125,7 +125,7 @@ def _paper_value(value: float | str | None, spread: float | None, mark: str | No
 
 
 def number(value: Json | str) -> str:
-    """A number with its interval, where it has one."""
+    """A number with its interval, if it has one."""
     if isinstance(value, str):
         return value
     middle, low, high = (_short(value[name]) for name in ("value", "low", "high"))

@@ -1,4 +1,4 @@
-"""Runs recipes one after another: records and outcomes are kept in a folder, the report is written after each recipe.
+"""Run recipes one after another; records and outcomes are kept in a folder, the report is written after each recipe.
 
 A finished recipe is not measured again. One that was interrupted continues with the records that exist. A folder
 belongs to one profile and one version of the recipes (FORMAT); another one is refused.
@@ -41,7 +41,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Finished:
-    """A recipe's outcome as it is kept in the folder."""
+    """A recipe's outcome as it is stored in the folder."""
 
     name: str
     content: Json
@@ -66,8 +66,8 @@ def reproduce(
     Args:
         names: of recipes; none for all.
         out: a folder, made if it does not exist: for `reproduce.md`, `reproduce.json`, pictures and records.
-        profile: how much is measured.
-        notify: called with a line about what is done now.
+        profile: the amount of measurements.
+        notify: called with a line about the current work.
 
     Returns:
         The outcomes of these recipes.
@@ -91,7 +91,7 @@ def _identity(profile: ExperimentProfile) -> Json:
 
 
 def _claim_folder(out: Path, profile: ExperimentProfile) -> None:
-    """Write which profile the folder belongs to, or check it."""
+    """Write the profile of a new folder, or check the profile of an old one."""
     file = out / "profile.json"
     identity = json.loads(json.dumps(_identity(profile)))
     if file.exists():
@@ -137,7 +137,7 @@ def _report(out: Path, profile: ExperimentProfile, facts: Json, notify: Notify) 
 
 
 def without_times(outcomes: Sequence[Json]) -> str:
-    """A hash of outcomes without seconds and what follows from them: equal for equal seeds."""
+    """A hash of outcomes without times and the numbers computed from them; equal for equal seeds."""
     kept = []
     for each in outcomes:
         dropped = {KEY, "seconds", "timed_claims", *(("figure", "claims") if each["how"] == "times" else ())}

@@ -1,4 +1,4 @@
-"""Acceptance at one position: what each rule reaches with k draws, and the upper bounds for all rules.
+"""Acceptance at one position: of each rule with k draws, and upper bounds for all rules.
 
 Acceptance is the probability that the emitted token is one of the k tokens drawn from q. Every function takes rows of p
 and q, and returns one number for each row.

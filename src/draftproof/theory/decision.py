@@ -30,7 +30,7 @@ class Problem:
         costs: seconds of the two passes; a discarded token costs c1 = draft, a target call costs c2 = target - draft.
         tokens: N, the number of tokens to emit.
         limit: largest number of candidates in a round.
-        order: how many of the last tokens p and q depend on, and are given; the work is V^(order + limit) N.
+        order: number of last tokens that p and q depend on and get; the work is V^(order + limit) N.
         context: the committed tokens.
 
     Raises:
@@ -143,7 +143,7 @@ class Values:
         return self._mean(state, stop=True) <= self._mean(state, stop=False)
 
     def is_open(self, state: State) -> bool:
-        """Whether both actions are legal: going on needs room for two more candidates."""
+        """Whether both actions are legal: continuing needs space for two more candidates."""
         return len(state.candidates) + 2 <= min(self.problem.limit, state.remaining - 1)
 
     def open_states(self) -> Iterator[State]:
@@ -305,8 +305,8 @@ def fixed_length(length: int) -> Policy:
 def acceptance_threshold(h: float) -> Policy:
     """The policy of SpecDec++ with the exact acceptance probabilities: stop when 1 - prod P > h.
 
-    The next candidate is verified in any case and is not part of the product, so even h = 0 drafts two tokens where
-    there is room.
+    The next candidate is verified in any case and is not part of the product, so even h = 0 drafts two tokens if two
+    fit.
 
     Source: SpecDec++, arXiv 2405.19715, section 3.2.
     """

@@ -1,1 +1,1 @@
-"""The papers' own figures, typed in, each with its place in the paper."""
+"""The papers' numbers, each table and figure with its place in the paper."""

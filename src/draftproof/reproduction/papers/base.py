@@ -18,9 +18,9 @@ class PaperTable:
         title: in our words.
         setting: the paper's models and parameters.
         columns: names of the values in each row.
-        rows: by label, one value for each column; None where the paper gives none. Empty for a picture without numbers.
-        spreads: by label, the paper's standard deviations, where it gives them.
-        picture: whether the paper gives it only as a picture; then `claims` are what its text says about it.
+        rows: by label, one value for each column; None if the paper gives none. Empty for a picture without numbers.
+        spreads: by label, the paper's standard deviations, if it gives them.
+        picture: whether the paper gives it only as a picture; then `claims` are those of its text.
         claims: the paper's conclusions from it, in our words.
     """
 

@@ -21,7 +21,7 @@ from draftproof.theory.lengths import iid_block_efficiency
 ANY = "*"  # every row of a column
 CLOSE = 0.05  # tolerance of a block efficiency, as a share of the paper's
 POINTS = 1.5  # tolerance of a gain, in percentage points
-OTHER_SECONDS = "times of this machine and these models"  # the reason where times differ
+OTHER_SECONDS = "times of this machine and these models"  # the reason for different times
 
 
 class Mark(StrEnum):
@@ -39,11 +39,11 @@ class PaperCell:
     Attributes:
         row, column: of the cell.
         paper: the paper's number.
-        ours: our number, None where there is none.
-        tolerance: by how much they may differ.
+        ours: our number, or None.
+        tolerance: the largest difference for the mark `reproduced`.
         mark: see the module.
         reason: for the mark.
-        timed: whether it is computed from times, which differ from run to run.
+        timed: whether our number is computed from times, which differ between runs.
     """
 
     row: str
@@ -63,7 +63,7 @@ class OurNumber:
     Attributes:
         ours: the number.
         tolerance: in the cell's unit; as a share of the paper's number if `relative`.
-        claims: those that the cell is part of.
+        claims: the claims that the cell is part of.
         why: why our number differs from the paper's.
         relative: see tolerance.
         timed: see `PaperCell`.
@@ -84,7 +84,7 @@ class Missing:
     reason: str
 
 
-Answers = dict[tuple[str, str], OurNumber | Missing]  # by row and column; a row of ANY stands for the whole column
+Answers = dict[tuple[str, str], OurNumber | Missing]  # by row and column; a row of ANY is for the whole column
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Series:
     Attributes:
         label: in the legend.
         x, y: its points.
-        error: lengths of the intervals below and above the points, where all points have one.
+        error: lengths of the intervals below and above the points, if all points have one.
         line: whether the points are joined.
     """
 
@@ -115,7 +115,7 @@ class Series:
 
     @classmethod
     def through(cls, label: str, x: Iterable[int], found: Sequence[Interval]) -> Series:
-        """A line through estimates, with their intervals where every one has an interval."""
+        """A line through estimates, with their intervals if every estimate has one."""
         below = tuple(max(each.value - each.low, 0.0) for each in found)
         above = tuple(max(each.high - each.value, 0.0) for each in found)
         known = all(math.isfinite(reach) for each in found for reach in (each.value - each.low, each.high - each.value))
@@ -157,10 +157,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table or figure and how we measure it.
+    """A table or figure, and the function that measures our numbers for it.
 
     Attributes:
-        paper: the paper's figures.
+        paper: the paper's numbers.
         measure: measures ours.
         how: "exact", "counts" (of sampled tokens) or "times".
     """
@@ -171,13 +171,13 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """Its name on the command line."""
         return self.paper.name
 
 
 @dataclass
 class OutcomeBuilder:
-    """An outcome that is being built."""
+    """Builds an outcome row by row."""
 
     paper: PaperTable
     rows: list[OurRow] = field(default_factory=list)
@@ -191,7 +191,7 @@ class OutcomeBuilder:
         self.rows.append(OurRow(label, dict(values), timed))
 
     def finish(self, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> Outcome:
-        """The outcome, every cell of the paper marked."""
+        """The outcome, with a mark for every cell of the paper."""
         cells = mark_cells(self.paper, answers)
         if self.paper.picture:
             cells += picture_cells(self.claims)
@@ -241,7 +241,7 @@ def _cell(row: str, column: str, value: float | str, found: OurNumber | Missing)
 
 
 def picture_cells(claims: Iterable[Claim]) -> list[PaperCell]:
-    """A cell for each claim that stands for a picture: reproduced where it was computed exactly."""
+    """A cell for each claim about a picture: reproduced if it was computed exactly."""
     made = []
     for each in claims:
         exact = each.interval.clusters == 0

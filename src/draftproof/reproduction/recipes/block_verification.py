@@ -81,7 +81,7 @@ def whole_runs(experiments: Experiments, pair: PairNames, temperature: float, n:
 def _times(
     experiments: Experiments, pair: PairNames, temperature: float, n: int
 ) -> tuple[dict[str, Interval], Claim, Claim]:
-    """Whole runs of plain, token and block: speeds over plain, and what the runs say of block against token."""
+    """Whole runs of plain, token and block: speeds over plain, and claims about block against token."""
     runs = whole_runs(experiments, pair, temperature, n)[:3]
     sums = run_sums(runs, TIMED)
     found = {
@@ -153,20 +153,20 @@ def table2(experiments: Experiments) -> Outcome:
                 row = f"T = {temperature:.1f}"
                 why = why_other(papers.TABLE2.number(row, "BE token"), found["BE token"], PAPER_N, pair.label)
                 answers |= _gain_answers(found | speeds, [held], [timed], why, row)
-        outcome.claims += [_hotter(pair, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
-        cold = at_places(experiments, pair, 0.0, places=4, seeds=1)  # nothing is drawn
-        equal = bootstrap(cold.sums, apart(cold, PAPER_N))
+        outcome.claims += [_temperature_claim(pair, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
+        greedy = at_places(experiments, pair, 0.0, places=4, seeds=1)  # nothing is drawn
+        equal = bootstrap(greedy.sums, apart(greedy, PAPER_N))
         outcome.claims.append(
             claim(f"-|BE block - BE token| >= 0 at T = 0 ({pair.label})", Kind.MUST, equal, at_least=True)
         )
     return outcome.finish(answers)
 
 
-def _hotter(pair: PairNames, sums: dict[float, AtPlaces], low: float, high: float) -> Claim:
+def _temperature_claim(pair: PairNames, sums: dict[float, AtPlaces], low: float, high: float) -> Claim:
     """The claim that the gain grows with temperature."""
-    hot, cold = sums[high], sums[low]
+    above, below = sums[high], sums[low]
     text = f"gain at T = {high:g} - gain at T = {low:g} > 0 ({pair.label})"
-    return claim(text, Kind.MODELS, between(hot, cold, _gain(hot, PAPER_N), _gain(cold, PAPER_N)))
+    return claim(text, Kind.MODELS, between(above, below, _gain(above, PAPER_N), _gain(below, PAPER_N)))
 
 
 def figure4(experiments: Experiments) -> Outcome:

@@ -18,12 +18,12 @@ LENGTHS = tuple(range(1, 11))
 
 
 def token_level(draft: float, length: int) -> float:
-    """sum over i of (1 - TV)^i (Theorem 2); the paper's sum begins at 0, which counts one token more."""
+    """sum over i >= 1 of (1 - TV)^i (Theorem 2); the paper's sum begins at 0, which counts one token more."""
     return math.fsum((1 - abs(draft - TARGET)) ** i for i in range(1, length + 1))
 
 
 def block_level(draft: float, length: int) -> float:
-    """sum over i of 1 - TV(Bin(i, p), Bin(i, q)) (Block Verification v1, Theorem 1), from 1 likewise."""
+    """sum over i >= 1 of 1 - TV(Bin(i, p), Bin(i, q)) (Block Verification v1, Theorem 1)."""
     return math.fsum(
         math.comb(i, k) * min(a**k * (1 - a) ** (i - k) for a in (draft, TARGET))
         for i in range(1, length + 1)
@@ -32,7 +32,7 @@ def block_level(draft: float, length: int) -> float:
 
 
 def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
-    """Both couplings by length, and what block verification reaches, which looks at what was drafted only."""
+    """Both couplings by length, and block verification, which sees only the drafted tokens."""
     outcome, lines, apart = OutcomeBuilder(papers.FIGURE2), [], []
     p = constant(bernoulli(TARGET))
     for chance in DRAFTS:

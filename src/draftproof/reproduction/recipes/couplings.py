@@ -27,7 +27,7 @@ TOY_P, TOY_Q = (1 / 3, 2 / 3), (2 / 3, 1 / 3)
 
 
 def toy_ccdf(rule: str, n: int) -> list[float]:
-    """Pr(accepted >= x) for x = 0..n on the toy pair: all drafts, with the acceptance probabilities of the rule."""
+    """Pr(accepted >= x) for x = 0..n on the toy pair, by enumeration of all drafts."""
     tokens = torch.tensor(list(itertools.product((0, 1), repeat=n)))
     q, p = (torch.tensor(row, dtype=torch.float64) for row in (TOY_Q, TOY_P))
     reach = chain_ccdf(rule, tokens, q.expand(len(tokens), n, 2), p.expand(len(tokens), n + 1, 2))
@@ -98,7 +98,7 @@ def _binary_best(target: float, drafted: float, k: int) -> float:
 
 
 def _binary_apart(targets: Sequence[float], many: Sequence[int]) -> Claim:
-    """That what is computed equals the paper's formula."""
+    """The claim that the computed values equal the paper's formula."""
     worst = max(abs(_binary_best(b, 0.25, k) - binary(b, 0.25, k)) for b in targets for k in many)
     return exact_claim("-|best - closed form| >= 0, largest", -worst, at_least=True)
 
@@ -227,7 +227,7 @@ def _padded(parts: Sequence[Float[Tensor, " _"]]) -> Float[Tensor, "R V"]:
 
 
 def _solved(pairs: Sequence[tuple[Tensor, Tensor]], most: int = 8) -> Claim:
-    """That the linear program (equation (4)) gives the same optimum; without scipy the claim cannot be judged."""
+    """The claim that the linear program (equation (4)) gives the same optimum; it needs scipy."""
     text = "-|linear program - formula| >= 0 at k = 1, 2, largest of 8 prompts"
     try:
         worst = max(

@@ -25,7 +25,7 @@ WEIGHTS, DEPTHS = (1.0, 3.0, 6.0, 12.0), (0, 1, 2, 3, 4)
 
 
 def heads_of(experiments: Experiments) -> dict[str, Head]:
-    """A head for each weight and depth, trained on drafts of other texts after the same beginnings."""
+    """A head for each weight and depth, trained on drafts of other texts with the same beginnings."""
     known, valid = (sample_drafts(experiments, sample_plan(experiments, OPENINGS, seed)) for seed in (1, 2))
     made = {}
     for weight, depth in itertools.product(WEIGHTS, DEPTHS):
@@ -55,7 +55,7 @@ def _mean(columns: Sequence[int]) -> Statistic:
 
 
 def chosen_threshold(columns: Sequence[int]) -> Statistic:
-    """The threshold with the best throughput, chosen anew in every resample."""
+    """The threshold with the best throughput, chosen separately in every resample."""
     grid = torch.tensor(THRESHOLDS, dtype=torch.float64)
     return lambda totals: grid[torch.stack([throughput(at)(totals) for at in columns]).argmax(0)]
 

@@ -36,10 +36,10 @@ RECIPES: dict[str, Recipe] = {
 
 
 def chosen(names: Sequence[str]) -> list[Recipe]:
-    """Recipes by name, in their own order; all of them without a name.
+    """Recipes by name, in the order of the list; all recipes if no name is given.
 
     Raises:
-        UserError: a name that is none, saying which there are.
+        UserError: an unknown name.
     """
     for name in names:
         if name not in RECIPES:

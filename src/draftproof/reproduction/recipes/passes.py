@@ -1,4 +1,4 @@
-"""SpecDec++, table 2 and figure 3: seconds of a pass, by regression of time on what was drafted and verified."""
+"""SpecDec++, table 2 and figure 3: seconds of a pass, by regression of time on drafted tokens and target calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Parts = Sequence[list[tuple[float, float, float]]]  # (drafted, target calls, se
 
 
 def _timed(experiments: Experiments) -> dict[str, Parts]:
-    """Answers by setting, one sequence at a time, all settings in turns; models by themselves at two lengths."""
+    """Answers by setting, one sequence at a time, all settings in turns; models alone at two lengths."""
     size = {
         "batch": 1,
         "prompts": min(experiments.profile.prompts, 12),
@@ -62,7 +62,7 @@ def _slope(parts: Parts, side: int) -> float:
 
 
 def _line(parts: Parts, side: int) -> float:
-    """Seconds of a pass and R squared of a model by itself, whose calls are the only count."""
+    """Seconds of a pass (side 0) or R squared (side 1) of a model alone, by regression on its calls."""
     rows = torch.tensor(list(itertools.chain(*parts)), dtype=torch.float64)
     calls, seconds = rows[:, 1], rows[:, 2]
     slope = float((calls * seconds).sum() / (calls**2).sum())
@@ -90,7 +90,7 @@ def passes(experiments: Experiments) -> dict[str, dict[str, Interval]]:
 
 
 def fits(found: dict[str, dict[str, Interval]]) -> dict[str, Claim]:
-    """By setting, whether the model of time fits."""
+    """By setting, the claim that the cost model fits."""
     return {
         setting: claim(
             f"R squared - 0.98 >= 0 ({setting})",
@@ -103,7 +103,7 @@ def fits(found: dict[str, dict[str, Interval]]) -> dict[str, Claim]:
 
 
 def head_costs(found: dict[str, dict[str, Interval]]) -> Claim:
-    """That the acceptance head costs less than a tenth of a draft pass."""
+    """The claim that the acceptance head costs less than a tenth of a draft pass."""
     plain, headed = found["SpecDec"]["t_draft"], found["SpecDec++"]["t_draft"]
     value, low, high = headed.value / plain.value, headed.low / plain.high, headed.high / plain.low
     gap = Interval(1.1 - value, 1.1 - high, 1.1 - low, headed.level, headed.clusters)
@@ -134,7 +134,7 @@ def _answer(value: Interval, tolerance: float, fitted: Claim) -> OurNumber:
 
 
 def figure3(experiments: Experiments) -> Outcome:
-    """The same as bars."""
+    """The numbers of table 2 as bars."""
     outcome, answers, found = OutcomeBuilder(papers.FIGURE3), Answers(), passes(experiments)
     fitted = fits(found)
     for setting, values in found.items():

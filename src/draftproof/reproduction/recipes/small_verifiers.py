@@ -36,7 +36,7 @@ from draftproof.training.heads import Labels, run_head, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.metrics import auc, roc
 
-SETS = {"Wiki": OPENINGS, "LM1B": "fiction"}  # the paper's data sets, and ours that are compared with them
+SETS = {"Wiki": OPENINGS, "LM1B": "fiction"}  # the paper's data sets, and ours in their place
 STEPS = 400
 LAMBDAS = (1.0, 1.2, 1.5)
 RATES = tuple(i / 10 for i in range(11))
@@ -45,7 +45,7 @@ Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # scores and labels of each
 
 
 def sample_plan(experiments: Experiments, dataset: str, seed: int) -> SamplePlan:
-    """Where drafts are sampled; most shipped data sets have 16 questions."""
+    """The positions where drafts are sampled; most shipped data sets have 16 questions."""
     prompts = min(experiments.profile.prompts, 16)
     return SamplePlan(SMALL, dataset, prompts=prompts, places=experiments.profile.places, seed=seed)
 
@@ -65,14 +65,14 @@ def scores(head: Head, rows: JudgeRows) -> torch.Tensor:
 
 
 def area(head: Head, samples: DraftSamples, lam: float = 1.2) -> Parts:
-    """Scores and labels of each prompt, whose ROC has an area."""
+    """Scores and labels of each prompt, for `area_of`."""
     good, score = Labels(lam=lam).acceptable(samples.before_token.log_ratio), scores(head, samples.before_token)
     prompt = samples.prompt_of_row()
     return [(score[prompt == at], good[prompt == at]) for at in range(samples.prompts)]
 
 
 def area_of(parts: Parts) -> float:
-    """AUC of all parts together."""
+    """Area under the ROC curve of all parts together."""
     return auc(torch.cat([score for score, _ in parts]), torch.cat([good for _, good in parts]))
 
 
@@ -147,7 +147,7 @@ def table4(experiments: Experiments) -> Outcome:
 
 
 def _transfers(areas: Mapping[str, Parts], own: str) -> Claim:
-    """That the other data set's verifier is as good as the own one, to 0.05 of AUC."""
+    """The claim that the other data set's verifier is as good as the own one, up to 0.05 of AUC."""
     other = next(name for name in areas if name != own)
     both = list(zip(areas[own], areas[other], strict=True))
     gap = resampled(both, lambda some: area_of([a for a, _ in some]) - area_of([b for _, b in some]))
@@ -156,7 +156,7 @@ def _transfers(areas: Mapping[str, Parts], own: str) -> Claim:
 
 
 def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
-    """The directory of a verifier, for the engine to load."""
+    """The directory of a verifier, written for the engine to load."""
     out = experiments.folder / "heads" / dataset
     if not out.exists():
         with whole_directory(out) as work:
@@ -179,7 +179,7 @@ def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is rea
 
 
 def _closed(name: str, unit: float, of: partial[float]) -> Outcome:
-    """A figure of Theorem 3.3 or 3.4: the curve by eta_TP for two eta_FP, and how far it exceeds the ideal."""
+    """A figure of Theorem 3.3 or 3.4: the curve by eta_TP for two eta_FP, and its distance from the ideal."""
     paper = papers.FIGURE5 if name == "tokens" else papers.FIGURE6
     outcome, lines = OutcomeBuilder(paper), []
     ideal = of(RUN, 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""SpecDec++, arXiv 2405.19715: adaptive against constant draft lengths, by the cost model, and what a pass costs."""
+"""SpecDec++, arXiv 2405.19715: adaptive against constant draft lengths, by the cost model with the paper's times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from draftproof.theory.cost import PassCosts
 from draftproof.theory.decision import Problem, adaptive_gain
 
 SETS = {"Alpaca": OPENINGS, "HumanEval": "humaneval", "GSM8K": "gsm8k"}  # the paper's data sets, and ours
-LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14)  # section 4.1, and 1, where small pairs may have their best
+LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14)  # section 4.1, and 1, which may be best for small pairs
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
 COSTS = PassCosts(papers.DRAFT_SECONDS, papers.TARGET_SECONDS)
 ALONE = 0.108  # seconds of a target pass without speculation, section 4.2
@@ -46,7 +46,7 @@ TOP_K = 50
 
 
 def sample_plan(experiments: Experiments, dataset: str, seed: int = 0) -> SamplePlan:
-    """Where drafts are sampled; the other shipped data sets have 16 questions."""
+    """The positions where drafts are sampled; the other shipped data sets have 16 questions."""
     scale = experiments.profile
     prompts = scale.prompts if dataset == OPENINGS else min(scale.prompts, 16)
     return SamplePlan(SMALL, dataset, prompts=prompts, places=scale.places, seed=seed, top_k=TOP_K)
@@ -64,7 +64,7 @@ def throughput(column: int, costs: PassCosts = COSTS) -> Statistic:
 
 
 def best(columns: Sequence[int], costs: PassCosts = COSTS) -> Statistic:
-    """The best throughput of some settings, chosen anew in every resample."""
+    """The best throughput of some settings, chosen separately in every resample."""
     return lambda totals: torch.stack([throughput(at, costs)(totals) for at in columns]).amax(0)
 
 
@@ -108,7 +108,7 @@ def _names(columns: Sequence[int], sums: Tensor) -> str:
 
 
 def exact_gain() -> Claim:
-    """What the best policy saves against the best constant length on toy pairs, by dynamic programming."""
+    """The claim that the best policy saves time against the best constant length on toy pairs, computed exactly."""
     ratio = papers.DRAFT_SECONDS / papers.TARGET_SECONDS
     gains = []
     for seed in range(6):
@@ -132,7 +132,7 @@ def compared(experiments: Experiments) -> dict[str, Float[Tensor, "prompts colum
 
 
 def _faster(name: str, sums: Tensor) -> Claim:
-    """That the best threshold is faster than the best length."""
+    """The claim that the best threshold is faster than the best length."""
     gap = bootstrap(sums, lambda totals: best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1)
     return claim(f"best adaptive over best constant throughput - 1 > 0 ({SETS[name]})", Kind.MODELS, gap)
 
@@ -226,7 +226,7 @@ def figure4(experiments: Experiments) -> Outcome:
 
 
 def behind(at: int) -> Statistic:
-    """How far the constant lengths' frontier lies above a setting."""
+    """The distance of a setting below the constant lengths' frontier."""
     return lambda totals: frontier(totals, at) - rates(at)[1](totals)
 
 

@@ -30,7 +30,7 @@ from draftproof.reproduction.recipes.sums import AtPlaces, between, efficiency, 
 from draftproof.tree import TokenTree
 
 DRAFTS, LENGTHS = (1, 2, 4, 8), (4, 8)
-PASSES = 30  # timed, of each shape
+PASSES = 30  # timed passes of each shape
 
 
 def _column(k: int, n: int) -> str:
@@ -45,7 +45,7 @@ def _grid(experiments: Experiments, pair: PairNames, **changes: Any) -> AtPlaces
 
 
 def _growth(at: AtPlaces, label: str) -> list[Claim]:
-    """That efficiency grows with K and with L."""
+    """The claims that efficiency grows with K and with L."""
     with_k = [
         at.at_least(f"BE at K = {b} - at K = {a} > 0 ({label}, L = {n})", _column(b, n), _column(a, n))
         for n in LENGTHS
@@ -137,14 +137,14 @@ def table1(experiments: Experiments) -> Outcome:
 
 
 def _passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:
-    """Seconds of passes by length x batch, from the records if they are there."""
+    """Seconds of passes by length x batch, from the records if they exist."""
     key = {"pair": pair.label, "dtype": pair.dtype}
     found: dict[str, list[float]] = experiments.cached("passes", key, lambda: _time_passes(experiments, pair))
     return found
 
 
 def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[float]]:
-    """Shapes take turns, so that a machine that slows down meets all of them."""
+    """Measure the shapes in turns, so that a machine that slows down affects all of them."""
     model = experiments.backend(pair.target, pair.dtype)
     prompt = (experiments.prompts(pair.target, 8)[0] * 64)[:64]
     shapes = [(length, batch) for length in (4, 8) for batch in (1, 2, 4, 8)]

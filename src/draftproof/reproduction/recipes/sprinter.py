@@ -53,7 +53,7 @@ def planned_run(experiments: Experiments, parts: Mapping[str, str]) -> PlannedRu
 
 
 def accepted(run: int) -> Statistic:
-    """Draft tokens kept a target call: the paper's average tokens."""
+    """Draft tokens kept per target call; the paper calls this average tokens."""
     return lambda t: t[:, WIDTH * run + 2] / t[:, WIDTH * run + 1]
 
 
@@ -91,7 +91,7 @@ def _likelihood(pair: ModelPair, prompt: Sequence[int], tokens: Sequence[int]) -
 
 
 def quality_sums(experiments: Experiments, runs: Sequence[PlannedRun]) -> Float[Tensor, "prompts columns"]:
-    """For each prompt and run: tokens, log-likelihood; run after run."""
+    """For each prompt, tokens and log-likelihood of every run, run after run."""
     parts = [
         [
             {**row, "likelihood": value}
@@ -150,7 +150,7 @@ def _faster(run: int, base: int) -> Statistic:
 
 
 def _counting_claims(sums: Tensor, at: Mapping[str, int]) -> dict[tuple[str, str], Claim]:
-    """Who calls the target less."""
+    """Claims about the number of target calls."""
     fewer = [
         ("SPRINTER's drafts, lossless", "SPRINTER", Kind.MUST),
         ("SD", "SPRINTER", Kind.MODELS),
@@ -172,7 +172,7 @@ def _counting_claims(sums: Tensor, at: Mapping[str, int]) -> dict[tuple[str, str
 def _quality_claims(
     experiments: Experiments, runs: Sequence[PlannedRun], at: Mapping[str, int], outcome: OutcomeBuilder
 ) -> list[Claim]:
-    """What SPRINTER costs in likelihood and at a position; both are bounded by what the draft model by itself costs."""
+    """Claims about SPRINTER's loss in likelihood and at a position; the draft model alone is the bound of both."""
     alone = replace(experiments.scaled_run(SMALL, **PLAIN), pair=PairNames(SMALL.draft, SMALL.draft))
     lossy = [name for name in at if name.startswith("SPRINTER") and "lossless" not in name]
     sums = quality_sums(experiments, [runs[at["SD"]], alone, runs[at["mentored"]], *(runs[at[name]] for name in lossy)])
@@ -255,7 +255,7 @@ def table3(experiments: Experiments) -> Outcome:
 
 
 def wins_over(experiments: Experiments, ours: PlannedRun, other: PlannedRun) -> Interval:
-    """Per cent of answers that the target finds likelier than another method's to the same prompt and seed."""
+    """Per cent of answers with a higher likelihood under the target than another method's, by prompt and seed."""
     mine, theirs = likelihoods(experiments, ours), likelihoods(experiments, other)
     rows = experiments.runs(ours)
     sums = torch.zeros(ours.prompts, 2, dtype=torch.float64)

@@ -27,7 +27,7 @@ def place_sums(rows: Sequence[Row], columns: Sequence[str]) -> Float[Tensor, "pr
 def run_sums(
     parts: Sequence[Sequence[Row]], fields: Sequence[str] = ("num_tokens", "num_target_calls")
 ) -> Float[Tensor, "prompts columns"]:
-    """For each prompt the named counts of every run, seeds added up: columns run after run."""
+    """For each prompt the named counts of every run, summed over seeds; columns run after run."""
     count = 1 + max(row["prompt"] for row in parts[0])
     sums = torch.zeros(count, len(parts) * len(fields), dtype=torch.float64)
     for number, rows in enumerate(parts):
@@ -44,7 +44,7 @@ def efficiency(column: int) -> Statistic:
 
 
 def gain(above: int, below: int) -> Statistic:
-    """By how many percent one column's block efficiency exceeds another's."""
+    """Per cent by which one column's block efficiency exceeds another's."""
     return lambda totals: 100 * (efficiency(above)(totals) / efficiency(below)(totals) - 1)
 
 
@@ -54,7 +54,7 @@ def speed(run: int, plain: int) -> Statistic:
 
 
 def faster(run: int, other: int, unit: float = 1.0) -> Statistic:
-    """By how much a run is faster than another, as a share or in the unit given."""
+    """The speed of a run over another one's, minus 1, times `unit`."""
     return lambda totals: unit * (speed(run, other)(totals) - 1)
 
 
@@ -72,9 +72,9 @@ class AtPlaces:
     """Sums over positions of the expected accepted tokens in each column.
 
     Args:
-        experiments: measures them.
+        experiments: makes the measurements.
         places: the positions.
-        columns: names of the columns that are used.
+        columns: names of the columns.
     """
 
     def __init__(self, experiments: Experiments, places: Places, columns: Sequence[str]) -> None:
@@ -86,11 +86,11 @@ class AtPlaces:
         return 1 + self.columns.index(name)
 
     def efficiency(self, rule: str, n: int, drafts: int = 1) -> Interval:
-        """Of a rule."""
+        """Block efficiency of a rule."""
         return bootstrap(self.sums, efficiency(self[key(rule, n, drafts)]))
 
     def gain(self, n: int) -> Interval:
-        """Of block over token verification, in percent."""
+        """Gain of block over token verification, in per cent."""
         return bootstrap(self.sums, gain(self[key("block", n)], self[key("token", n)]))
 
     def at_least(self, text: str, one: str, other: str, kind: Kind = Kind.MUST, *, strict: bool = True) -> Claim:
@@ -100,7 +100,7 @@ class AtPlaces:
 
 
 def why_other(paper: float, ours: Interval, n: int, label: str) -> str:
-    """Acceptance rates that explain different block efficiencies."""
+    """A reason for different block efficiencies: the acceptance rates, in words."""
     return (
         f"{label} accepts as if each token passed with probability {implied_acceptance(ours.value, n):.2f}, "
         f"the paper's pair with {implied_acceptance(paper, n):.2f}"
@@ -108,18 +108,18 @@ def why_other(paper: float, ours: Interval, n: int, label: str) -> str:
 
 
 def several(experiments: Experiments, pair: PairNames, **changes: Any) -> Places:
-    """Rules for several drafts, as Block Verification's table 5 and SpecTr's tables share them."""
+    """Rules for several drafts, for Block Verification's table 5 and SpecTr's tables."""
     return experiments.scaled_places(pair, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, **changes)
 
 
 def between(one: AtPlaces, other: AtPlaces, of_one: Statistic, of_other: Statistic) -> Interval:
-    """The difference of two statistics of two sets of positions; the prompts, which are the same, are paired."""
+    """The difference of two statistics of two sets of positions, paired by their common prompts."""
     width = one.sums.shape[1]
     both = torch.cat([one.sums, other.sums], -1)
     return bootstrap(both, lambda totals: of_one(totals[:, :width]) - of_other(totals[:, width:]))
 
 
 def apart(at: AtPlaces, n: int) -> Statistic:
-    """Minus the distance of the block rule's and the token rule's efficiency: 0 where they are one."""
+    """Minus the distance between the efficiencies of block and token verification; 0 if they are equal."""
     one, other = efficiency(at[key("block", n)]), efficiency(at[key("token", n)])
     return lambda totals: -(one(totals) - other(totals)).abs()
