@@ -50,9 +50,9 @@ def main(what):
             for backend, own in zip(made, sessions, strict=True)
         ]
         assert bool(passes) is own_way, read
-        for found, wanted in zip(*outputs, strict=True):
-            assert torch.allclose(found.logits, wanted.logits, atol=1e-4), read
-            assert torch.allclose(found.hidden, wanted.hidden, atol=1e-4), read
+        for found, expected in zip(*outputs, strict=True):
+            assert torch.allclose(found.logits, expected.logits, atol=1e-4), read
+            assert torch.allclose(found.hidden, expected.hidden, atol=1e-4), read
         for session in [session for own in sessions for session in own]:
             session.keep(session.stem)
     sys.stdout.write("equal\n")

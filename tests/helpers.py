@@ -1,18 +1,21 @@
 """What several test files share: tiny models of many architectures, the embedded pair, plain forward passes."""
 
 import functools
+import itertools
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftproof import Engine
+from distributions import checks_off
+from draftproof import Engine, SamplingParams
 from draftproof.backends.hf import HFBackend
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.engine.registry import make_verifier
 from draftproof.stoppers.fixed import FixedLength
+from draftproof.testing import engine_distribution, total_variation
 
 VOCAB = 97
 # Weights large enough that a wrong mask or position changes the logits visibly; untrained models are nearly uniform.
@@ -87,3 +90,37 @@ def plain_rows(model, sequences):
     last = [len(tokens) - 1 for tokens in sequences]
     rows = torch.arange(len(sequences))
     return out.logits[rows, last], out.hidden_states[-1][rows, last]
+
+
+def tiny_llama():
+    """A Llama of two layers and three tokens in float64, small enough to enumerate its outputs."""
+    config = transformers.LlamaConfig(
+        vocab_size=3,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=1.0,
+    )
+    return HFBackend(random_model(config, dtype=torch.float64), name="tiny")
+
+
+def assert_output_distribution(target, make_drafter, rule, *, length):
+    """Assert, by enumeration, that outputs of `length` tokens have the distribution of the model's plain forward pass.
+
+    `make_drafter` makes a new drafter for every engine.
+    """
+    params, prompt = SamplingParams(max_tokens=length), [0, 2]
+
+    def make(round_rng):
+        return Engine(target, make_drafter(), make_verifier(rule), round_rng=round_rng)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    expected = {}
+    for tokens in itertools.product(range(target.vocab_size), repeat=length):
+        rows = target.model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].softmax(-1)
+        expected[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
+    assert total_variation(found, expected) < 1e-7, "the rules work on float32 rows"

@@ -38,7 +38,7 @@ class Program:
 
     def forward(self, feeds, *, hidden=False):
         """feeds: (session name, chain tokens, node tokens, parents counted over the whole tail)."""
-        made, wanted = [], []
+        made, expected = [], []
         for name, chain, nodes, parents in feeds:
             session = self.session(name)
             stem, tail, above = self.records[name]
@@ -51,20 +51,20 @@ class Program:
             paths += [
                 stem + [tail[i] for i in path_to(above, node)] for node in range(len(tail) - len(nodes), len(tail))
             ]
-            wanted.append(paths)
+            expected.append(paths)
         outputs = self.backend.forward(made, hidden=hidden)
-        logits, states = plain_rows(self.backend.model, [path for paths in wanted for path in paths])
+        logits, states = plain_rows(self.backend.model, [path for paths in expected for path in paths])
         self.close_to(torch.cat([output.logits for output in outputs]), logits)
         if hidden:
             self.close_to(torch.cat([output.hidden for output in outputs]), states)
-        assert [len(output.logits) for output in outputs] == [len(paths) for paths in wanted]
+        assert [len(output.logits) for output in outputs] == [len(paths) for paths in expected]
         self.rows += len(logits)
         for name, *_ in feeds:
             self.agrees(name)
 
-    def close_to(self, found, wanted):
-        assert found.shape == wanted.shape
-        error = (found - wanted).abs().max() / wanted.abs().max()
+    def close_to(self, found, expected):
+        assert found.shape == expected.shape
+        error = (found - expected).abs().max() / expected.abs().max()
         assert error < self.tolerance, f"a row is off by {error:.2g}"
 
     def agrees(self, name):
@@ -279,8 +279,8 @@ def test_an_accelerator_reproduces_its_plain_passes():
     session.keep(3, (0, 2))
     assert session.tokens == [1, 2, 3, 4, 6]
     found = under_test.forward([Feed(session, [7])])[0].logits
-    wanted = model(input_ids=torch.tensor([[1, 2, 3, 4, 6, 7]], device=under_test.device)).logits[0, -1:]
-    assert torch.allclose(found, wanted, atol=1e-2)
+    expected = model(input_ids=torch.tensor([[1, 2, 3, 4, 6, 7]], device=under_test.device)).logits[0, -1:]
+    assert torch.allclose(found, expected, atol=1e-2)
 
 
 # --- what the cache holds ---------------------------------------------------------------------------------------------
@@ -455,14 +455,14 @@ def test_unread_refuses_an_empty_sequence():
         unread(Session(), [])
 
 
-@given(known=st.lists(st.integers(0, 2), max_size=6), wanted=st.lists(st.integers(0, 2), min_size=1, max_size=6))
-def test_what_is_kept_and_what_is_unread_make_the_sequence(known, wanted):
+@given(known=st.lists(st.integers(0, 2), max_size=6), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+def test_what_is_kept_and_what_is_unread_make_the_sequence(known, tokens):
     session = session_with(known)
-    rest = unread(session, wanted)
+    rest = unread(session, tokens)
     assert rest
-    assert session.tokens + rest == wanted
+    assert session.tokens + rest == tokens
     agree = next(
-        (i for i, pair in enumerate(zip(known, wanted, strict=False)) if pair[0] != pair[1]),
-        min(len(known), len(wanted)),
+        (i for i, pair in enumerate(zip(known, tokens, strict=False)) if pair[0] != pair[1]),
+        min(len(known), len(tokens)),
     )
-    assert session.length == min(agree, len(wanted) - 1)
+    assert session.length == min(agree, len(tokens) - 1)

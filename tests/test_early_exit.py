@@ -1,24 +1,17 @@
 """Early exit: the target's first layers as its draft, on its weights and in its cache."""
 
-import itertools
-
 import pytest
 import torch
-import transformers
 
-from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.cutting import first_layers
 from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.registry import make_drafter
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import engine_distribution, total_variation
-from helpers import CONFIGS, backend, engine, random_model
-
-VOCAB = 3
+from helpers import CONFIGS, assert_output_distribution, backend, engine, random_model, tiny_llama
 
 
 def drafted(target, layers, *, chains=1, length=4):
@@ -88,31 +81,11 @@ def test_it_takes_no_slot_of_its_own():
 
 
 @pytest.mark.parametrize(("chains", "rule"), [(1, "token"), (1, "block"), (2, "trie_block")])
-def test_exact_law_on_a_real_model(chains, rule):
-    """A llama of two layers and three tokens in float64, enumerated: the law is that of its own plain rows."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=1.0,
+def test_exact_output_distribution_on_a_real_model(chains, rule):
+    target = tiny_llama()
+    assert_output_distribution(
+        target, lambda: drafted(target, 1, chains=chains, length=2), rule, length=2 if chains > 1 else 3
     )
-    target = HFBackend(random_model(config, dtype=torch.float64), name="tiny")
-    params = SamplingParams(max_tokens=2 if chains > 1 else 3)
-
-    def make(round_rng):
-        return Engine(target, drafted(target, 1, chains=chains, length=2), make_verifier(rule), round_rng=round_rng)
-
-    with checks_off():
-        found = engine_distribution(make, [0, 2], params)
-    wanted = {}
-    for tokens in itertools.product(range(VOCAB), repeat=params.max_tokens):
-        rows = target.model(input_ids=torch.tensor([[0, 2, *tokens]]), use_cache=False).logits[0].softmax(-1)
-        wanted[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
-    assert total_variation(found, wanted) < 1e-7, "the rules work on float32 rows"
 
 
 @pytest.mark.parametrize(

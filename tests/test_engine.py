@@ -372,9 +372,9 @@ def resized(name, size):
 def test_a_draft_vocabulary_of_another_width_changes_no_output(size, verifier):
     prompts = [*PROMPTS, [*ids(PROMPTS[0]), 511]]
     assert any(max(*ids(text), *reference(text)) >= 446 for text in PROMPTS)
-    wanted = engine(draft=None).generate(prompts, GREEDY)
+    expected = engine(draft=None).generate(prompts, GREEDY)
     found = engine(draft=resized("draft", size), verifier=verifier).generate(prompts, GREEDY)
-    assert tokens(found) == tokens(wanted)
+    assert tokens(found) == tokens(expected)
     assert sum(output.stats.num_accepted_tokens for output in found) > 0
     engine(draft=resized("draft", size), verifier=verifier).generate(prompts, SamplingParams(max_tokens=9, seed=1))
 
@@ -382,9 +382,9 @@ def test_a_draft_vocabulary_of_another_width_changes_no_output(size, verifier):
 def test_a_padded_target_drafted_for_by_an_unpadded_model():
     prompts = [*PROMPTS[:3], [*ids(PROMPTS[0]), 519]]
     target = resized("target", 520)
-    wanted = engine(target, None).generate(prompts, GREEDY)
+    expected = engine(target, None).generate(prompts, GREEDY)
     found = engine(target).generate(prompts, GREEDY)
-    assert tokens(found) == tokens(wanted)
+    assert tokens(found) == tokens(expected)
     assert found[3].stats.num_draft_tokens == 0
 
 

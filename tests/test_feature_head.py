@@ -1,14 +1,11 @@
 """Feature heads: drafts of one layer on the target's hidden states, and the states of a session after every change."""
 
 import copy
-import itertools
 import json
 
 import pytest
 import torch
-import transformers
 
-from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, unread
 from draftproof.backends.feature_head import FeatureBackend
@@ -20,9 +17,8 @@ from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.sampling import probabilities
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.testing import engine_distribution, total_variation
 from draftproof.tree import TokenTree
-from helpers import CONFIGS, embedded_model, random_model, tokenizer
+from helpers import CONFIGS, assert_output_distribution, embedded_model, random_model, tiny_llama, tokenizer
 
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
 
@@ -203,39 +199,13 @@ def test_output_is_the_same_alone_and_in_a_batch(chains):
     assert drafts == [[out.stats.num_draft_tokens, out.stats.num_accepted_tokens] for out in alone]
 
 
-def tiny():
-    """A Llama of two layers and three tokens, in float64."""
-    config = transformers.LlamaConfig(
-        vocab_size=3,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=1.0,
-    )
-    return HFBackend(random_model(config, dtype=torch.float64), name="tiny")
-
-
 @pytest.mark.parametrize("ids", [None, [0, 2]])
 @pytest.mark.parametrize(("chains", "rule"), [(1, "token"), (1, "block"), (2, "trie_block")])
 def test_exact_output_distribution_on_a_real_model(chains, rule, ids):
     """By enumeration: the distribution is the target's, also where the head cannot draft one of three tokens."""
-    target = tiny()
+    target = tiny_llama()
     net = net_for(target, ids=ids, own_output=True, scale=2.0)
-    params = SamplingParams(max_tokens=3)
-
-    def make(round_rng):
-        return Engine(target, drafted(target, net, chains=chains, length=2), make_verifier(rule), round_rng=round_rng)
-
-    with checks_off():
-        found = engine_distribution(make, [0, 2], params)
-    expected = {}
-    for tokens in itertools.product(range(3), repeat=params.max_tokens):
-        rows = target.model(input_ids=torch.tensor([[0, 2, *tokens]]), use_cache=False).logits[0].softmax(-1)
-        expected[tokens] = float(torch.stack([rows[1 + i, token] for i, token in enumerate(tokens)]).prod().detach())
-    assert total_variation(found, expected) < 1e-7, "the rules work on float32 rows"
+    assert_output_distribution(target, lambda: drafted(target, net, chains=chains, length=2), rule, length=3)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Kernels say what the torch functions say, keep the laws exact, and compile for CUDA: without a GPU.
+"""Kernels agree with the torch functions, keep the distributions exact, and compile for CUDA: without a GPU.
 
 They run through Triton's interpreter. Where there is a GPU, `TRITON_INTERPRET=0 pytest tests/test_kernels.py` runs the
 comparisons on it. As a script this file compiles every kernel, since Triton decides once a process whether it compiles
@@ -35,7 +35,9 @@ INTERPRETED = os.environ["TRITON_INTERPRET"] == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 CLOSE = {torch.float32: 2e-6, torch.float64: 1e-14}
 DTYPES = pytest.mark.parametrize("dtype", CLOSE, ids=str)
-laws_need_the_interpreter = pytest.mark.skipif(not INTERPRETED, reason="laws are enumerated on CPU tensors")
+distributions_need_the_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="distributions are enumerated on CPU tensors"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def launched(monkeypatch):
 
 
 def pairs(rows, vocab, dtype, seed=0):
-    """Rows of p and q: every kind of `laws`, in turns."""
+    """Rows of p and q: every one of KINDS, in turns."""
     gen = torch.Generator().manual_seed(seed)
     kinds = [kind for kind in KINDS if kind != "disjoint" or vocab > 1]
     made = [_pair(kind, vocab, gen, dtype) for kind, _ in zip(itertools.cycle(kinds), range(rows), strict=False)]
@@ -255,9 +257,9 @@ def test_block_acceptance_is_the_references():
     q[q.sum(-1) == 0] = 1 / 20  # padding is drawn from here: the reference knows no padding
     running, h = chain.block_acceptance(tokens, q, p, torch.full((16,), 4, device=DEVICE))
     for row in range(16):
-        wanted = reference.block_acceptance(tokens[row].tolist(), q[row].tolist(), p[row].tolist())
-        assert running[row].tolist() == pytest.approx(wanted[0], abs=1e-13)
-        assert h[row].tolist() == pytest.approx(wanted[1], abs=1e-9)
+        expected = reference.block_acceptance(tokens[row].tolist(), q[row].tolist(), p[row].tolist())
+        assert running[row].tolist() == pytest.approx(expected[0], abs=1e-13)
+        assert h[row].tolist() == pytest.approx(expected[1], abs=1e-9)
 
 
 token, block = as_paths(chain.token_verify), as_paths(chain.block_verify)
@@ -267,7 +269,7 @@ def distance(rule, count, length, toy):
     return total_variation(rule_distribution(rule, toy, count, length), toy.target_distribution(length + 1))
 
 
-@laws_need_the_interpreter
+@distributions_need_the_interpreter
 @pytest.mark.parametrize(
     ("rule", "count", "length", "kind"),
     [
@@ -276,13 +278,13 @@ def distance(rule, count, length, toy):
         (trie_block_verify, 2, 1, "sparse"),
     ],
 )
-def test_laws_stay_exact(rule, count, length, kind, launched):
+def test_output_distributions_stay_exact(rule, count, length, kind, launched):
     assert distance(rule, count, length, Toy.random(1, kind=kind, depth=length)) < 1e-12
     assert launched
 
 
-@laws_need_the_interpreter
-def test_the_laws_see_a_token_residual_in_the_block_kernel(monkeypatch):
+@distributions_need_the_interpreter
+def test_a_token_residual_in_the_block_kernel_is_found(monkeypatch):
     wrong = WRONG["the token residual"][2](chain_kernels.bonus_weights)
     monkeypatch.setattr(chain_kernels, "bonus_weights", wrong)
     # most models hide this mistake (see test_rule_mutants.py); this one shows it
@@ -309,9 +311,9 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def test_who_uses_kernels(monkeypatch):
-    wanted = {"auto": choose.Way.COMPARED, "": choose.Way.COMPARED, "0": choose.Way.TORCH, "1": choose.Way.KERNEL}
-    for asked, by in wanted.items():
-        monkeypatch.setenv(choose.VARIABLE, asked)
+    expected = {"auto": choose.Way.COMPARED, "": choose.Way.COMPARED, "0": choose.Way.TORCH, "1": choose.Way.KERNEL}
+    for value, by in expected.items():
+        monkeypatch.setenv(choose.VARIABLE, value)
         assert choose.way(CUDA) is by
         assert choose.way(CPU) is choose.Way.TORCH
     monkeypatch.setenv(choose.VARIABLE, "yes")
@@ -330,8 +332,8 @@ def test_without_triton(monkeypatch):
     monkeypatch.setattr(choose, "installed", lambda: False)
     monkeypatch.setenv(choose.VARIABLE, "auto")
     assert choose.way(CUDA) is choose.Way.TORCH
-    for asked in ("1", "interpret"):
-        monkeypatch.setenv(choose.VARIABLE, asked)
+    for value in ("1", "interpret"):
+        monkeypatch.setenv(choose.VARIABLE, value)
         with pytest.raises(UserError, match="Triton is not installed"):
             choose.way(CUDA)
 
@@ -386,9 +388,9 @@ print("triton" in sys.modules)
 """
 
 
-@pytest.mark.parametrize(("asked", "loaded"), [("auto", "False"), ("interpret", "True")])
-def test_triton_is_loaded_where_it_is_used(asked, loaded):
-    done = run(["-c", VERIFY], **{choose.VARIABLE: asked})
+@pytest.mark.parametrize(("value", "loaded"), [("auto", "False"), ("interpret", "True")])
+def test_triton_is_loaded_where_it_is_used(value, loaded):
+    done = run(["-c", VERIFY], **{choose.VARIABLE: value})
     assert (done.stdout.strip(), done.stderr) == (loaded, "")
 
 

@@ -56,7 +56,7 @@ VARIANTS = {
     "llama, yarn": lambda: transformers.LlamaConfig(
         **ROPE, **rope("yarn", factor=4.0, original_max_position_embeddings=160)
     ),
-    "mistral, all in sight": lambda: transformers.MistralConfig(**ROPE, sliding_window=None, head_dim=16),
+    "mistral, no window": lambda: transformers.MistralConfig(**ROPE, sliding_window=None, head_dim=16),
     "qwen2, both kinds of layer": lambda: transformers.Qwen2Config(
         **ROPE, use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
     ),

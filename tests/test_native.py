@@ -79,10 +79,10 @@ def dtype(request, level):
     return request.param
 
 
-def close(found, wanted, slack, *, roundings=1):
-    """Whether found is wanted, rounded; `slack` is what sums in float32 may be off by."""
+def close(found, expected, slack, *, roundings=1):
+    """Whether found is expected, rounded; `slack` is what sums in float32 may be off by."""
     unit = torch.finfo(found.dtype).eps / 2 * roundings + 6 * SINGLE
-    return bool(((found.double() - wanted).abs() <= unit * wanted.abs() + slack).all())
+    return bool(((found.double() - expected).abs() <= unit * expected.abs() + slack).all())
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(dty
 def test_rows_that_are_not_contiguous_and_more_than_two_dimensions(dtype):
     x, laid = drawn(1, 6, 2, 40, dtype=dtype), Interleaved.of(drawn(2, 20, 20, dtype=dtype))
     product = OPERATIONS[dtype].product
-    wanted = product(x[..., :20].reshape(12, 20).contiguous(), laid).view(6, 2, 20)
-    assert torch.equal(product(x[..., :20], laid), wanted)
+    expected = product(x[..., :20].reshape(12, 20).contiguous(), laid).view(6, 2, 20)
+    assert torch.equal(product(x[..., :20], laid), expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -146,9 +146,9 @@ def test_norms(rows, dim, dtype):
         torch.randn(dim, generator=torch.Generator().manual_seed(2)),
     )
     wide = x.double()
-    wanted = wide * scaled.double() / (wide.square().sum(-1, keepdim=True) + 0.7).sqrt()
-    assert close(OPERATIONS[dtype].norm(x, scaled, 0.7), wanted, 1e-6)
-    assert not close(OPERATIONS[dtype].norm(x, scaled, 0.7 + dim / 4), wanted, 1e-6), "another epsilon is seen"
+    expected = wide * scaled.double() / (wide.square().sum(-1, keepdim=True) + 0.7).sqrt()
+    assert close(OPERATIONS[dtype].norm(x, scaled, 0.7), expected, 1e-6)
+    assert not close(OPERATIONS[dtype].norm(x, scaled, 0.7 + dim / 4), expected, 1e-6), "another epsilon is seen"
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 16), (3, 43), (9, 1536), (300, 32)])
@@ -202,10 +202,10 @@ def test_legal_logits_are_told_from_others(rows, dim, dtype):
 @needs_native
 def test_rows_spread_over_a_vocabulary():
     narrow, ids = drawn(1, 3, 40, dtype=torch.float32), torch.randperm(100)[:40].sort().values
-    wanted = torch.zeros(3, 100)
-    wanted[:, ids] = narrow
-    assert torch.equal(native.spread(narrow, ids, 100), wanted)
-    assert torch.equal(native.spread(narrow.double(), ids, 100), wanted.double()), "by torch"
+    expected = torch.zeros(3, 100)
+    expected[:, ids] = narrow
+    assert torch.equal(native.spread(narrow, ids, 100), expected)
+    assert torch.equal(native.spread(narrow.double(), ids, 100), expected.double()), "by torch"
 
 
 # --- the block rule ---------------------------------------------------------------------------------------------------
@@ -232,9 +232,9 @@ def test_the_block_rules_plan_and_its_residual(n, vocab, masses):
     q = None if masses else q
     wide = None if q is None else q.double()
     found = chain.block_acceptance(tokens, q, p, lengths)
-    wanted = chain.block_acceptance(tokens, wide, p.double(), lengths)  # float64 is torch's
+    expected = chain.block_acceptance(tokens, wide, p.double(), lengths)  # float64 is torch's
     inside = torch.arange(n) < lengths.unsqueeze(-1)
-    for mine, theirs in zip(found, wanted, strict=True):
+    for mine, theirs in zip(found, expected, strict=True):
         assert torch.allclose(mine[inside], theirs[inside], rtol=0, atol=3e-6)
     assert (found[1][~inside] == 0).all()
     unscaled = chain.block_acceptance(tokens, wide, (p * 1.01).double(), lengths)
@@ -251,9 +251,9 @@ def test_the_block_rules_plan_and_its_residual(n, vocab, masses):
 @needs_native
 def test_what_does_not_belong_together_is_refused_and_narrow_integers_are_not():
     tokens, q, p, lengths = chains(1, 6, 3, 40)
-    wanted = chain.block_acceptance(tokens, q, p, lengths)
+    expected = chain.block_acceptance(tokens, q, p, lengths)
     found = chain.block_acceptance(tokens.int(), q, p, lengths.int())
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     for broken in (
         (tokens + 40, q, p, torch.full_like(lengths, 3)),
         (tokens, q, p, lengths + 4),
@@ -319,7 +319,7 @@ class Case:
         """Rotary turn as transformers rounds it."""
         return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
 
-    def wanted(self):
+    def expected(self):
         """The same by plain loops."""
         keys, values = self.keys.clone(), self.values.clone()
         inner, last = self.group * self.key_heads, (self.group + 1) * self.key_heads
@@ -357,10 +357,10 @@ def test_attention(dtype, dim, group, width, masked):
     assert OPERATIONS[dtype].attends(dim)
     for seed in range(3):
         case = Case(seed, dim=dim, group=group, width=width, masked=masked, dtype=dtype)
-        (out, keys, values), (wanted, wanted_keys, wanted_values) = case.run(), case.wanted()
-        assert torch.allclose(keys, wanted_keys, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
-        assert torch.equal(values, wanted_values)
-        assert agrees(out, wanted)
+        (out, keys, values), (expected, expected_keys, expected_values) = case.run(), case.expected()
+        assert torch.allclose(keys, expected_keys, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
+        assert torch.equal(values, expected_values)
+        assert agrees(out, expected)
 
 
 @needs_native
@@ -369,10 +369,10 @@ def test_heads_of_other_sizes_are_torchs():
     assert [dim for dim in (8, 16, 48, 80, 96, 512) if OPERATIONS[torch.bfloat16].attends(dim)] == [96]
 
 
-def agrees(out, wanted):
+def agrees(out, expected):
     """Weights are rounded before values are weighed, and the sum is rounded: of values of size 1."""
     slack = {torch.bfloat16: 0.05, torch.float32: 2e-5}[out.dtype]
-    return bool((out.double() - wanted).abs().max() < slack)
+    return bool((out.double() - expected).abs().max() < slack)
 
 
 class Mistakes:
@@ -401,10 +401,10 @@ class Mistakes:
 def test_the_comparison_sees_the_mistake(mistake, dtype):
     case = Case(5, dim=64, group=3, width=4, masked=False, dtype=dtype)
     assert case.rows > 1
-    wanted = case.wanted()[0]
-    assert agrees(case.run()[0], wanted)
+    expected = case.expected()[0]
+    assert agrees(case.run()[0], expected)
     getattr(Mistakes, mistake)(case)
-    assert not agrees(case.run()[0], wanted)
+    assert not agrees(case.run()[0], expected)
 
 
 @needs_native
@@ -414,9 +414,9 @@ def test_attention_over_many_slots_and_one():
     case.keys = case.values = long
     case.rows, case.places, case.seen = 1, torch.tensor([[0, 2998, 1]]), torch.tensor([[2999]])
     case.fused, case.cos, case.sin = case.fused[:1], case.cos[:1], case.sin[:1]
-    assert agrees(case.run()[0], case.wanted()[0])
+    assert agrees(case.run()[0], case.expected()[0])
     case.places, case.seen = torch.tensor([[0, 0, 1]]), torch.tensor([[1]])
-    assert agrees(case.run()[0], case.wanted()[0])
+    assert agrees(case.run()[0], case.expected()[0])
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -457,15 +457,15 @@ def test_chains_are_read_to_the_same_bits_however_they_are_batched(name, dtype):
         return session
 
     alone = start(40)
-    wanted = torch.cat([made.forward([Feed(alone, [token])])[0].logits for token in tokens[40:50]])
+    expected = torch.cat([made.forward([Feed(alone, [token])])[0].logits for token in tokens[40:50]])
     drafted = TokenTree.chain(torch.tensor(tokens[41:50]))
-    assert torch.equal(made.forward([Feed(start(40), tokens[40:41], drafted)])[0].logits, wanted)
+    assert torch.equal(made.forward([Feed(start(40), tokens[40:41], drafted)])[0].logits, expected)
     pieces = start(17)
     made.forward([Feed(pieces, tokens[17:40])])
     beside = [Feed(start(size), tokens[:3]) for size in (3, 25, 55)]
     last = made.forward([beside[0], Feed(pieces, tokens[40:44]), *beside[1:]])[1].logits
-    assert torch.equal(last[-1], wanted[3])
-    assert not torch.equal(last[-1], wanted[4]), "other tokens have other logits"
+    assert torch.equal(last[-1], expected[3])
+    assert not torch.equal(last[-1], expected[4]), "other tokens have other logits"
 
 
 @needs_native
@@ -473,14 +473,14 @@ def test_greedy_text_is_plain_decodings_to_the_bit_with_any_chain_drafted():
     model = lively_model(MODELS["llama"](), torch.bfloat16)
     prompts = [[1, 2, 3], [4, 4, 4, 4, 9, 4, 4], [11] * 20]
     plain = Engine(LeanBackend(copy.deepcopy(model)), max_batch=1)
-    wanted = [plain.generate([prompt], PARAMS)[0].token_ids for prompt in prompts]
+    expected = [plain.generate([prompt], PARAMS)[0].token_ids for prompt in prompts]
     draft = HFBackend(copy.deepcopy(model).float())
     for rule in ("token", "block", "match"):
         drafting = engine(
             LeanBackend(copy.deepcopy(model)), draft, rule, length=6, max_batch=3, tokenizer=None, eos_token_ids=()
         )
         made = drafting.generate(prompts, PARAMS)
-        assert [one.token_ids for one in made] == wanted
+        assert [one.token_ids for one in made] == expected
         assert all(one.stats.num_accepted_tokens > one.stats.num_target_calls for one in made)
 
 
@@ -498,7 +498,7 @@ def test_a_copy_reads_its_own_weights():
 def test_first_layers_that_grew_before_the_others():
     made = LeanBackend(lively_model(MODELS["llama"](), torch.float32))
     early = EarlyExitBackend(made, 1)
-    wanted = Engine(made, max_batch=1).generate([[1, 2, 3]], PARAMS)[0].token_ids
+    expected = Engine(made, max_batch=1).generate([[1, 2, 3]], PARAMS)[0].token_ids
     for number in (1, 2, 3):  # slots double: four for the first layer, then, and one for the others
         open_ = [early.open() for _ in range(number)]
         early.forward([Feed(session, [4, 5]) for session in open_])
@@ -506,7 +506,7 @@ def test_first_layers_that_grew_before_the_others():
             session.close()
     sessions = [made.open() for _ in range(3)]
     rows = made.forward([Feed(session, [1, 2, 3]) for session in sessions])
-    assert [int(row.logits[-1].argmax()) for row in rows] == [wanted[0]] * 3
+    assert [int(row.logits[-1].argmax()) for row in rows] == [expected[0]] * 3
 
 
 @needs_native

@@ -35,10 +35,10 @@ def test_greedy_float32_is_transformers_own_token_for_token():
     model = AutoModelForCausalLM.from_pretrained(models.resolve(NAMES[0]), dtype=torch.float32)
     for prompt, output in zip(PROMPTS, greedy(), strict=True):
         ids = torch.tensor([pair().encode(prompt)[1]])
-        wanted = model.generate(
+        expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, repetition_penalty=1.0
         )
-        assert output.token_ids == tuple(wanted[0, ids.shape[1] :].tolist())
+        assert output.token_ids == tuple(expected[0, ids.shape[1] :].tolist())
 
 
 def test_the_text_is_sane():

@@ -247,11 +247,11 @@ def verdict(generated, prompts, reference):
 def logits_verdict(rows, prompts, reference):
     """Whether the rows along the reference's tokens are the reference's rows."""
     for prompt, tokens in enumerate(reference.tokens):
-        for place, wanted in enumerate(reference.logits[prompt]):
+        for place, expected in enumerate(reference.logits[prompt]):
             row = rows.get((*prompts[prompt], *tokens[:place]))
-            if row is not None and not relative(row, wanted) < TOLERANCE:
+            if row is not None and not relative(row, expected) < TOLERANCE:
                 return (
                     f"wrong: prompt of {LENGTHS[prompt]}, new token {place}: right, but its logits are off by "
-                    f"{relative(row, wanted):.1g} of the largest"
+                    f"{relative(row, expected):.1g} of the largest"
                 )
     return "exact"

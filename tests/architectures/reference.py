@@ -114,6 +114,6 @@ def top_gap(row):
     return float(best[0] - best[1])
 
 
-def relative(found, wanted):
+def relative(found, expected):
     """The largest difference, relative to the largest logit."""
-    return float((found - wanted).abs().max() / wanted.abs().max())
+    return float((found - expected).abs().max() / expected.abs().max())

@@ -1,4 +1,4 @@
-"""Sessions whose keys and values live in one slot of a cache."""
+"""Sessions whose keys and values are in one slot of a cache."""
 
 from __future__ import annotations
 

@@ -6,30 +6,27 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 
+class _Part(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def branching(self) -> bool: ...
+    @property
+    def point_masses(self) -> bool: ...
+
+
 @runtime_checkable
-class DrafterLike(Protocol):
+class DrafterLike(_Part, Protocol):
     """The properties of a drafter that decide which rules it fits."""
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def branching(self) -> bool: ...  # noqa: D102
-    @property
-    def point_masses(self) -> bool: ...  # noqa: D102
     @property
     def constant(self) -> bool: ...  # noqa: D102
 
 
 @runtime_checkable
-class VerifierLike(Protocol):
+class VerifierLike(_Part, Protocol):
     """The properties of a rule that decide which drafters it fits."""
 
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def branching(self) -> bool: ...  # noqa: D102
-    @property
-    def point_masses(self) -> bool: ...  # noqa: D102
     @property
     def constant_length(self) -> bool: ...  # noqa: D102
 

@@ -162,21 +162,8 @@ class AttentionArguments(ctypes.Structure):
         Raises:
             ValueError: shapes that do not fit together; C would read past an end.
         """
-        slots, key_heads, capacity, dim = shape
-        tokens = mask.rows * mask.width
-        for name, angles in (("cos", cos), ("sin", sin)):
-            require(name, angles, cos.dtype, (tokens, 1, dim), packed=False)
-            if angles.stride(-1) != 1 or angles.stride(0) != cos.stride(0):
-                raise ValueError(
-                    f"{name} has strides {angles.stride()}: legal are rows of neighbours, as far apart as cos's"
-                )
-        if mask.slots > slots or max(mask.end, mask.horizon) > capacity or heads % key_heads:
-            raise ValueError(
-                f"slot {mask.slots - 1}, position {max(mask.end, mask.horizon) - 1} and {heads} heads do not fit into "
-                f"buffers of shape {tuple(shape)}"
-            )
-        if mask.mask is not None:
-            require("mask", mask.mask, cos.dtype)
+        _require_fitting(cos, sin, shape, mask, heads)
+        _, key_heads, capacity, dim = shape
         queries = min(mask.width, COLUMNS) * (heads // key_heads)
         scratch_size = (LANES + queries) * (mask.horizon + LANES)
         return cls(
@@ -197,6 +184,23 @@ class AttentionArguments(ctypes.Structure):
             scratch_size=scratch_size,
             scale=scale,
         )
+
+
+def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassMask, heads: int) -> None:
+    slots, key_heads, capacity, dim = shape
+    for name, angles in (("cos", cos), ("sin", sin)):
+        require(name, angles, cos.dtype, (mask.rows * mask.width, 1, dim), packed=False)
+        if angles.stride(-1) != 1 or angles.stride(0) != cos.stride(0):
+            raise ValueError(
+                f"{name} has strides {angles.stride()}: legal are rows of neighbours, as far apart as cos's"
+            )
+    if mask.slots > slots or max(mask.end, mask.horizon) > capacity or heads % key_heads:
+        raise ValueError(
+            f"slot {mask.slots - 1}, position {max(mask.end, mask.horizon) - 1} and {heads} heads do not fit into "
+            f"buffers of shape {tuple(shape)}"
+        )
+    if mask.mask is not None:
+        require("mask", mask.mask, cos.dtype)
 
 
 class LinearArguments(ctypes.Structure):
@@ -368,7 +372,7 @@ class Operations:
         x: Float[Tensor, "tokens size"],
         given: AttentionArguments,
         buffers: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]],
-        work: Float[Tensor, " size"],
+        work: Float[Tensor, " elements"],
     ) -> None:
         """Run decoder layers one after another.
 
