@@ -17,6 +17,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import calibration
 from draftproof.engine import engine as engine_module
 from draftproof.engine.calibration import known_acceptance, known_costs, measured_acceptance, measured_costs
+from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.registry import make_drafter, make_stopper, make_verifier
 from draftproof.engine.stats import Seconds, Stats
 from draftproof.rng import CounterRoundRng
@@ -381,12 +382,12 @@ def test_acceptance_belongs_to_weights_rule_and_sampling(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("start", [5000, -1, None])
-def test_texts_begin_at_a_token_that_the_target_has(start):
+def test_texts_begin_at_a_token_that_the_target_has(start, monkeypatch):
     under_test = engine()
-    under_test.tokenizer = None if start is None else SimpleNamespace(bos_token_id=start)
+    under_test.prompts.tokenizer = None if start is None else SimpleNamespace(bos_token_id=start)
     under_test.eos_token_ids = (99999,)
     prompts = []
-    under_test.generate = lambda given, _: prompts.extend(given)
+    monkeypatch.setattr(DecodingLoop, "generate", lambda _, given, __: prompts.extend(given))
     assert measured_acceptance(under_test) == AcceptanceRates(0.0, 0.0)
     assert {tuple(prompt) for prompt in prompts} == {(0,)}
 
