@@ -25,6 +25,6 @@ settings.load_profile("draftproof")
 
 @pytest.fixture(autouse=True)
 def costs_by_hand(monkeypatch):
-    """Stopper auto is told what a round costs: nothing is measured, nothing is written to the user's cache."""
+    """Stopper auto gets fixed costs of a round: nothing is measured, nothing is written to the user's cache."""
     monkeypatch.setattr(engine, "known_costs", lambda *_: RoundCosts(1.0, 0.05))
     monkeypatch.setattr(engine, "known_acceptance", lambda *_: AcceptanceRates())
