@@ -30,6 +30,8 @@ class HFBackend(SlotBackend):
         UserError: a model that cannot roll back, or whose rows are not those of its plain pass.
     """
 
+    kind = "hf"
+
     def __init__(
         self, model: Any, *, name: str | None = None, check: bool = True, cache: SlotCache | None = None
     ) -> None:
