@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/test_checked.py is about it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
@@ -25,6 +26,6 @@ settings.load_profile("draftproof")
 
 @pytest.fixture(autouse=True)
 def costs_by_hand(monkeypatch):
-    """Stopper auto gets the costs of a round: nothing is measured, nothing is written to the user's cache."""
+    """Stopper auto gets fixed costs of a round: nothing is measured, nothing is written to the user's cache."""
     monkeypatch.setattr(engine, "known_costs", lambda *_: RoundCosts(1.0, 0.05))
     monkeypatch.setattr(engine, "known_acceptance", lambda *_: AcceptanceRates())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, reason
+
+_log = logging.getLogger(__name__)
 
 
 def home() -> Path:
@@ -22,6 +25,32 @@ def home() -> Path:
     except RuntimeError:  # HOME is unset, and the user has no home directory
         return Path(tempfile.gettempdir()) / f"draftproof-{os.getuid()}"
     return Path(cache) / "draftproof"
+
+
+def own_folder(folder: Path) -> Path | None:
+    """The folder, made where it was missing, the user's own and closed to others; None where there can be none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if folder.lstat().st_uid != os.getuid():
+            _log.warning("%s belongs to another user: nothing is taken from there or kept there", folder)
+            return None
+        folder.chmod(0o700)
+    except OSError as error:
+        _log.info("nothing can be kept in %s: %s", folder, reason(error))
+        return None
+    return folder
+
+
+def why_distrusted(path: Path) -> str | None:
+    """Why a file or folder may hold what another user wrote; None where it may not.
+
+    Raises:
+        OSError: it is not there.
+    """
+    found = path.lstat()
+    if found.st_uid != os.getuid():
+        return "belongs to another user"
+    return "can be written by others" if found.st_mode & 0o022 else None
 
 
 @contextmanager

@@ -46,6 +46,8 @@ class CompiledBackend(LeanBackend):
         UserError: no lean forward for this model, torch.compile does not work here, or the probe found a difference.
     """
 
+    kind = "compiled"
+
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
         super().__init__(model, name=name, check=check, pack=False)
         if not check:

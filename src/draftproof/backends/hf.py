@@ -30,6 +30,8 @@ class HFBackend(SlotBackend):
         UserError: the model cannot roll back, or its rows differ from those of its plain pass.
     """
 
+    kind = "hf"
+
     def __init__(
         self, model: Any, *, name: str | None = None, check: bool = True, cache: SlotCache | None = None
     ) -> None:

@@ -110,6 +110,8 @@ class LeanForward(SlotBackend):
         cache: as `SlotBackend` has it.
     """
 
+    kind = "lean"
+
     def __init__(self, facts: ModelFacts, lean: Lean, *, cache: SlotCache | None = None) -> None:
         super().__init__(facts, cache=cache)
         self.lean = lean

@@ -86,7 +86,7 @@ class Rope:
     """
 
     def __init__(self, module: Any, like: Tensor) -> None:
-        self._module = module
+        self.module = module
         self._like = like
         self._table = like.new_empty((0, 0))
 
@@ -104,7 +104,7 @@ class Rope:
 
     def _grow(self, size: int) -> None:
         positions = torch.arange(size, device=self._like.device).unsqueeze(0)
-        cos, sin = self._module(self._like, position_ids=positions)
+        cos, sin = self.module(self._like, position_ids=positions)
         low, high = sin[0].chunk(2, -1)
         self._table = torch.cat((cos[0], -low, high), -1)
 

@@ -165,6 +165,11 @@ class Probe:
         for limit in limits_of(model):
             self._prepare(limit)
 
+    @property
+    def sample(self) -> tuple[list[int], Float[Tensor, "tokens vocab"]]:
+        """Some tokens, and the untouched model's logits after each."""
+        return self._scenarios[0].tokens, self._scenarios[0].rows
+
     # --- expected rows --------------------------------------------------------------------------------------------
 
     def _plain(self, tokens: Sequence[int]) -> Float[Tensor, "tokens vocab"]:
@@ -310,7 +315,8 @@ def _broken_weights(model: Any) -> str:
     return f": its weights hold NaN or infinite numbers ({', '.join(broken[:3])}{more}); the checkpoint is damaged"
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
+def distance(found: Tensor, expected: Tensor) -> float:
+    """The size of the difference over the size of what was expected; infinite where there are NaNs."""
     size = expected.double().norm().clamp(min=1e-12)
     error = float((found.to(expected.device).double() - expected.double()).norm() / size)
     return math.inf if math.isnan(error) else error
@@ -331,7 +337,7 @@ def _chain_error(backend: Backend, scenario: Scenario) -> float:
             places.append(stop - 1)
         chain = TokenTree.chain(torch.tensor(tokens[root + 1 :], device=backend.device))
         found.append(backend.forward([Feed(session, tokens[root : root + 1], chain)])[0].logits)
-        return _distance(torch.cat(found), rows[[*places, *range(root, end)]])
+        return distance(torch.cat(found), rows[[*places, *range(root, end)]])
     finally:
         session.close()
 
@@ -347,7 +353,7 @@ def _tree_error(backend: Backend, scenario: Scenario) -> float:
         branches = backend.forward([Feed(session, tokens[stem - 1 : stem], TokenTree(nodes, (-1, -1, 1, 0)))])[0].logits
         session.keep(stem, (1, 2))
         last = backend.forward([Feed(session, tokens[-1:])])[0].logits
-        return _distance(torch.cat([branches[3:4], last]), scenario.rows[-2:])
+        return distance(torch.cat([branches[3:4], last]), scenario.rows[-2:])
     finally:
         session.close()
 
@@ -361,10 +367,10 @@ def _company_error(backend: Backend, scenario: Scenario) -> float:
         chain = TokenTree.chain(torch.tensor(tokens[end - 3 :], device=backend.device))
         later = backend.forward([Feed(long, tokens[end - 4 : end - 3], chain), Feed(short, beside[2:])])
         errors = [
-            _distance(first[0].logits, scenario.beside_rows[1:2]),
-            _distance(first[1].logits, scenario.rows[end - 5 : end - 4]),
-            _distance(later[0].logits, scenario.rows[end - 4 :]),
-            _distance(later[1].logits, scenario.beside_rows[4:]),
+            distance(first[0].logits, scenario.beside_rows[1:2]),
+            distance(first[1].logits, scenario.rows[end - 5 : end - 4]),
+            distance(later[0].logits, scenario.rows[end - 4 :]),
+            distance(later[1].logits, scenario.beside_rows[4:]),
         ]
         return max(errors)
     finally:

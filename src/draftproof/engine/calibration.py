@@ -274,7 +274,15 @@ def _key(engine: DecodingLoop) -> str:
     drafter, target = _stopped(engine), engine.target
     backend = drafter.model.backend
     dtype, products = getattr(target, "dtype", ""), getattr(target, "products", "")
-    names = (target.name, type(target).__name__, products, backend.name, engine.drafter.name, dtype, target.device)
+    names = (
+        target.name,
+        getattr(target, "kind", type(target).__name__),
+        products,
+        backend.name,
+        engine.drafter.name,
+        dtype,
+        target.device,
+    )
     return " | ".join(map(str, (_VERSION, *names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from draftproof import models
-from draftproof.backends.loading import load_backend
 from draftproof.backends.slots import SlotBackend
 from draftproof.engine.calibration import known_acceptance, known_costs
+from draftproof.engine.checked import ModelSource
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.registry import (
     DEFAULT_TREE_VERIFIER,
@@ -19,7 +19,7 @@ from draftproof.engine.registry import (
 )
 from draftproof.errors import UserError
 from draftproof.sampling import default_params
-from draftproof.tokenization import end_tokens, load_tokenizer, refuse_different
+from draftproof.tokenization import end_tokens, refuse_different
 from draftproof.verifiers.base import Verifier
 
 
@@ -80,12 +80,13 @@ class Engine(DecodingLoop):
             "check": check,
             "backend": backend,
         }
-        tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
+        source = ModelSource(target, **options)
+        tokenizer, small = source.tokenizer, None
         if draft is not None:
-            theirs = load_tokenizer(models.resolve(draft), trust_remote_code=trust_remote_code)
-            refuse_different(tokenizer, theirs, target_name=target, draft_name=draft)
-        main = load_backend(target, **options)
-        small = None if draft is None or drafter == "none" else load_backend(draft, **options)
+            other = ModelSource(draft, **options)
+            refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=draft)
+            small = None if drafter == "none" else other.backend()
+        main = source.backend()
         return cls.assemble(
             main,
             small,

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftproof.errors import UserError, reason
-from draftproof.files import home, whole_file
+from draftproof.files import home, own_folder, whole_file, why_distrusted
 
 SOURCES = Path(__file__).parent / "c"
 PACKAGED = Path(__file__).parent / "built"  # filled when a wheel is built
@@ -113,7 +113,7 @@ def load(level: Level) -> ctypes.CDLL:
             return ctypes.CDLL(str(packaged))
         except OSError as error:
             _log.warning("the packaged library %s cannot be loaded (%s): building another", packaged, reason(error))
-    folder = _own_folder()
+    folder = own_folder(home() / "native")
     for kept in _kept(folder, level):
         try:
             return ctypes.CDLL(str(kept))
@@ -134,22 +134,6 @@ def load(level: Level) -> ctypes.CDLL:
 # --- kept libraries ------------------------------------------------------------------------------------------------
 
 
-def _own_folder() -> Path | None:
-    """The folder of kept libraries, which belongs to the user and is closed to others; None where there can be none."""
-    folder = home() / "native"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.lstat()
-        if found.st_uid != os.getuid():
-            _log.warning("%s belongs to another user: no library is taken from there or kept there", folder)
-            return None
-        folder.chmod(0o700)
-    except OSError as error:
-        _log.info("no library can be kept in %s: %s", folder, reason(error))
-        return None
-    return folder
-
-
 def _kept(folder: Path | None, level: Level) -> Iterator[Path]:
     """Earlier builds of this source that are complete and belong to the user."""
     for path in sorted(folder.glob(f"{_digest(level)}-*.so")) if folder is not None else ():
@@ -162,11 +146,8 @@ def _kept(folder: Path | None, level: Level) -> Iterator[Path]:
 
 
 def _why_distrusted(path: Path) -> str | None:
-    found = path.lstat()
-    if found.st_uid != os.getuid():
-        return "belongs to another user"
-    if found.st_mode & 0o022:
-        return "can be written by others"
+    if (problem := why_distrusted(path)) is not None:
+        return problem
     with path.open("rb") as file:
         content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
     return None if path.stem.endswith(f"-{content}") else "is not what was built (its checksum differs)"

@@ -153,7 +153,7 @@ class Auto(StopperBase):
         """Whether no costs were given."""
         return self.costs is None
 
-    def calibrate(self, costs: BatchCosts, rates: AcceptanceRates) -> None:
+    def calibrate(self, costs: RoundCosts | BatchCosts, rates: AcceptanceRates) -> None:
         """Decide by these costs, and expect these rates of requests that are new."""
         self.costs, self.assumed = costs, rates
 

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.draft import DraftStep
-from draftproof.theory.cost import BatchCosts
+from draftproof.theory.cost import BatchCosts, RoundCosts
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Stopper(Protocol):
         """Whether it cannot decide before it knows what rounds cost on this machine."""
         ...
 
-    def calibrate(self, costs: BatchCosts, rates: AcceptanceRates) -> None:
+    def calibrate(self, costs: RoundCosts | BatchCosts, rates: AcceptanceRates) -> None:
         """Take note of what rounds cost here and of how often drafted tokens are accepted, if it `needs_costs`."""
         ...
 
@@ -125,7 +125,7 @@ class StopperBase:
         self.name = name
         self.limit = limit
 
-    def calibrate(self, costs: BatchCosts, rates: AcceptanceRates) -> None:
+    def calibrate(self, costs: RoundCosts | BatchCosts, rates: AcceptanceRates) -> None:
         """Nothing depends on costs."""
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:

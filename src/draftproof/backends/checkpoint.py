@@ -1,0 +1,204 @@
+"""A model of the Llama family from its safetensors files alone, without transformers.
+
+What the weights do not say (scales, angles, windows) is taken from a transformers model that was read by the lean
+forward before (`Architecture.of`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from torch import Tensor
+
+from draftproof.backends.lean_layers import Lean
+from draftproof.backends.windows import Windows
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the lean forward needs of a model besides its weights.
+
+    Attributes:
+        layers: number of decoder layers.
+        heads, key_heads, head_dim: of every layer.
+        scaling: of the products of queries and keys.
+        eps: of every norm.
+        frequencies: radians per position of the rotary embedding, head_dim / 2 of them.
+        angle_scale: factor of its cosines and sines.
+        kinds: the kinds of attention mask.
+        window: of those with a window.
+        layer_kinds: the kind of each layer; None where all have one.
+    """
+
+    layers: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    scaling: float
+    eps: float
+    frequencies: tuple[float, ...]
+    angle_scale: float
+    kinds: tuple[str, ...]
+    window: int | None
+    layer_kinds: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, lean: Lean) -> Architecture | None:
+        """Of a model that is read by the lean forward; None where its layers differ from one another."""
+        heads = {layer.heads for layer in lean.layers}
+        eps = {norm.eps for layer in lean.layers for norm in (layer.before, layer.between, layer.qk_norm) if norm}
+        if len(heads) != 1 or eps != {lean.norm.eps}:
+            return None
+        (head,), rope, windows = heads, lean.rope.module, lean.windows
+        several = len(windows.kinds) > 1
+        return cls(
+            layers=len(lean.layers),
+            heads=head.queries,
+            key_heads=head.keys,
+            head_dim=head.dim,
+            scaling=head.scale,
+            eps=lean.norm.eps,
+            frequencies=tuple(rope.inv_freq.float().tolist()),
+            angle_scale=float(rope.attention_scaling),
+            kinds=tuple(sorted(windows.kinds)),
+            window=next((window for window in windows.now().values() if window is not None), None),
+            layer_kinds=tuple(layer.kind for layer in lean.layers) if several else None,
+        )
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Architecture:
+        """From its fields as JSON has them.
+
+        Raises:
+            TypeError: other fields.
+        """
+        made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        return cls(**made)
+
+    def lean(self, folder: Path, dtype: torch.dtype, device: torch.device) -> Lean:
+        """The lean forward over the weights in a directory.
+
+        Args:
+            folder: of a checkpoint with safetensors files.
+            dtype: of the weights in use.
+            device: where they are read to.
+
+        Raises:
+            KeyError: a tensor is missing.
+            OSError, safetensors.SafetensorError: a file that is none, or damaged.
+        """
+        windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
+        return Lean(self._parts(Weights(folder, dtype, device)), windows, self.layer_kinds)
+
+    def _parts(self, weights: Weights) -> SimpleNamespace:
+        """The weights under the names that transformers' modules have."""
+        embedding = weights["model.embed_tokens.weight"]
+        tied = "lm_head.weight" not in weights
+        head = SimpleNamespace(weight=embedding, bias=None, out_features=len(embedding))
+        inner = SimpleNamespace(
+            embed_tokens=SimpleNamespace(weight=embedding),
+            layers=[self._layer(weights, f"model.layers.{number}.") for number in range(self.layers)],
+            norm=self._norm(weights, "model.norm"),
+            rotary_emb=Rotary(torch.tensor(self.frequencies, device=embedding.device), self.angle_scale),
+        )
+        return SimpleNamespace(model=inner, lm_head=head if tied else _linear(weights, "lm_head"))
+
+    def _layer(self, weights: Weights, at: str) -> SimpleNamespace:
+        attention = SimpleNamespace(
+            head_dim=self.head_dim,
+            scaling=self.scaling,
+            config=SimpleNamespace(num_attention_heads=self.heads, num_key_value_heads=self.key_heads),
+            **{name: _linear(weights, f"{at}self_attn.{name}") for name in _ATTENTION},
+        )
+        for name in ("q_norm", "k_norm"):
+            if f"{at}self_attn.{name}.weight" in weights:
+                setattr(attention, name, self._norm(weights, f"{at}self_attn.{name}"))
+        return SimpleNamespace(
+            input_layernorm=self._norm(weights, f"{at}input_layernorm"),
+            post_attention_layernorm=self._norm(weights, f"{at}post_attention_layernorm"),
+            self_attn=attention,
+            mlp=SimpleNamespace(**{name: _linear(weights, f"{at}mlp.{name}") for name in _MLP}),
+        )
+
+    def _norm(self, weights: Weights, name: str) -> SimpleNamespace:
+        return SimpleNamespace(weight=weights[f"{name}.weight"], variance_epsilon=self.eps)
+
+
+def _linear(weights: Weights, name: str) -> SimpleNamespace:
+    weight = weights[f"{name}.weight"]
+    bias = weights.optional(f"{name}.bias")
+    return SimpleNamespace(weight=weight, bias=bias, out_features=len(weight))
+
+
+class Rotary:
+    """Rotary angles with constant frequencies, as transformers computes them.
+
+    Args:
+        inv_freq: radians per position, float32.
+        attention_scaling: factor of cosines and sines.
+    """
+
+    def __init__(self, inv_freq: Float[Tensor, " half"], attention_scaling: float) -> None:
+        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
+
+    def __call__(self, like: Tensor, *, position_ids: Int[Tensor, "1 positions"]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each [1, positions, dim], in the dtype of `like`."""
+        angles = position_ids[..., None].float() * self.inv_freq
+        both = torch.cat((angles, angles), -1)
+        return (both.cos() * self.attention_scaling).to(like.dtype), (both.sin() * self.attention_scaling).to(
+            like.dtype
+        )
+
+
+class Weights:
+    """The tensors of a checkpoint by name, each read when it is asked for.
+
+    Args:
+        folder: with one safetensors file, or several and their index.
+        dtype: that they are converted to.
+        device: that they are read to.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        files: list[Any] = [safe_open(path, "pt", device=str(device)) for path in weight_files(folder)]
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def optional(self, name: str) -> Tensor | None:
+        """The tensor, if it is there."""
+        if name not in self:
+            return None
+        return self[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy of the tensor, so that it does not change with its file."""
+        found: Tensor = self._files[name].get_tensor(name)
+        return found.to(self._dtype, copy=True)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        OSError, ValueError, KeyError: there are none, or their index cannot be read.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / WEIGHTS]
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(named))]

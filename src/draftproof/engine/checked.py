@@ -1,0 +1,267 @@
+"""Models that were checked before: what is kept of a check, so that the next start needs neither it nor transformers.
+
+The first start of a model on the lean forward reads it with transformers, and compares the two (`backends.probe`). What
+was found then is kept in `$DRAFTPROOF_HOME/checked`, under a hash of everything it depends on: the model's files, the
+versions of the libraries, this package's own code, the processor's level, dtype and device. A later start reads the
+weights by themselves, and compares the logits of some tokens with those that transformers computed. Where anything is
+missing or differs, the model is loaded and checked as the first time.
+
+`DRAFTPROOF_CHECKED=0` turns this off. It is for directories and registered models; a hub id may have new files.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof import models
+from draftproof.backends.base import Capabilities, Feed
+from draftproof.backends.checkpoint import Architecture, weight_files
+from draftproof.backends.facts import ModelFacts
+from draftproof.backends.lean import LeanBackend, LeanForward
+from draftproof.backends.loading import load_backend, parse_device, parse_dtype
+from draftproof.backends.probe import TOLERANCE, distance
+from draftproof.backends.slots import SlotBackend
+from draftproof.errors import UserError, reason
+from draftproof.fast_tokenizer import Description, FastTokenizer, describe
+from draftproof.files import home, own_folder, whole_file, why_distrusted
+from draftproof.kernels import native
+from draftproof.tokenization import load_tokenizer
+from draftproof.tree import TokenTree
+
+VARIABLE = "DRAFTPROOF_CHECKED"
+_FORMAT = 1
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
+_READ_WHOLE = {".json", ".jinja", ".model", ".txt"}
+_COLUMNS = 256  # of each row of logits that are kept
+_log = logging.getLogger(__name__)
+
+
+class ModelSource:
+    """A model by name, its tokenizer and its backend: without transformers where it was checked before.
+
+    Args:
+        source: as for `load_backend`.
+        **options: as for `load_backend`.
+    """
+
+    def __init__(self, source: str, **options: Any) -> None:
+        self._source, self._options = source, options
+        self._key = _key(source, options)
+        self._place = None if self._key is None else _place(self._key)
+        self._row = None if self._place is None else _row(self._place)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer: transformers' own, or one that does the same.
+
+        Raises:
+            UserError: it has none.
+        """
+        if self._row is not None:
+            try:
+                return self._fast_tokenizer(self._row)
+            except Exception as cause:  # noqa: BLE001 - whatever is wrong with what was kept, the model is there
+                self._forget(cause)
+        return self._original_tokenizer()
+
+    def backend(self) -> SlotBackend:
+        """The model.
+
+        Raises:
+            UserError: as `load_backend`.
+        """
+        if self._row is not None and self._key is not None:
+            try:
+                return _backend(self._row, self._source, self._key)
+            except Exception as cause:  # noqa: BLE001 - as above
+                self._forget(cause)
+        made = load_backend(self._source, **self._options)
+        if self._key is not None and self._place is not None and type(made) is LeanBackend:
+            known = self.tokenizer
+            tokenizer = self._original_tokenizer() if isinstance(known, FastTokenizer) else known
+            try:
+                _keep(self._key, self._place, tokenizer, made)
+            except OSError as error:
+                _log.info("what was checked of %s cannot be kept: %s", self._source, reason(error))
+        return made
+
+    def _original_tokenizer(self) -> Any:
+        return load_tokenizer(models.resolve(self._source), trust_remote_code=self._options["trust_remote_code"])
+
+    def _fast_tokenizer(self, row: dict[str, Any]) -> FastTokenizer:
+        assert self._place is not None, "there is no row without a place"
+        content = _tokenizer_file(self._place).read_text(encoding="utf-8")
+        if not content:
+            content = (Path(models.resolve(self._source)) / "tokenizer.json").read_text(encoding="utf-8")
+        return FastTokenizer(content, Description(**row["tokenizer"]), self._original_tokenizer)
+
+    def _forget(self, cause: Exception) -> None:
+        _log.info("what was kept of %s cannot be used (%s): it is checked again", self._source, reason(cause))
+        self._row = None
+
+
+# --- what a check depends on ---------------------------------------------------------------------------------------
+
+
+def _key(source: str, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Everything that a check depends on; None where none can be kept."""
+    if os.environ.get(VARIABLE) == "0" or options["trust_remote_code"] or not options["check"]:
+        return None
+    if options["backend"] not in ("auto", "lean"):
+        return None
+    folder = Path(models.resolve(source))
+    try:
+        files: dict[str, Any] = {
+            path.name: _state(path) for path in sorted(folder.iterdir()) if path.suffix in _READ_WHOLE
+        }
+        files |= {path.name: _state_of_weights(path) for path in weight_files(folder)}
+        return {
+            "format": _FORMAT,
+            "folder": str(folder.absolute()),
+            "files": files,
+            "dtype": options["dtype"],
+            "device": str(parse_device(options["device"])),
+            "packages": {name: version(name) for name in _PACKAGES},
+            "code": _code(),
+            "native": native.levels(),
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no directory of a whole checkpoint
+        return None
+
+
+def _state(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _state_of_weights(path: Path) -> list[Any]:
+    """Size, time of the last change, and a hash of the names, shapes and places of the tensors."""
+    found = path.stat()
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = hashlib.sha256(file.read(min(size, found.st_size))).hexdigest()
+    return [found.st_size, found.st_mtime_ns, header]
+
+
+@functools.cache
+def _code() -> str:
+    """A hash of the code of this package that reads models."""
+    package = Path(__file__).parents[1]
+    made = hashlib.sha256()
+    for path in sorted(_sources(package)):
+        made.update(path.read_bytes())
+    return made.hexdigest()
+
+
+def _sources(package: Path) -> Iterator[Path]:
+    for folder in ("backends", "kernels", "kernels/c"):
+        yield from (path for path in (package / folder).iterdir() if path.suffix in (".py", ".c", ".h"))
+    yield from (Path(__file__), package / "fast_tokenizer.py", package / "tokenization.py")
+
+
+def _place(key: dict[str, Any]) -> Path:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return home() / "checked" / f"{name}.json"
+
+
+# --- keeping and using -----------------------------------------------------------------------------------------------
+
+
+def _row(place: Path) -> dict[str, Any] | None:
+    """What was kept at a place; None where nothing was, or where another user could have written it."""
+    try:
+        if why_distrusted(place.parent) or why_distrusted(place):
+            return None
+        row = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _keep(key: dict[str, Any], place: Path, tokenizer: Any, backend: LeanBackend) -> None:
+    """Keep what was found of a model that passed its check."""
+    architecture, described = Architecture.of(backend.lean), describe(tokenizer)
+    if architecture is None or described is None or backend.probe is None:
+        return
+    content, description = described
+    facts = {name: value for name, value in vars(backend.facts).items() if name not in ("name", "dtype", "device")}
+    tokens, rows = backend.probe.sample
+    row = {
+        "key": key,
+        "architecture": asdict(architecture),
+        "dtype": str(backend.dtype).removeprefix("torch."),
+        "facts": {**facts, "sampling_defaults": dict(backend.facts.sampling_defaults)},
+        "capabilities": asdict(backend.capabilities),
+        "max_positions": backend.max_positions,
+        "bounded_by": backend.bounded_by,
+        "tokens": tokens,
+        "logits": _some(rows).tolist(),
+        "tokenizer": description,
+    }
+    try:
+        text = json.dumps(row)
+    except (TypeError, ValueError):  # a generation config with values that JSON has not
+        return
+    if own_folder(place.parent) is None:
+        return
+    same = _same_tokenizer(Path(key["folder"]), content)
+    for path, made in ((_tokenizer_file(place), "" if same else content), (place, text)):
+        with whole_file(path) as work:
+            work.write_text(made, encoding="utf-8")
+            work.chmod(0o600)
+
+
+def _some(rows: torch.Tensor) -> torch.Tensor:
+    """Some columns of rows of logits, spread over the vocabulary."""
+    width = rows.shape[-1]
+    places = torch.linspace(0, width - 1, min(_COLUMNS, width), device=rows.device).long()
+    return rows[:, places].double()
+
+
+def _tokenizer_file(place: Path) -> Path:
+    return place.with_suffix(".tokenizer.json")
+
+
+def _same_tokenizer(folder: Path, content: str) -> bool:
+    """Whether the model's own tokenizer file says the same; then it need not be kept a second time."""
+    from tokenizers import Tokenizer
+
+    path = folder / "tokenizer.json"
+    return path.exists() and Tokenizer.from_file(str(path)).to_str() == content
+
+
+def _backend(row: dict[str, Any], source: str, key: dict[str, Any]) -> LeanForward:
+    """The model, its logits compared with those that were kept.
+
+    Raises:
+        UserError: they differ.
+    """
+    dtype, device = parse_dtype(row["dtype"]), torch.device(key["device"])
+    assert isinstance(dtype, torch.dtype), "kept as the dtype of the weights"
+    facts = row["facts"]
+    facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
+    lean = Architecture.read(row["architecture"]).lean(Path(key["folder"]), dtype, device)
+    backend = LeanForward(ModelFacts(name=source, dtype=dtype, device=device, **facts), lean)
+    backend.max_positions, backend.bounded_by = row["max_positions"], row["bounded_by"]
+    first, *others = row["tokens"]
+    session = backend.open()
+    try:
+        chain = TokenTree.chain(torch.tensor(others, device=device))
+        found = backend.forward([Feed(session, [first], chain)])[0].logits
+    finally:
+        session.close()
+    error = distance(_some(found), torch.tensor(row["logits"], dtype=torch.float64))
+    if not error < TOLERANCE[dtype]:
+        raise UserError(f"its logits are off by {error:.2g}")
+    backend.capabilities = replace(backend.capabilities, **asdict(Capabilities(**row["capabilities"])))
+    return backend
