@@ -167,7 +167,7 @@ class Probe:
 
     @property
     def sample(self) -> tuple[list[int], Float[Tensor, "tokens vocab"]]:
-        """Some tokens, and the untouched model's logits after each."""
+        """Some tokens, and the unchanged model's logits after each."""
         return self._scenarios[0].tokens, self._scenarios[0].rows
 
     # --- expected rows --------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def _broken_weights(model: Any) -> str:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """The size of the difference over the size of what was expected; infinite where there are NaNs."""
+    """The norm of the difference, divided by that of `expected`; infinite if there are NaNs."""
     size = expected.double().norm().clamp(min=1e-12)
     error = float((found.to(expected.device).double() - expected.double()).norm() / size)
     return math.inf if math.isnan(error) else error

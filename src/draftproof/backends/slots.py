@@ -31,7 +31,7 @@ class SlotBackend(ABC):
         max_positions: the longest sequence it reads; None when unbounded.
         bounded_by: why that is shorter than the model's context; empty when it is not.
         capabilities: what it can do.
-        kind: name of the forward pass, as BACKENDS has it.
+        kind: name of the forward pass in BACKENDS.
     """
 
     kind: str

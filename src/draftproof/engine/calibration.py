@@ -69,7 +69,7 @@ def known_acceptance(engine: DecodingLoop, file: Path) -> AcceptanceRates:
 
 
 def _fingerprint(backend: Backend) -> str:
-    """A number that identifies the weights, also under the same name: the norm of the logits after one token."""
+    """A number that distinguishes weights with the same name: the norm of the logits after one token."""
     session = backend.open()
     try:
         logits = backend.forward([Feed(session, [0])])[0].logits
