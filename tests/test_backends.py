@@ -194,7 +194,7 @@ def padded(groups, lengths):
 
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=6))
 def test_rows_of_like_length_are_read_together(lengths):
-    groups = passes.alike(lengths)
+    groups = passes.similar_lengths(lengths)
     assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
     assert all(group == sorted(group) for group in groups)
     every = product(range(3), repeat=len(lengths))
@@ -203,9 +203,9 @@ def test_rows_of_like_length_are_read_together(lengths):
 
 
 def test_rows_of_a_round_are_read_at_once():
-    assert passes.alike([1, 5, 1, 1, 3, 1, 1, 1]) == [list(range(8))]
-    assert passes.alike([60, 64, 400, 58]) == [[0, 1, 3], [2]]
-    assert passes.alike([]) == [[]]
+    assert passes.similar_lengths([1, 5, 1, 1, 3, 1, 1, 1]) == [list(range(8))]
+    assert passes.similar_lengths([60, 64, 400, 58]) == [[0, 1, 3], [2]]
+    assert passes.similar_lengths([]) == [[]]
 
 
 def test_capacity_growth_keeps_what_other_sessions_have_read():

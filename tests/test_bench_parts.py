@@ -175,7 +175,7 @@ def test_an_engine_that_fails_is_reported_with_its_last_line(fake_python, answer
 
 
 def test_a_silent_engine_is_given_up(fake_python, monkeypatch):
-    monkeypatch.setattr(engines, "PATIENCE", 0.5)
+    monkeypatch.setattr(engines, "TIMEOUT", 0.5)
     monkeypatch.setattr(engines, "SHUTDOWN", 0.1)
     python = fake_python("import time; time.sleep(60)")
     stderr = bench("engines", "--other", "vllm", "--python", python, *SMALL, code=1).stderr

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-PATIENCE = 30.0  # seconds between two lines where a bar cannot be drawn
+INTERVAL = 30.0  # seconds between two lines where a bar cannot be drawn
 
 
 class Tick(Protocol):
@@ -71,7 +71,7 @@ class _Meter:
 
 
 class _Lines:
-    """A tick that writes a line at most every PATIENCE seconds, and one at the end."""
+    """A tick that writes a line at most every INTERVAL seconds, and one at the end."""
 
     def __init__(self, console: object, title: str, total: int, done: int) -> None:
         self._console = console
@@ -81,7 +81,7 @@ class _Lines:
 
     def __call__(self, done: int, *, tokens: int = 0, loss: float | None = None) -> None:
         facts, now = self._meter(tokens, loss), time.perf_counter()
-        if now - self._last < (PATIENCE if done < self._total else 1.0):
+        if now - self._last < (INTERVAL if done < self._total else 1.0):
             return  # also when there was nothing to do
         self._last = now
         left = (now - self._start) / max(done - self._first, 1) * (self._total - done)

@@ -143,9 +143,9 @@ class Program:
         masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.now().items()}
         cos, sin = self._lean.rope(positions, plan.horizon)
         slots = torch.arange(rows, device=device).repeat_interleave(spread)
-        _let_vary(*((each, (0,)) for each in (ids, cos, sin, places, slots)))
-        _let_vary(*((mask, (0, 2, 3)) for mask in masks.values()))
-        _let_vary(*((view, (0, 2)) for store in views for view in store))
+        _mark_dynamic(*((each, (0,)) for each in (ids, cos, sin, places, slots)))
+        _mark_dynamic(*((mask, (0, 2, 3)) for mask in masks.values()))
+        _mark_dynamic(*((view, (0, 2)) for store in views for view in store))
         with torch._dynamo.config.patch(install_free_tensors=True):  # noqa: SLF001 - freezes the weights
             logits, states = self._run(ids, cos, sin, masks, slots, places, *views)
         return logits.view(rows, spread, -1)[:, :width], states.view(rows, spread, -1)[:, :width]
@@ -157,7 +157,7 @@ class Program:
         return F.pad(mask, (0, horizon - mask.shape[-1]), value=torch.finfo(dtype).min)
 
 
-def _let_vary(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
+def _mark_dynamic(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
     """Compile these dimensions for any size except 1, which gets its own program."""
     for tensor, dims in sizes:
         for dim in dims:

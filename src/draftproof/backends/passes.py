@@ -28,12 +28,12 @@ def in_passes(
             tokens = tokens[PREFILL_CHUNK:]
         left.append(Feed(feed.session, tokens, feed.tree))
     outputs: dict[int, FeedOutput] = {}
-    for group in alike([len(feed) for feed in left]) if ragged else _level(left):
+    for group in similar_lengths([len(feed) for feed in left]) if ragged else _equal_positions(left):
         outputs |= zip(group, run([left[row] for row in group]), strict=True)
     return [outputs[row] for row in range(len(left))]
 
 
-def _level(feeds: Sequence[Feed]) -> list[list[int]]:
+def _equal_positions(feeds: Sequence[Feed]) -> list[list[int]]:
     """Rows in groups that begin and end at the same positions."""
     groups: dict[tuple[int, int], list[int]] = {}
     for row, feed in enumerate(feeds):
@@ -41,8 +41,8 @@ def _level(feeds: Sequence[Feed]) -> list[list[int]]:
     return list(groups.values())
 
 
-def alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Rows in groups that are cheapest to read when every row is padded to the longest of its group.
+def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
+    """Rows in groups that take the least time to read if every row is padded to the longest of its group.
 
     A pass over the weights counts as PASS positions. The rows of a group are in ascending order.
 

@@ -124,16 +124,16 @@ class Scenario:
     """Tokens to read, and the logits that the unchanged model computes for them.
 
     Attributes:
-        tokens, beside: two sequences; the second is short.
-        rows, beside_rows: the model's logits after each token.
+        tokens, other: two sequences; the second is short.
+        rows, other_rows: the model's logits after each token.
         limit: the limit that the tokens exceed; None for the check of every model.
         lowered: the limit's value during the check; None where it is not changed.
     """
 
     tokens: list[int]
-    beside: list[int]
+    other: list[int]
     rows: Float[Tensor, "tokens vocab"]
-    beside_rows: Float[Tensor, "beside vocab"]
+    other_rows: Float[Tensor, "other vocab"]
     limit: Limit | None = None
     lowered: int | None = None
 
@@ -183,12 +183,12 @@ class Probe:
         tokens = [(place * 7919 + 1) % vocab for place in range(length)]
         if length == _SHORT:
             tokens = torch.linspace(1, vocab - 1, length).long().tolist()
-        beside = [(place * 104729 + 2) % vocab for place in range(5)]
+        other = [(place * 104729 + 2) % vocab for place in range(5)]
         with _at(limit, self._model, lowered):
             rows = self._plain(tokens)
             if not rows.isfinite().all():
                 raise UserError(f"{self._name} computes logits that are not finite{_broken_weights(self._model)}")
-            return Scenario(tokens, beside, rows, self._plain(beside), limit, lowered)
+            return Scenario(tokens, other, rows, self._plain(other), limit, lowered)
 
     def _prepare(self, limit: Limit) -> None:
         """Add a scenario past the limit, if the limit changes what the family computes."""
@@ -245,12 +245,12 @@ class Probe:
             if scenario.limit is None:
                 raise UserError(
                     f"{self._name} does not reproduce its own logits after a rollback (relative error {error:.2g}, "
-                    f"allowed {tolerance:.2g}): {self._suspicion()}speculation would change its output; it is refused"
+                    f"allowed {tolerance:.2g}): {self._known_cause()}speculation would change its output; it is refused"
                 )
             self._bound(backend, scenario.limit, "it computes something else beyond that")
         for limit in self._untested:
             self._bound(backend, limit, "that far it can be checked here")
-        self._check_company(backend, right, tolerance)
+        self._check_batches(backend, right, tolerance)
         trees = all(self._measured(_tree_error, backend, each) < tolerance for each in right)
         backend.capabilities = replace(backend.capabilities, trees=trees)
 
@@ -260,7 +260,7 @@ class Probe:
         except Exception as cause:
             if scenario.limit is not None:
                 return math.inf
-            why = self._suspicion() or f"{reason(cause)}; "
+            why = self._known_cause() or f"{reason(cause)}; "
             raise UserError(f"{self._name} cannot be read piece by piece: {why}{ADVICE}") from cause
 
     def _bound(self, backend: Checked, limit: Limit, why: str) -> None:
@@ -268,23 +268,23 @@ class Probe:
             backend.max_positions = limit.value
             backend.bounded_by = f"its {limit.name} is {limit.value}, and {why}"
 
-    def _check_company(self, backend: Checked, scenarios: Sequence[Scenario], tolerance: float) -> None:
+    def _check_batches(self, backend: Checked, scenarios: Sequence[Scenario], tolerance: float) -> None:
         """Find out whether rows of different lengths may share a pass; refuse a model where equal lengths may not."""
-        if all(self._measured(_company_error, backend, each) < tolerance for each in scenarios):
+        if all(self._measured(_batch_error, backend, each) < tolerance for each in scenarios):
             return
         backend.capabilities = replace(backend.capabilities, ragged=False)
-        error = max(self._measured(_company_error, backend, each) for each in scenarios)
+        error = max(self._measured(_batch_error, backend, each) for each in scenarios)
         if not error < tolerance:
             raise UserError(
                 f"{self._name} computes other logits for a row that shares a batch (relative error {error:.2g}): "
-                f"{self._suspicion()}it is refused"
+                f"{self._known_cause()}it is refused"
             )
 
     def _measured(self, measure: Callable[[Backend, Scenario], float], backend: Backend, scenario: Scenario) -> float:
         with _at(scenario.limit, self._model, scenario.lowered):
             return measure(backend, scenario)
 
-    def _suspicion(self) -> str:
+    def _known_cause(self) -> str:
         """A known property of the model that would explain a failure, in words."""
         model, config = self._model, self._model.config.get_text_config()
         quantized = getattr(model.config, "quantization_config", None)
@@ -358,19 +358,19 @@ def _tree_error(backend: Backend, scenario: Scenario) -> float:
         session.close()
 
 
-def _company_error(backend: Backend, scenario: Scenario) -> float:
+def _batch_error(backend: Backend, scenario: Scenario) -> float:
     """The error of two requests that share passes, with prompts of different lengths."""
-    tokens, beside, end = scenario.tokens, scenario.beside, len(scenario.tokens)
+    tokens, other, end = scenario.tokens, scenario.other, len(scenario.tokens)
     long, short = backend.open(), backend.open()
     try:
-        first = backend.forward([Feed(short, beside[:2]), Feed(long, tokens[: end - 4])])
+        first = backend.forward([Feed(short, other[:2]), Feed(long, tokens[: end - 4])])
         chain = TokenTree.chain(torch.tensor(tokens[end - 3 :], device=backend.device))
-        later = backend.forward([Feed(long, tokens[end - 4 : end - 3], chain), Feed(short, beside[2:])])
+        later = backend.forward([Feed(long, tokens[end - 4 : end - 3], chain), Feed(short, other[2:])])
         errors = [
-            distance(first[0].logits, scenario.beside_rows[1:2]),
+            distance(first[0].logits, scenario.other_rows[1:2]),
             distance(first[1].logits, scenario.rows[end - 5 : end - 4]),
             distance(later[0].logits, scenario.rows[end - 4 :]),
-            distance(later[1].logits, scenario.beside_rows[4:]),
+            distance(later[1].logits, scenario.other_rows[4:]),
         ]
         return max(errors)
     finally:

@@ -36,7 +36,7 @@ from draftproof.sampling import SamplingParams
 
 # vLLM's build for CPUs needs these on a small machine.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
-PATIENCE = 900.0  # seconds that the other engine may take to load, or for one request
+TIMEOUT = 900.0  # seconds that the other engine may take to load, or for one request
 SHUTDOWN = 10.0  # seconds that it may take to stop
 PLAIN = "draftproof, plain"
 Timing = tuple[float, Stats | None]  # seconds, and the counts if the engine is draftproof
@@ -213,7 +213,7 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
     """Start the other engine's process and end it afterwards.
 
     Raises:
-        UserError: it does not start, gives no answer in PATIENCE seconds, or stops; with its last line on stderr.
+        UserError: it does not start, gives no answer in TIMEOUT seconds, or stops; with its last line on stderr.
     """
     python = str(options.python or sys.executable)
     model = str(options.model or models.resolve(options.target))
@@ -234,14 +234,14 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
 
         def read() -> str:
             assert process.stdout is not None, "its output is a pipe"
-            ready, _, _ = select.select([process.stdout], [], [], PATIENCE)
+            ready, _, _ = select.select([process.stdout], [], [], TIMEOUT)
             line = process.stdout.readline().strip() if ready else ""
             if not line:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(SHUTDOWN)  # its last lines on stderr come after the end of its output
                 errors.seek(0)
                 last = [line.strip() for line in errors if line.strip()][-1:]
-                why = last[0] if last else f"no answer in {PATIENCE:g} s, or it ended without a message"
+                why = last[0] if last else f"no answer in {TIMEOUT:g} s, or it ended without a message"
                 raise UserError(f"{options.other} failed in {python}: {why}")
             return line
 

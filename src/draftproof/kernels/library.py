@@ -29,7 +29,7 @@ from draftproof.files import home, own_folder, whole_file, why_distrusted
 SOURCES = Path(__file__).parent / "c"
 PACKAGED = Path(__file__).parent / "built"  # filled when a wheel is built
 _FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
-_PATIENCE = 300  # seconds for a compiler
+_TIMEOUT = 300  # seconds for a compiler
 _log = logging.getLogger(__name__)
 
 
@@ -197,7 +197,7 @@ def compile_library(out: Path, level: Level, *, extra: tuple[str, ...] = ()) -> 
         command = [*compiler, *_FLAGS, *level.flags, *extra, source, "-lm", "-o", str(out)]
         try:
             done = subprocess.run(  # noqa: S603 - the user's own compiler on our own source
-                command, capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False
+                command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
             )
         except (OSError, subprocess.SubprocessError) as error:
             failures.append(f"{shlex.join(compiler)}: {reason(error)}")
