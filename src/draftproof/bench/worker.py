@@ -1,6 +1,6 @@
 """Another engine in its own process, started by `engines`: reads one JSON request a line, answers each with seconds.
 
-Its Python environment may have only the other engine, so this file imports nothing from draftproof.
+Its Python environment may have only the other engine, so this file must not use draftproof.
 """
 
 from __future__ import annotations
