@@ -123,7 +123,7 @@ def _flags(machine: Mapping[str, Any]) -> str:
     if "flags" not in machine:
         return "flags unknown"
     missing = [flag for flag in _FLAGS if flag not in machine["flags"]]
-    return f"with {', '.join(machine['flags']) or 'no such flag'}" + (
+    return f"with {', '.join(machine['flags']) or 'none of these flags'}" + (
         f", without {', '.join(missing)}" if missing else ""
     )
 
