@@ -314,3 +314,22 @@ def test_early_exit_refuses_models_that_cannot_be_cut_in_one_line(kind):
     with pytest.raises(UserError, match=f"early exit: {kind}, first 1 layers .* cannot read two tokens") as caught:
         EarlyExitBackend(whole, 1)
     assert "\n" not in str(caught.value)
+
+
+class Unsteady(HFBackend):
+    """A backend whose logits after one prompt are off, always or in company only."""
+
+    always = True
+
+    def _compute(self, layout, *, hidden):
+        logits, states = super()._compute(layout, hidden=hidden)
+        noisy = (layout.ids[:, 0] == 2) & (layout.positions[:, 0] == 0)  # the prompt of the request beside
+        if self.always or len(noisy) > 1:
+            logits = logits + 0.5 * noisy[:, None, None] * logits.roll(1, -1)
+        return logits, states
+
+
+@pytest.mark.parametrize("always", [True, False])
+def test_an_ill_conditioned_row_is_no_fault_of_company(always, monkeypatch):
+    monkeypatch.setattr(Unsteady, "always", always)
+    assert Unsteady(random_model(CONFIGS["llama"]())).capabilities.ragged is always

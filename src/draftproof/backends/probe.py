@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Capabilities, Feed
+from draftproof.backends.base import Backend, Capabilities, Feed, Session
 from draftproof.backends.facts import ADVICE
 from draftproof.backends.windows import SLIDING, Windows, windows_of
 from draftproof.errors import UserError, reason
@@ -359,20 +359,36 @@ def _tree_error(backend: Backend, scenario: Scenario) -> float:
 
 
 def _batch_error(backend: Backend, scenario: Scenario) -> float:
-    """The error of two requests that share passes, with prompts of different lengths."""
+    """The error of two requests that share passes, with prompts of different lengths.
+
+    Some positions are ill-conditioned: after the second token of a text, the logits of SmolLM2-135M in bfloat16 are off
+    by 1.9 in transformers' own forward pass, because of rounding. So a row counts as wrong only where it is further off
+    than the same row is when the request has its passes to itself.
+    """
     tokens, other, end = scenario.tokens, scenario.other, len(scenario.tokens)
-    long, short = backend.open(), backend.open()
-    try:
-        first = backend.forward([Feed(short, other[:2]), Feed(long, tokens[: end - 4])])
-        chain = TokenTree.chain(torch.tensor(tokens[end - 3 :], device=backend.device))
-        later = backend.forward([Feed(long, tokens[end - 4 : end - 3], chain), Feed(short, other[2:])])
-        errors = [
-            distance(first[0].logits, scenario.other_rows[1:2]),
-            distance(first[1].logits, scenario.rows[end - 5 : end - 4]),
-            distance(later[0].logits, scenario.rows[end - 4 :]),
-            distance(later[1].logits, scenario.other_rows[4:]),
+    expected = [
+        scenario.rows[end - 5 : end - 4],
+        scenario.rows[end - 4 :],
+        scenario.other_rows[1:2],
+        scenario.other_rows[4:],
+    ]
+    chain = TokenTree.chain(torch.tensor(tokens[end - 3 :], device=backend.device))
+    long, short, *others = (backend.open() for _ in range(4))
+
+    def passes(first: Session, second: Session, *, together: bool) -> list[Tensor]:
+        prompts = [Feed(first, tokens[: end - 4]), Feed(second, other[:2])]
+        later = [Feed(first, tokens[end - 4 : end - 3], chain), Feed(second, other[2:])]
+        made = [
+            backend.forward(feeds) if together else [backend.forward([feed])[0] for feed in feeds]
+            for feeds in (prompts, later)
         ]
-        return max(errors)
+        return [outputs[row].logits for row in (0, 1) for outputs in made]
+
+    try:
+        shared, alone = passes(long, short, together=True), passes(others[0], others[1], together=False)
     finally:
-        for session in (long, short):
+        for session in (long, short, *others):
             session.close()
+    errors = [distance(found, rows) for found, rows in zip(shared, expected, strict=True)]
+    rounding = [distance(found, rows) for found, rows in zip(alone, expected, strict=True)]
+    return max(error if error > 2 * least else 0.0 for error, least in zip(errors, rounding, strict=True))
