@@ -1,4 +1,4 @@
-"""Speculative decoding for any Hugging Face causal language model, with an output law proven to be the target's.
+"""Speculative decoding for Hugging Face causal language models, with an output distribution proven to be the target's.
 
 from draftproof import Engine, SamplingParams
 engine = Engine.load("embedded:target", "embedded:draft")

@@ -45,7 +45,7 @@ class Engine(DecodingLoop):
         backend: str = "auto",
         generation_config: str = "auto",
     ) -> Engine:
-        """An engine from names.
+        """An engine from names; registered models that are not on this machine are downloaded (`models.obtain`).
 
         Args:
             target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
@@ -80,9 +80,9 @@ class Engine(DecodingLoop):
             "check": check,
             "backend": backend,
         }
-        tokenizer = load_tokenizer(models.resolve(target), trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(models.obtain(target), trust_remote_code=trust_remote_code)
         if draft is not None:
-            theirs = load_tokenizer(models.resolve(draft), trust_remote_code=trust_remote_code)
+            theirs = load_tokenizer(models.obtain(draft), trust_remote_code=trust_remote_code)
             refuse_different(tokenizer, theirs, target_name=target, draft_name=draft)
         main = load_backend(target, **options)
         small = None if draft is None or drafter == "none" else load_backend(draft, **options)
