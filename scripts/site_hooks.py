@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "THIRD_PARTY_NOTICES.md": "notices.md"}
 COMMAND_PAGES = "reference/cli"
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-_HIDDEN = {"help", "debug", "offline", "install_completion", "show_completion"}  # the same everywhere: named on the first page
+# These are the same everywhere, and named on the first page.
+_HIDDEN = {"help", "debug", "offline", "install_completion", "show_completion"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

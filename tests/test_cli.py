@@ -390,11 +390,8 @@ def test_a_chat_template_is_used_when_there_is_one(chat_model):
 
 def test_a_chat_template_that_no_option_names_is_announced(chat_model, tmp_path):
     args = ("--target", chat_model, "--max-tokens", "2")
-    notice = (
-        "draftproof: the prompt is sent as a chat message, in the model's chat template; --no-chat sends the text as it "
-        "is\n"
-    )
-    assert generate(STORY, *args).stderr.startswith(notice)
+    notice = "the prompt is sent as a chat message, in the model's chat template; --no-chat sends the text as it is"
+    assert generate(STORY, *args).stderr.startswith(f"draftproof: {notice}\n")
     for named in (["--chat"], ["--no-chat"], ["--system", "Be kind."], ["--quiet"], ["--json"]):
         assert "chat" not in generate(STORY, *args, *named).stderr
     many = tmp_path / "p.txt"
