@@ -546,6 +546,16 @@ def test_quiet_libraries_do_not_import_transformers():
     subprocess.run([sys.executable, "-c", code], env=ENV, check=True)
 
 
+def test_bars_of_libraries_are_off_before_torch_is_imported():
+    code = (
+        "import sys\nfrom draftproof.cli import app\n"
+        "try:\n    app(['generate', '--help'], prog_name='draftproof')\n"
+        "except SystemExit: pass\n"
+        "from tqdm.auto import tqdm\nassert 'torch' in sys.modules\nassert tqdm([1]).disable"
+    )
+    subprocess.run([sys.executable, "-c", code], env=ENV, check=True, capture_output=True)
+
+
 # --- help texts ------------------------------------------------------------------------------------------------------
 
 

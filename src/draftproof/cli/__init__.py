@@ -49,6 +49,9 @@ class Commands(TyperGroup):
 
     def _load(self, name: str) -> Any:
         """The command of a module, with the options that all have, and without the completion options of typer."""
+        from draftproof.cli._libraries import set_quiet_variables
+
+        set_quiet_variables()  # before the module imports torch
         command = typer.main.get_command(importlib.import_module(f"{__name__}.{name}").app)
         shared = [option for option in self.params if option.name in _EVERYWHERE]
         command.params = [option for option in command.params if option.name not in _COMPLETION]

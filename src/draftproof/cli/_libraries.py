@@ -12,18 +12,23 @@ from typing import Any
 
 from draftproof.cli._terminal import note
 
-_QUIET = {  # read when the libraries are imported; values that the user has set stay
+_QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
 }
 
 
+def set_quiet_variables() -> None:
+    """Set variables that libraries read when they are imported (torch imports tqdm); values of the user stay."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Keep the progress bars and warnings of libraries off the screen; -W shows the warnings again."""
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
+    set_quiet_variables()
     if "transformers" in sys.modules:  # it has read its variables already
         _silence_transformers()
     with warnings.catch_warnings():
