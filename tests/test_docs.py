@@ -37,7 +37,7 @@ SHELL = ("sh", "console")
 # Options of other programs that pages name.
 OTHERS = {"--strict"}
 COMMANDS = every_command()
-EVERY_OPTION = options_of(*COMMANDS.values())
+EVERY_OPTION = options_of(*COMMANDS.values()) | {"--help"}
 NAMES = {
     "drafter": {name.partition(":")[0] for name in DRAFTERS},
     "stopper": set(STOPPERS),
