@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "THIRD_PARTY_NOTICES.md": "notices.md"}
 COMMAND_PAGES = "reference/cli"
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
-_HIDDEN = {"help", "debug", "install_completion", "show_completion"}  # the same everywhere: named on the first page
+# These are the same everywhere, and named on the first page.
+_HIDDEN = {"help", "debug", "offline", "install_completion", "show_completion"}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -113,7 +114,7 @@ def _page(name: str, command: Any, context: Any) -> str:
     if name == "draftproof":
         rows = [f"| [`draftproof {each}`]({each}.md) | {_cell(line)} |" for each, line in COMMANDS.items()]
         parts += [_table(("command", "what it does"), rows), *_options(command, context, hidden=set())]
-        parts.append("`--help` and `--debug` also follow every command.")
+        parts.append("`--help`, `--debug` and `--offline` also follow every command.")
     else:
         parts += _options(command, context)
         for each in below.values():

@@ -11,7 +11,7 @@ import torch
 from draftproof import UserError
 from draftproof.audit.compositions import compositions
 from draftproof.bench import competitors, measures, quality
-from draftproof.bench.cell import ENGINES, Cell, matrix, refused
+from draftproof.bench.cell import ENGINES, Cell, canonical, matrix, refused
 from draftproof.bench.competitors import COMPETITORS, format_setting, parse_setting, search
 from draftproof.bench.estimate import Estimate, bootstrap, geometric_mean, t_quantile
 from draftproof.bench.measures import answer_flops, pass_flops, shape_of
@@ -21,6 +21,7 @@ from draftproof.bench.record import FILE, Answer, Log, Record, by_cell, read_rec
 from draftproof.bench.report import COUNT_HEADS, FIGURES, REPORT, by_setting, count_table, markdown, write_report
 from draftproof.bench.run import question_seed, run, turns
 from draftproof.bench.summary import summaries, summarize
+from draftproof.engine.registry import DRAFTERS
 from draftproof.provenance import KEY, header
 from helpers import CONFIGS, embedded_model
 
@@ -56,6 +57,37 @@ def test_values_without_effect_make_no_second_cell():
     assert [cell.draft for cell in cells] == [None, None, None]
     theirs = matrix(**PAIR, engine="transformers", drafter=["none", "model"], verifier=["", "block"]).cells
     assert [cell.method for cell in theirs] == ["transformers"]
+
+
+@pytest.mark.parametrize("part", DRAFTERS.values(), ids=lambda part: part.name)
+def test_what_a_cell_keeps_is_what_the_registry_declares(part):
+    made = canonical(Cell("t", draft="d", drafter=part.example or part.name, stopper="fixed:2"))
+    assert (made.draft is not None) == part.reads_draft
+    assert bool(made.stopper) == part.stops
+    if part.reads_draft:
+        assert "needs a draft model" in refused(replace(made, draft=None))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "chains", "branches"),
+    [
+        ("model", 1, False),
+        ("chains", 4, True),
+        ("chains:2", 2, True),
+        ("tree:2x2", 1, True),
+        ("early_exit:3", 1, False),
+        ("early_exit:3x4", 4, True),
+        ("feature_head:boxes/mine", 1, False),
+        ("feature_head:heads/minex3", 3, True),
+        ("ngram:8", 1, False),
+    ],
+)
+def test_numbers_of_drafts_and_branching_are_read_from_the_argument(drafter, chains, branches):
+    assert Cell("t", drafter=drafter).drafts == chains
+    made = canonical(Cell("t", draft="d", drafter=drafter))
+    assert made.verifier == ("trie_block" if branches else "block")
+    why = refused(replace(made, verifier="token")) or ""
+    assert ("drafts trees, and rule token verifies chains only" in why) == branches
 
 
 def test_each_drafter_gets_its_default_rule():

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from commands import call
-from draftproof import models
+from draftproof import Engine, models
 from draftproof.bench import plan as planning
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.plan import PROFILES, BenchOptions, parts, plan
@@ -113,6 +113,55 @@ def test_options_take_precedence_over_a_profile_which_names_what_it_leaves_out(m
     assert notes == ["left out smollm2-135m: draftproof models pull smollm2-135m has not been run"]
     ((named,), none) = parts(BenchOptions(target="embedded:stories"), "quick")
     assert (named.draft, named.questions, none) == ("embedded:stories-draft", 6, [])
+
+
+def test_bench_and_generate_have_one_default_pair(monkeypatch):
+    ((made,), _) = parts(BenchOptions(), None)
+    loaded = []
+
+    def load(*names, **_):
+        loaded.append(names)
+        raise UserError("seen")
+
+    monkeypatch.setattr(Engine, "load", load)
+    call("generate", "Once", code=1)
+    assert loaded == [(made.target, made.draft)] == [(models.DEFAULT_TARGET, models.DEFAULT_DRAFT)]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bench", "run", "--out", "x"),
+        ("bench", "rules", "--draft", "smollm2-135m-draft"),
+        ("bench", "stoppers", "--draft", "smollm2-135m-draft"),
+        ("bench", "engines"),
+        ("profile", "memory"),
+        ("profile", "round"),
+        ("profile", "forward"),
+        ("train", "feature-head", "--data", "x", "--out", "y"),
+        ("train", "head", "--draft", "embedded:draft", "--data", "x", "--out", "y"),
+    ],
+    ids=" ".join,
+)
+def test_every_command_that_loads_models_pulls_registered_ones_first(words, monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    missing = []
+
+    def pull(name, **_):
+        missing.append(name)
+        raise UserError(f"no network for {name}")
+
+    monkeypatch.setattr(models, "pull", pull)
+    assert "no network for smollm2-135m" in call(*words, "--target", "smollm2-135m", code=1).stderr
+    assert missing == ["smollm2-135m"]
+
+
+def test_a_download_that_is_forbidden_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    words = ("run", *SMALL, "--target", "smollm2-135m", "--out", tmp_path / "x", "--offline")
+    assert "draftproof models pull smollm2-135m" in bench(*words, code=1).stderr
 
 
 def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):

@@ -13,11 +13,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from draftproof import Engine, SamplingParams, UserError, __version__
+from docs_pages import every_command
+from draftproof import Engine, SamplingParams, UserError, __version__, models, sampling
 from draftproof.cli import COMMANDS, _compare, app
 from draftproof.cli._options import field_help
 from draftproof.cli._sampling import SAMPLING
 from draftproof.embedded import draft_dir, target_dir
+from draftproof.engine.registry import DRAFTERS, OFFERED_STOPPERS, VERIFIERS
+from draftproof.sampling import MODEL_DEFAULTS
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
 STORY = "Once upon a time"
@@ -122,7 +125,11 @@ def test_every_field_is_an_option_with_its_default_and_help(field):
     assert f"--{field.name.replace('_', '-')}" in option.opts
     assert option.help
     repeated = option.multiple
-    assert (option.default or field.default) == field.default if repeated else option.default == field.default
+    if field.name in MODEL_DEFAULTS:
+        assert option.default is None
+        assert option.help.endswith(f"; without it the model's own, else {field.default}.")
+    else:
+        assert (option.default or field.default) == field.default if repeated else option.default == field.default
     assert repeated == (field.name in {"logit_bias", "bad_words", "stop", "stop_token_ids"})
 
 
@@ -130,6 +137,7 @@ def test_help_is_the_docstrings():
     texts = field_help(SamplingParams)
     assert texts["seed"].startswith("Of this request's draws;")
     assert texts["temperature"].startswith("0 puts all mass")
+    assert "0 puts all mass" in " ".join(run("generate", "--help").stdout.replace("│", " ").split())
     assert [parameter.name for parameter in SAMPLING.parameters().values()] == list(texts)
 
 
@@ -362,16 +370,203 @@ def test_broken_models_are_one_line(tmp_path, file, content):
 # --- chat ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_template_is_used_when_there_is_one(tmp_path):
+@pytest.fixture
+def chat_model(tmp_path):
+    """A model with a chat template."""
     model = tmp_path / "chat"
     shutil.copytree(draft_dir(), model)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    args = (STORY, "--target", str(model), "--max-tokens", "2", "--json")
+    return str(model)
+
+
+def test_a_chat_template_is_used_when_there_is_one(chat_model):
+    args = (STORY, "--target", chat_model, "--max-tokens", "2", "--json")
     assert objects(generate(*args))[0]["prompt"] == f"user: {STORY}\nassistant:"
     assert objects(generate(*args, "--system", "Be kind."))[0]["prompt"].startswith("system: Be kind.\nuser: ")
     assert objects(generate(*args, "--no-chat"))[0]["prompt"] == STORY
+
+
+def test_a_chat_template_that_no_option_names_is_announced(chat_model, tmp_path):
+    args = ("--target", chat_model, "--max-tokens", "2")
+    notice = "the prompt is sent as a chat message, in the model's chat template; --no-chat sends the text as it is"
+    assert generate(STORY, *args).stderr.startswith(f"draftproof: {notice}\n")
+    for named in (["--chat"], ["--no-chat"], ["--system", "Be kind."], ["--quiet"], ["--json"]):
+        assert "chat" not in generate(STORY, *args, *named).stderr
+    many = tmp_path / "p.txt"
+    many.write_text("Once\nThere\n")
+    shown = generate("--prompts", str(many), *args).stderr
+    assert shown.count("the prompts are sent as chat messages, in the model's chat template") == 1
+
+
+# --- the model's own sampling defaults ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cool(tmp_path):
+    """A model whose generation config names sampling parameters."""
+    model = tmp_path / "cool"
+    shutil.copytree(draft_dir(), model)
+    own = {"temperature": 0.6, "top_p": 0.9, "max_new_tokens": 5}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    return ("--target", str(model), "--stopper", "fixed:2")
+
+
+def test_what_is_not_given_is_the_models_own(cool):
+    (found,) = objects(generate(STORY, *cool, "--json"))
+    assert (found["sampling"]["temperature"], found["sampling"]["top_p"]) == (0.6, 0.9)
+    assert len(found["token_ids"]) == 5
+    (found,) = objects(generate(STORY, *cool, "--json", "--temperature", "0", "--max-tokens", "3"))
+    assert (found["sampling"]["temperature"], found["sampling"]["top_p"]) == (0, 0.9)
+    assert len(found["token_ids"]) == 3
+    (found,) = objects(generate(STORY, *cool, "--json", "--generation-config", "none", "--max-tokens", "none"))
+    assert (found["sampling"]["temperature"], found["sampling"]["top_p"]) == (1, 1)
+    assert len(found["token_ids"]) > 128 or found["finish_reason"] == "stop"
+    assert "generation_config is 'some'" in generate(STORY, *cool, "--generation-config", "some", code=1).stderr
+
+
+def test_the_summary_names_defaults_of_the_model_that_are_in_effect(cool):
+    line = "sampling: temperature 0.6, top_p 0.9, max_tokens 5 (from the model's generation config)"
+    assert generate(STORY, *cool).stderr.splitlines()[-1] == line
+    some = generate(STORY, *cool, "--temperature", "0.6", "--max-tokens", "5").stderr
+    assert some.splitlines()[-1] == "sampling: top_p 0.9 (from the model's generation config)"
+    assert "sampling:" not in generate(STORY, *cool, "--generation-config", "none", "--max-tokens", "3").stderr
+    assert generate(STORY, *cool, "--quiet").stderr == ""
+    assert generate(STORY, *cool, "--json").stderr == ""
+
+
+def test_given_values_are_checked_with_those_of_the_model(cool):
+    assert "min_tokens is 9: legal is" in generate(STORY, *cool, "--min-tokens", "9", code=2).stderr
+    assert generate(STORY, *cool, "--min-tokens", "200", "--max-tokens", "200", "--json").stdout
+
+
+# --- requests that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """An engine in which the text "cat" cannot be decoded."""
+    original = sampling.probabilities
+
+    def broken(logits, transforms, *rest):
+        if transforms.prompt_ids in bad:
+            raise UserError("the logits hold NaN")
+        return original(logits, transforms, *rest)
+
+    engine = loaded("embedded:stories", "embedded:stories-draft", stopper="fixed:2")
+    bad = [tuple(engine.encode("The cat")[1])]
+    monkeypatch.setattr("draftproof.engine.loop.probabilities", broken)
+    monkeypatch.setattr(Engine, "load", lambda *_, **__: engine)
+
+
+@pytest.fixture
+def three(tmp_path):
+    file = tmp_path / "three.txt"
+    file.write_text("Once\nThe cat\nThe dog\n")
+    return file
+
+
+def fails(*args):
+    """A call that prints results and ends with code 1."""
+    result = CliRunner().invoke(app, ["generate", *args, "--seed", "1", "--max-tokens", "4"], prog_name="draftproof")
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.stderr
+    return result
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_request_that_fails_is_named_and_the_others_are_shown(three):
+    found = fails("--prompts", str(three))
+    assert [line for line in found.stdout.splitlines() if line.startswith("===")] == [
+        "=== prompt 1 ===",
+        "=== prompt 3 ===",
+    ]
+    (error,) = [line for line in found.stderr.splitlines() if "error" in line]
+    assert error.startswith(f"draftproof: error: {three}, line 2: request ")
+    assert error.endswith("the logits hold NaN")
+    assert "8 tokens in" in found.stderr
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_request_that_fails_is_an_object_with_an_error_in_json(three):
+    found = objects(fails("--prompts", str(three), "--json"))
+    assert ["error" in each for each in found] == [False, True, False]
+    assert (found[1]["prompt"], found[1]["index"]) == ("The cat", 0)
+    assert found[1]["error"].endswith("the logits hold NaN")
+    assert [len(found[place]["token_ids"]) for place in (0, 2)] == [4, 4]
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_request_that_fails_is_left_out_of_the_comparison(three, monkeypatch):
+    monkeypatch.setattr(_compare, "ENOUGH", 0.0)
+    found = objects(fails("--prompts", str(three), "--json", "--compare"))
+    assert ["compare" in each for each in found] == [True, False, True]
+    assert "compare: " in fails("--prompts", str(three), "--compare").stderr
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_only_requests_that_fail():
+    assert fails("The cat", "--n", "2").stderr.count("draftproof: error: prompt 1, continuation ") == 2
+    assert fails("The cat").stderr.startswith("draftproof: error: request ")
+    assert objects(fails("The cat", "--json", "--compare"))[0]["error"]
+
+
+# --- offline, and libraries ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["before the command", "after it"])
+def test_offline_forbids_the_download_of_a_registered_model(place, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(models, "fetch", lambda *_: pytest.fail("downloaded"))
+    words = ["generate", STORY, "--target", "smollm2-135m"]
+    shown = run("--offline", *words, code=1) if place == "before the command" else run(*words, "--offline", code=1)
+    assert "smollm2-135m is not on this machine, and --offline or HF_HUB_OFFLINE forbids its download" in shown.stderr
+    assert "draftproof models pull smollm2-135m" in shown.stderr
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_command_module_imports_transformers(name):
+    """So variables that a command sets are read when the libraries are imported, and help comes at once."""
+    heavy = ("transformers", "huggingface_hub", "tokenizers")
+    code = f"import sys, draftproof.cli.{name}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_quiet_libraries_do_not_import_transformers():
+    code = (
+        "import os, sys\nfrom draftproof.cli._libraries import quiet_libraries\n"
+        "with quiet_libraries():\n    assert 'transformers' not in sys.modules\n"
+        "    from transformers.utils import logging\n"
+        "    assert logging.get_verbosity() == logging.ERROR and not logging.is_progress_bar_enabled()"
+    )
+    subprocess.run([sys.executable, "-c", code], env=ENV, check=True)
+
+
+def test_bars_of_libraries_are_off_before_torch_is_imported():
+    code = (
+        "import sys\nfrom draftproof.cli import app\n"
+        "try:\n    app(['generate', '--help'], prog_name='draftproof')\n"
+        "except SystemExit: pass\n"
+        "from tqdm.auto import tqdm\nassert 'torch' in sys.modules\nassert tqdm([1]).disable"
+    )
+    subprocess.run([sys.executable, "-c", code], env=ENV, check=True, capture_output=True)
+
+
+# --- help texts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [("generate",), ("bench", "run"), ("profile", "memory")], ids=" ".join)
+def test_help_names_every_part_that_is_offered_and_no_other(words):
+    command = every_command()[words]
+    texts = {option.name: option.help for option in command.params}
+    for name, parts in (("drafter", DRAFTERS), ("stopper", OFFERED_STOPPERS), ("verifier", VERIFIERS)):
+        if name in texts:
+            assert all(part.form in texts[name] for part in parts.values()), name
+            assert "oracle" not in texts[name]
 
 
 # --- compare ---------------------------------------------------------------------------------------------------------

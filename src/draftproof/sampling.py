@@ -1,7 +1,6 @@
-"""From logits to probabilities: SamplingParams (vLLM's names), the transforms they ask for, and log-probabilities.
+"""From logits to probabilities: SamplingParams (vLLM's names), the transforms that they request, and log-probabilities.
 
-Knows: what each option means, the order in which they apply, and that penalties depend on the drafted path above a row.
-Does not know: models, drafts, rules, randomness; where a generation ends is `finish`.
+Penalties depend on the drafted path above a row. Where a generation ends is decided in `finish`.
 
 Order, as vLLM's V1 sampler: cast to float32; bad words; min_tokens; logit bias; repetition, frequency and presence
 penalties; temperature; min-p; top-k; top-p; softmax. Masks are -inf, so they commute with the bias.
@@ -26,7 +25,7 @@ from draftproof.errors import UserError
 from draftproof.kernels import native
 
 _NEVER = -math.inf
-# A float32 reciprocal outside these overflows or vanishes; inside, the law no longer changes with the temperature.
+# A float32 reciprocal outside these overflows or vanishes; inside, temperatures change nothing more.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 # The nucleus is first looked for among this many candidates: at usual settings it is far smaller.
 _GUESS = 256
@@ -226,13 +225,14 @@ _GENERATION_CONFIG = {  # a generation config's names for these
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+MODEL_DEFAULTS = tuple(_GENERATION_CONFIG.values())  # the parameters that a checkpoint can have defaults of its own for
 
 
 def default_params(generation_config: Mapping[str, Any], model: str = "the model") -> SamplingParams:
-    """The sampling parameters that a checkpoint's generation config asks for; all others at their defaults.
+    """The sampling parameters that a checkpoint's generation config names; all others at their defaults.
 
     As in vLLM these are temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens. `do_sample` is not
-    looked at: temperature 0 is how greedy decoding is asked for.
+    looked at: temperature 0 requests greedy decoding.
 
     Args:
         generation_config: the fields that the checkpoint sets.
@@ -382,7 +382,7 @@ def shaped(scores: Float[Tensor, "rows width"], params: SamplingParams) -> Float
     """
     if params.temperature == 0:
         return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-    return native.softmax(_filter(_heat(scores, params.temperature), params))
+    return native.softmax(_filter(_scale_by_temperature(scores, params.temperature), params))
 
 
 def _edit(scores: Tensor, transforms: Transforms, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
@@ -479,7 +479,7 @@ def _check_alive(scores: Tensor, causes: Sequence[str]) -> None:
         raise UserError(f"every token of row {row} is masked by {' and '.join(causes)}: leave at least one token legal")
 
 
-def _heat(scores: Tensor, temperature: float) -> Tensor:
+def _scale_by_temperature(scores: Tensor, temperature: float) -> Tensor:
     """Logits over temperature, less their maximum first, so that no temperature overflows."""
     if temperature == 1:
         return scores

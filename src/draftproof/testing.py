@@ -14,8 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, FeedOutput, Session
-from draftproof.engine.engine import Engine
-from draftproof.engine.loop import RoundRngFactory
+from draftproof.engine.loop import DecodingLoop, RoundRngFactory
 from draftproof.rng import Purpose, fold
 from draftproof.sampling import SamplingParams, Transforms, probabilities
 
@@ -219,7 +218,7 @@ def _next_row(target: TableModel, prompt: Sequence[int], output: Sequence[int], 
 
 
 def engine_distribution(
-    make_engine: Callable[[RoundRngFactory], Engine], prompt: Sequence[int], params: SamplingParams
+    make_engine: Callable[[RoundRngFactory], DecodingLoop], prompt: Sequence[int], params: SamplingParams
 ) -> dict[tuple[int, ...], float]:
     """The distribution of whole outputs of an engine, by enumerating every outcome of every random draw.
 
@@ -240,7 +239,7 @@ def engine_distribution(
 
 
 def assert_lossless(
-    make_engine: Callable[[RoundRngFactory], Engine],
+    make_engine: Callable[[RoundRngFactory], DecodingLoop],
     *,
     prompt: Sequence[int] = (0,),
     params: SamplingParams | None = None,

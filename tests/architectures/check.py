@@ -25,7 +25,7 @@ from architectures.tiny import tiny_config, tiny_model
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.registry import make_drafter, make_verifier, reads_draft
 
 ATTEMPTS = 4
 DISTURBANCE = 0.05  # of the draft model's weights: some of its tokens are accepted, some are not
@@ -201,9 +201,12 @@ def run_composition(composition, target, draft, prompts):
 def continue_prompts(composition, target, draft, prompts):
     """What the engine makes of the prompts: one by one, or four at a time."""
     drafter, rule, temperature = COMPOSITIONS[composition]
-    reads_draft = drafter.startswith(("model", "chains"))
     part = make_drafter(
-        drafter, target=target, draft=draft if reads_draft else None, stopper="fixed:4", temperature=temperature
+        drafter,
+        target=target,
+        draft=draft if reads_draft(drafter) else None,
+        stopper="fixed:4",
+        temperature=temperature,
     )
     engine = Engine(target, part, make_verifier(rule), max_batch=4)
     params = [SamplingParams(max_tokens=limit, temperature=0, seed=1) for limit in LIMITS]

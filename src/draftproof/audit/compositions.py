@@ -18,6 +18,7 @@ from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.loop import RoundRngFactory
+from draftproof.engine.registry import DRAFTERS as PARTS
 from draftproof.engine.registry import LOSSY, VERIFIERS, make_verifier
 from draftproof.errors import UserError
 from draftproof.heads import Head, HeadConfig
@@ -91,7 +92,7 @@ STOPPERS: dict[str, Toy] = {
     "ratio": Toy(lambda: Ratio(_head("log_ratio"), 0.6, 3), tokens=4, slow=True),
     "approximate": Toy(lambda: Approximate(_head("verifier"), 0.6, 3), tokens=4, slow=True),
 }
-UNSTOPPED = ("none", "ngram", "suffix")  # drafters without a stopper
+UNSTOPPED = tuple(name for name in DRAFTERS if name in PARTS and not PARTS[name].stops)  # drafters without a stopper
 
 
 @dataclass(frozen=True)

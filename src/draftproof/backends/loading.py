@@ -13,6 +13,7 @@ from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.errors import UserError, reason
+from draftproof.models.download import INSTALL_GGUF
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward, else hf",
@@ -133,7 +134,7 @@ def _gguf_options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"no such file: {str(path)!r}; legal is the path of an existing .gguf file")
     if find_spec("gguf") is None:
-        raise UserError("reading .gguf files needs the package gguf: pip install 'draftproof[gguf]'")
+        raise UserError(f"reading .gguf files needs the package gguf: install it with: {INSTALL_GGUF}")
     from transformers import GgufConfig
 
     return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}

@@ -10,16 +10,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from draftproof.backends.loading import BACKENDS
-from draftproof.engine.engine import Engine
 from draftproof.engine.registry import (
     DEFAULT_CONSTANT_STOPPER,
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
     LOSSY,
+    DrafterPart,
+    find_drafter,
     make_drafter,
     make_stopper,
     make_verifier,
-    numbers,
+    why_not,
 )
 from draftproof.errors import UserError
 from draftproof.provenance import digest
@@ -35,9 +36,6 @@ ENGINES = {
 }
 _PATH = re.compile("[^:]*/")
 _REAL = ("temperature", "top_p")
-_READS_DRAFT = ("model", "chains", "tree")
-_UNSTOPPED = ("none", "ngram", "suffix")
-_INSIDE = {"early_exit": "model", "feature_head": "model"}  # drafters inside the target compose as these with a draft
 
 
 @dataclass(frozen=True)
@@ -136,10 +134,8 @@ class Cell:
     @property
     def drafts(self) -> int:
         """The K of K chains; 1 for a single one."""
-        name, _, argument = self.drafter.partition(":")
-        if name == "chains":
-            return int(argument or 4)
-        return int(argument.rpartition("x")[2]) if _branches(self.drafter) and name != "tree" else 1
+        part, argument = find_drafter(self.drafter)
+        return part.chains(argument)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -213,26 +209,18 @@ def _as_list(name: str, values: Any) -> list[Any]:
 
 def canonical(cell: Cell) -> Cell:
     """The same measurement without values that have no effect: a plain cell has no rule, lookup has no draft model."""
-    name = cell.drafter.partition(":")[0]
     if cell.engine != OURS:
         assisted = cell.engine == "transformers-assisted"
         return replace(
             cell, draft=cell.draft if assisted else None, drafter="none", stopper="", verifier="", backend="auto"
         )
-    if name == "none":
+    part, argument = find_drafter(cell.drafter)
+    if part.name == "none":
         return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="")
-    rule = cell.verifier or (DEFAULT_TREE_VERIFIER if _branches(cell.drafter) else DEFAULT_VERIFIER)
-    stopper = "" if name in _UNSTOPPED else cell.stopper or DEFAULT_CONSTANT_STOPPER
-    draft = cell.draft if name in _READS_DRAFT else None
+    rule = cell.verifier or (DEFAULT_TREE_VERIFIER if part.several(argument) else DEFAULT_VERIFIER)
+    stopper = (cell.stopper or DEFAULT_CONSTANT_STOPPER) if part.stops else ""
+    draft = cell.draft if part.reads_draft else None
     return replace(cell, draft=draft, stopper=stopper, verifier=rule, setting="")
-
-
-def _branches(drafter: str) -> bool:
-    name, _, argument = drafter.partition(":")
-    if name in _INSIDE:
-        _, x, chains = argument.rpartition("x")
-        return bool(x) and chains.isdecimal() and int(chains) > 1
-    return name in {"chains", "tree"}
 
 
 def refused(cell: Cell) -> str | None:
@@ -241,45 +229,32 @@ def refused(cell: Cell) -> str | None:
     Raises:
         UserError: a part that cannot be made at all: an unknown name, a broken argument, a missing head.
     """
-    name = cell.drafter.partition(":")[0]
     if cell.engine == "transformers-assisted" and cell.draft is None:
         return "transformers' assisted generation needs a draft model: name one with draft (--draft)"
-    if cell.engine != OURS or name == "none":
+    part, argument = find_drafter(cell.drafter)
+    if cell.engine != OURS or part.name == "none":
         return None
-    if name in _READS_DRAFT and cell.draft is None:
-        return f"drafter {name} needs a draft model: name one with draft (--draft)"
+    if part.reads_draft and cell.draft is None:
+        return f"drafter {part.name} needs a draft model: name one with draft (--draft)"
     if cell.stopper:
         make_stopper(cell.stopper, cell.draft)
-    return _toy_refusal(_toy_drafter(cell.drafter), cell.stopper, cell.verifier)
-
-
-def _toy_drafter(drafter: str) -> str:
-    """A drafter that composes like the given one and needs only toy models."""
-    name, _, argument = drafter.partition(":")
-    if name not in _INSIDE:
-        return drafter
-    if name == "early_exit":
-        numbers(argument, "early_exit:20x4")
-    return "chains:2" if _branches(drafter) else "model"
+    make_verifier(cell.verifier)
+    _try_argument(part, argument)
+    return why_not(cell.drafter, cell.stopper or None, cell.verifier)
 
 
 @cache
-def _toy_refusal(drafter: str, stopper: str, verifier: str) -> str | None:
-    """The engine's message for these parts around toy models: whether parts compose does not depend on the models."""
+def _try_argument(part: DrafterPart, argument: str) -> None:
+    """Make a drafter around toy models, so that a broken argument is noticed before a model is loaded.
+
+    Drafters inside the target need a real one; of these the argument is only read.
+    """
+    if part.inside:
+        part.check(argument)
+        return
     toy = TableModel(3, 0, order=1)
-    constant = stopper.partition(":")[0] in ("", "fixed")
-    part = make_drafter(
-        drafter,
-        target=toy,
-        draft=toy if drafter.partition(":")[0] in _READS_DRAFT else None,
-        stopper=(stopper or DEFAULT_CONSTANT_STOPPER) if constant else "schedule",
-    )
-    rule = make_verifier(verifier)
-    try:
-        Engine(toy, part, rule)
-    except UserError as cause:
-        return str(cause)
-    return None
+    spec = f"{part.name}:{argument}" if argument else part.name
+    make_drafter(spec, target=toy, draft=toy if part.reads_draft else None, stopper=DEFAULT_CONSTANT_STOPPER)
 
 
 def datasets(cells: Sequence[Cell]) -> list[str]:

@@ -22,6 +22,7 @@ import torch
 
 from draftproof.bench.estimate import Estimate, bootstrap
 from draftproof.bench.record import Record
+from draftproof.engine.registry import find_drafter
 from draftproof.engine.stats import PARTS, Stats
 
 Shape = Mapping[str, Any]
@@ -201,7 +202,7 @@ def answer_flops(record: Record, target: Shape, draft: Shape | None) -> float | 
     and one token for each token that it drafts. Lookup drafters cost nothing.
     """
     answer, prompt = record.answer, record.prompt_tokens
-    inside = answer.draft_tokens > 0 and record.cell.drafter.startswith(("early_exit", "feature_head"))
+    inside = answer.draft_tokens > 0 and find_drafter(record.cell.drafter)[0].inside
     if inside or (record.cell.draft is not None and draft is None):
         return None
     context = prompt + answer.tokens / 2  # positions that a token of the answer attends to on average

@@ -15,7 +15,7 @@ from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, make_verifier
+from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter, make_verifier
 from draftproof.errors import UserError
 from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
@@ -84,13 +84,13 @@ class ModelCache:
             UserError: models that cannot be loaded or do not fit together.
         """
         key = (cell.target, cell.draft, cell.drafter, cell.stopper, cell.verifier, cell.dtype, cell.backend)
-        if key not in self._engines or cell.drafter.startswith("suffix"):
+        if key not in self._engines or find_drafter(cell.drafter)[0].learns:
             self._engines[key] = self._assembled(cell)
         return self._engines[key]
 
     def _assembled(self, cell: Cell) -> Engine:
         # A feature head makes its target keep every hidden state, which would slow down all other cells.
-        purpose = "states" if cell.drafter.startswith("feature_head") else ""
+        purpose = "states" if find_drafter(cell.drafter)[0].reads_states else ""
         tokenizer, draft = self.tokenizer(cell.target), None
         if cell.draft is not None:
             self.check_same_tokenizer(cell.target, cell.draft)

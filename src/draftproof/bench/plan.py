@@ -60,10 +60,8 @@ class BenchOptions:
         return replace(other, **given)
 
 
-# The draft model of a target where the user names none.
-DRAFTS = {"embedded:target": "embedded:draft", "embedded:stories": "embedded:stories-draft"}
 DEFAULTS = BenchOptions(
-    target="embedded:target",
+    target=models.DEFAULT_TARGET,
     dtype=("auto",),
     backend=("auto",),
     drafter=("model",),
@@ -206,7 +204,7 @@ def parts(options: BenchOptions, profile: str | None) -> tuple[list[BenchOptions
 
 def _complete(options: BenchOptions) -> BenchOptions:
     made = options.over(DEFAULTS)
-    return replace(made, draft=made.draft or DRAFTS.get(made.target or ""))
+    return replace(made, draft=made.draft or models.EMBEDDED_DRAFTS.get(made.target or ""))
 
 
 @dataclass(frozen=True)

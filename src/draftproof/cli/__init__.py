@@ -1,7 +1,6 @@
-"""The command `draftproof`: one module a command, loaded when the command is called.
+"""The command `draftproof`: one module a command, loaded when the command is called; an error is one line and a code.
 
-Knows: the names of the commands, how an error becomes one line and an exit code. Does not know: what a command does;
-nothing here imports torch, so that help and version come at once.
+Nothing here imports torch, so that help and version come at once.
 
 A new command is a module `draftproof/cli/NAME.py` with a typer `app`, and a line in COMMANDS. Modules with a leading
 underscore are shared by commands.
@@ -10,6 +9,7 @@ underscore are shared by commands.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -24,13 +24,14 @@ COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
     "bench": "Measure compositions and other engines on the same questions.",
     "reproduce": "Reproduce tables and figures of the papers, their numbers beside ours.",
-    "profile": "Measure what a composition costs here: memory, rounds, passes, rules.",
-    "audit": "Check verification rules: ours, yours, other people's.",
-    "models": "List, fetch, find and cut models.",
-    "train": "Train drafters, and heads that end drafts.",
+    "profile": "Measure what a composition costs on this machine: memory, rounds, forward passes, rules.",
+    "audit": "Check verification rules: our own, yours, and those of other packages.",
+    "models": "List and fetch models, print their directories, and cut shallower copies.",
+    "train": "Train and evaluate draft models, feature heads, stopper heads and SPRINTER's verifier.",
 }
 _DEBUG = "draftproof.debug"
 _COMPLETION = {"install_completion", "show_completion"}
+_EVERYWHERE = {"debug", "offline"}  # options that every command has
 
 
 class Commands(TyperGroup):
@@ -47,12 +48,15 @@ class Commands(TyperGroup):
         return name, None if stand_in is None or name is None else self._load(name), rest
 
     def _load(self, name: str) -> Any:
-        """The command of a module, with --debug everywhere, and without the completion options that typer adds."""
+        """The command of a module, with the options that all have, and without the completion options of typer."""
+        from draftproof.cli._libraries import set_quiet_variables
+
+        set_quiet_variables()  # before the module imports torch
         command = typer.main.get_command(importlib.import_module(f"{__name__}.{name}").app)
-        debug = [option for option in self.params if option.name == "debug"]
+        shared = [option for option in self.params if option.name in _EVERYWHERE]
         command.params = [option for option in command.params if option.name not in _COMPLETION]
         for each in (command, *getattr(command, "commands", {}).values()):
-            each.params = [*each.params, *debug]
+            each.params = [*each.params, *shared]
         return command
 
     def invoke(self, ctx: Any) -> Any:
@@ -70,12 +74,12 @@ class Commands(TyperGroup):
         """Run, print an error as one line on stderr, and exit: 0, 1 (error), 2 (usage) or 130 (Ctrl-C)."""
         try:
             code = super().main(*args, **options | {"standalone_mode": False})
-        except Exception as error:  # noqa: BLE001 - the last door: nothing behind it would tell the user anything
-            code = _tell(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the user gets one line
+            code = _show(error)
         sys.exit(code or 0)
 
 
-def _tell(error: Exception) -> int:
+def _show(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
     message = " ".join(_sentence(error).split())
     if message:  # help that was shown for want of arguments has been printed already
@@ -84,7 +88,7 @@ def _tell(error: Exception) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """What to say: mistakes in their own words, anything else as what it is, with the way to see more."""
+    """The message of a mistake as it is; of any other error its type and message, and the option that shows more."""
     if isinstance(error, typer.Abort):
         return "aborted"
     if isinstance(error, typer.TyperException):
@@ -100,6 +104,12 @@ def _sentence(error: Exception) -> str:
 def _set_debug(ctx: Any, value: bool) -> None:
     if value:
         ctx.meta[_DEBUG] = True
+
+
+def _go_offline(value: bool) -> None:
+    """Set the variable that draftproof and huggingface_hub read; no command module has imported huggingface_hub yet."""
+    if value:
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def _show_version(value: bool) -> None:
@@ -134,8 +144,17 @@ def _root(
             help="Show the traceback of an error.",
         ),
     ] = False,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline",
+            callback=_go_offline,
+            expose_value=False,
+            help="Download nothing: a model that is not on this machine is an error. So does HF_HUB_OFFLINE=1.",
+        ),
+    ] = False,
 ) -> None:
-    """Speculative decoding for any Hugging Face causal language model, with the target's own output law."""
+    """Speculative decoding for any Hugging Face causal language model: faster, with its own output distribution."""
 
 
 def main() -> None:

@@ -8,14 +8,18 @@ from typing import Annotated
 
 import typer
 
+from draftproof import models
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._parts import DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
+from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Json, Out, Plots, Quiet, drawing, show, watch_for
 
 _models = partial(typer.Option, rich_help_panel="Models")
 _compared = partial(typer.Option, rich_help_panel="What is compared (options of this panel can be repeated)")
 _prompts = partial(typer.Option, rich_help_panel="Prompts")
 Target = Annotated[str, _models(help="The target: registered name, hub id, directory or .gguf file.")]
-DraftModel = Annotated[str, _models(help="The draft model, named likewise.")]
-Dtype = Annotated[str, _models(help="Of all models: auto, float32, bfloat16 or float16.")]
+DraftModel = Annotated[str, _models(help="The draft model: registered name, hub id, directory or .gguf file.")]
+Dtype = Annotated[str, _models(help="Number format of all models: auto, float32, bfloat16 or float16.")]
 Dataset = Annotated[str, _prompts(help="A shipped data set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]].")]
 Questions = Annotated[int, _prompts(help="How many of the data set, as plain text.")]
 Seeds = Annotated[int, _prompts(help="Runs of each prompt with other draws.")]
@@ -31,15 +35,17 @@ def engines(
     model: Annotated[
         Path | None, _models(metavar="PATH", help="Model file for the other engine; without it the target's directory.")
     ] = None,
-    target: Target = "embedded:stories",
+    target: Target = models.DEFAULT_TARGET,
     draft: Annotated[str | None, _models(help="A draft model for our engine; without it none.")] = None,
-    drafter: Annotated[str | None, _models(help="A drafter for our engine, measured beside plain decoding.")] = None,
+    drafter: Annotated[
+        str | None, _models(help=f"A drafter for our engine, measured beside plain decoding. {DRAFTER_HELP}")
+    ] = None,
     dtype: Dtype = "auto",
     batch: Annotated[
         list[int] | None, _compared(help="Prompts at a time; can be repeated; without it 1 and 8.")
     ] = None,
     temperature: Annotated[
-        list[float] | None, _compared(help="0 is greedy; can be repeated; without it 0 and 1.")
+        list[float] | None, _compared(help="Sampling temperature; 0 is greedy; can be repeated; without it 0 and 1.")
     ] = None,
     repeats: Annotated[int, _prompts(help="Turns that count, each with other prompts.")] = 6,
     dataset: Dataset = "tinystories",
@@ -53,7 +59,6 @@ def engines(
     The other engine may be installed in an environment of its own: name its Python with --python.
     """
     from draftproof.bench.engines import EngineComparison, compare_engines
-    from draftproof.cli.generate import quiet_libraries
 
     with quiet_libraries():
         options = EngineComparison(
@@ -70,6 +75,7 @@ def engines(
             tokens=max_tokens,
             repeats=repeats,
         )
+        obtain(target, draft, quiet=quiet)
         found = compare_engines(options, watch=watch_for(quiet=quiet))
     show(found, out, as_json=as_json)
 
@@ -86,7 +92,7 @@ def rules(
         ),
     ] = None,
     rule: Annotated[
-        list[str] | None, _compared(help="A verification rule; without it all that need a draft model.")
+        list[str] | None, _compared(help=f"{VERIFIER_HELP}; without it all lossless rules that need a draft model.")
     ] = None,
     n: Annotated[list[int] | None, _compared("--n", help="Draft length; without it 4 and 8.")] = None,
     drafts: Annotated[list[int] | None, _compared(help="Number of drafts; without it 1, 2, 4 and 8.")] = None,
@@ -100,7 +106,6 @@ def rules(
 ) -> None:
     """Compare verification rules by tokens per target call, for draft lengths and numbers of drafts."""
     from draftproof.bench.rules import SEVERAL, SINGLE, RuleComparison, compare_rules
-    from draftproof.cli.generate import quiet_libraries
 
     with quiet_libraries():
         options = RuleComparison(
@@ -116,6 +121,7 @@ def rules(
             seeds=seeds,
             tokens=max_tokens,
         )
+        obtain(target, draft, quiet=quiet)
         found = compare_rules(options, watch=watch_for(quiet=quiet))
     show(found, out, as_json=as_json)
 
@@ -127,14 +133,16 @@ def stoppers(
     dtype: Dtype = "auto",
     stopper: Annotated[
         list[str] | None,
-        _compared(help="A stopper with its argument, as in generate; without it a range of all kinds."),
+        _compared(help=f"{STOPPER_HELP}; without it a range of all kinds."),
     ] = None,
-    temperature: Annotated[list[float] | None, _compared(help="0 is greedy; without it 1 and 0.")] = None,
+    temperature: Annotated[
+        list[float] | None, _compared(help="Sampling temperature; 0 is greedy; without it 1 and 0.")
+    ] = None,
     cost: Annotated[
         list[float] | None,
         _compared(help="Time of a draft pass in target passes; without it 0.05, 0.1, 0.2 and 0.4."),
     ] = None,
-    verifier: Annotated[str, _models(help="The verification rule.")] = "block",
+    verifier: Annotated[str, _models(help=f"{VERIFIER_HELP}.")] = "block",
     dataset: Dataset = "story-openings",
     questions: Questions = 8,
     seeds: Seeds = 4,
@@ -147,7 +155,6 @@ def stoppers(
 ) -> None:
     """Compare stoppers with fixed draft lengths: discarded tokens and target calls per token, and what they cost."""
     from draftproof.bench.stoppers import StopperComparison, compare_stoppers, draw
-    from draftproof.cli.generate import quiet_libraries
 
     with quiet_libraries():
         options = StopperComparison(
@@ -164,6 +171,7 @@ def stoppers(
             tokens=max_tokens,
             batch=batch,
         )
+        obtain(target, draft, quiet=quiet)
         found = compare_stoppers(options, watch=watch_for(quiet=quiet))
     if out is not None and drawing(plots=plots):
         draw(options, found, out.parent / f"{out.name}.png")

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+NONE = object()  # the value None as it was given; None itself is an option that was not given
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
@@ -28,6 +29,7 @@ class Options:
         defaults: defaults that are not the field's default, by field.
         help: help texts that are not the docstring's, by field.
         metavars: names of values in the help, by field.
+        partial: leave options with the value None out: they were not given.
     """
 
     of: type
@@ -37,6 +39,7 @@ class Options:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     help: Mapping[str, str] = field(default_factory=dict)
     metavars: Mapping[str, str] = field(default_factory=dict)
+    partial: bool = False
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The options as parameters of a typer command, by field."""
@@ -73,6 +76,7 @@ def with_options(**groups: Sequence[Options]) -> Callable[[Callable[..., Any]], 
         groups: by parameter of the command: the options whose values it gets, as a dictionary by field. An option that
             can be repeated and is not given is left out of the dictionary, so that the field's default applies.
     """
+    partial = {(name, at) for name, group in groups.items() for one in group if one.partial for at in one.parameters()}
     added = {
         name: {at: each for one in group for at, each in one.parameters().items()} for name, group in groups.items()
     }
@@ -84,11 +88,13 @@ def with_options(**groups: Sequence[Options]) -> Callable[[Callable[..., Any]], 
 
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
-            given = {
-                name: {at: _value(values.pop(each.name)) for at, each in group.items()} for name, group in added.items()
-            }
-            left = {name: {at: value for at, value in group.items() if value != ()} for name, group in given.items()}
-            return command(**values, **left)
+            given: dict[str, dict[str, Any]] = {name: {} for name in added}
+            for name, group in added.items():
+                for at, each in group.items():
+                    value = values.pop(each.name)
+                    if value != [] and not (value is None and (name, at) in partial):
+                        given[name][at] = _value(value)
+            return command(**values, **given)
 
         wrapped.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
         wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
@@ -105,14 +111,18 @@ def field_help(of: type) -> dict[str, str]:
 
 
 def _value(value: Any) -> Any:
-    """Values of an option that can be repeated as a tuple; other values as they are."""
+    """Values of an option that can be repeated as a tuple, NONE as None; other values as they are."""
+    if value is NONE:
+        return None
     return tuple(value) if isinstance(value, list) else value
 
 
-def _whole_or_none(text: Any) -> int | None:
-    """An int, or None for "none"; defaults come as they are."""
-    if text is None or str(text).lower() == "none":
-        return None
+def _whole_or_none(text: Any) -> Any:
+    """An int, or NONE for "none"; defaults come as they are."""
+    if text is None or text is NONE:
+        return text
+    if str(text).lower() == "none":
+        return NONE
     try:
         return int(text)
     except ValueError:

@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from draftproof import models
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._parts import DRAFTER_HELP, VERIFIER_HELP, default_draft
+from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Json, Out, Quiet, show, watch_for
 
 _model = partial(typer.Option, rich_help_panel="Models")
@@ -18,32 +22,29 @@ def round_(
     *,
     target: Annotated[
         str, _model(help="The target: registered name, hub id, directory or .gguf file.")
-    ] = "embedded:stories",
+    ] = models.DEFAULT_TARGET,
     draft: Annotated[
-        str | None, _model(help="The draft model, named likewise; without it the embedded one's, or none.")
+        str | None, _model(help="The draft model; without it the default target's, or none for any other target.")
     ] = None,
-    drafter: Annotated[
-        str | None, _model(help="Where drafts come from, as in generate; without it the draft model.")
-    ] = None,
+    drafter: Annotated[str | None, _model(help=f"{DRAFTER_HELP} Without it model.")] = None,
     draft_length: Annotated[int, _model("--draft-length", "-n", help="Drafted tokens of a round.")] = 4,
-    verifier: Annotated[str | None, _model(help="The verification rule; without it the drafter's default.")] = None,
-    dtype: Annotated[str, _model(help="Of both models: auto, float32, bfloat16 or float16.")] = "auto",
+    verifier: Annotated[str | None, _model(help=f"{VERIFIER_HELP}; without it the drafter's default.")] = None,
+    dtype: Annotated[str, _model(help="Number format of both models: auto, float32, bfloat16 or float16.")] = "auto",
     backend: Annotated[list[str] | None, _model(help=_BACKENDS)] = None,
     dataset: Annotated[str, _work(help="A shipped data set, a file, FORM:FILE or hub:OWNER/NAME.")] = "tinystories",
     questions: Annotated[int, _work(help="How many of the data set.")] = 8,
     max_tokens: Annotated[int, _work(help="Tokens of every answer; stop tokens are ignored.")] = 64,
-    temperature: Annotated[float, _work(help="0 is greedy.")] = 1.0,
+    temperature: Annotated[float, _work(help="Sampling temperature; 0 is greedy.")] = 1.0,
     out: Out = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure where the time of a round goes (drafting, target, verifying), beside the least that it could take."""
-    from draftproof.cli.generate import quiet_libraries
     from draftproof.profiling.round import RoundOptions, measure_round
 
     options = RoundOptions(
         target=target,
-        draft=draft or ("embedded:stories-draft" if target == "embedded:stories" and drafter is None else None),
+        draft=draft or default_draft(None if target == models.DEFAULT_TARGET else target, drafter),
         drafter=drafter or "model",
         verifier=verifier or "",
         dtype=dtype,
@@ -55,6 +56,7 @@ def round_(
         temperature=temperature,
     )
     with quiet_libraries():
+        obtain(target, options.draft, quiet=quiet)
         found = measure_round(options, watch=watch_for(quiet=quiet))
     show(found, out, as_json=as_json)
 
@@ -63,8 +65,8 @@ def forward(
     *,
     target: Annotated[
         str, _model(help="The model: registered name, hub id, directory or .gguf file.")
-    ] = "embedded:stories",
-    draft: Annotated[str | None, _model(help="A draft model that draws the tries, named likewise.")] = None,
+    ] = models.DEFAULT_TARGET,
+    draft: Annotated[str | None, _model(help="A draft model that draws the tries.")] = None,
     dtype: Annotated[
         list[str] | None, _model(help="auto, float32, bfloat16 or float16; can be repeated; without it auto.")
     ] = None,
@@ -75,7 +77,9 @@ def forward(
     trie: Annotated[
         list[str] | None, _work(metavar="KxL", help="Also read a trie of K chains of L tokens; can be repeated.")
     ] = None,
-    temperature: Annotated[list[float] | None, _work(help="Of the draws of the tries; without it 1.")] = None,
+    temperature: Annotated[
+        list[float] | None, _work(help="Temperature of the draws of the tries; without it 1.")
+    ] = None,
     context: Annotated[int, _work(help="Tokens that were read before.")] = 200,
     repeats: Annotated[int, _work(help="Passes of each kind that count.")] = 40,
     out: Out = None,
@@ -83,7 +87,6 @@ def forward(
     quiet: Quiet = False,
 ) -> None:
     """Measure the time of a forward pass by the number of new tokens, as chains and as tries, on several backends."""
-    from draftproof.cli.generate import quiet_libraries
     from draftproof.profiling.forward import ForwardOptions, measure_forward
 
     options = ForwardOptions(
@@ -98,6 +101,7 @@ def forward(
         repeats=repeats,
     )
     with quiet_libraries():
+        obtain(target, draft, quiet=quiet)
         found = measure_forward(options, watch=watch_for(quiet=quiet))
     show(found, out, as_json=as_json)
 

@@ -1,7 +1,4 @@
-"""Where prompts come from: the argument, stdin, or a file with many.
-
-Knows: text and JSON lines, and how to name the place of a broken one; shows no prompt. Does not know: models, chats.
-"""
+"""Where prompts come from: the argument, stdin, or a file with many. Errors name the place and show no prompt."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class PromptText:
 
 
 def gather(argument: str | None, file: Path | None) -> list[PromptText]:
-    """The prompts asked for: those of the file, or the one of the argument or stdin.
+    """The prompts of the command: those of the file, or the one of the argument or stdin.
 
     Raises:
         typer.BadParameter: none given, or both.

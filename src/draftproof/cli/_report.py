@@ -1,27 +1,17 @@
-"""What a person reads on stderr: the summary of a run, the outcome of a comparison, a progress bar."""
+"""What a person reads on stderr after a run: its summary, and the outcome of a comparison."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from collections.abc import Collection, Sequence
 
 from draftproof.cli._compare import Comparison, block_efficiency
 from draftproof.engine.request import Output
 from draftproof.engine.stats import Seconds
-
-
-def tell(line: str, *, dim: bool = False) -> None:
-    """Print a line on stderr."""
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    console.print(line, style="dim" if dim else None)
+from draftproof.sampling import MODEL_DEFAULTS, SamplingParams
 
 
 def summary(outputs: Sequence[Output], seconds: float) -> str:
-    """One line: speed, what was accepted, which parts ran, whether the law is the target's, where the time went."""
+    """One line: speed, acceptance, the parts in effect, whether the run was lossless, and the shares of time."""
     tokens = sum(output.stats.num_tokens for output in outputs)
     parts = [
         f"{tokens} tokens in {seconds:.2f} s",
@@ -29,10 +19,27 @@ def summary(outputs: Sequence[Output], seconds: float) -> str:
         f"{block_efficiency(outputs):.2f} tokens per target call",
         _acceptance(outputs),
         _composition(outputs[0]),
-        "lossless" if all(output.lossless for output in outputs) else "LOSSY: the output law is not the target's",
+        "lossless"
+        if all(output.lossless for output in outputs)
+        else "LOSSY: the output distribution is not the target's",
         _time_split(outputs),
     ]
     return " | ".join(part for part in parts if part)
+
+
+def inherited(params: SamplingParams, given: Collection[str]) -> str:
+    """One line on the sampling parameters that the model's generation config has changed; empty where there are none.
+
+    Args:
+        params: the parameters in effect.
+        given: names of the parameters that the user has set.
+    """
+    usual = SamplingParams()
+    values = {name: getattr(params, name) for name in MODEL_DEFAULTS if name not in given}
+    shown = [
+        f"{name} {value:g}" for name, value in values.items() if value is not None and value != getattr(usual, name)
+    ]
+    return f"sampling: {', '.join(shown)} (from the model's generation config)" if shown else ""
 
 
 def _acceptance(outputs: Sequence[Output]) -> str:
@@ -89,30 +96,3 @@ def _agreement(found: Comparison) -> str:
         return f"tokens identical to plain decoding (temperature 0, {found.dtype})"
     cause = "this should not be" if found.dtype == "float32" else f"near ties round differently in {found.dtype}"
     return f"tokens DIFFER from plain decoding at temperature 0: {cause}; try --dtype float32"
-
-
-@contextmanager
-def progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Two functions: write a finished text to stdout, and count it on a bar on stderr where that is a terminal."""
-    console = Console(stderr=True)
-    if total == 1 or not console.is_terminal:
-        yield write, lambda: None
-        return
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # Standard output is left alone: it may be a file, and rich would send it to the bar's console.
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda text: _write_above(bar, text), lambda: bar.advance(task)
-
-
-def _write_above(bar: Progress, text: str) -> None:
-    """Write with the bar out of the way: both may be on one terminal."""
-    bar.stop()
-    write(text)
-    bar.start()
-
-
-def write(text: str) -> None:
-    """Write to stdout now: a closed pipe is noticed here, and not at exit."""
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftproof.cli._report import tell
+from draftproof.cli._terminal import note
 
 if TYPE_CHECKING:
     from draftproof.progress import Watch
@@ -44,5 +44,5 @@ def drawing(*, plots: bool) -> bool:
     """Whether pictures are drawn; says so where they should be and cannot."""
     drawing = plots and find_spec("matplotlib") is not None
     if plots and not drawing:
-        tell("no pictures: they need matplotlib (pip install 'draftproof[bench]'); --no-plots leaves them out")
+        note("no pictures: they need matplotlib (pip install 'draftproof[bench]'); --no-plots leaves them out")
     return drawing

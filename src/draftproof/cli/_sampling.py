@@ -1,22 +1,35 @@
-"""One option for each field of SamplingParams."""
+"""One option for each field of SamplingParams; what is not given is the model's own default."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import typer
 
-from draftproof.cli._options import Options, with_options
-from draftproof.sampling import SamplingParams
+from draftproof.cli._options import Options, field_help, with_options
+from draftproof.sampling import MODEL_DEFAULTS, SamplingParams
 
-SAMPLING = Options(SamplingParams, "Sampling")
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+SAMPLING = Options(
+    SamplingParams,
+    "Sampling",
+    defaults=dict.fromkeys(MODEL_DEFAULTS),
+    help={
+        name: f"{field_help(SamplingParams)[name].rstrip('.')}; without it the model's own, else {_DEFAULTS[name]}."
+        for name in MODEL_DEFAULTS
+    },
+    partial=True,
+)
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `sampling` of a typer command by one option for each field of SamplingParams.
+
+    The command gets a dictionary by field; fields that are left to the model are not in it.
 
     Raises (when the command runs):
         typer.BadParameter: values that SamplingParams refuses.
@@ -24,14 +37,14 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def converted(*, sampling: Mapping[str, Any], **values: Any) -> Any:
-        return command(**values, sampling=sampling_params(sampling))
+        return command(**values, sampling=given_values(sampling))
 
     converted.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
     return with_options(sampling=(SAMPLING,))(converted)
 
 
-def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from the values of the options.
+def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams from the values of the options.
 
     Raises:
         typer.BadParameter: a value out of range; the message names it and what is legal.
@@ -39,8 +52,18 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     given = dict(values)
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
+    merged_params(given, SamplingParams(max_tokens=None) if "max_tokens" not in given else SamplingParams())
+    return given
+
+
+def merged_params(given: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
+    """The given values over a model's defaults.
+
+    Raises:
+        typer.BadParameter: a value out of range; the message names it and what is legal.
+    """
     try:
-        return SamplingParams(**given)
+        return replace(defaults, **given)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

@@ -62,4 +62,4 @@ def drafter(
         plan=TrainingPlan(**plan, weight_decay=0.1, betas=(0.9, 0.95)),
         **job,
     )
-    run(make_drafter, made, as_json=as_json, quiet=quiet)
+    run(make_drafter, made, (imitation["target"], made.init), as_json=as_json, quiet=quiet)

@@ -36,4 +36,4 @@ def feature_head(*, plan: dict[str, Any], job: dict[str, Any], as_json: Json = F
     """Train a drafter of one layer on the target's last hidden states (as EAGLE does), for feature_head:DIR."""
     steps = plan["steps"]
     made = TrainingPlan(**plan, warmup=min(50, steps // 10), floor=0.02, betas=(0.9, 0.95), log_every=min(50, steps))
-    run(make_feature_head, FeatureJob(plan=made, **job), as_json=as_json, quiet=quiet)
+    run(make_feature_head, FeatureJob(plan=made, **job), (job["target"],), as_json=as_json, quiet=quiet)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, runtime_checkable
 
 import typer
+
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._pulling import obtain
 
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
@@ -26,12 +29,27 @@ class Job(Protocol):
 AnyJob = TypeVar("AnyJob", bound=Job)
 
 
-def run(make: Callable[[AnyJob, Any], dict[str, Any]], job: AnyJob, *, as_json: bool, quiet: bool) -> None:
-    """Run a job, with a progress bar unless `quiet`, and print its figures and the path of its directory."""
-    from draftproof.cli.generate import quiet_libraries
+def run(
+    make: Callable[[AnyJob, Any], dict[str, Any]],
+    job: AnyJob,
+    models: Sequence[str | None],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Run a job, with a progress bar unless `quiet`, and print its figures and the path of its directory.
+
+    Args:
+        make: what runs the job.
+        job: its options.
+        models: names of the models that it reads; registered ones are pulled first.
+        as_json: print the figures as JSON.
+        quiet: show no progress.
+    """
     from draftproof.progress import bar, silent
 
     with quiet_libraries():
+        obtain(*models, quiet=quiet)
         summary = make(job, silent if quiet else bar)
     if as_json:
         typer.echo(json.dumps({"path": str(job.out), **summary}))

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftproof import models
 from draftproof.cli._bench_compare import engines, rules, stoppers
-from draftproof.cli._report import tell
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
+from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Plots, Quiet, drawing, watch_for
+from draftproof.cli._terminal import note
 
 if TYPE_CHECKING:
     from draftproof.bench.estimate import Estimate
@@ -27,7 +31,7 @@ _matrix = partial(typer.Option, rich_help_panel="What is compared (each option c
 _questions = partial(typer.Option, rich_help_panel="Questions")
 _timing = partial(typer.Option, rich_help_panel="Timing")
 _SET_HELP = "A shipped data set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]]."
-_MODEL_HELP = "Registered name, hub id, directory or .gguf file."
+_NAMES = "registered name, hub id, directory or .gguf file"
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
 TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
 
@@ -44,28 +48,26 @@ def run_(
     profile: Annotated[
         str | None, typer.Option(help="quick (minutes) or full (hours): values for the options that are not given.")
     ] = None,
-    target: Annotated[str | None, _models(help=_MODEL_HELP)] = None,
-    draft: Annotated[str | None, _models(help="The draft model, named likewise.")] = None,
-    dtype: Annotated[list[str] | None, _models(help="Of all models: auto, float32, bfloat16 or float16.")] = None,
-    backend: Annotated[
-        list[str] | None, _models(help="Implementation of the forward pass in our engine: auto, hf, lean.")
+    target: Annotated[str | None, _models(help=f"The target: {_NAMES}; without it {models.DEFAULT_TARGET}.")] = None,
+    draft: Annotated[str | None, _models(help="The draft model; without it the one of an embedded target.")] = None,
+    dtype: Annotated[
+        list[str] | None, _models(help="Number format of all models: auto, float32, bfloat16 or float16.")
     ] = None,
+    backend: Annotated[list[str] | None, _models(help=BACKEND_HELP)] = None,
     device: Annotated[str | None, _models(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     trust_remote_code: Annotated[
         bool, _models("--trust-remote-code", help="Run code that comes with a model.")
     ] = False,
     drafter: Annotated[
-        list[str] | None, _matrix(help="Where drafts come from, as in generate; plain decoding is always measured too.")
+        list[str] | None, _matrix(help=f"{DRAFTER_HELP} Plain decoding is always measured, too.")
     ] = None,
-    stopper: Annotated[list[str] | None, _matrix(help="When a draft ends, as in generate; without it fixed:4.")] = None,
+    stopper: Annotated[list[str] | None, _matrix(help=f"{STOPPER_HELP}; without it fixed:4.")] = None,
     n: Annotated[list[int] | None, _matrix("--n", help="Draft length: short for --stopper fixed:N.")] = None,
-    verifier: Annotated[
-        list[str] | None, _matrix(help="The verification rule, as in generate; without it the drafter's default.")
-    ] = None,
-    temperature: Annotated[list[float] | None, _matrix(help="0 is greedy.")] = None,
+    verifier: Annotated[list[str] | None, _matrix(help=f"{VERIFIER_HELP}; without it the drafter's default.")] = None,
+    temperature: Annotated[list[float] | None, _matrix(help="Sampling temperature; 0 is greedy.")] = None,
     top_k: Annotated[list[int] | None, _matrix(help="Keep the k most likely tokens; 0 is off.")] = None,
     top_p: Annotated[list[float] | None, _matrix(help="Keep the fewest tokens whose mass reaches this.")] = None,
-    seed: Annotated[list[int] | None, _matrix(help="Of the random draws; tables add up all seeds.")] = None,
+    seed: Annotated[list[int] | None, _matrix(help="Seed of the random draws; tables add up all seeds.")] = None,
     competitor: Annotated[
         list[str] | None,
         _matrix(
@@ -89,7 +91,6 @@ def run_(
     from draftproof.bench.plan import BenchOptions, plan
     from draftproof.bench.quality import score
     from draftproof.bench.run import run
-    from draftproof.cli.generate import quiet_libraries
 
     options = BenchOptions(
         target=target,
@@ -110,12 +111,13 @@ def run_(
         repeats=repeats,
     )
     with quiet_libraries():
+        obtain(target, draft, quiet=quiet)
         cache = ModelCache(device=device, trust_remote_code=trust_remote_code)
         watch = watch_for(quiet=quiet)
         made = plan(options, out, cache, profile=profile, watch=watch)
         if not quiet:
             for line in made.notes:
-                tell(line, dim=True)
+                note(line, dim=True)
         timing: dict[str, Any] = {"repeats": made.repeats, "warmup": warmup, "notes": made.notes}
         records = run(made.cells, made.questions, out, **timing, watch=watch, cache=cache)
         score(records, made.questions, out, cache, watch=watch)

@@ -1,22 +1,22 @@
-"""`draftproof models`: list, fetch, find and cut the models that have names.
-
-Knows: what is printed. Does not know: how a model is fetched, converted or cut.
-"""
+"""`draftproof models`: list and fetch the models that have names, print their directories, and cut shallower copies."""
 
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._pulling import obtain, shown_pull
 from draftproof.errors import UserError
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="List, fetch, find and cut models.")
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="List and fetch models, print their directories, and cut shallower copies.",
+)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Name = Annotated[str, typer.Argument(help="A name that `draftproof models list` shows.")]
 
@@ -41,8 +41,8 @@ def pull(name: Name, *, as_json: Json = False) -> None:
     """Fetch and convert a model, unless it is here already, and print its directory."""
     from draftproof import models
 
-    with _progress() as report:
-        where = models.pull(name, report=report)
+    with quiet_libraries(), shown_pull() as (report, progress):
+        where = models.pull(name, report=report, progress=progress)
     _print_place(name, str(where), as_json=as_json)
 
 
@@ -64,10 +64,13 @@ def derive(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write; it must not exist.")],
     as_json: Json = False,
 ) -> None:
-    """Write a shallower copy of a Llama-shaped model: a draft that speaks the same tokens."""
+    """Write a shallower copy of a Llama-shaped model: a draft model with the same tokens."""
     from draftproof import models
+    from draftproof.models.layers import parse_layers, truncated_copy
 
-    where = models.truncated_copy(models.resolve(source), models.parse_layers(keep_layers), out)
+    layers = parse_layers(keep_layers)
+    obtain(source)
+    where = truncated_copy(models.resolve(source), layers, out)
     _print_place(source, str(where), as_json=as_json)
 
 
@@ -87,19 +90,3 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 def _print_place(name: str, where: str, *, as_json: bool) -> None:
     typer.echo(json.dumps({"name": name, "path": where}) if as_json else where)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr that says the step; plain lines where stderr is no terminal."""
-    from rich.console import Console
-    from transformers.utils import logging
-
-    console = Console(stderr=True)
-    silence: Callable[[], None] = logging.disable_progress_bar  # its bars would break the spinner's line
-    silence()
-    if not sys.stderr.isatty():
-        yield lambda line: console.print(line, markup=False, highlight=False)
-        return
-    with console.status("looking") as status:
-        yield status.update

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from draftproof.backends.loading import BACKENDS
+from draftproof import models
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, VERIFIER_HELP, default_draft
 from draftproof.cli._profile_time import forward, round_, rules
+from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Json, Out, show
-from draftproof.cli.generate import TARGET, default_draft, quiet_libraries
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import DRAFTERS, VERIFIERS
-
-LOOKUPS = ("ngram", "suffix")  # their length is an argument of their own, not a stopper's
+from draftproof.engine.registry import find_drafter
 
 app = typer.Typer(
     add_completion=False,
@@ -30,21 +30,19 @@ _workload = partial(typer.Option, rich_help_panel="Workload")
 def memory(
     *,
     target: Annotated[
-        str | None, _model(help=f"Registered name, hub id, directory or .gguf file; without it {TARGET}.")
+        str | None,
+        _model(help=f"Registered name, hub id, directory or .gguf file; without it {models.DEFAULT_TARGET}."),
     ] = None,
     draft: Annotated[
-        str | None, _model(help="Draft model, named likewise; without it the embedded one's, or none.")
+        str | None, _model(help=f"The draft model; without it {models.DEFAULT_DRAFT}, or none if --target is given.")
     ] = None,
-    dtype: Annotated[str, _model(help="Of both models: auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, _model(help="Number format of both models: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
-    backend: Annotated[str, _model(help=f"Implementation of the forward pass: {', '.join(BACKENDS)}.")] = "auto",
+    backend: Annotated[str, _model(help=BACKEND_HELP)] = "auto",
     trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with a model.")] = False,
-    drafter: Annotated[str | None, _speculation(help=f"Where drafts come from: {', '.join(DRAFTERS)}.")] = None,
+    drafter: Annotated[str | None, _speculation(help=DRAFTER_HELP)] = None,
     draft_length: Annotated[int, _speculation("--draft-length", "-n", help="Tokens of a draft.")] = 4,
-    verifier: Annotated[
-        str | None,
-        _speculation(help=f"The verification rule: {', '.join(VERIFIERS)}; without it the drafter's default."),
-    ] = None,
+    verifier: Annotated[str | None, _speculation(help=f"{VERIFIER_HELP}; without it the drafter's default.")] = None,
     batch: Annotated[int, _workload(help="Requests decoded together.")] = 1,
     prompt_tokens: Annotated[int, _workload(help="Length of each prompt.")] = 128,
     new_tokens: Annotated[int, _workload(help="Tokens to generate for each.")] = 32,
@@ -61,12 +59,14 @@ def memory(
     facts = run_facts(where)
     options: dict[str, Any] = {"dtype": dtype, "device": str(where), "backend": backend}
     small = draft or default_draft(target, drafter)
+    part, argument = find_drafter(drafter) if drafter else (None, "")
+    own_length = part is not None and part.takes_length and not argument
 
     def make() -> Engine:
         return Engine.load(
-            target or TARGET,
+            target or models.DEFAULT_TARGET,
             small,
-            drafter=f"{drafter}:{draft_length}" if drafter in LOOKUPS else drafter,
+            drafter=f"{drafter}:{draft_length}" if own_length else drafter,
             stopper=f"fixed:{draft_length}",
             verifier=verifier,
             max_batch=batch,
@@ -75,9 +75,10 @@ def memory(
         )
 
     with quiet_libraries():
+        obtain(target, small)
         warm_up(**options)
         found = measure(make, workload, where)
-    named = {"target": without_directory(target or TARGET), "draft": small and without_directory(small)}
+    named = {"target": without_directory(target or models.DEFAULT_TARGET), "draft": small and without_directory(small)}
     show(memory_report(found, named | options, facts), out, as_json=as_json)
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftproof.cli._report import tell
+from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._results import Quiet
+from draftproof.cli._terminal import note
 from draftproof.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ def reproduce(
     if list_:
         _list(as_json=as_json)
         return
-    from draftproof.cli.generate import quiet_libraries
     from draftproof.reproduction import run as recipes
     from draftproof.reproduction.experiments import ignore
 
@@ -61,7 +61,7 @@ def reproduce(
 
 def _progress(line: str) -> None:
     """Show a line on stderr; the title of a recipe is brighter than its measurements."""
-    tell(line, dim=not line.startswith("["))
+    note(line, dim=not line.startswith("["))
 
 
 def _list(*, as_json: bool) -> None:

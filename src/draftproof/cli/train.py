@@ -86,7 +86,7 @@ def head(
         raise typer.BadParameter(f"--kind is {job['kind']!r}: legal are acceptance and log_ratio")
     if job["sweep"] and job["threshold"] is not None:
         raise typer.BadParameter("--sweep chooses the threshold: leave out --threshold")
-    run(make_head, _job(material, sampling, plan, labels, job), as_json=as_json, quiet=quiet)
+    run(make_head, _job(material, sampling, plan, labels, job), _models(material), as_json=as_json, quiet=quiet)
 
 
 @app.command()
@@ -109,7 +109,13 @@ def verifier(
 ) -> None:
     """Train SPRINTER's small verifier. With the rule last_token it is LOSSY: it changes the output distribution."""
     job["kind"] = "verifier"
-    run(make_verifier_head, _job(material, sampling, plan, labels, job), as_json=as_json, quiet=quiet)
+    run(
+        make_verifier_head, _job(material, sampling, plan, labels, job), _models(material), as_json=as_json, quiet=quiet
+    )
+
+
+def _models(material: dict[str, Any]) -> tuple[str, str]:
+    return material["target"], material["draft"]
 
 
 def _job(

@@ -57,7 +57,8 @@ class ModelSource:
 
     def __init__(self, source: str, **options: Any) -> None:
         self._source, self._options = source, options
-        self._key = _key(source, options)
+        self._where = models.obtain(source)
+        self._key = _key(Path(self._where), options)
         self._place = None if self._key is None else _place(self._key)
         self._row = None if self._place is None else _row(self._place)
 
@@ -97,13 +98,13 @@ class ModelSource:
         return made
 
     def _original_tokenizer(self) -> Any:
-        return load_tokenizer(models.resolve(self._source), trust_remote_code=self._options["trust_remote_code"])
+        return load_tokenizer(self._where, trust_remote_code=self._options["trust_remote_code"])
 
     def _fast_tokenizer(self, row: dict[str, Any]) -> FastTokenizer:
         assert self._place is not None, "there is no row without a place"
         content = _tokenizer_file(self._place).read_text(encoding="utf-8")
         if not content:
-            content = (Path(models.resolve(self._source)) / "tokenizer.json").read_text(encoding="utf-8")
+            content = (Path(self._where) / "tokenizer.json").read_text(encoding="utf-8")
         return FastTokenizer(content, Description(**row["tokenizer"]), self._original_tokenizer)
 
     def _forget(self, cause: Exception) -> None:
@@ -114,13 +115,12 @@ class ModelSource:
 # --- what a check depends on ---------------------------------------------------------------------------------------
 
 
-def _key(source: str, options: dict[str, Any]) -> dict[str, Any] | None:
+def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
     """Everything that a check depends on; None where none can be kept."""
     if os.environ.get(VARIABLE) == "0" or options["trust_remote_code"] or not options["check"]:
         return None
     if options["backend"] not in ("auto", "lean"):
         return None
-    folder = Path(models.resolve(source))
     try:
         files: dict[str, Any] = {
             path.name: _state(path) for path in sorted(folder.iterdir()) if path.suffix in _READ_WHOLE

@@ -45,7 +45,7 @@ class Engine(DecodingLoop):
         backend: str = "auto",
         generation_config: str = "auto",
     ) -> Engine:
-        """An engine from names.
+        """An engine from names; registered models that are not on this machine are downloaded (`models.obtain`).
 
         Args:
             target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.

@@ -40,6 +40,7 @@ from draftproof.verifiers.greedy import GreedyBlockVerifier
 from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
 from draftproof.verifiers.trie import multi_round_verifier, spectr_verifier, traversal_verifier, trie_block_verifier
 
+DEFAULT_DRAFTER = "model"  # of an engine with a draft model
 DEFAULT_STOPPER, DEFAULT_CONSTANT_STOPPER = "auto", "fixed:4"
 DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
 SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
@@ -123,18 +124,33 @@ class DrafterPart(Part):
     Attributes:
         make: from materials and argument.
         reads_draft: whether it needs a draft model.
+        inside: whether it works inside the target's own cache.
+        reads_states: whether it reads the target's hidden states.
+        learns: whether it drafts from earlier requests, too.
         stops: whether a stopper ends its drafts.
         point_masses: whether its tokens come without probabilities.
         covers: whether it can draft after every token, so that its lengths are as constant as its stopper's.
         several: from the argument, whether its drafts may branch.
+        chains: from the argument, how many i.i.d. chains it draws; 1 for a tree.
+        check: refuses an argument that cannot be read, for drafters that `make` needs a loaded target for.
     """
 
     make: Callable[[Materials, str], Drafter]
     reads_draft: bool = False
+    inside: bool = False
+    reads_states: bool = False
+    learns: bool = False
     stops: bool = True
     point_masses: bool = False
     covers: bool = True
     several: Callable[[str], bool] = field(default=lambda _: False)
+    chains: Callable[[str], int] = field(default=lambda _: 1)
+    check: Callable[[str], object] = field(default=lambda _: None)
+
+    @property
+    def takes_length(self) -> bool:
+        """Whether its argument is the length of a draft, which a stopper sets for other drafters."""
+        return not self.stops and bool(self.argument)
 
     def traits(self, argument: str, stopper: StopperPart | None) -> DrafterTraits:
         """What a rule must know of it."""
@@ -223,8 +239,7 @@ def _model(parts: Materials, argument: str) -> Drafter:
 
 
 def _chains(parts: Materials, argument: str) -> Drafter:
-    chains = (numbers(argument, "chains:4") or [4])[0]
-    return SampledTreeDrafter(parts.model(), parts.ends(), chains=chains)
+    return SampledTreeDrafter(parts.model(), parts.ends(), chains=_chain_count(argument))
 
 
 def _tree(parts: Materials, argument: str) -> Drafter:
@@ -232,10 +247,16 @@ def _tree(parts: Materials, argument: str) -> Drafter:
     return SampledTreeDrafter(parts.model(), parts.ends(), factors=factors)
 
 
-def _early_exit(parts: Materials, argument: str) -> Drafter:
+def _layers_and_chains(argument: str) -> list[int]:
+    """The numbers of L or LxK."""
     found = numbers(argument, "early_exit:20x4")
     if not 1 <= len(found) <= 2:
         raise UserError("drafter early_exit takes a number of layers: legal is for example early_exit:20")
+    return found
+
+
+def _early_exit(parts: Materials, argument: str) -> Drafter:
+    found = _layers_and_chains(argument)
     model = EarlyExitModel(parts.own_model("early_exit"), found[0], **parts.changes)
     return early_exit_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
 
@@ -269,9 +290,20 @@ def _none(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
     return NoDrafter()
 
 
-def _makes_several(argument: str) -> bool:
-    """Whether LxK or DIRxK asks for more than one chain."""
-    return argument.rpartition("x")[2].isdecimal() and "x" in argument and not argument.endswith("x1")
+def _chain_count(argument: str) -> int:
+    """The K of K."""
+    return (numbers(argument, "chains:4") or [4])[0]
+
+
+def _own_chain_count(argument: str) -> int:
+    """The K of LxK or DIRxK; 1 where there is none."""
+    _, times, chains = argument.rpartition("x")
+    return int(chains) if times and chains.isdecimal() else 1
+
+
+def _own_several(argument: str) -> bool:
+    """Whether LxK or DIRxK names more than one chain."""
+    return _own_chain_count(argument) > 1
 
 
 DRAFTERS: dict[str, DrafterPart] = {
@@ -287,6 +319,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             make=_chains,
             reads_draft=True,
             several=lambda _: True,
+            chains=_chain_count,
         ),
         DrafterPart(
             name="tree",
@@ -303,7 +336,10 @@ DRAFTERS: dict[str, DrafterPart] = {
             example="early_exit:20",
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
             make=_early_exit,
-            several=_makes_several,
+            inside=True,
+            several=_own_several,
+            chains=_own_chain_count,
+            check=_layers_and_chains,
         ),
         DrafterPart(
             name="feature_head",
@@ -312,8 +348,11 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="one chain from a trained layer over the target's states; feature_head:DIRxK makes K chains; "
             f"without DIR the one that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
             make=_feature_head,
+            inside=True,
+            reads_states=True,
             covers=False,
-            several=_makes_several,
+            several=_own_several,
+            chains=_own_chain_count,
         ),
         DrafterPart(
             name="ngram",
@@ -330,6 +369,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             example="suffix:16",
             about="up to N tokens that most often followed the longest suffix known from this and other requests",
             make=_lookup(SuffixDrafter, "suffix:16"),
+            learns=True,
             stops=False,
             point_masses=True,
         ),
@@ -559,6 +599,15 @@ def find_drafter(spec: str) -> tuple[DrafterPart, str]:
     return DRAFTERS[name], argument
 
 
+def reads_draft(spec: str | None) -> bool:
+    """Whether a drafter reads a draft model; without a name the one that an engine with a draft model has.
+
+    Raises:
+        UserError: unknown name.
+    """
+    return find_drafter(spec or DEFAULT_DRAFTER)[0].reads_draft
+
+
 def find_stopper(spec: str) -> tuple[StopperPart, str]:
     """The part that "name" or "name:argument" names, and the argument.
 
@@ -642,7 +691,7 @@ def make_drafter(
     Raises:
         UserError: unknown name, or a draft model missing or left over.
     """
-    spec = name or ("none" if draft is None else "model")
+    spec = name or ("none" if draft is None else DEFAULT_DRAFTER)
     part, argument = find_drafter(spec)
     if part.reads_draft and draft is None:
         raise UserError(f"drafter {part.name} needs a draft model: name one with draft (--draft)")

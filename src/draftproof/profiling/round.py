@@ -21,6 +21,7 @@ from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
+from draftproof.engine.registry import find_drafter
 from draftproof.engine.stats import PARTS
 from draftproof.errors import refuse_below_one
 from draftproof.profiling.hardware import ReadWeights, bandwidth, product_rate, weights_read
@@ -64,13 +65,16 @@ class RoundOptions:
 
     def cells(self) -> list[Cell]:
         """Plain decoding and the composition on each backend."""
-        lookup = self.drafter.partition(":")[0] in ("ngram", "suffix") and ":" not in self.drafter
+        part, argument = find_drafter(self.drafter)
         return matrix(
             strict=True,
             target=self.target,
             draft=self.draft,
             backend=list(self.backends),
-            drafter=["none", f"{self.drafter}:{self.draft_length}" if lookup else self.drafter],
+            drafter=[
+                "none",
+                f"{part.name}:{self.draft_length}" if part.takes_length and not argument else self.drafter,
+            ],
             stopper=f"fixed:{self.draft_length}",
             verifier=self.verifier,
             dtype=self.dtype,

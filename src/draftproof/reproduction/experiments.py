@@ -17,7 +17,7 @@ from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.engine.registry import make_drafter, make_verifier, reads_draft
 from draftproof.errors import UserError
 from draftproof.files import whole_file
 from draftproof.provenance import digest
@@ -231,9 +231,8 @@ class Experiments:
         return [[int(token) for token in self.tokenizer(name)(text)["input_ids"]][:PROMPT] for text in texts]
 
     def drafter(self, pair: PairNames, name: str, stopper: str) -> Drafter:
-        """A drafter by name, with the draft model if it needs one."""
-        reads = name.partition(":")[0] in {"model", "chains", "tree"}
-        draft = self.backend(pair.draft, pair.dtype) if reads else None
+        """A drafter by name, with the draft model where it reads one."""
+        draft = self.backend(pair.draft, pair.dtype) if reads_draft(name) else None
         return make_drafter(name, target=self.backend(pair.target, pair.dtype), draft=draft, stopper=stopper)
 
     def _turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:

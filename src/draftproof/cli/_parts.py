@@ -1,0 +1,28 @@
+"""Help texts on drafters, stoppers, rules and backends, made from the registry, and the default draft model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from draftproof import models
+from draftproof.backends.loading import BACKENDS
+from draftproof.engine.registry import DRAFTERS, OFFERED_STOPPERS, VERIFIERS, Part, reads_draft
+
+
+def _forms(parts: Iterable[Part]) -> str:
+    return ", ".join(part.form for part in parts)
+
+
+LOSSLESS = _forms(part for part in VERIFIERS.values() if part.lossless)
+LOSSY = _forms(part for part in VERIFIERS.values() if not part.lossless)
+DRAFTER_HELP = f"Where drafts come from: {_forms(DRAFTERS.values())}."
+STOPPER_HELP = f"When a draft ends: {_forms(OFFERED_STOPPERS.values())}; arguments can be left out"
+VERIFIER_HELP = f"The verification rule: {LOSSLESS}; lossy: {LOSSY}"
+BACKEND_HELP = f"Implementation of the forward pass: {', '.join(BACKENDS)}."
+
+HEADED = tuple(name for name, part in OFFERED_STOPPERS.items() if part.head)  # stoppers with a trained head
+
+
+def default_draft(target: str | None, drafter: str | None) -> str | None:
+    """The draft model of the default target, where no target is named and the drafter reads a draft model."""
+    return models.DEFAULT_DRAFT if target is None and reads_draft(drafter) else None

