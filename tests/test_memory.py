@@ -270,7 +270,7 @@ def test_caches_grow_by_need_and_slots_are_used_again():
     target = HFBackend(random_model(CONFIGS["llama"]()))
     made, params = Engine(target, max_batch=3), SamplingParams(max_tokens=4, seed=1)
     ((_, cache),) = slot_caches(made)
-    assert cache.shape == (1, 256), "what the probe at construction needs"
+    assert cache.shape == (2, 256), "what the probe at construction needs"
     made.generate([[5, 6]] * 2, params)
     assert (cache.shape, cache.in_use) == ((2, 256), 0)
     made.generate([[5, 6]] * 9, params)

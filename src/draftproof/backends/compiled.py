@@ -151,7 +151,7 @@ class Program:
         return logits.view(rows, spread, -1)[:, :width], states.view(rows, spread, -1)[:, :width]
 
     def _mask(self, layout: Layout, window: int | None, spread: int, horizon: int) -> Tensor:
-        dtype = self._lean.embedding.dtype
+        dtype = self._lean.embed.weight.dtype
         mask = layout.mask(window, dtype).expand(-1, -1, max(spread, layout.width), -1)
         mask = mask.repeat_interleave(self._lean.layers[0].heads.group, 2)
         return F.pad(mask, (0, horizon - mask.shape[-1]), value=torch.finfo(dtype).min)
@@ -182,13 +182,13 @@ def _compile(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
         buffers: Any = _Buffers(keys, values, slots, places, horizon)
         plan: Any = None
         at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, plan)
-        x = F.embedding(ids, lean.embedding)
+        x = F.embedding(ids, lean.embed.weight)
         for layer in lean.layers:
             x = layer(x, at, masks[layer.kind])
         states = lean.norm(x)
         return lean.head(states), states
 
-    on_cpu = lean.embedding.device.type == "cpu"
+    on_cpu = lean.embed.weight.device.type == "cpu"
     options: dict[str, Any] = {"freezing": True} if on_cpu else {"triton.cudagraphs": True}
     made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(run, options=options)
     return made

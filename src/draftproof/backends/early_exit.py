@@ -37,14 +37,11 @@ class EarlyExitBackend(SlotBackend):
             self.part = whole.first_layers(layers)
         except UserError as cause:
             raise UserError(f"early exit: {reason(cause)}") from cause
+        self.embed = self.part.embed
         self.capabilities, self.max_positions = self.part.capabilities, whole.max_positions
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.part._compute(layout, hidden=hidden)  # noqa: SLF001 - a part of this backend
-
-    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
-        """The whole model's embeddings of tokens."""
-        return self.part.embed(ids)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the whole model's output layer."""

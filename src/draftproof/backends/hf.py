@@ -38,16 +38,12 @@ class HFBackend(SlotBackend):
         super().__init__(ModelFacts.of(model, name), cache=cache)
         self.model = model.eval()
         self.config = model.config.get_text_config()
+        self.embed = model.get_input_embeddings()
         probe = Probe(model, self.name) if check else None
         self._windows = windows_of(model) if probe is None else probe.windows
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         if probe is not None:
             probe.check(self)
-
-    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
-        """The model's own embeddings of tokens."""
-        made: Tensor = self.model.get_input_embeddings()(ids)
-        return made
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""

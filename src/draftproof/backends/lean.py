@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -115,15 +114,12 @@ class LeanForward(SlotBackend):
     def __init__(self, facts: ModelFacts, lean: Lean, *, cache: SlotCache | None = None) -> None:
         super().__init__(facts, cache=cache)
         self.lean = lean
+        self.embed = lean.embed
 
     @property
     def products(self) -> str:
         """Which layout its products have, as `Product` names them."""
         return self.lean.head.layout
-
-    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
-        """The model's embeddings of tokens."""
-        return F.embedding(ids, self.lean.embedding)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""

@@ -45,9 +45,9 @@ class Lean:
     ) -> None:
         inner = model.model
         tied = model.lm_head.weight is inner.embed_tokens.weight
-        self.embedding: Tensor = inner.embed_tokens.weight
-        self.head = Product(self.embedding, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
-        self.rope = Rope(inner.rotary_emb, self.embedding)
+        self.embed = Embedding(inner.embed_tokens.weight)
+        self.head = Product(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
+        self.rope = Rope(inner.rotary_emb, self.embed.weight)
         self.windows = windows
         kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
         assert kinds is not None, "a model with several kinds of layer says which is which"
@@ -66,7 +66,7 @@ class Lean:
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""
         rows, width = layout.ids.shape
-        x = F.embedding(layout.ids.view(-1), self.embedding)
+        x = self.embed(layout.ids.view(-1))
         at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
         attention = self.layers[0].attention
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
@@ -75,6 +75,21 @@ class Lean:
         chosen = states if columns == width else states.index_select(1, layout.wanted)
         logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
         return logits, states if hidden else None
+
+
+class Embedding:
+    """Rows of a table by token id.
+
+    Args:
+        weight: the table.
+    """
+
+    def __init__(self, weight: Float[Tensor, "vocab dim"]) -> None:
+        self.weight = weight
+
+    def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
+        """The rows."""
+        return F.embedding(ids, self.weight)
 
 
 class Rope:

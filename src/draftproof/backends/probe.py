@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Capabilities, Feed, Session
+from draftproof.backends.base import Backend, Capabilities, Feed
 from draftproof.backends.facts import ADVICE
 from draftproof.backends.windows import SLIDING, Windows, windows_of
 from draftproof.errors import UserError, reason
@@ -373,22 +373,22 @@ def _batch_error(backend: Backend, scenario: Scenario) -> float:
         scenario.other_rows[4:],
     ]
     chain = TokenTree.chain(torch.tensor(tokens[end - 3 :], device=backend.device))
-    long, short, *others = (backend.open() for _ in range(4))
 
-    def passes(first: Session, second: Session, *, together: bool) -> list[Tensor]:
+    def passes(*, together: bool) -> list[Tensor]:
+        first, second = backend.open(), backend.open()
         prompts = [Feed(first, tokens[: end - 4]), Feed(second, other[:2])]
         later = [Feed(first, tokens[end - 4 : end - 3], chain), Feed(second, other[2:])]
-        made = [
-            backend.forward(feeds) if together else [backend.forward([feed])[0] for feed in feeds]
-            for feeds in (prompts, later)
-        ]
+        try:
+            made = [
+                backend.forward(feeds) if together else [backend.forward([feed])[0] for feed in feeds]
+                for feeds in (prompts, later)
+            ]
+        finally:
+            first.close()
+            second.close()
         return [outputs[row].logits for row in (0, 1) for outputs in made]
 
-    try:
-        shared, alone = passes(long, short, together=True), passes(others[0], others[1], together=False)
-    finally:
-        for session in (long, short, *others):
-            session.close()
+    shared, alone = passes(together=True), passes(together=False)
     errors = [distance(found, rows) for found, rows in zip(shared, expected, strict=True)]
     rounding = [distance(found, rows) for found, rows in zip(alone, expected, strict=True)]
     return max(error if error > 2 * least else 0.0 for error, least in zip(errors, rounding, strict=True))

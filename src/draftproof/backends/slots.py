@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -31,10 +31,12 @@ class SlotBackend(ABC):
         max_positions: the longest sequence it reads; None when unbounded.
         bounded_by: why that is shorter than the model's context; empty when it is not.
         capabilities: what it can do.
+        embed: embeddings [*shape, dim] of token ids [*shape], as the first layer reads them.
         kind: name of the forward pass in BACKENDS.
     """
 
     kind: str
+    embed: Callable[[Tensor], Tensor]
 
     def __init__(self, facts: ModelFacts, *, cache: SlotCache | None = None) -> None:
         self.facts = facts
@@ -104,10 +106,6 @@ class SlotBackend(ABC):
         self, layout: Layout, *, hidden: bool
     ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
         """Logits of every column or only of `layout.columns`, and if `hidden` last hidden states of every column."""
-
-    @abstractmethod
-    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
-        """The model's own embeddings of tokens, as its first layer reads them."""
 
     @abstractmethod
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
