@@ -1,8 +1,4 @@
-"""A feature head as a backend: it reads drafted tokens with the states that the target left in its own session.
-
-Knows: where the state before a token comes from (the target's session, or the head's own output), the head's cache.
-Does not know: the network's inside, requests, drafting.
-"""
+"""A feature head as a backend: it reads drafted tokens with the states that the target left in its own session."""
 
 from __future__ import annotations
 
@@ -149,7 +145,7 @@ class FeatureBackend:
     """A feature head over the target it was made for.
 
     Args:
-        target: a backend of a transformers model; it is told to record its states.
+        target: a backend of a transformers model; its sessions keep their states from now on.
         net: the head; moved to the target's device and dtype.
 
     Raises:
@@ -229,11 +225,11 @@ class FeatureBackend:
     def _outputs(
         self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool
     ) -> list[FeedOutput]:
-        """Rows for the last chain token and the nodes of each feed, for the tokens that the head speaks of."""
-        wanted = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
-        logits = self._output(torch.cat(wanted) if len(wanted) > 1 else wanted[0])
-        rows = torch.split(logits, [part.shape[0] for part in wanted])
-        return [FeedOutput(row, part if hidden else None, self._ids) for row, part in zip(rows, wanted, strict=True)]
+        """Rows for the last chain token and the nodes of each feed, for the tokens that the head can draft."""
+        chosen = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
+        logits = self._output(torch.cat(chosen) if len(chosen) > 1 else chosen[0])
+        rows = torch.split(logits, [part.shape[0] for part in chosen])
+        return [FeedOutput(row, part if hidden else None, self._ids) for row, part in zip(rows, chosen, strict=True)]
 
 
 def refuse_other_target(net: FeatureNet, target: SlotBackend) -> None:

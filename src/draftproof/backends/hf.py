@@ -56,7 +56,7 @@ class HFBackend(SlotBackend):
         return HFBackend(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        keep = {"logits_to_keep": layout.wanted} if self._keeps_rows else {}
+        keep = {"logits_to_keep": layout.requested} if self._keeps_rows else {}
         out = self.model(
             input_ids=layout.ids,
             attention_mask=self._masks(layout),

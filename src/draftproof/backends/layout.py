@@ -44,7 +44,7 @@ class Layout:
         return sorted({column for row in range(len(self.feeds)) for column in self._columns(row)})
 
     @cached_property
-    def wanted(self) -> Int[Tensor, " columns"]:
+    def requested(self) -> Int[Tensor, " columns"]:
         """`columns` on the model's device."""
         return torch.tensor(self.columns, device=self.device)
 

@@ -72,7 +72,7 @@ def _why_built_otherwise(model: Any) -> str | None:
             return f"its {name} is a {type(found).__name__}, not a {kind}"
     parts = [id(found) for found, _ in expected.values()]
     if len(set(parts)) < len(parts) or len(layers) != model.config.num_hidden_layers:
-        return "a part of it is used in several layers, or its config tells of another number of layers"
+        return "a part of it is used in several layers, or its config names another number of layers"
     return None
 
 

@@ -72,7 +72,7 @@ class Lean:
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
         states = self.norm(self.run_layers(x, at, masks)).view(rows, width, -1)
         columns = len(layout.columns)
-        chosen = states if columns == width else states.index_select(1, layout.wanted)
+        chosen = states if columns == width else states.index_select(1, layout.requested)
         logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
         return logits, states if hidden else None
 
