@@ -10,9 +10,10 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _TEXTS = (
     "Once upon a time, there was a cat.\n\n  It's 12345.67 € – “naïve” 東京\t🙂\u200d",
@@ -124,6 +125,8 @@ def describe(tokenizer: Any) -> tuple[str, dict[str, Any]] | None:
     Args:
         tokenizer: transformers' own.
     """
+    from tokenizers import Tokenizer
+
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer) or getattr(tokenizer, "split_special_tokens", False):
         return None
@@ -212,6 +215,8 @@ def _template(text: str) -> Any:
 
 
 def _plain(content: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
