@@ -9,7 +9,7 @@ from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.engine.engine import Engine
-from draftproof.functional import block_verify, spectr_verify, token_verify
+from draftproof.functional import block_verify, multi_round_on_tries, spectr_verify, token_verify
 from draftproof.functional.greedy import greedy_block_verify
 from draftproof.functional.nodes import Tries
 from draftproof.reproduction.expected_accepted import Recorder, chain_ccdf, chains_of, key, pieces, trie_ccdf
