@@ -101,20 +101,23 @@ def _spectr(
     tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
     refuse_branching_points(tries, q)
+    return _descend(tries, p, partial(_spectr_step, tries, q, p), rng)
 
-    def step(
-        target: Float[Tensor, "B V"],
-        kids: Int[Tensor, "B D"],
-        ids: Int[Tensor, "B D"],
-        several: bool,
-    ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B V"]]:
-        drafted = tries.drawn_from(q, p, kids[:, 0])
-        count = (kids % tries.tokens.shape[1] > 0).sum(-1)
-        plan = kseq_plan(target, drafted, count if several else 1)
-        accept = kseq_accept(target.gather(-1, ids), drafted.gather(-1, ids), plan.gamma)
-        return accept, kseq_residual(target, drafted, plan)
 
-    return _descend(tries, p, step, rng)
+def _spectr_step(
+    tries: Tries,
+    q: Float[Tensor, "rows V"] | None,
+    p: Float[Tensor, "m V"],
+    target: Float[Tensor, "B V"],
+    kids: Int[Tensor, "B D"],
+    ids: Int[Tensor, "B D"],
+    several: bool,
+) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B V"]]:
+    drafted = tries.drawn_from(q, p, kids[:, 0])
+    count = (kids % tries.tokens.shape[1] > 0).sum(-1)
+    plan = kseq_plan(target, drafted, count if several else 1)
+    accept = kseq_accept(target.gather(-1, ids), drafted.gather(-1, ids), plan.gamma)
+    return accept, kseq_residual(target, drafted, plan)
 
 
 def multi_round_on_tries(
@@ -150,21 +153,27 @@ def multi_round_on_tries(
 def _multi_round(
     tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng, *, replacement: bool
 ) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    def step(
-        target: Float[Tensor, "B V"],
-        kids: Int[Tensor, "B D"],
-        ids: Int[Tensor, "B D"],
-        several: bool,
-    ) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B V"]]:
-        width = kids.shape[1] if several else 1
-        drawn = kids[:, :width] % tries.tokens.shape[1] > 0
-        plan = rounds_plan(
-            target, ids[:, :width], drawn, lambda j: tries.drawn_from(q, p, kids[:, j]), replacement=replacement
-        )
-        accept = torch.nn.functional.pad(plan.accept, (0, kids.shape[1] - width))
-        return accept, torch.where(plan.left.sum(-1, keepdim=True) > 0, plan.left, target)
+    return _descend(tries, p, partial(_multi_round_step, tries, q, p, replacement=replacement), rng)
 
-    return _descend(tries, p, step, rng)
+
+def _multi_round_step(
+    tries: Tries,
+    q: Float[Tensor, "rows V"] | None,
+    p: Float[Tensor, "m V"],
+    target: Float[Tensor, "B V"],
+    kids: Int[Tensor, "B D"],
+    ids: Int[Tensor, "B D"],
+    several: bool,
+    *,
+    replacement: bool,
+) -> tuple[Float[Tensor, "B D"], Float[Tensor, "B V"]]:
+    width = kids.shape[1] if several else 1
+    drawn = kids[:, :width] % tries.tokens.shape[1] > 0
+    plan = rounds_plan(
+        target, ids[:, :width], drawn, lambda j: tries.drawn_from(q, p, kids[:, j]), replacement=replacement
+    )
+    accept = torch.nn.functional.pad(plan.accept, (0, kids.shape[1] - width))
+    return accept, torch.where(plan.left.sum(-1, keepdim=True) > 0, plan.left, target)
 
 
 def spectr_verify(
