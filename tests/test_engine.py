@@ -492,7 +492,7 @@ def test_nan_logits_name_their_request_and_poison_no_later_one(who):
         pair[who].model.lm_head.weight = torch.nn.Parameter(embedded_model("draft").lm_head.weight.detach().clone())
     under_test = engine(pair["target"], pair["draft"])
     under_test.generate(list(PROMPTS[:2]), GREEDY)
-    with pytest.raises(ValueError, match=rf"the logits of the .*{who}.* for request 3 hold NaN"):
+    with pytest.raises(ValueError, match=rf"request 3 failed: the logits of the .*{who}.* hold NaN"):
         under_test.generate([PROMPTS[0], [*ids(PROMPTS[0]), 500, 400]], GREEDY)
     assert not under_test.busy
     after = under_test.generate([PROMPTS[2], PROMPTS[0], PROMPTS[3]], GREEDY)

@@ -47,7 +47,8 @@ class Toy(NamedTuple):
 
     Attributes:
         make: makes a new one.
-        tokens: number of output tokens to enumerate; the time is exponential in it.
+        tokens: number of output tokens to enumerate; the time is exponential in it. Of a drafter and a stopper the
+            smaller number counts.
         slow: whether its enumeration takes long.
     """
 
@@ -70,14 +71,15 @@ def _tree(*factors: int) -> Callable[..., Drafter]:
     return lambda model, stopper: SampledTreeDrafter(model, stopper, factors=factors)
 
 
+# Rounds with several drafts have many more outcomes, so fewer tokens of them are enumerated.
 DRAFTERS: dict[str, Toy] = {
     "none": Toy(lambda model, stopper: NoDrafter()),  # noqa: ARG005
     "ngram": Toy(lambda model, stopper: NgramDrafter(2)),  # noqa: ARG005
     "suffix": Toy(lambda model, stopper: SuffixDrafter(2)),  # noqa: ARG005
-    "model": Toy(ModelDrafter),
-    "chains": Toy(lambda model, stopper: SampledTreeDrafter(model, stopper, chains=2)),
-    "tree": Toy(_tree(1, 2, 1)),
-    "wide": Toy(_tree(2, 2), slow=True),
+    "model": Toy(ModelDrafter, tokens=5),
+    "chains": Toy(lambda model, stopper: SampledTreeDrafter(model, stopper, chains=2), tokens=4),
+    "tree": Toy(_tree(1, 2, 1), tokens=4),
+    "wide": Toy(_tree(2, 2), tokens=4, slow=True),
 }
 # The length of a chain must depend on the drawn tokens: on the row of the second token, or on the head's prediction for
 # the first one.
@@ -130,7 +132,8 @@ class Composition:
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters with as many tokens as its parts need."""
-        return SamplingParams(max_tokens=STOPPERS[self.stopper].tokens if self.stopper else 3)
+        limits = [DRAFTERS[self.drafter].tokens, *([STOPPERS[self.stopper].tokens] if self.stopper else [])]
+        return SamplingParams(max_tokens=min(limits))
 
     def distance(self) -> float:
         """Total variation of the engine's output distribution from the target's, by enumeration."""

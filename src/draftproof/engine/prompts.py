@@ -23,7 +23,7 @@ class PromptReader:
         self.tokenizer = tokenizer
         self._model = model
 
-    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt; the text is None for token ids.
 
         Raises:
