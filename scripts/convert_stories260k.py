@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
-from draftproof.models import truncated_copy
+from draftproof.models.layers import truncated_copy
 
 UNK, BOS, EOS = "<unk>", "<s>", "</s>"
 SPECIAL = {"bos_token": BOS, "eos_token": EOS, "pad_token": EOS, "unk_token": UNK}

@@ -9,12 +9,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from jaxtyping import install_import_hook
 
-install_import_hook("draftproof", "beartype.beartype")
+install_import_hook("draftproof", "type_checks.counted")
 
 import pytest
 import torch
 from hypothesis import settings
 
+import type_checks
 from draftproof.engine import engine
 from draftproof.stoppers.base import AcceptanceRates
 from draftproof.theory.cost import RoundCosts
@@ -22,6 +23,13 @@ from draftproof.theory.cost import RoundCosts
 torch.set_num_threads(1)
 settings.register_profile("draftproof", deadline=None, print_blob=True)
 settings.load_profile("draftproof")
+
+
+@pytest.fixture(autouse=True)
+def checks_from_the_start():
+    """Each test begins with the checks of shapes and types on."""
+    if not os.environ.get("JAXTYPING_DISABLE"):
+        type_checks.start()
 
 
 @pytest.fixture(autouse=True)
