@@ -160,6 +160,8 @@ def test_a_model_that_minds_the_length_of_the_keys_ends_where_it_would_mind():
     made = HFBackend(model, name="doge")
     assert made.max_positions == 20
     assert "keep_window_size is 20" in made.bounded_by
+    model = random_model(transformers.DogeConfig(**ROPE, keep_window_size=30, sliding_window=16))
+    assert HFBackend(model, name="doge").max_positions == 16
 
 
 def test_a_mask_that_the_family_cuts_itself_is_right_for_rows_of_any_length():
@@ -168,6 +170,11 @@ def test_a_mask_that_the_family_cuts_itself_is_right_for_rows_of_any_length():
     made = HFBackend(model, name="gpt-neo")
     assert not made.capabilities.ragged
     check_text(made, model, [[(5 * i) % 97 for i in range(150)], [(3 * i + 1) % 97 for i in range(400)]])
+    check_text(made, model, drafter=NgramDrafter(4))
+    options = GPT_NEO | {"attention_types": [[["global"], 2]]}
+    model = random_model(transformers.GPTNeoConfig(**options))
+    made = HFBackend(model, name="gpt-neo")
+    assert not made.capabilities.ragged
     check_text(made, model, drafter=NgramDrafter(4))
 
 

@@ -22,6 +22,11 @@ def refuse_unsuitable(model: Any, name: str) -> None:
         UserError: encoder-decoder, layers with a recurrent state, no output embedding, no cache.
     """
     kind = type(model).__name__
+    absent = [
+        each for each in ("hidden_size", "num_hidden_layers") if not hasattr(model.config.get_text_config(), each)
+    ]
+    if absent:
+        raise UserError(f"{name}: the config of transformers' {kind} has no {' and no '.join(absent)}: {ADVICE}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder model: {ADVICE}")
     if model.get_output_embeddings() is None:

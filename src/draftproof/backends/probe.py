@@ -39,6 +39,7 @@ _TINY, _AFFORDABLE = (
     4e12,
 )  # floating-point operations of a pass that may always be made, and of one where it matters
 _ROPE = "original_max_position_embeddings"
+_SELECTING = ("keep_window_size",)  # past such a limit keys count by their content (Doge): no few tokens show all cases
 
 
 @runtime_checkable
@@ -162,8 +163,12 @@ class Probe:
             raise UserError(f"{name} has {', '.join(self.windows.foreign)} layers, which cannot roll back: {ADVICE}")
         self._scenarios = [self._scenario(_SHORT)]
         self._untested: list[Limit] = []
-        for limit in limits_of(model):
-            self._prepare(limit)
+        limits = limits_of(model)
+        for limit in limits:
+            if any(each.name in _SELECTING for each in limits):
+                self._untested.append(limit)
+            else:
+                self._prepare(limit)
 
     @property
     def sample(self) -> tuple[list[int], Float[Tensor, "tokens vocab"]]:
@@ -368,20 +373,25 @@ def _batch_error(backend: Backend, scenario: Scenario) -> float:
     tokens, other, end = scenario.tokens, scenario.other, len(scenario.tokens)
     expected = [
         scenario.rows[end - 5 : end - 4],
-        scenario.rows[end - 4 :],
+        scenario.rows[end - 4 : end - 3],
+        scenario.rows[end - 3 :],
         scenario.other_rows[1:2],
+        scenario.other_rows[3:4],
         scenario.other_rows[4:],
     ]
-    chain = TokenTree.chain(torch.tensor(tokens[end - 3 :], device=backend.device))
+    chain = TokenTree.chain(torch.tensor(tokens[end - 2 :], device=backend.device))
 
     def passes(*, together: bool) -> list[Tensor]:
         first, second = backend.open(), backend.open()
-        prompts = [Feed(first, tokens[: end - 4]), Feed(second, other[:2])]
-        later = [Feed(first, tokens[end - 4 : end - 3], chain), Feed(second, other[2:])]
+        rounds = [  # the longer request has the more new tokens, then fewer, then more
+            [Feed(first, tokens[: end - 4]), Feed(second, other[:2])],
+            [Feed(first, tokens[end - 4 : end - 3]), Feed(second, other[2:4])],
+            [Feed(first, tokens[end - 3 : end - 2], chain), Feed(second, other[4:])],
+        ]
         try:
             made = [
                 backend.forward(feeds) if together else [backend.forward([feed])[0] for feed in feeds]
-                for feeds in (prompts, later)
+                for feeds in rounds
             ]
         finally:
             first.close()
@@ -391,4 +401,16 @@ def _batch_error(backend: Backend, scenario: Scenario) -> float:
     shared, alone = passes(together=True), passes(together=False)
     errors = [distance(found, rows) for found, rows in zip(shared, expected, strict=True)]
     rounding = [distance(found, rows) for found, rows in zip(alone, expected, strict=True)]
-    return max(error if error > 2 * least else 0.0 for error, least in zip(errors, rounding, strict=True))
+    step = 4 * torch.finfo(shared[0].dtype).eps
+    return max(_beyond(error, max(least, step)) for error, least in zip(errors, rounding, strict=True))
+
+
+def _beyond(error: float, rounding: float) -> float:
+    """An error that counts: none where rounding explains it, a hundredfold where it is far beyond all rounding.
+
+    A key that a mask hides by mistake may have had little weight: GPT-Neo with global layers was off by 1e-4 in this
+    check, and wrong in its texts.
+    """
+    if error <= 2 * rounding:
+        return 0.0
+    return 100 * error if error > 100 * rounding else error
