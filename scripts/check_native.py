@@ -17,7 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
-EMULATED = {"x86-64-v4": (), "x86-64-v4-bf16": ("-DEMULATE_BF16",)}
+EMULATED = {
+    "x86-64-v4": (),
+    "x86-64-v4-bf16": ("-DEMULATE_BF16",),
+    "x86-64-v4-amx": ("-DEMULATE_BF16", "-DEMULATE_AMX"),
+}
+INCLUDE = f"-I{ROOT / 'scripts' / 'emulate'}"
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
 LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
 
@@ -35,11 +40,11 @@ def builds(kinds: list[str]) -> list[tuple[str, str, tuple[str, ...]]]:
             if "emulate" in kinds and level.name in EMULATED:
                 if not SIMDE.exists():
                     sys.exit(f"{SIMDE} is missing: install libsimde-dev, or check with sanitizers only")
-                include = f"-I{ROOT / 'scripts' / 'emulate_avx512'}"
-                found.append(("emulate", level.name, ("-DEMULATE_AVX512", include, *EMULATED[level.name])))
+                found.append(("emulate", level.name, ("-DEMULATE_AVX512", INCLUDE, *EMULATED[level.name])))
         else:
             if "sanitize" in kinds:
-                found.append(("sanitize", level.name, SANITIZERS))
+                seen = ("-DEMULATE_AMX", INCLUDE) if "amx_tile" in level.needs else ()  # sanitizers do not see tiles
+                found.append(("sanitize", level.name, SANITIZERS + seen))
     return found
 
 
@@ -47,7 +52,8 @@ def check(kind: str, name: str, extra: tuple[str, ...], arguments: list[str]) ->
     """Build one library, and run the tests on it in a new process; returns pytest's exit status."""
     from draftproof.kernels import library
 
-    runs = library.choose() if kind == "emulate" else library.choose(name)  # an emulated level is built for this one
+    name_of_build = None if kind == "emulate" else name  # an emulated level is built for this processor
+    runs = library.choose(name_of_build)[0]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "library.so"
         library.compile_library(out, runs, extra=extra)
@@ -69,10 +75,10 @@ def run(arguments: list[str]) -> int:
     level = next(level for level in library.LEVELS if level.name == os.environ[LEVEL])
     loaded = ctypes.CDLL(os.environ[LIBRARY])
 
-    def choose(name: str | None = None) -> library.Level:
+    def choose(name: str | None = None) -> list[library.Level]:
         if name not in (None, level.name):
             raise library.UnavailableError(f"only {level.name} is checked")
-        return level
+        return [level]
 
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
     sys.path.insert(0, str(ROOT / "tests"))

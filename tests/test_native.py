@@ -1,6 +1,7 @@
 """The C operations compute what their formulas say, beside float64; models read by them agree with transformers."""
 
 import copy
+import dataclasses
 import gc
 import itertools
 import subprocess
@@ -34,7 +35,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 def runs_here(level):
     """Whether the library of a level of processors can be had and run on this machine."""
     try:
-        library.load(library.choose(level.name))
+        library.load(*library.choose(level.name))
     except UserError:
         return False
     return True
@@ -117,6 +118,16 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(dty
             assert torch.equal(product(x, laid), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_many_rows_of_many_inputs_are_those_of_a_few(dtype):
+    """Rows are multiplied in portions that fit into a cache, and the last tile of rows reaches back into the others."""
+    x, weight = drawn(1, 150, 8198, dtype=dtype), drawn(2, 40, 8198, dtype=dtype)
+    onto, laid, product = drawn(3, 150, 40, dtype=dtype), Interleaved.of(weight), OPERATIONS[dtype].product
+    whole = product(x, laid, None, onto)
+    assert close(product(x, laid), x.double() @ weight.double().T, 1e-5 * (x.double().abs() @ weight.double().abs().T))
+    for row in range(0, 150, 7):
+        assert torch.equal(product(x[row : row + 5], laid, None, onto[row : row + 5]), whole[row : row + 5])
 
 
 def test_rows_that_are_not_contiguous_and_more_than_two_dimensions(dtype):
@@ -361,6 +372,13 @@ def test_attention(dtype, dim, group, width, masked):
         assert torch.allclose(keys, expected_keys, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
         assert torch.equal(values, expected_values)
         assert agrees(out, expected)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_in_several_pieces(masked, dtype):
+    for seed in (1, 2, 8):
+        case = Case(seed, dim=64, group=3, width=70, masked=masked, dtype=dtype)
+        assert agrees(case.run()[0], case.expected()[0])
 
 
 @needs_native
@@ -622,7 +640,7 @@ def test_where_a_gradient_is_asked_for_torch_computes():
 
 # --- when -------------------------------------------------------------------------------------------------------------
 
-PLACE = native.library.choose() if LEVELS else None
+PLACE = library.choose()[0] if LEVELS else None
 
 
 @pytest.fixture(scope="session")
@@ -856,42 +874,66 @@ def test_where_it_is_broken_torch_serves_and_a_warning_says_so(kept, fresh, kind
 
 @pytest.mark.builds
 def test_the_best_level_that_the_processor_runs_is_chosen(monkeypatch):
-    all_of_v4 = set(library.LEVELS[1].needs)
+    all_of_v4 = set(next(level.needs for level in library.LEVELS if level.name == "x86-64-v4"))
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "_tiles_allowed", lambda: True)
     for flags, name in (
-        (all_of_v4 | {"avx512_bf16"}, "x86-64-v4-bf16"),
+        (all_of_v4 | {"avx512_bf16", "amx_tile", "amx_bf16"}, "x86-64-v4-amx"),
+        (all_of_v4 | {"avx512_bf16", "amx_tile"}, "x86-64-v4-bf16"),
         (all_of_v4, "x86-64-v4"),
         ({"avx2", "fma", "sse2"}, "x86-64-v3"),
         ({"sse2"}, "portable"),
     ):
         monkeypatch.setattr(library, "processor", lambda flags=flags: frozenset(flags))
-        assert library.choose().name == name
+        assert library.choose()[0].name == name
     with pytest.raises(UserError, match="x86-64-v3 needs avx2, fma, which this processor lacks"):
         library.choose("x86-64-v3")
-    with pytest.raises(UserError, match="legal are x86-64-v4-bf16"):
+    with pytest.raises(UserError, match="legal are x86-64-v4-amx"):
         library.choose("x86-64-v5")
     monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
-    assert library.choose().name == "portable"
+    assert library.choose()[0].name == "portable"
     with pytest.raises(UserError, match="is for x86_64, and this is aarch64"):
         library.choose("x86-64-v3")
 
 
+@pytest.mark.builds
+def test_without_leave_to_use_tile_registers_another_level_serves(monkeypatch):
+    flags = frozenset().union(*(level.needs for level in library.LEVELS))
+    monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "processor", lambda: flags)
+    monkeypatch.setattr(library, "_tiles_allowed", lambda: False)
+    assert library.choose()[0].name == "x86-64-v4-bf16"
+    with pytest.raises(UserError, match="x86-64-v4-amx needs the tile registers, which this system does not give"):
+        library.choose("x86-64-v4-amx")
+
+
 @needs_a_build
 @pytest.mark.builds
-def test_a_matrix_unit_is_left_to_onednn_for_bfloat16(kept, fresh):
-    flags = library.processor() | {"amx_bf16"}
+def test_a_matrix_unit_that_the_build_does_not_use_is_left_to_onednn(kept, fresh):
+    flags, best = library.processor() | {"amx_bf16"}, PLACE
+    without = dataclasses.replace(best, needs=best.needs - {"amx_tile", "amx_bf16"})
     fresh.setattr(library, "processor", lambda: flags)
+    fresh.setattr(library, "LEVELS", (without,))
     assert layout(torch.bfloat16) != "native"
     assert layout(torch.float32) == "native"
     fresh.setenv("DRAFTPROOF_NATIVE", "1")
     assert layout(torch.bfloat16) == "native"
 
 
+@needs_a_build
+@pytest.mark.builds
+def test_a_level_that_the_compiler_does_not_know_is_followed_by_the_next(fresh):
+    unknown = dataclasses.replace(PLACE, name="newer", flags=("-mno-such-unit",))
+    fresh.setattr(library, "LEVELS", (unknown, PLACE))
+    assert layout() == "native"
+    assert native.levels()["float32"] == PLACE.name
+
+
 def test_it_can_be_switched_off(fresh):
     fresh.setenv("DRAFTPROOF_NATIVE", "0")
     assert layout() != "native"
     fresh.setenv("DRAFTPROOF_NATIVE", "yes")
-    with pytest.raises(UserError, match="DRAFTPROOF_NATIVE is 'yes': legal are auto, 0, 1, x86-64-v4-bf16"):
+    with pytest.raises(UserError, match="DRAFTPROOF_NATIVE is 'yes': legal are auto, 0, 1, x86-64-v4-amx"):
         layout()
 
 

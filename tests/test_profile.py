@@ -71,14 +71,15 @@ def test_weights_that_a_pass_reads_leave_out_an_untied_embedding():
 
 
 def test_passes_are_timed_for_chains_and_tries_on_every_backend(tmp_path):
-    shapes = ("--new-tokens", 1, "--new-tokens", 3, "--trie", "2x2", "--draft", "embedded:draft")
+    shapes = ("--new-tokens", 1, "--new-tokens", 3, "--trie", "2x2", "--draft", "embedded:draft", "--prompt", 30)
     small = ("--target", "embedded:target", "--context", 12, "--repeats", 2, "--backend", "hf", "--backend", "lean:0")
     shown = profile("forward", *small, *shapes, "--out", tmp_path / "f").stdout
     rows = json.loads((tmp_path / "f.json").read_text())["rows"]
-    names = ("1 token", "3 tokens", "2 chains of 2, temperature 1", "2 chains of 2, nothing merged")
+    names = ("1 token", "3 tokens", "2 chains of 2, temperature 1", "2 chains of 2, nothing merged", "prompt of 30")
     assert [(row["backend"], row["shape"]) for row in rows] == [(b, s) for b in ("hf", "lean:0") for s in names]
     positions = {row["shape"]: row["positions"] for row in rows}
     assert (positions[names[0]], positions[names[1]], positions[names[3]]) == (1, 3, 5)
+    assert positions["prompt of 30"] == 30
     assert 3 <= positions[names[2]] <= 5, "equal prefixes are merged"
     assert all(len(row["seconds"]) == 2 for row in rows)
     assert "| over 1 token | speed over hf |" in shown
@@ -126,6 +127,7 @@ def test_every_rule_is_timed_beside_a_softmax(tmp_path):
         (("forward", "--context", 0), "context is 0"),
         (("forward", "--new-tokens", 0), "new tokens is 0"),
         (("forward", "--context", 400, "--new-tokens", 400), "the context of embedded:stories"),
+        (("forward", "--prompt", 4000), "the context of embedded:stories"),
         (("forward", "--target", "embedded:nobody"), "embedded:nobody"),
         (("rules", "--vocab", 1), "vocab is 1"),
         (("rules", "--repeats", 0), "repeats is 0"),

@@ -70,7 +70,12 @@ def forward(
     dtype: Annotated[
         list[str] | None, _model(help="auto, float32, bfloat16 or float16; can be repeated; without it auto.")
     ] = None,
-    backend: Annotated[list[str] | None, _model(help=f"{_BACKENDS} lean:0 is lean without native kernels.")] = None,
+    backend: Annotated[
+        list[str] | None,
+        _model(
+            help=f"{_BACKENDS} lean:0 is lean without native kernels, lean:LEVEL with those of one level of processors."
+        ),
+    ] = None,
     new_tokens: Annotated[
         list[int] | None, _work("--new-tokens", help="Tokens that a pass reads; can be repeated; without it 1 to 65.")
     ] = None,
@@ -80,13 +85,16 @@ def forward(
     temperature: Annotated[
         list[float] | None, _work(help="Temperature of the draws of the tries; without it 1.")
     ] = None,
+    prompt: Annotated[
+        list[int] | None, _work(help="Also read a prompt of this many tokens, without a context; can be repeated.")
+    ] = None,
     context: Annotated[int, _work(help="Tokens that were read before.")] = 200,
     repeats: Annotated[int, _work(help="Passes of each kind that count.")] = 40,
     out: Out = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure the time of a forward pass by the number of new tokens, as chains and as tries, on several backends."""
+    """Measure the time of a forward pass over chains of new tokens, tries and prompts, on several backends."""
     from draftproof.profiling.forward import ForwardOptions, measure_forward
 
     options = ForwardOptions(
@@ -97,6 +105,7 @@ def forward(
         tries=[_trie(text) for text in trie or ()],
         draft=draft,
         temperature=temperature or (1.0,),
+        prompts=prompt or (),
         context=context,
         repeats=repeats,
     )

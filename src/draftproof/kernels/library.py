@@ -55,12 +55,14 @@ class Level:
 
 
 def _level(name: str, *features: str) -> Level:
-    needs = frozenset(feature.replace("avx512bf16", "avx512_bf16") for feature in features)
+    linux = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
+    needs = frozenset(linux.get(feature, feature) for feature in features)
     return Level(name, needs, tuple(f"-m{feature}" for feature in features))
 
 
 _V4 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma")
 LEVELS = (  # best first
+    _level("x86-64-v4-amx", *_V4, "avx512bf16", "amx-tile", "amx-bf16"),
     _level("x86-64-v4-bf16", *_V4, "avx512bf16"),
     _level("x86-64-v4", *_V4),
     _level("x86-64-v3", "avx2", "fma"),
@@ -77,26 +79,58 @@ def processor() -> frozenset[str]:
     return next((frozenset(line.split()) for line in lines if line.startswith(("flags", "Features"))), frozenset())
 
 
-def choose(name: str | None = None) -> Level:
-    """The best level that runs here, or the level with this name.
+def choose(name: str | None = None) -> list[Level]:
+    """The levels that run here, best first, or only the level with this name.
 
     Raises:
         UnavailableError: the system is not Linux, or this processor cannot run the level.
     """
     if sys.platform != "linux":
         raise UnavailableError(f"they are for Linux, and this is {sys.platform}")
-    flags, machine = processor(), platform.machine()
-    for level in LEVELS:
-        fits = level.machine in (None, machine)
-        if name is None and fits and level.needs <= flags:
-            return level
-        if level.name == name:
-            if not fits:
-                raise UnavailableError(f"{name} is for {level.machine}, and this is {machine}")
-            if missing := level.needs - flags:
-                raise UnavailableError(f"{name} needs {', '.join(sorted(missing))}, which this processor lacks")
-            return level
-    raise UserError(f"no level {name!r}: legal are {', '.join(level.name for level in LEVELS)}")
+    if name is None:
+        return [level for level in LEVELS if _why_not(level) is None]
+    found = next((level for level in LEVELS if level.name == name), None)
+    if found is None:
+        raise UserError(f"no level {name!r}: legal are {', '.join(level.name for level in LEVELS)}")
+    if (problem := _why_not(found)) is not None:
+        raise UnavailableError(problem)
+    return [found]
+
+
+def _why_not(level: Level) -> str | None:
+    """Why a level does not run here; None if it does."""
+    if level.machine not in (None, platform.machine()):
+        return f"{level.name} is for {level.machine}, and this is {platform.machine()}"
+    if missing := level.needs - processor():
+        return f"{level.name} needs {', '.join(sorted(missing))}, which this processor lacks"
+    if "amx_tile" in level.needs and not _tiles_allowed():
+        return f"{level.name} needs the tile registers, which this system does not give (Linux 5.16 or later does)"
+    return None
+
+
+def _tiles_allowed() -> bool:
+    """Ask Linux for the registers of the matrix unit, for the whole process; whether it gave them.
+
+    Source: Linux, Documentation/arch/x86/xstate.rst: arch_prctl (158) with ARCH_REQ_XCOMP_PERM for component 18.
+    """
+    return int(ctypes.CDLL(None).syscall(158, 0x1023, 18)) == 0
+
+
+def load_best(levels: list[Level]) -> tuple[Level, ctypes.CDLL]:
+    """Load the first of some levels that can be loaded: an old compiler may know only the later ones.
+
+    Raises:
+        UnavailableError: none could, for want of a C compiler.
+        UserError: none could, with the reasons.
+    """
+    failures: list[UserError] = []
+    for level in levels:
+        try:
+            return level, load(level)
+        except UserError as error:
+            failures.append(error)
+    kind = UnavailableError if all(isinstance(each, UnavailableError) for each in failures) else UserError
+    raise kind("; ".join(dict.fromkeys(map(str, failures))))
 
 
 @functools.cache

@@ -3,11 +3,12 @@
 A row's outputs are the same bits whatever other rows are in the batch, so a token's logits do not depend on the batch
 in which it is verified. docs/log.md has their speed. The variable DRAFTPROOF_NATIVE may be
     auto    (the default) the best build for this processor, on Linux; not for bfloat16 where the processor has a matrix
-            unit (AMX), which oneDNN uses for prompts. Elsewhere torch's operations are used, with a warning where the
-            build fails or its results are wrong;
+            unit (AMX) and the build does not use it, since oneDNN does. Elsewhere torch's operations are used, with a
+            warning where the build fails or its results are wrong;
     0       never;
-    1       also for bfloat16 on processors with a matrix unit; an error where native operations are not available;
-    LEVEL   as 1, with the build for one level of processors: x86-64-v4-bf16, x86-64-v4, x86-64-v3, portable.
+    1       as auto, without that exception; an error where native operations are not available;
+    LEVEL   as 1, with the build for one level of processors: x86-64-v4-amx, x86-64-v4-bf16, x86-64-v4, x86-64-v3,
+            portable.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def _operations(value: str, dtype: torch.dtype) -> Operations | None:
     if value == "0":
         return None
     try:
-        level = library.choose(None if value in ("auto", "1") else value)
+        level, loaded = library.load_best(library.choose(None if value in ("auto", "1") else value))
         if value == "auto":
-            _refuse_matrix_unit(dtype)
-        made = Operations(library.load(level), dtype, level.name)
+            _refuse_unused_matrix_unit(level, dtype)
+        made = Operations(loaded, dtype, level.name)
         _require_agreement(made)
     except Exception as error:
         if value != "auto":
@@ -99,9 +100,9 @@ def _operations(value: str, dtype: torch.dtype) -> Operations | None:
     return made
 
 
-def _refuse_matrix_unit(dtype: torch.dtype) -> None:
-    if dtype == torch.bfloat16 and "amx_bf16" in library.processor():
-        raise library.UnavailableError("the processor has AMX, which oneDNN's products use")
+def _refuse_unused_matrix_unit(level: library.Level, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and "amx_bf16" in library.processor() - level.needs:
+        raise library.UnavailableError(f"oneDNN's products use the processor's matrix unit, and {level.name} does not")
 
 
 def _require_agreement(made: Operations) -> None:

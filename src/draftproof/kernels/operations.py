@@ -20,7 +20,8 @@ from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor
 
 LANES = 16  # neighbouring outputs
-MOST_DIM, COLUMNS, BLOCK = 256, 8, 512  # as in native.c
+MOST_DIM, BLOCK = 256, 512  # as in native.c
+_NEAR = 1 << 17  # float32 scores that are kept near the processor
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
         *((name, ctypes.c_void_p) for name in ("out", "scratch")),
         *((name, ctypes.c_long) for name in ("rows", "width", "heads", "key_heads", "dim", "capacity", "horizon")),
-        *((name, ctypes.c_long) for name in ("angles", "scratch_size")),
+        *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size")),
         ("scale", ctypes.c_float),
     ]
 
@@ -164,15 +165,17 @@ class AttentionArguments(ctypes.Structure):
         """
         _require_fitting(cos, sin, shape, mask, heads)
         _, key_heads, capacity, dim = shape
-        queries = min(mask.width, COLUMNS) * (heads // key_heads)
-        scratch_size = (LANES + queries) * (mask.horizon + LANES)
+        group, threads = heads // key_heads, torch.get_num_threads()
+        columns = _columns(mask, key_heads, group, threads)
+        queries = -(-columns * group // LANES) * LANES
+        scratch_size = queries * (1 + mask.horizon + 2 * LANES + dim // 2)
         return cls(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             places=ctypes.addressof(mask.places),
             visible=ctypes.addressof(mask.visible),
             mask=None if mask.mask is None else mask.mask.data_ptr(),
-            scratch=mask.buffer(torch.get_num_threads() * scratch_size, torch.float32, 0).data_ptr(),
+            scratch=mask.buffer(threads * scratch_size, torch.float32, 0).data_ptr(),
             rows=mask.rows,
             width=mask.width,
             heads=heads,
@@ -181,9 +184,23 @@ class AttentionArguments(ctypes.Structure):
             capacity=capacity,
             horizon=0 if mask.mask is None else mask.mask.shape[-1],
             angles=cos.stride(0),
+            columns=columns,
             scratch_size=scratch_size,
             scale=scale,
         )
+
+
+def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
+    """How many tokens of a row attend together.
+
+    Keys are transposed once for all of them, so many are better; but their scores should stay near the processor, and
+    each thread should get as many pieces of work as another.
+    """
+    most = min(max(_NEAR // (group * (mask.horizon + LANES)), 8), 32)
+    pieces = -(-mask.width // most)
+    while mask.rows * key_heads * pieces % threads and pieces < 2 * threads and 4 * pieces < mask.width:
+        pieces += 1
+    return -(-mask.width // pieces)
 
 
 def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassMask, heads: int) -> None:
@@ -248,7 +265,7 @@ class Operations:
             return made
 
         self._product = function(f"product_{suffix}", [pointer] * 5 + [number] * 4)
-        self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real])
+        self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 3)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
         self._attend = function(f"attend_{suffix}", [pointer, number])
@@ -317,7 +334,8 @@ class Operations:
         require("x", x, self.dtype)
         require("scaled", scaled, torch.float32, (dim,))
         y = torch.empty_like(x)
-        self._norm(x.data_ptr(), scaled.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, least)
+        rows = x.numel() // max(dim, 1)
+        self._norm(x.data_ptr(), scaled.data_ptr(), y.data_ptr(), rows, dim, least, torch.get_num_threads())
         return y
 
     def gated(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:

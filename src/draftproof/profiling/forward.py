@@ -1,4 +1,4 @@
-"""The time of a forward pass over chains of new tokens and tries of drafts, on several backends.
+"""The time of a forward pass over chains of new tokens, tries of drafts and prompts, on several backends.
 
 Backends and shapes take turns on the same context, and every pass is rolled back. The floor is the time to read every
 weight once from memory, at the bandwidth measured with the same number of threads.
@@ -49,7 +49,8 @@ class ForwardOptions:
         tries: shapes (K, L): K chains of L tokens.
         draft: model that draws the tries, with equal prefixes merged; without it only the unmerged trie is measured.
         temperature: of those draws, a list.
-        context: number of tokens read before.
+        prompts: lengths of prompts, which are read into a new session and return the logits of their last token.
+        context: number of tokens read before the others.
         repeats: passes of each shape that count.
 
     Raises:
@@ -63,13 +64,18 @@ class ForwardOptions:
     tries: Sequence[tuple[int, int]] = ()
     draft: str | None = None
     temperature: Sequence[float] = (1.0,)
+    prompts: Sequence[int] = ()
     context: int = 200
     repeats: int = 40
 
     def __post_init__(self) -> None:
         smallest = min((size for shape in self.tries for size in shape), default=1)
         refuse_below_one(
-            context=self.context, repeats=self.repeats, new_tokens=min(self.new_tokens), size_of_a_trie=smallest
+            context=self.context,
+            repeats=self.repeats,
+            new_tokens=min(self.new_tokens),
+            size_of_a_trie=smallest,
+            prompt=min(self.prompts, default=1),
         )
 
 
@@ -87,7 +93,8 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
         for number, dtype in enumerate(options.dtypes):
             backends = {name: _load(options.target, dtype, name) for name in options.backends}
             shapes = _shapes(options, dtype, next(iter(backends.values())), tokens)
-            found: Seconds = {(name, shape): [] for name in backends for shape in shapes}
+            prompts = {f"prompt of {count}": _text(tokens, count) for count in options.prompts}
+            found: Seconds = {(name, shape): [] for name in backends for shape in (*shapes, *prompts)}
             sessions = {name: backend.open() for name, backend in backends.items()}
             for name, backend in backends.items():
                 backend.forward([Feed(sessions[name], tokens[:-1])])
@@ -99,9 +106,18 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
                         backend.forward([Feed(sessions[name], pending, tree)])
                         if repeat >= 0:
                             found[name, shape].append(time.perf_counter() - start)
+                for shape, text in prompts.items():
+                    for name, backend in backends.items():
+                        session = backend.open()
+                        start = time.perf_counter()
+                        backend.forward([Feed(session, text)])
+                        if repeat >= 0:
+                            found[name, shape].append(time.perf_counter() - start)
+                        session.close()
                 tick(number * (options.repeats + WARM_UP) + repeat + WARM_UP + 1)
             floor = weights_read(options.target, dtype).nbytes / read
             positions = {shape: 1 + (0 if tree is None else len(tree)) for shape, tree in shapes.items()}
+            positions |= {shape: len(text) for shape, text in prompts.items()}
             rows += [
                 {"dtype": dtype, "backend": name, "shape": shape, "positions": positions[shape], "floor": floor}
                 | {"seconds": seconds}
@@ -144,12 +160,12 @@ def _shapes(options: ForwardOptions, dtype: str, target: Loaded, tokens: Sequenc
     """By name, the nodes that a pass reads after the last token of the context; None for no nodes."""
     largest = max(max(options.new_tokens) - 1, *(k * n for k, n in options.tries), 0)
     most = target.max_positions
-    if most is not None and len(tokens) + largest > most:
+    if most is not None and max(len(tokens) + largest, *options.prompts, 0) > most:
         raise UserError(
-            f"a context of {len(tokens)} and {largest} more tokens: legal are {most} together, the context of "
-            f"{target.name}"
+            f"a context of {len(tokens)} and {largest} more tokens, and prompts of {list(options.prompts)}: legal are "
+            f"{most} tokens together, the context of {target.name}"
         )
-    text = torch.tensor((list(tokens) * (1 + largest // len(tokens)))[: max(largest, 1)], device=target.device)
+    text = torch.tensor(_text(tokens, max(largest, 1)), device=target.device)
     shapes: dict[str, TokenTree | None] = {
         f"{count} token{'s' if count > 1 else ''}": None if count == 1 else TokenTree.chain(text[: count - 1])
         for count in options.new_tokens
@@ -163,6 +179,11 @@ def _shapes(options: ForwardOptions, dtype: str, target: Loaded, tokens: Sequenc
         parents = tuple(-1 if place % length == 0 else place - 1 for place in range(chains * length))
         shapes[f"{chains} chains of {length}, nothing merged"] = TokenTree(text[: chains * length], parents)
     return shapes
+
+
+def _text(tokens: Sequence[int], count: int) -> list[int]:
+    """So many tokens: those of the context, again and again."""
+    return (list(tokens) * (1 + count // len(tokens)))[:count]
 
 
 def _draft_model(options: ForwardOptions, dtype: str) -> Loaded:

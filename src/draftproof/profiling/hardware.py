@@ -12,9 +12,13 @@ from draftproof.backends.loading import load_backend
 
 
 def bandwidth(size: int = 2**28, repeats: int = 10) -> float:
-    """Bytes read from memory per second: the best of several sums over more bytes than fit into a cache."""
-    data = torch.ones(size // 8, dtype=torch.int64)
-    return data.nbytes / _fastest(data.sum, repeats)
+    """Bytes read from memory per second: the best of several sums and products over more bytes than fit into a cache.
+
+    Which of the two is the faster one differs between processors.
+    """
+    data = torch.ones((1024, size // 4096))
+    vector = torch.ones(data.shape[1])
+    return data.nbytes / min(_fastest(call, repeats) for call in (data.sum, lambda: data @ vector))
 
 
 def product_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 8) -> float:

@@ -23,6 +23,11 @@
 #elif defined(WITH_AVX512) || (defined(__AVX2__) && defined(__FMA__))
 #include <immintrin.h>
 #endif
+#ifdef EMULATE_AMX
+#include "emulate_tiles.h"
+#elif defined(WITH_AVX512) && defined(WITH_BF16) && defined(__AMX_TILE__) && defined(__AMX_BF16__)
+#define WITH_AMX
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 

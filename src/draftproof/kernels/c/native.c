@@ -4,7 +4,7 @@
 
 #include "lanes.h"
 
-enum { AHEAD = 2048, SMALL = 1 << 16, BLOCK = 512, COLUMNS = 8, MOST_DIM = 256 };
+enum { AHEAD = 2048, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256 };
 
 typedef void (*part_fn)(void *);
 typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);

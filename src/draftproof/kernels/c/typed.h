@@ -19,6 +19,10 @@ typedef struct {
   long rows, outs, ins;
 } NAME(product);
 
+#if defined(WITH_AMX) && UNIT == 2
+#include "matrix_unit.h"
+#else
+
 INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int rows, const int blocks) {
   const ELEM *x = p->x + row * p->ins, *w = p->w + block * p->ins * LANES;
   floats sum[TILE_ROWS][4];
@@ -99,6 +103,8 @@ static void NAME(blocks_of)(const NAME(product) * p, long start, long stop) {
   }
 }
 
+#endif /* WITH_AMX */
+
 static void NAME(share_product)(void *given) {
   const NAME(product) *p = given;
   const long blocks = (p->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
@@ -149,9 +155,29 @@ static void NAME(gated_row)(const NAME(row_work) * w, long row) {
   }
 }
 
+typedef struct {
+  const ELEM *x;
+  const float *scaled;
+  ELEM *y;
+  long rows, dim;
+  float least;
+} NAME(norm_work);
+
+static void NAME(share_norm)(void *given) {
+  const NAME(norm_work) *w = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++)
+    NAME(norm_row)(w->x + row * w->dim, w->scaled, w->y + row * w->dim, w->dim, w->least);
+}
+
 /* x scaled / sqrt(sum x^2 + least) of each row; y may be x. */
-void NAME(draftproof_norm)(const ELEM *x, const float *scaled, ELEM *y, long rows, long dim, float least) {
-  for (long row = 0; row < rows; row++) NAME(norm_row)(x + row * dim, scaled, y + row * dim, dim, least);
+void NAME(draftproof_norm)(const ELEM *x, const float *scaled, ELEM *y, long rows, long dim, float least,
+                           long threads) {
+  NAME(norm_work) w = {x, scaled, y, rows, dim, least};
+  if (threads > 1 && rows * dim > SMALL / 4)
+    parallel(NAME(share_norm), &w, (unsigned)threads, 0);
+  else
+    for (long row = 0; row < rows; row++) NAME(norm_row)(x + row * dim, scaled, y + row * dim, dim, least);
 }
 
 static void NAME(share_gated)(void *given) {
@@ -197,7 +223,8 @@ typedef struct {
   const ELEM *mask;       /* [rows, width, horizon], added to scores; 0 for none */
   ELEM *out;              /* [rows * width, heads, dim] */
   float *scratch;         /* for each thread `scratch_size` floats */
-  long rows, width, heads, key_heads, dim, capacity, horizon, angles, scratch_size;
+  long rows, width, heads, key_heads, dim, capacity, horizon, angles;
+  long columns, scratch_size; /* columns of a row that attend at once */
   float scale;
 } NAME(attention);
 
@@ -258,6 +285,10 @@ static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) 
     exchange(out + unit);
   }
 }
+
+#if defined(WITH_AMX) && UNIT == 2
+#include "matrix_attention.h"
+#else
 
 /* Scores of some queries with every key that one of them sees, then their exponentials over the largest, in the rows'
    type; sums of what was not yet rounded go to `sums`. Each query's weights begin at scores + query * padded. A query of
@@ -376,21 +407,22 @@ static void NAME(attend_tile)(const NAME(attention) * a, long row, long head, lo
   }
 }
 
+#endif /* WITH_AMX */
+
 static void NAME(share_tiles)(void *given) {
   const NAME(attention) *a = given;
-  const long tiles = (a->width + COLUMNS - 1) / COLUMNS, parts = a->rows * a->key_heads * tiles;
+  const long tiles = (a->width + a->columns - 1) / a->columns, parts = a->rows * a->key_heads * tiles;
   const long number = thread_number(), count = thread_count();
   float *scratch = a->scratch + number * a->scratch_size;
-  for (long part = parts * number / count; part < parts * (number + 1) / count; part++) {
+  for (long part = number; part < parts; part += count) { /* in turns: later columns see more */
     const long row = part / (a->key_heads * tiles), head = part / tiles % a->key_heads;
-    const long first = part % tiles * COLUMNS, width = a->places[3 * row + 2];
-    const long columns = width - first < COLUMNS ? width - first : COLUMNS;
-    if (columns > 0) NAME(attend_tile)(a, row, head, first, columns, scratch);
+    const long first = part % tiles * a->columns, left = a->places[3 * row + 2] - first;
+    if (left > 0) NAME(attend_tile)(a, row, head, first, left < a->columns ? left : a->columns, scratch);
   }
 }
 
-/* Rotate, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; scratch_size is at least
-   (16 + COLUMNS * group) * (horizon + 15). */
+/* Rotate, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; scratch_size, for columns * group queries rounded
+   up to a multiple of 16, is at least queries * (1 + horizon + 31 + dim / 2). */
 void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
   const long tokens = a->rows * a->width;
   if (threads > 1 && tokens >= 64)
@@ -422,7 +454,7 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
   a->out = a->fused + tokens * heads * a->dim;
   both = a->out + tokens * mixed;
   gated = both + tokens * 2 * l->inner;
-  NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least);
+  NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
   NAME(draftproof_product)(normed, l->qkv.weight, l->qkv.bias, 0, a->fused, tokens, heads * a->dim, l->size, threads);
   if (l->turned)
     for (long token = 0; token < tokens; token++)
@@ -432,7 +464,7 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
       }
   NAME(draftproof_attend)(a, threads);
   NAME(draftproof_product)(a->out, l->out.weight, l->out.bias, x, x, tokens, l->size, mixed, threads);
-  NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least);
+  NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
   NAME(draftproof_product)(normed, l->gate_up.weight, l->gate_up.bias, 0, both, tokens, 2 * l->inner, l->size, threads);
   NAME(draftproof_gated)(both, gated, tokens, l->inner, threads);
   NAME(draftproof_product)(gated, l->down.weight, l->down.bias, x, x, tokens, l->size, l->inner, threads);

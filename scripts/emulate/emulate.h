@@ -133,4 +133,5 @@ static inline uint16_t emulated_mask_cmp_ps_mask(uint16_t mask, simde__m512 a, s
 
 #undef EACH
 #undef LOADED
+
 #endif

@@ -1,0 +1,133 @@
+/* Attention of bfloat16 rows on the matrix unit (AMX), in place of the vector code of typed.h.
+
+   The queries of a tile are copied beside one another, sixteen to a tile register. Scores of 32 keys are made at once:
+   keys are transposed into the second operand. The exponentials are a first operand as they lie, and the values of 32 keys
+   are paired into the second. Sums go over keys in order, 32 at a time, whatever the queries beside them; keys that a query
+   does not see have the weight zero. */
+
+/* Scores [queries, 32], `stride` floats apart, of 32 keys; from `count` on they are those of the last key. */
+static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys, long dim, long count, float *scores,
+                       long stride) {
+  units block[2][MOST_DIM / 2];
+  const long near = count < LANES ? count : LANES, beyond = count - LANES < 1 ? 1 : count - LANES;
+  transpose_bfloat16(keys, dim, near, block[0]);
+  transpose_bfloat16(keys + (count > LANES ? LANES : count - 1) * dim, dim, beyond < LANES ? beyond : LANES, block[1]);
+  for (long tile = 0; tile < tiles; tile += 2) {
+    const bfloat16 *one = queries + tile * HEIGHT * dim, *two = tile + 1 < tiles ? one + HEIGHT * dim : one;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (long d = 0; d < dim; d += STEP) {
+      LOAD_TILE(4, one + d, dim * 2);
+      LOAD_TILE(6, block[0] + d / 2, 64);
+      LOAD_TILE(7, block[1] + d / 2, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      LOAD_TILE(5, two + d, dim * 2);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    float *at = scores + tile * HEIGHT * stride;
+    _tile_stored(0, at, stride * 4);
+    _tile_stored(1, at + LANES, stride * 4);
+    if (tile + 1 == tiles) continue;
+    _tile_stored(2, at + HEIGHT * stride, stride * 4);
+    _tile_stored(3, at + HEIGHT * stride + LANES, stride * 4);
+  }
+}
+
+/* The scores of one query become exponentials over the largest, in bfloat16; returns the sum of what was not rounded. */
+static float weigh_query(const attention_bfloat16 *a, long token, float *scores, long most, long padded) {
+  const floats scale = splat(a->scale), nothing = splat(-INFINITY);
+  const long seen = a->visible[token];
+  floats top = nothing, sum = zeros();
+  for (long key = 0; key < padded; key += LANES) {
+    floats score = mul(load_float(scores + key), scale);
+    if (a->mask) score = add(score, load_first_bfloat16(a->mask + token * a->horizon + key, most - key));
+    score = first_of(seen - key, score, nothing);
+    top = larger(top, score);
+    store_float(scores + key, score);
+  }
+  top = splat(largest_of(top));
+  for (long key = 0; key < padded; key += LANES) {
+    const floats weight = exponential(sub(load_float(scores + key), top));
+    sum = add(sum, weight);
+    store_bfloat16((bfloat16 *)scores + key, weight); /* behind what is still to be read */
+  }
+  return sum_of(sum);
+}
+
+/* 32 dimensions of up to two tiles of outputs, before they are divided: [2][2][HEIGHT][LANES]. */
+static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stride, const bfloat16 *values, long dim,
+                       long most, float *sums) {
+  units block[2][LANES];
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (long key = 0; key < most; key += STEP) {
+    for (long pair = 0; pair < LANES; pair++) {
+      const long one = key + 2 * pair < most ? key + 2 * pair : most - 1, two = one + 1 < most ? one + 1 : one;
+      units both[2];
+      pair_up(both, values + one * dim, values + two * dim);
+      block[0][pair] = both[0];
+      block[1][pair] = both[1];
+      __builtin_prefetch((const char *)(values + (one + STEP) * dim));
+      __builtin_prefetch((const char *)(values + (two + STEP) * dim));
+    }
+    LOAD_TILE(4, weights + key, stride);
+    LOAD_TILE(6, block[0], 64);
+    LOAD_TILE(7, block[1], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (!other) continue;
+    LOAD_TILE(5, other + key, stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + HEIGHT * LANES, 64);
+  _tile_stored(2, sums + 2 * HEIGHT * LANES, 64);
+  _tile_stored(3, sums + 3 * HEIGHT * LANES, 64);
+}
+
+/* The outputs of some columns of a row for one key head. */
+static void attend_tile_bfloat16(const attention_bfloat16 *a, long row, long head, long first, long columns,
+                                 float *scratch) {
+  const long group = a->heads / a->key_heads, queries = columns * group, tiles = (queries + HEIGHT - 1) / HEIGHT;
+  const long stride = (a->heads + 2 * a->key_heads) * a->dim;
+  const long at = (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim, start = row * a->width + first;
+  long most = 0;
+  for (long token = start; token < start + columns; token++) most = a->visible[token] > most ? a->visible[token] : most;
+  const long padded = (most + STEP - 1) / STEP * STEP;
+  float *sums = scratch, *scores = sums + tiles * HEIGHT;
+  bfloat16 *copied = (bfloat16 *)(scores + tiles * HEIGHT * padded);
+  for (long q = 0; q < tiles * HEIGHT; q++)
+    if (q < queries)
+      memcpy(copied + q * a->dim, a->fused + (start + q / group) * stride + (head * group + q % group) * a->dim,
+             (size_t)a->dim * sizeof *copied);
+    else
+      memset(copied + q * a->dim, 0, (size_t)a->dim * sizeof *copied);
+  shape_tiles(HEIGHT);
+  for (long key = 0; key < most; key += STEP)
+    score_keys(copied, tiles, a->keys + at + key * a->dim, a->dim, most - key, scores + key, padded);
+  for (long q = 0; q < queries; q++)
+    sums[q] = weigh_query(a, start + q / group, scores + q * padded, most, padded);
+  for (long tile = 0; tile < tiles; tile += 2) {
+    const bfloat16 *weights = (const bfloat16 *)(scores + tile * HEIGHT * padded);
+    const bfloat16 *other = tile + 1 < tiles ? weights + 2 * HEIGHT * padded : 0;
+    const long end = (tile + 2) * HEIGHT < queries ? (tile + 2) * HEIGHT : queries;
+    for (long d = 0; d < a->dim; d += STEP) {
+      float mixed[4 * HEIGHT * LANES] __attribute__((aligned(64)));
+      mix_values(weights, other, padded * (long)sizeof(float), a->values + at + d, a->dim, most, mixed);
+      for (long q = tile * HEIGHT; q < end; q++) {
+        const float *from = mixed + ((q / HEIGHT - tile) * 2 * HEIGHT + q % HEIGHT) * LANES;
+        bfloat16 *to = a->out + ((start + q / group) * a->heads + head * group + q % group) * a->dim + d;
+        store_bfloat16(to, quotient(load_float(from), splat(sums[q])));
+        store_bfloat16(to + LANES, quotient(load_float(from + HEIGHT * LANES), splat(sums[q])));
+      }
+    }
+  }
+  _tile_release();
+}
