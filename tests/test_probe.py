@@ -126,6 +126,27 @@ def test_a_window_that_is_guessed_is_found_out(monkeypatch):
     assert HFBackend(model).capabilities.trees
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", [HFBackend, LeanBackend])
+def test_windows_of_a_few_tokens_are_read(window, kind):
+    model = random_model(transformers.MistralConfig(**ROPE, sliding_window=window))
+    made = kind(copy.deepcopy(model))
+    assert made.max_positions == ROPE["max_position_embeddings"]
+    check_text(made, model)
+
+
+def test_a_pattern_of_windows_is_no_limit():
+    model = random_model(transformers.LlamaConfig(**ROPE))
+    model.config.prefix_dense_sliding_window_pattern = 1
+    assert not limits_of(model)
+
+
+def test_a_limit_of_a_few_tokens_ends_the_context_there(monkeypatch):
+    monkeypatch.setattr("draftproof.backends.probe._chain_error", lambda _, scenario: float(scenario.limit is not None))
+    made = HFBackend(random_model(transformers.MistralConfig(**ROPE, sliding_window=1)))
+    assert made.max_positions == 1
+
+
 # --- past the limits --------------------------------------------------------------------------------------------------
 
 

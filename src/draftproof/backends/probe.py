@@ -115,6 +115,7 @@ def limits_of(model: Any) -> list[Limit]:
         for name, value in (store if isinstance(store, dict) else vars(store)).items():
             counts = isinstance(value, int) and not isinstance(value, bool) and value > 0
             window = "window" in name and not name.startswith(("use_", "max_", "has_", "num_"))
+            window &= not name.endswith("_pattern")  # every how many layers, not how many positions
             if counts and (window or name in (_ROPE, "attention_chunk_size")):
                 found[name, value] = Limit(name, value)
     return list(found.values())
@@ -240,7 +241,8 @@ class Probe:
             UserError: it does not compute what the model computes.
         """
         tolerance = TOLERANCE.get(backend.dtype, TOLERANCE[torch.bfloat16])
-        right = []
+        right: list[Scenario] = []
+        bounds: list[tuple[Limit, str]] = [(limit, "that far it can be checked here") for limit in self._untested]
         for scenario in self._scenarios:
             with _at(scenario.limit, self._model, scenario.lowered):
                 error = self._error(backend, scenario)
@@ -252,12 +254,12 @@ class Probe:
                     f"{self._name} does not reproduce its own logits after a rollback (relative error {error:.2g}, "
                     f"allowed {tolerance:.2g}): {self._known_cause()}speculation would change its output; it is refused"
                 )
-            self._bound(backend, scenario.limit, "it computes something else beyond that")
-        for limit in self._untested:
-            self._bound(backend, limit, "that far it can be checked here")
+            bounds.append((scenario.limit, "it computes something else beyond that"))
         self._check_batches(backend, right, tolerance)
         trees = all(self._measured(_tree_error, backend, each) < tolerance for each in right)
         backend.capabilities = replace(backend.capabilities, trees=trees)
+        for limit, why in bounds:
+            self._bound(backend, limit, why)
 
     def _error(self, backend: Backend, scenario: Scenario) -> float:
         try:
@@ -331,7 +333,7 @@ def _chain_error(backend: Backend, scenario: Scenario) -> float:
     """The error of reading in pieces, with a wrong branch rolled back, and the last tokens as a drafted chain."""
     tokens, rows, end = scenario.tokens, scenario.rows, len(scenario.tokens)
     root = end - 4 if end == _SHORT else end - 5
-    cuts = [3, 5] if end == _SHORT else [3, 5, end // 2, root]
+    cuts = [3, 5] if end == _SHORT else sorted({3, 5, end // 2, root})
     session = backend.open()
     try:
         backend.forward([Feed(session, [*tokens[:3], tokens[-2], tokens[-3]])])
