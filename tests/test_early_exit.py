@@ -6,16 +6,16 @@ import torch
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.cutting import first_layers
-from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
-from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
+from draftproof.backends.self_draft import EarlyExitBackend
+from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
 from draftproof.engine.registry import make_drafter
 from draftproof.stoppers.fixed import FixedLength
 from helpers import CONFIGS, assert_output_distribution, backend, engine, random_model, tiny_llama
 
 
 def drafted(target, layers, *, chains=1, length=4):
-    return early_exit_drafter(EarlyExitModel(target, layers), FixedLength(length), chains=chains)
+    return self_drafter(EarlyExitModel(target, layers), FixedLength(length), chains=chains)
 
 
 @pytest.mark.parametrize("name", [*CONFIGS])

@@ -15,13 +15,13 @@ from draftproof.backends import lean_layers
 from draftproof.backends.attention import TorchAttention
 from draftproof.backends.base import Feed
 from draftproof.backends.cutting import first_layers
-from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.lean_layers import Norm, Rope
 from draftproof.backends.loading import load_backend
 from draftproof.backends.packed import Part, packs
-from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
+from draftproof.backends.self_draft import EarlyExitBackend
+from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
 from draftproof.kernels.native import VARIABLE
 from draftproof.models import resolve
 from draftproof.stoppers.fixed import FixedLength
@@ -325,7 +325,7 @@ def test_greedy_output_of_the_embedded_pair_is_the_same_token_for_token():
 def test_greedy_output_with_early_exit_is_the_same_token_for_token():
     target = embedded_lean("target")
     plain = engine(draft=None)
-    drafter = early_exit_drafter(EarlyExitModel(target, 3), FixedLength(4), chains=1)
+    drafter = self_drafter(EarlyExitModel(target, 3), FixedLength(4), chains=1)
     made = Engine(target, drafter, plain.verifier, tokenizer=plain.tokenizer, eos_token_ids=(1, 2))
     outs = made.generate(PROMPTS, GREEDY)
     assert [out.token_ids for out in outs] == [out.token_ids for out in plain.generate(PROMPTS, GREEDY)]

@@ -16,10 +16,10 @@ import transformers
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.attention import NativeAttention
 from draftproof.backends.base import Feed
-from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.packed import Product, packs
+from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.functional import chain
 from draftproof.kernels import library, native
 from draftproof.kernels.native import VARIABLE
@@ -555,6 +555,8 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 # --- what C is given --------------------------------------------------------------------------------------------------
 
 UNCHECKED = """
+from dataclasses import replace
+
 import torch
 from draftproof.functional import block_verify
 from draftproof.kernels import native
@@ -567,6 +569,7 @@ tokens, lengths = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
 weight, x = Interleaved.of(torch.rand(20, 8)), torch.rand(3, 8)
 chain = {"rng": TorchRng(0), "validate": False}
 p = torch.cat([rows, rows[:, :1]], 1)
+numbers = made.quantize(weight, 4, 32)
 mask = PassMask([(0, 0, 1)], [[1]], None)
 angles, buffer = torch.rand(1, 1, 32), torch.zeros(1, 1, 4, 32)
 
@@ -591,6 +594,17 @@ cases = {
     "x of another type": lambda: made.product(x.bfloat16(), weight),
     "x of another width": lambda: made.product(torch.rand(3, 6), weight),
     "onto of another shape": lambda: made.product(x, weight, None, torch.rand(2, 20)),
+    "quantized inputs of another width": lambda: made.quantized_product(torch.rand(3, 6), numbers),
+    "quantized inputs of another type": lambda: made.quantized_product(x.bfloat16(), numbers),
+    "a bias of another size for numbers": lambda: made.quantized_product(x, numbers, torch.rand(19)),
+    "onto of another shape for numbers": lambda: made.quantized_product(x, numbers, None, torch.rand(2, 20)),
+    "fewer numbers than outputs": lambda: made.quantized_product(x, replace(numbers, outs=33)),
+    "numbers of other bits": lambda: made.quantized_product(x, replace(numbers, bits=8)),
+    "numbers of three bits": lambda: made.quantized_product(x, replace(numbers, bits=3)),
+    "numbers in other groups": lambda: made.quantized_product(x, replace(numbers, group=64)),
+    "a weight to three bits": lambda: made.quantize(weight, 3, 32),
+    "a weight in groups of 48": lambda: made.quantize(weight, 4, 48),
+    "a weight of another type": lambda: made.quantize(Interleaved.of(torch.rand(20, 8).bfloat16()), 4, 32),
     "a short norm": lambda: made.norm(x, torch.rand(7), 0.1),
     "rows of double in a softmax": lambda: made.softmax(x.double()),
     "rows of an odd width": lambda: made.gated(torch.rand(3, 7)),
@@ -878,8 +892,8 @@ def test_the_best_level_that_the_processor_runs_is_chosen(monkeypatch):
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(library, "_tiles_allowed", lambda: True)
     for flags, name in (
-        (all_of_v4 | {"avx512_bf16", "amx_tile", "amx_bf16"}, "x86-64-v4-amx"),
-        (all_of_v4 | {"avx512_bf16", "amx_tile"}, "x86-64-v4-bf16"),
+        (all_of_v4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}, "x86-64-v4-amx"),
+        (all_of_v4 | {"avx512_vnni", "avx512_bf16", "amx_tile"}, "x86-64-v4-bf16"),
         (all_of_v4, "x86-64-v4"),
         ({"avx2", "fma", "sse2"}, "x86-64-v3"),
         ({"sse2"}, "portable"),

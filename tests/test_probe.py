@@ -7,11 +7,11 @@ import torch
 import transformers
 
 from draftproof import Engine, SamplingParams, UserError
-from draftproof.backends.early_exit import EarlyExitBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.packed import fuse
 from draftproof.backends.probe import Limit, limits_of
+from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.backends.windows import windows_of
 from draftproof.drafters.ngram import NgramDrafter
 from helpers import CONFIGS, ROPE, random_model

@@ -202,7 +202,7 @@ def markdown(made: Sequence[Composition]) -> str:
         f"The drafters {', '.join(UNSTOPPED)} have no stopper.",
         "",
         "`tree` and `wide` are two shapes of `tree:AxBxC`. `early_exit:L` composes like `model`, and `early_exit:LxK`",
-        "like `chains`.",
+        "like `chains`. So do `quantized:B` and `quantized:BxK`, but not with `greedy_block`.",
         "",
         f"| rule | {' | '.join(DRAFTERS)} |",
         "|---" * (len(DRAFTERS) + 1) + "|",

@@ -131,6 +131,16 @@ class LeanForward(SlotBackend):
         made.capabilities = self.capabilities
         return made
 
+    def quantized(self, bits: int) -> LeanForward:
+        """The model with linear weights of 4 or 8 bits, in the same cache; embeddings and norms are shared.
+
+        Raises:
+            UserError: another number of bits, or layers that are not native.
+        """
+        made = LeanForward(self.facts, self.lean.quantized(bits, self.name), cache=self._cache)
+        made.capabilities = self.capabilities
+        return made
+
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.lean(layout, self._cache, hidden=hidden)
 

@@ -21,11 +21,13 @@ from torch import Tensor
 from draftproof.backends.attention import Heads, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.layout import Layout
-from draftproof.backends.native_layers import native_layers
+from draftproof.backends.native_layers import PRODUCTS, native_layers
 from draftproof.backends.packed import Product, fuse, give_back
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.windows import Windows
+from draftproof.errors import UserError
 from draftproof.kernels import native
+from draftproof.kernels.operations import BITS
 
 _FIRST_POSITIONS = 512
 
@@ -60,6 +62,28 @@ class Lean:
         """The same with its first layers only."""
         made = copy.copy(self)
         made.layers = self.layers[:layers]
+        made.run_layers = in_order(made.layers)
+        return made
+
+    def quantized(self, bits: int, name: str) -> Lean:
+        """The same with quantized weights.
+
+        Args:
+            bits: of a weight.
+            name: the model's, for errors.
+
+        Raises:
+            UserError: another number of bits, or layers that are not native.
+        """
+        if bits not in BITS:
+            raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
+        if native_layers(self.layers) is None or self.head.layout != "native":
+            raise UserError(
+                f"{name} cannot be quantized: quantized products are native (DRAFTPROOF_NATIVE), and its layers are not"
+            )
+        made = copy.copy(self)
+        made.layers = [layer.quantized(bits) for layer in self.layers]
+        made.head = self.head.quantized(bits)
         made.run_layers = in_order(made.layers)
         return made
 
@@ -194,6 +218,13 @@ class Layer:
         self.out = fuse(attention, ["o_proj"], pack=pack)
         self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
         self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
+
+    def quantized(self, bits: int) -> Layer:
+        """The same with quantized weights; norms are shared."""
+        made = copy.copy(self)
+        for name in PRODUCTS:
+            setattr(made, name, getattr(self, name).quantized(bits))
+        return made
 
     @property
     def gates_natively(self) -> bool:

@@ -16,7 +16,7 @@ from draftproof.backends.attention import NativeAttention, Pass
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.kernels.operations import AttentionArguments, LayerArguments, LinearArguments, PassMask
 
-_PRODUCTS = ("qkv", "out", "gate_up", "down")
+PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer
 
 
 def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
@@ -26,7 +26,7 @@ def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
 
 def _is_native(layer: Any) -> bool:
     rows = layer.before.is_native and layer.between.is_native and layer.gates_natively
-    products = all(getattr(layer, name).layout == "native" for name in _PRODUCTS)
+    products = all(getattr(layer, name).layout == "native" for name in PRODUCTS)
     return isinstance(layer.attention, NativeAttention) and rows and products
 
 
@@ -115,7 +115,7 @@ def _given(layer: Any) -> LayerArguments:
     return LayerArguments(
         size=layer.out.weight.outs,
         inner=layer.down.weight.ins,
-        **{name: _linear(getattr(layer, name)) for name in _PRODUCTS},
+        **{name: _linear(getattr(layer, name)) for name in PRODUCTS},
         **{name: None if norm is None else norm.scaled.data_ptr() for name, norm in norms.items()},
         **{f"{name}_least": 0.0 if norm is None else norm.added for name, norm in norms.items()},
     )
@@ -123,4 +123,5 @@ def _given(layer: Any) -> LayerArguments:
 
 def _linear(product: Any) -> LinearArguments:
     bias = None if product.bias is None else product.bias.data_ptr()
-    return LinearArguments(product.weight.blocks.data_ptr(), bias)
+    address, bits, group = product.weight.arguments
+    return LinearArguments(address, bias, bits, group)

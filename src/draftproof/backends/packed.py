@@ -7,6 +7,7 @@ model's parameters become views of the fused weight.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import sys
@@ -19,8 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof.kernels import native
-from draftproof.kernels.operations import Interleaved
+from draftproof.kernels.operations import Interleaved, Quantized
 
+GROUP = 32  # inputs that share a scale in a quantized weight
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
 
 
@@ -75,7 +77,7 @@ class Product:
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
         self.bias, self.layout = bias, "plain"
-        self.weight: Tensor | Interleaved = weight
+        self.weight: Tensor | Interleaved | Quantized = weight
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations(weight) if pack else None
         if operations is not None and operations.multiplies(weight.shape[1]):
@@ -83,6 +85,21 @@ class Product:
         elif pack and packs(weight.dtype, weight.device.type):
             self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
         self._latest: tuple[Tensor, Tensor] | None = None
+
+    def quantized(self, bits: int, group: int = GROUP) -> Product:
+        """The same product with a quantized weight, as a draft reads it.
+
+        Args:
+            bits: of a weight.
+            group: inputs of an output that share a scale and an offset.
+        """
+        assert isinstance(self.weight, Interleaved), "the caller knows that the layout is native"
+        operations = native.operations(self.weight.blocks)
+        assert operations is not None, "the layout is native"
+        made = copy.copy(self)
+        made.weight = operations.quantize(self.weight, bits, group)
+        made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
+        return made
 
     @property
     def packed(self) -> bool:

@@ -1,7 +1,8 @@
-"""The first layers of a model as a draft model, on the same weights and in the same cache.
+"""A model drafts for itself, in its own cache: its first layers, or all layers with quantized weights.
 
-A truncated model computes the same keys and values as the whole model's first layers. So the draft model need not read
-again what the target has read, and the target overwrites what the draft model wrote with the same numbers.
+A session of such a draft model continues the target's session in its slot, so the draft model need not read again what
+the target has read. What it writes there is overwritten when the target verifies: the first layers write the same
+numbers as the whole model, quantized weights write others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,43 @@ from draftproof.backends.slots import SlotBackend
 from draftproof.errors import UserError, reason
 
 
-class EarlyExitBackend(SlotBackend):
+class SelfDraftBackend(SlotBackend):
+    """A smaller form of a model, which reads and writes the whole model's cache.
+
+    Args:
+        whole: the backend of the whole model.
+        part: the smaller form, over the same cache.
+        name: how errors and reports call it.
+    """
+
+    def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
+        super().__init__(whole.facts, cache=whole.cache)
+        self.name, self.part = name, part
+        self.embed = part.embed
+        self.capabilities, self.max_positions = part.capabilities, whole.max_positions
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        return self.part._compute(layout, hidden=hidden)  # noqa: SLF001 - a part of this backend
+
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        """Rows of the part's output layer."""
+        return self.part.output_rows(ids)
+
+    def first_layers(self, layers: int) -> SlotBackend:
+        """The first layers of this part."""
+        return self.part.first_layers(layers)
+
+    def quantized(self, bits: int) -> SlotBackend:
+        """This part with quantized weights."""
+        return self.part.quantized(bits)
+
+    def borrow(self, owner: Session) -> BorrowedSession:
+        """A session in the slot of the whole model's session, which has read the same tokens."""
+        assert isinstance(owner, SlotSession), "the owner is a session of the whole model's backend"
+        return BorrowedSession(owner)
+
+
+class EarlyExitBackend(SelfDraftBackend):
     """The first `layers` layers of a backend's model, followed by its own final norm and output layer.
 
     Args:
@@ -31,30 +68,26 @@ class EarlyExitBackend(SlotBackend):
         total = whole.facts.layers
         if not 1 <= layers < total:
             raise UserError(f"early exit after {layers} layers of {whole.name}: legal are 1 to {total - 1}")
-        super().__init__(whole.facts, cache=whole.cache)
-        self.name = f"{whole.name}, first {layers} layers"
         try:
-            self.part = whole.first_layers(layers)
+            part = whole.first_layers(layers)
         except UserError as cause:
             raise UserError(f"early exit: {reason(cause)}") from cause
-        self.embed = self.part.embed
-        self.capabilities, self.max_positions = self.part.capabilities, whole.max_positions
+        super().__init__(whole, part, f"{whole.name}, first {layers} layers")
 
-    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        return self.part._compute(layout, hidden=hidden)  # noqa: SLF001 - a part of this backend
 
-    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
-        """Rows of the whole model's output layer."""
-        return self.part.output_rows(ids)
+class QuantizedBackend(SelfDraftBackend):
+    """A backend's model with the weights of its linear layers quantized to 4 or 8 bits.
 
-    def first_layers(self, layers: int) -> SlotBackend:
-        """The first layers of this part."""
-        return self.part.first_layers(layers)
+    Args:
+        whole: the backend of the whole model; the cache is shared with it, and all other weights.
+        bits: 4 or 8.
 
-    def borrow(self, owner: Session) -> BorrowedSession:
-        """A session in the slot of the whole model's session, which has read the same tokens."""
-        assert isinstance(owner, SlotSession), "the owner is a session of the whole model's backend"
-        return BorrowedSession(owner)
+    Raises:
+        UserError: another number of bits, or a model that has no quantized form here.
+    """
+
+    def __init__(self, whole: SlotBackend, bits: int) -> None:
+        super().__init__(whole, whole.quantized(bits), f"{whole.name}, {bits} bits")
 
 
 class BorrowedSession(SlotSession):

@@ -16,6 +16,7 @@ from draftproof.backends.layout import Layout, feed_depths
 from draftproof.backends.passes import in_passes
 from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import SlotCache
+from draftproof.errors import UserError
 
 
 class SlotBackend(ABC):
@@ -118,3 +119,14 @@ class SlotBackend(ABC):
         Raises:
             UserError: the number of layers is out of range, or the model cannot be cut.
         """
+
+    def quantized(self, bits: int) -> SlotBackend:
+        """The model with linear weights of 4 or 8 bits, in the same cache.
+
+        Raises:
+            UserError: it has no such form here, or not with this number of bits.
+        """
+        raise UserError(
+            f"{self.name} cannot be quantized to {bits} bits: legal is a model that backend lean reads on a CPU with "
+            f"native layers, and this is backend {self.kind}"
+        )

@@ -55,7 +55,7 @@ class Drafter(Protocol):
 
     @property
     def constant(self) -> bool:
-        """Whether its drafts have one constant length, apart from the limits of requests."""
+        """Whether drafts have one length, apart from requests' limits, and the same q after a text in every round."""
         ...
 
     @property

@@ -36,6 +36,8 @@ class DraftModel:
         UserError: the temperature or top_k is out of range.
     """
 
+    steady = True
+
     def __init__(
         self, backend: Backend, *, vocab_size: int, temperature: float | None = None, top_k: int | None = None
     ) -> None:
@@ -158,8 +160,8 @@ class ModelBacked:
 
     @property
     def constant(self) -> bool:
-        """Whether the stopper is constant and the model has all tokens: it cannot draft after a token it lacks."""
-        return self.stopper.constant and self.model.covers
+        """Whether the stopper is constant, and the model has all tokens and the same q after a text in every round."""
+        return self.stopper.constant and self.model.covers and self.model.steady
 
     @property
     def limit(self) -> int:

@@ -1,11 +1,9 @@
-"""The drafter `early_exit`: the first layers of the target draft, with the target's weights and in its cache."""
+"""The drafters `early_exit` and `quantized`: the target drafts for itself, in its own cache."""
 
 from __future__ import annotations
 
-from typing import cast
-
 from draftproof.backends.base import Session, unread
-from draftproof.backends.early_exit import EarlyExitBackend
+from draftproof.backends.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
 from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
@@ -13,8 +11,34 @@ from draftproof.drafters.sampled_tree import chains_drafter
 from draftproof.stoppers.base import Stopper
 
 
-class EarlyExitModel(DraftModel):
-    """The first layers of the target as a draft model; every round starts from the target's own cache.
+class SelfDraftModel(DraftModel):
+    """A smaller form of the target as a draft model; every round starts from the target's own cache.
+
+    Args:
+        part: the smaller form.
+        name: of the drafter.
+        temperature: temperature of the draft; None for the request's.
+        top_k: top_k of the draft; None for the request's.
+
+    Raises:
+        UserError: the temperature or top_k is out of range.
+    """
+
+    def __init__(
+        self, part: SelfDraftBackend, name: str, *, temperature: float | None = None, top_k: int | None = None
+    ) -> None:
+        self.name, self._part = name, part
+        super().__init__(part, vocab_size=part.vocab_size, temperature=temperature, top_k=top_k)
+
+    def open(self, request: DraftRequest) -> Session:
+        """A session in the target's slot, after rolling the target's session back to the committed tokens."""
+        assert request.session is not None, "the engine passes the target's session"
+        unread(request.session, request.tokens)
+        return self._part.borrow(request.session)
+
+
+class EarlyExitModel(SelfDraftModel):
+    """The first layers of the target as a draft model.
 
     Args:
         target: the target's backend.
@@ -29,22 +53,40 @@ class EarlyExitModel(DraftModel):
     def __init__(
         self, target: SlotBackend, layers: int, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:
-        self.layers = layers
-        backend = EarlyExitBackend(target, layers)
-        super().__init__(backend, vocab_size=target.vocab_size, temperature=temperature, top_k=top_k)
-
-    def open(self, request: DraftRequest) -> Session:
-        """A session in the target's slot, after rolling the target's session back to the committed tokens."""
-        assert request.session is not None, "the engine passes the target's session"
-        unread(request.session, request.tokens)
-        return cast("EarlyExitBackend", self.backend).borrow(request.session)
+        part = EarlyExitBackend(target, layers)
+        super().__init__(part, f"early_exit:{layers}", temperature=temperature, top_k=top_k)
 
 
-def early_exit_drafter(model: EarlyExitModel, stopper: Stopper, *, chains: int = 1) -> Drafter:
-    """A drafter of one chain, or of K i.i.d. chains, from the first layers of the target.
+class QuantizedModel(SelfDraftModel):
+    """The target with quantized weights as a draft model.
+
+    Inside a draft it reads keys that its own layers wrote. In the next round the accepted tokens have the target's
+    keys, and after the same text it has other probabilities. That matters only to rules that remember earlier rounds.
+
+    Args:
+        target: the target's backend.
+        bits: of a weight, 4 or 8.
+        temperature: temperature of the draft; None for the request's.
+        top_k: top_k of the draft; None for the request's.
+
+    Raises:
+        UserError: the number of bits, the temperature or top_k is out of range, or the target has no quantized form.
+    """
+
+    steady = False
+
+    def __init__(
+        self, target: SlotBackend, bits: int, *, temperature: float | None = None, top_k: int | None = None
+    ) -> None:
+        part = QuantizedBackend(target, bits)
+        super().__init__(part, f"quantized:{bits}", temperature=temperature, top_k=top_k)
+
+
+def self_drafter(model: SelfDraftModel, stopper: Stopper, *, chains: int = 1) -> Drafter:
+    """A drafter of one chain, or of K i.i.d. chains, from a smaller form of the target.
 
     Raises:
         UserError: the number of chains is out of range, or the stopper needs hidden states of another width.
     """
-    name = f"early_exit:{model.layers}" + (f"x{chains}" if chains > 1 else "")
+    name = model.name + (f"x{chains}" if chains > 1 else "")
     return chains_drafter(model, stopper, chains=chains, name=name)

@@ -58,5 +58,8 @@ def misfit(drafter: DrafterLike, verifier: VerifierLike) -> str | None:
     if drafter.point_masses and not verifier.point_masses:
         return f"rule {verifier.name} needs the draft's probabilities, and drafter {drafter.name} has none"
     if verifier.constant_length and not drafter.constant:
-        return f"rule {verifier.name} is exact for drafts of constant length only, and {drafter.name} varies"
+        return (
+            f"rule {verifier.name} is exact only for drafts of constant length whose probabilities after a text are "
+            f"the same in every round, and those of {drafter.name} are not"
+        )
     return None

@@ -16,17 +16,18 @@ from draftproof.backends.feature_net import load_net
 from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.early_exit import EarlyExitModel, early_exit_drafter
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
+from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.embedded import feature_head_dir, heads_dir, stories_heads_dir
 from draftproof.engine.composition import DrafterTraits, VerifierTraits, misfit
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
+from draftproof.kernels.operations import BITS
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import Stopper
 from draftproof.stoppers.fixed import FixedLength
@@ -130,6 +131,7 @@ class DrafterPart(Part):
         stops: whether a stopper ends its drafts.
         point_masses: whether its tokens come without probabilities.
         covers: whether it can draft after every token, so that its lengths are as constant as its stopper's.
+        steady: whether its probabilities after a text are the same in every round.
         several: from the argument, whether its drafts may branch.
         chains: from the argument, how many i.i.d. chains it draws; 1 for a tree.
         check: refuses an argument that cannot be read, for drafters that `make` needs a loaded target for.
@@ -143,6 +145,7 @@ class DrafterPart(Part):
     stops: bool = True
     point_masses: bool = False
     covers: bool = True
+    steady: bool = True
     several: Callable[[str], bool] = field(default=lambda _: False)
     chains: Callable[[str], int] = field(default=lambda _: 1)
     check: Callable[[str], object] = field(default=lambda _: None)
@@ -154,7 +157,8 @@ class DrafterPart(Part):
 
     def traits(self, argument: str, stopper: StopperPart | None) -> DrafterTraits:
         """What a rule must know of it."""
-        constant = not self.stops if self.name == "none" else self.covers and stopper is not None and stopper.constant
+        lengths = not self.stops if self.name == "none" else self.covers and stopper is not None and stopper.constant
+        constant = lengths and self.steady
         name = f"{self.name}:{argument}" if argument else self.name
         return DrafterTraits(name, self.several(argument), self.point_masses, constant and not self.point_masses)
 
@@ -258,7 +262,24 @@ def _layers_and_chains(argument: str) -> list[int]:
 def _early_exit(parts: Materials, argument: str) -> Drafter:
     found = _layers_and_chains(argument)
     model = EarlyExitModel(parts.own_model("early_exit"), found[0], **parts.changes)
-    return early_exit_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
+    return self_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
+
+
+def _bits_and_chains(argument: str) -> list[int]:
+    """The numbers of B or BxK."""
+    found = numbers(argument, "quantized:4x2") or [BITS[0]]
+    if len(found) > 2 or found[0] not in BITS:
+        raise UserError(
+            f"drafter quantized takes the bits of a weight, not {argument!r}: legal are "
+            f"{' and '.join(f'quantized:{bits}' for bits in BITS)}, or quantized:4x2 for two chains"
+        )
+    return found
+
+
+def _quantized(parts: Materials, argument: str) -> Drafter:
+    found = _bits_and_chains(argument)
+    model = QuantizedModel(parts.own_model("quantized"), found[0], **parts.changes)
+    return self_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
 
 
 def _feature_head(parts: Materials, argument: str) -> Drafter:
@@ -342,6 +363,18 @@ DRAFTERS: dict[str, DrafterPart] = {
             check=_layers_and_chains,
         ),
         DrafterPart(
+            name="quantized",
+            argument="B",
+            example="quantized:4",
+            about="one chain from the target with weights of B bits, 4 or 8; quantized:BxK makes K i.i.d. chains",
+            make=_quantized,
+            inside=True,
+            steady=False,
+            several=_own_several,
+            chains=_own_chain_count,
+            check=_bits_and_chains,
+        ),
+        DrafterPart(
             name="feature_head",
             argument="DIR",
             example="feature_head:heads/mine",
@@ -351,6 +384,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             inside=True,
             reads_states=True,
             covers=False,
+            steady=False,
             several=_own_several,
             chains=_own_chain_count,
         ),

@@ -55,15 +55,15 @@ class Level:
 
 
 def _level(name: str, *features: str) -> Level:
-    linux = {"avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
+    linux = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
     needs = frozenset(linux.get(feature, feature) for feature in features)
     return Level(name, needs, tuple(f"-m{feature}" for feature in features))
 
 
 _V4 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma")
 LEVELS = (  # best first
-    _level("x86-64-v4-amx", *_V4, "avx512bf16", "amx-tile", "amx-bf16"),
-    _level("x86-64-v4-bf16", *_V4, "avx512bf16"),
+    _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
+    _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),
     _level("x86-64-v4", *_V4),
     _level("x86-64-v3", "avx2", "fma"),
     Level("portable", frozenset(), ("-ffp-contract=fast",), None),

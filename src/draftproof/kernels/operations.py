@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Float32, Float64, Int
+from jaxtyping import Float, Float32, Float64, Int, UInt8
 from torch import Tensor
 
 LANES = 16  # neighbouring outputs
 MOST_DIM, BLOCK = 256, 512  # as in native.c
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
+BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _CPU = torch.device("cpu")
@@ -74,9 +75,56 @@ class Interleaved:
         """Number of inputs."""
         return self.blocks.shape[1] * self.blocks.shape[3]
 
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        """Address, bits of a quantized weight (0: it is not), and inputs of a group, as `LinearArguments` has them."""
+        return self.blocks.data_ptr(), 0, 0
+
     def to_dense(self) -> Float[Tensor, "out in"]:
         """A plain copy."""
         return self.blocks.transpose(1, 2).reshape(-1, self.ins)[: self.outs]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A weight of 4 or 8 bits, in the order in which C reads it (quantized.h).
+
+    A weight is offset + scale * number. Each group of neighbouring inputs of an output has its own scale and offset.
+
+    Attributes:
+        blocks: [outputs / 16, groups, bytes]; outputs and inputs are padded.
+        outs: number of outputs.
+        ins: number of inputs.
+        bits: of a number, 4 or 8.
+        group: inputs of a group.
+    """
+
+    blocks: UInt8[Tensor, "blocks groups bytes"]
+    outs: int
+    ins: int
+    bits: int
+    group: int
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        """See `Interleaved.arguments`."""
+        return self.blocks.data_ptr(), self.bits, self.group
+
+    @staticmethod
+    def shape(outs: int, ins: int, bits: int, group: int) -> tuple[int, int, int]:
+        """The shape of `blocks`."""
+        return -(-outs // LANES), -(-ins // group), 4 * LANES + LANES * group * bits // 8
+
+    def to_dense(self) -> Float32[Tensor, "out in"]:
+        """The weights that the numbers stand for."""
+        ranges = self.blocks[..., : 4 * LANES].contiguous().view(torch.bfloat16).float()
+        scales, offsets = (each.unsqueeze(-1) for each in ranges.chunk(2, -1))
+        found = self.blocks[..., 4 * LANES :].reshape(*self.blocks.shape[:2], -1, LANES, 4)
+        if self.bits == 4:
+            found = torch.stack((found & 15, found >> 4), -2).flatten(-2)
+        numbers = found.transpose(2, 3).flatten(3).float()  # [blocks, groups, lanes, inputs]
+        dense: Tensor = (offsets + scales * numbers).transpose(1, 2).flatten(2).flatten(0, 1)
+        return dense[: self.outs, : self.ins]
 
 
 class PassMask:
@@ -223,7 +271,10 @@ def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassM
 class LinearArguments(ctypes.Structure):
     """The C structure `linear` of typed.h: a linear layer's weight and bias."""
 
-    _fields_: ClassVar = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_long) for name in ("bits", "group")),
+    ]
 
 
 class LayerArguments(ctypes.Structure):
@@ -238,8 +289,17 @@ class LayerArguments(ctypes.Structure):
 
     def work(self, given: AttentionArguments) -> int:
         """Elements of working memory that a layer needs for a pass."""
-        heads = given.heads + given.key_heads
-        return int(given.rows * given.width * (self.size + 2 * heads * given.dim + 3 * self.inner))
+        heads, tokens = given.heads + given.key_heads, given.rows * given.width
+        inputs = 0
+        if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
+            inputs = quantized_inputs_size(tokens, max(self.size, self.inner, given.heads * given.dim))
+        return int(tokens * (self.size + 2 * heads * given.dim + 3 * self.inner) + inputs)
+
+
+def quantized_inputs_size(rows: int, ins: int) -> int:
+    """Bytes that suffice for the inputs of a quantized product: numbers, padded, and two float32 for each group."""
+    least, most = GROUPS[0], GROUPS[-1]
+    return 64 + rows * (ins + most + 8 * -(-ins // least))
 
 
 class Operations:
@@ -265,6 +325,10 @@ class Operations:
             return made
 
         self._product = function(f"product_{suffix}", [pointer] * 5 + [number] * 4)
+        self._quantize = function(f"quantize_{suffix}", [pointer] * 2 + [number] * 5)
+        self._quantized_product = function(
+            f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
+        )
         self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 3)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
@@ -318,6 +382,66 @@ class Operations:
             x.numel() // ins,
             outs,
             ins,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def quantize(self, weight: Interleaved, bits: int, group: int) -> Quantized:
+        """Quantize a weight: in each group the best of several ranges, by squared error.
+
+        Args:
+            weight: of the rows' type.
+            bits: of BITS.
+            group: of GROUPS.
+
+        Raises:
+            ValueError: a weight of another type, or bits or a group that are not supported.
+        """
+        if bits not in BITS or group not in GROUPS:
+            raise ValueError(f"{bits} bits in groups of {group}: legal are {BITS} and {GROUPS}")
+        ins = weight.ins
+        shape = -(-weight.outs // LANES), ins // self._unit, LANES, self._unit
+        require("weight", weight.blocks, self.dtype, shape)
+        blocks = torch.empty(Quantized.shape(weight.outs, ins, bits, group), dtype=torch.uint8)
+        sizes = shape[0], ins, bits, group, torch.get_num_threads()
+        self._quantize(weight.blocks.data_ptr(), blocks.data_ptr(), *sizes)
+        return Quantized(blocks, weight.outs, ins, bits, group)
+
+    def quantized_product(
+        self,
+        x: Float[Tensor, "*rows in"],
+        weight: Quantized,
+        bias: Float[Tensor, " out"] | None = None,
+        onto: Float[Tensor, "*rows out"] | None = None,
+    ) -> Float[Tensor, "*rows out"]:
+        """`product` with a quantized weight; inputs are quantized to 8 bits, with a scale for each group of a row.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        x, ins, outs = x.contiguous(), x.shape[-1], weight.outs
+        require("x", x, self.dtype, (*x.shape[:-1], weight.ins))
+        if weight.bits not in BITS or weight.group not in GROUPS:
+            raise ValueError(f"{weight.bits} bits in groups of {weight.group}: legal are {BITS} and {GROUPS}")
+        require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, weight.bits, weight.group))
+        if bias is not None:
+            require("bias", bias, self.dtype, (outs,))
+        y, rows = x.new_empty((*x.shape[:-1], outs)), x.numel() // ins
+        if onto is not None:
+            require("onto", onto, self.dtype, y.shape)
+        memory = torch.empty(quantized_inputs_size(rows, ins), dtype=torch.uint8)
+        self._quantized_product(
+            x.data_ptr(),
+            weight.blocks.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            None if onto is None else onto.data_ptr(),
+            y.data_ptr(),
+            rows,
+            outs,
+            ins,
+            weight.bits,
+            weight.group,
+            memory.data_ptr(),
             torch.get_num_threads(),
         )
         return y

@@ -60,6 +60,10 @@ INLINE floats quotient(floats a, floats b) { return _mm512_div_ps(a, b); }
 INLINE floats multiply_add(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE floats subtract_product(floats a, floats b, floats c) { return _mm512_fnmadd_ps(a, b, c); }
 INLINE floats larger(floats a, floats b) { return _mm512_max_ps(a, b); }
+INLINE floats smaller(floats a, floats b) { return _mm512_min_ps(a, b); }
+INLINE floats where_below(floats a, floats b, floats then, floats otherwise) {
+  return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), then);
+}
 INLINE floats nearest(floats v) {
   return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -127,6 +131,32 @@ INLINE floats add_product_bfloat16(floats sum, units w, units x) {
                          _mm512_castsi512_ps(_mm512_and_si512(x, upper)), sum);
 }
 #endif
+
+/* Whole numbers, as units. */
+INLINE units no_units(void) { return _mm512_setzero_si512(); }
+INLINE units add_units(units a, units b) { return _mm512_add_epi32(a, b); }
+INLINE units shifted_up(units v, int bits) { return _mm512_sll_epi32(v, _mm_cvtsi32_si128(bits)); }
+INLINE units to_units(floats v) { return _mm512_cvtps_epi32(v); }
+INLINE floats from_units(units v) { return _mm512_cvtepi32_ps(v); }
+INLINE void store_units(void *at, units v) { _mm512_storeu_si512(at, v); }
+INLINE void store_bytes(int8_t *at, floats v) { _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8(to_units(v))); }
+/* Each byte's lower and upper half. */
+INLINE units lower_halves(units v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+INLINE units upper_halves(units v) { return lower_halves(_mm512_srli_epi32(v, 4)); }
+/* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */
+INLINE units add_dot(units sum, units w, units x) {
+#if defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)
+  return _mm512_dpbusd_epi32(sum, w, x);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
+#endif
+}
+/* Two bfloat16 numbers of each unit. */
+INLINE void spread_bfloat16(floats *into, const void *at) {
+  const units v = load_units(at);
+  into[0] = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
+  into[1] = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
+}
 
 /* Sixteen values of sixteen units, their rows and columns exchanged. */
 static inline void exchange(units *r) {
@@ -248,6 +278,14 @@ INLINE floats larger(floats a, floats b) { /* b where they cannot be compared, a
   EACH_PART a.p[i] = choose(a.p[i] > b.p[i], a.p[i], b.p[i]);
 #endif
   return a;
+}
+INLINE floats smaller(floats a, floats b) { /* b where they cannot be compared, as in _mm512_min_ps */
+  EACH_PART a.p[i] = choose(a.p[i] < b.p[i], a.p[i], b.p[i]);
+  return a;
+}
+INLINE floats where_below(floats a, floats b, floats then, floats otherwise) {
+  EACH_PART then.p[i] = choose(a.p[i] < b.p[i], then.p[i], otherwise.p[i]);
+  return then;
 }
 enum { MAGIC_BITS = 0x4b400000 }; /* of 1.5 * 2^23: added to a float32 below 2^22 it leaves the nearest whole number */
 INLINE floats nearest(floats v) {
@@ -395,6 +433,66 @@ INLINE floats add_product_bfloat16(floats sum, units w, units x) {
   return sum;
 }
 
+/* Whole numbers, as units. */
+INLINE units no_units(void) {
+  units r;
+  EACH_PART r.p[i] = (bits_part){0};
+  return r;
+}
+INLINE units add_units(units a, units b) {
+  EACH_PART a.p[i] += b.p[i];
+  return a;
+}
+INLINE units shifted_up(units v, int bits) {
+  EACH_PART v.p[i] <<= bits;
+  return v;
+}
+INLINE units to_units(floats v) { /* of whole numbers */
+  units r;
+  EACH_PART r.p[i] = (bits_part)__builtin_convertvector(v.p[i], int_part);
+  return r;
+}
+INLINE floats from_units(units v) {
+  floats r;
+  EACH_PART r.p[i] = __builtin_convertvector((int_part)v.p[i], float_part);
+  return r;
+}
+INLINE void store_units(void *at, units v) { EACH_PART *(bits_part_at *)((char *)at + 4 * PART * i) = v.p[i]; }
+INLINE void store_bytes(int8_t *at, floats v) {
+  const units made = to_units(v);
+  EACH_PART for (int lane = 0; lane < PART; lane++) at[PART * i + lane] = (int8_t)made.p[i][lane];
+}
+/* Each byte's lower and upper half. */
+INLINE units lower_halves(units v) {
+  EACH_PART v.p[i] &= 0x0f0f0f0fu;
+  return v;
+}
+INLINE units upper_halves(units v) {
+  EACH_PART v.p[i] = (v.p[i] >> 4) & 0x0f0f0f0fu;
+  return v;
+}
+/* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */
+INLINE units add_dot(units sum, units w, units x) {
+#if defined(__AVX2__) && defined(__FMA__)
+  EACH_PART {
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w.p[i], (__m256i)x.p[i]);
+    sum.p[i] += (bits_part)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  }
+#else
+  EACH_PART for (int byte = 0; byte < 4; byte++) {
+    const int_part number = (int_part)((w.p[i] >> (8 * byte)) & 255), other = (int_part)(x.p[i] << (24 - 8 * byte)) >> 24;
+    sum.p[i] += (bits_part)(number * other);
+  }
+#endif
+  return sum;
+}
+/* Two bfloat16 numbers of each unit. */
+INLINE void spread_bfloat16(floats *into, const void *at) {
+  const units v = load_units(at);
+  EACH_PART into[0].p[i] = (float_part)(v.p[i] << 16);
+  EACH_PART into[1].p[i] = (float_part)(v.p[i] & 0xffff0000u);
+}
+
 /* Sixteen values of sixteen units, their rows and columns exchanged: four by four units at a time. */
 static inline void exchange(units *r) {
   typedef uint32_t four __attribute__((vector_size(16)));
@@ -433,6 +531,7 @@ INLINE void pair_up(units *into, const bfloat16 *one, const bfloat16 *two) {
 #endif
 
 INLINE floats zeros(void) { return splat(0); }
+INLINE void spread_float(floats *into, const void *at) { into[0] = load_float(at); }
 
 /* e^v, to two units in the last place; 0 below what float32 holds, and NaN stays NaN. */
 INLINE floats exponential(floats v) {

@@ -29,6 +29,8 @@ INLINE void take_float(units *into, const float *one, const float *two) {
 }
 INLINE void take_bfloat16(units *into, const bfloat16 *one, const bfloat16 *two) { pair_up(into, one, two); }
 
+#include "quantize.h"
+
 #define ELEM float
 #define UNIT 1
 #define NAME(x) x##_float

@@ -122,6 +122,8 @@ void NAME(draftproof_product)(const ELEM *x, const ELEM *w, const ELEM *bias, co
     NAME(blocks_of)(&p, 0, (outs + LANES - 1) / LANES);
 }
 
+#include "quantized.h"
+
 /* --- rows -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -435,8 +437,18 @@ void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
 /* --- layers ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-  const ELEM *weight, *bias;
+  const void *weight; /* as `product` reads it, or `quantized_product` where `bits` is not 0 */
+  const ELEM *bias;
+  long bits, group;
 } NAME(linear);
+
+static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto, ELEM *y, long rows, long outs, long ins,
+                        void *memory, long threads) {
+  if (l->bits)
+    NAME(draftproof_quantized_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, l->bits, l->group, memory, threads);
+  else
+    NAME(draftproof_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, threads);
+}
 
 /* The same fields as `LayerArguments` in kernels/operations.py. */
 typedef struct {
@@ -449,13 +461,14 @@ typedef struct {
 /* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
 static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
   const long tokens = a->rows * a->width, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
-  ELEM *normed = work, *both, *gated;
+  ELEM *normed = work, *both, *gated, *rest;
   a->fused = normed + tokens * l->size;
   a->out = a->fused + tokens * heads * a->dim;
   both = a->out + tokens * mixed;
   gated = both + tokens * 2 * l->inner;
+  rest = gated + tokens * l->inner;
   NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
-  NAME(draftproof_product)(normed, l->qkv.weight, l->qkv.bias, 0, a->fused, tokens, heads * a->dim, l->size, threads);
+  NAME(apply)(&l->qkv, normed, 0, a->fused, tokens, heads * a->dim, l->size, rest, threads);
   if (l->turned)
     for (long token = 0; token < tokens; token++)
       for (long head = 0; head < a->heads + a->key_heads; head++) {
@@ -463,15 +476,15 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
         NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
       }
   NAME(draftproof_attend)(a, threads);
-  NAME(draftproof_product)(a->out, l->out.weight, l->out.bias, x, x, tokens, l->size, mixed, threads);
+  NAME(apply)(&l->out, a->out, x, x, tokens, l->size, mixed, rest, threads);
   NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
-  NAME(draftproof_product)(normed, l->gate_up.weight, l->gate_up.bias, 0, both, tokens, 2 * l->inner, l->size, threads);
+  NAME(apply)(&l->gate_up, normed, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
   NAME(draftproof_gated)(both, gated, tokens, l->inner, threads);
-  NAME(draftproof_product)(gated, l->down.weight, l->down.bias, x, x, tokens, l->size, l->inner, threads);
+  NAME(apply)(&l->down, gated, x, x, tokens, l->size, l->inner, rest, threads);
 }
 
 /* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
-   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements. */
+   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements, and space for quantized inputs where there are. */
 void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, ELEM *const *keys,
                              ELEM *const *values, ELEM *x, ELEM *work, long threads) {
   for (long number = 0; number < count; number++) {

@@ -1,0 +1,76 @@
+/* Numbers of 4 or 8 bits in place of weights and inputs: what does not depend on the type of rows.
+
+   A weight is offset + scale * number, with a scale and an offset for each group of an output's inputs. */
+
+enum { MOST_GROUP = 128 };
+
+typedef struct {
+  int8_t *numbers; /* [rows, groups * group] */
+  float *scales;   /* [rows, groups] */
+  float *sums;     /* [rows, groups], of the inputs as they were quantized */
+} quantized_inputs;
+
+/* Where the quantized inputs of some rows lie in memory; quantized_inputs_size of operations.py is its size. */
+static quantized_inputs inputs_in(void *memory, long rows, long groups) {
+  const uintptr_t start = ((uintptr_t)memory + 63) / 64 * 64;
+  quantized_inputs made;
+  made.scales = (float *)start;
+  made.sums = made.scales + rows * groups;
+  made.numbers = (int8_t *)(made.sums + rows * groups);
+  return made;
+}
+
+/* Numbers of a group for given scales and offsets, and the sum of squared errors that they leave. */
+INLINE floats errors_of(const floats *w, long count, floats scale, floats offset, floats most, floats *numbers) {
+  const floats by = where_below(zeros(), scale, quotient(splat(1), scale), zeros());
+  floats errors = zeros();
+  for (long k = 0; k < count; k++) {
+    numbers[k] = smaller(larger(nearest(mul(sub(w[k], offset), by)), zeros()), most);
+    const floats off = sub(w[k], multiply_add(numbers[k], scale, offset));
+    errors = multiply_add(off, off, errors);
+  }
+  return errors;
+}
+
+/* The scales and offsets with the least squared error for given numbers, in bfloat16. */
+INLINE void fit(const floats *w, long count, const floats *numbers, floats *scale, floats *offset) {
+  const floats each = splat(1.0f / (float)count);
+  floats sum_w = zeros(), sum_n = zeros(), both = zeros(), squares = zeros();
+  for (long k = 0; k < count; k++) {
+    sum_w = add(sum_w, w[k]);
+    sum_n = add(sum_n, numbers[k]);
+  }
+  const floats mean_w = mul(sum_w, each), mean_n = mul(sum_n, each);
+  for (long k = 0; k < count; k++) {
+    const floats n = sub(numbers[k], mean_n);
+    both = multiply_add(n, sub(w[k], mean_w), both);
+    squares = multiply_add(n, n, squares);
+  }
+  *scale = rounded_bfloat16(where_below(zeros(), squares, quotient(both, squares), *scale));
+  *offset = rounded_bfloat16(subtract_product(*scale, mean_n, mean_w));
+}
+
+/* One group of one block: the best of several ranges narrower than the weights' own, each fitted again. */
+static void quantize_group(const floats *w, long count, long bits, floats *numbers, floats *scale,
+                                 floats *offset) {
+  static const float SHARES[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.7f};
+  const floats most = splat(bits == 4 ? 15 : 255);
+  floats low = w[0], high = w[0], least = splat(INFINITY), tried[MOST_GROUP];
+  for (long k = 1; k < count; k++) {
+    low = smaller(low, w[k]);
+    high = larger(high, w[k]);
+  }
+  *scale = *offset = zeros();
+  for (int number = 0; number < (bits == 4 ? 6 : 1); number++) {
+    const floats lost = mul(sub(high, low), splat((1 - SHARES[number]) / 2));
+    floats step = rounded_bfloat16(quotient(sub(sub(high, low), add(lost, lost)), most)), start = rounded_bfloat16(add(low, lost));
+    for (int again = 0; again < 2; again++) {
+      const floats errors = errors_of(w, count, step, start, most, tried);
+      *scale = where_below(errors, least, step, *scale);
+      *offset = where_below(errors, least, start, *offset);
+      least = smaller(errors, least);
+      fit(w, count, tried, &step, &start);
+    }
+  }
+  errors_of(w, count, *scale, *offset, most, numbers);
+}

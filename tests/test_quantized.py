@@ -1,0 +1,264 @@
+"""Quantized weights: numbers and products beside float64, and a model that drafts for itself with them, exactly."""
+
+import itertools
+
+import pytest
+import torch
+import transformers
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.lean import LeanBackend
+from draftproof.backends.self_draft import QuantizedBackend
+from draftproof.drafters.self_draft import QuantizedModel, self_drafter
+from draftproof.engine.registry import make_drafter, make_verifier, why_not
+from draftproof.kernels.operations import BITS, GROUPS, Interleaved, Quantized
+from draftproof.stoppers.fixed import FixedLength
+from helpers import CONFIGS, ROPE, assert_output_distribution, random_model
+from test_native import LEVELS, OPERATIONS, drawn, dtype, level  # noqa: F401 - fixtures
+
+needs_native = pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
+WIDE = {**ROPE, "head_dim": 32}
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+def quantized(weight, bits, group):
+    return OPERATIONS[weight.dtype].quantize(Interleaved.of(weight), bits, group)
+
+
+@pytest.mark.parametrize(("bits", "group"), [*itertools.product(BITS, GROUPS)])
+@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (49, 130), (40, 256)])
+def test_weights_are_near_their_numbers(outs, ins, bits, group, dtype):  # noqa: F811
+    weight = drawn(1, outs, ins, dtype=dtype)
+    made = quantized(weight, bits, group)
+    assert made.to_dense().shape == weight.shape
+    error = (made.to_dense() - weight.float()).abs()
+    groups = torch.nn.functional.pad(weight.float(), (0, -ins % group)).unflatten(1, (-1, group))
+    steps = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+    steps = steps.repeat_interleave(group, 1)[:, :ins]
+    rounding = 2**-7 * weight.abs().max()  # of scales and offsets, in bfloat16
+    assert (error <= (0.51 if bits == 8 else 3.2) * steps + rounding).all()
+    if ins >= 130:
+        plain = (steps**2 / 12).mean()  # of rounding over the whole range
+        assert (error**2).mean() < (1.6 if bits == 8 else 1.02) * plain, "narrower ranges have less error"
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_weights_on_a_grid_are_kept(bits, dtype):  # noqa: F811
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 2**bits, (32, 4, 32), generator=draw)
+    numbers[..., 0], numbers[..., 1] = 0, 2**bits - 1
+    scales = 2.0 ** torch.randint(-6, 0, (32, 4, 1), generator=draw)
+    weight = (scales * (numbers - 2 ** (bits - 1))).flatten(1)
+    assert torch.equal(quantized(weight.to(dtype), bits, 32).to_dense(), weight.to(dtype).float())
+
+
+def test_rows_of_one_value_are_kept(dtype):  # noqa: F811
+    weight = torch.full((5, 40), 0.75, dtype=dtype)
+    assert torch.equal(quantized(weight, 4, 32).to_dense(), weight.float())
+    assert torch.equal(quantized(0 * weight, 4, 32).to_dense(), 0 * weight.float())
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+def product_in_float64(x, weight):
+    """Inputs and weights as numbers, multiplied in float64."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % weight.group)).unflatten(-1, (-1, weight.group))
+    scales = padded.abs().amax(-1, keepdim=True) / 127
+    numbers = (padded * torch.where(scales > 0, 1 / scales, 0)).round()
+    inputs = (numbers.double() * scales.double()).flatten(-2)[..., : x.shape[-1]]
+    return inputs @ weight.to_dense().double().T, inputs.abs() @ weight.to_dense().double().abs().T
+
+
+def near(found, expected, size):
+    """Whether a product is the expected one, rounded; a few inputs may be rounded to the number beside."""
+    unit = torch.finfo(found.dtype).eps
+    return bool(((found.double() - expected).abs() <= unit * expected.abs() + 2e-4 * size + 1e-6).all())
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 128), (8, 32), (8, 64)])
+@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (49, 130), (200, 576)])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 11])
+def test_products(rows, outs, ins, bits, group, dtype):  # noqa: F811
+    sizes = (rows, ins), (outs, ins), (outs,), (rows, outs)
+    x, weight, bias, onto = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate(sizes))
+    made, product = quantized(weight, bits, group), OPERATIONS[dtype].quantized_product
+    expected, size = product_in_float64(x, made)
+    assert near(product(x, made), expected, size)
+    assert near(product(x, made, bias), expected + bias, size)
+    assert not near(product(x, made), expected + bias, size), "a bias left out is seen"
+    assert torch.equal(product(x, made, bias, onto), product(x, made, bias) + onto)
+    if ins > group:
+        shifted = Quantized(made.blocks.roll(1, 1), outs, ins, bits, group)
+        assert not near(product(x, shifted), expected, size), "groups in another order are seen"
+
+
+def test_inputs_of_any_size_and_zeros(dtype):  # noqa: F811
+    made, product = quantized(drawn(1, 20, 64, dtype=dtype), 4, 32), OPERATIONS[dtype].quantized_product
+    assert torch.equal(product(torch.zeros(2, 64, dtype=dtype), made), torch.zeros(2, 20, dtype=dtype))
+    for scale in (1e-6, 1e6):
+        x = drawn(2, 3, 64, scale=scale, dtype=dtype)
+        assert near(product(x, made) / scale, *(part / scale for part in product_in_float64(x, made)))
+
+
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(dtype):  # noqa: F811
+    x, made = drawn(1, 11, 576, dtype=dtype), quantized(drawn(2, 400, 576, dtype=dtype), 4, 32)
+    product, threads = OPERATIONS[dtype].quantized_product, torch.get_num_threads()
+    whole = product(x, made)
+    for size in (1, 2, 3, 5):
+        assert torch.equal(product(x[4 : 4 + size], made), whole[4 : 4 + size])
+    try:
+        for some in (1, 2, 3):
+            torch.set_num_threads(some)
+            assert torch.equal(product(x, made), whole)
+            assert torch.equal(quantized(drawn(2, 400, 576, dtype=dtype), 4, 32).blocks, made.blocks)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def dense_twin(config, target, bits):
+    """A transformers model whose linear weights are what the quantized ones stand for."""
+    twin = random_model(config())
+    part = QuantizedBackend(target, bits).part.lean
+    with torch.no_grad():
+        for layer, made in zip(twin.model.layers, part.layers, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            for modules, product in (
+                ((attention.q_proj, attention.k_proj, attention.v_proj), made.qkv),
+                ((attention.o_proj,), made.out),
+                ((mlp.gate_proj, mlp.up_proj), made.gate_up),
+                ((mlp.down_proj,), made.down),
+            ):
+                rows = product.weight.to_dense().split([module.out_features for module in modules])
+                for module, weight in zip(modules, rows, strict=True):
+                    module.weight.copy_(weight)
+        twin.lm_head.weight = torch.nn.Parameter(part.head.weight.to_dense())
+    return twin
+
+
+@needs_native
+@pytest.mark.parametrize("bits", BITS)
+def test_all_weights_are_quantized_and_the_rest_is_the_models(bits):
+    config = lambda: transformers.LlamaConfig(**WIDE)  # noqa: E731
+    target = LeanBackend(random_model(config()), name="llama")
+    made, tokens = QuantizedBackend(target, bits), [5, 9, 2, 7, 11, 3]
+    session = target.open()
+    rows = made.forward([Feed(made.borrow(session), tokens)])[0].logits
+    twin = dense_twin(config, target, bits)
+    expected = twin(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
+    plain = random_model(config())(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1:]
+    error = (rows - expected).norm() / expected.norm()
+    assert error < 0.03, "only inputs are rounded besides"
+    if bits == 4:
+        assert (rows - plain).norm() / plain.norm() > 2 * error, "the weights are not the plain ones"
+
+
+@needs_native
+def test_the_target_overwrites_what_the_draft_wrote():
+    target = LeanBackend(random_model(transformers.LlamaConfig(**WIDE)), name="llama")
+    made, tokens = QuantizedBackend(target, 4), [5, 9, 2, 7, 11]
+    own, alone = target.open(), target.open()
+    target.forward([Feed(own, tokens[:3])])
+    borrowed = made.borrow(own)
+    made.forward([Feed(borrowed, [*tokens[3:], 1, 2])])
+    borrowed.close()
+    target.forward([Feed(alone, tokens[:3])])
+    rows = [target.forward([Feed(session, tokens[3:])])[0].logits for session in (own, alone)]
+    assert torch.equal(*rows)
+
+
+def drafted(target, bits=4, *, chains=1, length=4):
+    return self_drafter(QuantizedModel(target, bits), FixedLength(length), chains=chains)
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "chains"), [(4, 1), (8, 1), (4, 3)])
+def test_greedy_output_is_the_targets(bits, chains, dtype):  # noqa: F811
+    target = LeanBackend(random_model(transformers.Qwen3Config(**WIDE)).to(dtype), name="qwen3")
+    prompts, greedy = [[1, 2, 3], [7], [5, 9, 11, 4, 2, 8]], SamplingParams(max_tokens=30, temperature=0)
+    plain = Engine(target).generate(prompts, greedy)
+    rule = make_verifier("trie_block" if chains > 1 else "block")
+    outs = Engine(target, drafted(target, bits, chains=chains), rule).generate(prompts, greedy)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert sum(out.stats.num_accepted_tokens for out in outs) > 0
+    assert outs[0].drafter == f"quantized:{bits}" + ("x3" if chains > 1 else "")
+
+
+def tiny(kind=LeanBackend):
+    """A Llama of three tokens with heads that native attention reads, small enough to enumerate its outputs."""
+    config = transformers.LlamaConfig(
+        vocab_size=3,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        initializer_range=0.7,
+    )
+    return kind(random_model(config), name="tiny")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("chains", "rule"),
+    [(1, "token"), (1, "block"), (1, "match"), (2, "trie_block"), (2, "spectr"), (2, "traversal")],
+)
+def test_exact_output_distribution(chains, rule):
+    target = tiny()
+    length = 2 if chains > 1 else 3
+    assert_output_distribution(
+        target, lambda: drafted(target, chains=chains, length=2), rule, length=length, tolerance=1e-5
+    )
+
+
+@needs_native
+def test_a_lossy_rule_is_seen_there():
+    target = tiny()
+    with pytest.raises(AssertionError, match="the rules work on"):
+        assert_output_distribution(target, lambda: drafted(target, length=2), "last_token", length=3, tolerance=1e-5)
+
+
+@needs_native
+def test_a_rule_that_remembers_rounds_is_refused_because_it_would_not_be_exact(monkeypatch):
+    target, rule = tiny(), "greedy_block"
+    with pytest.raises(UserError, match=r"greedy_block is exact only for drafts .* the same in every round"):
+        Engine(target, drafted(target), make_verifier(rule))
+    assert "the same in every round" in why_not("quantized:4", "fixed:4", rule)
+    monkeypatch.setattr(QuantizedModel, "steady", True)
+    with pytest.raises(AssertionError, match="the rules work on"):
+        assert_output_distribution(target, lambda: drafted(target, length=2), rule, length=3, tolerance=1e-5)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("quantized:3", "legal are quantized:4 and quantized:8"),
+        ("quantized:4x2x1", "legal are quantized:4 and quantized:8"),
+        ("quantized:four", "is not a row of whole numbers"),
+        ("quantized:4", "legal is a model that backend lean reads"),
+    ],
+)
+def test_bad_arguments_and_other_backends_say_what_is_legal(spec, words):
+    target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
+    with pytest.raises(UserError, match=words):
+        make_drafter(spec, target=target, draft=None, stopper="fixed:4")
+
+
+def test_without_native_layers_it_is_refused(monkeypatch):
+    monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
+    target = LeanBackend(random_model(transformers.LlamaConfig(**WIDE)), name="llama")
+    with pytest.raises(UserError, match="llama cannot be quantized: quantized products are native"):
+        make_drafter("quantized", target=target, draft=None, stopper="fixed:4")
