@@ -1,4 +1,4 @@
-"""Run tests/test_native.py on builds that find errors in the C code: sanitizers, and AVX-512 emulated by SIMDe.
+"""Run the tests of the C code on builds that find errors in it: with sanitizers, and with AVX-512 emulated by SIMDe.
 
     python scripts/check_native.py                   every build that can be made here
     python scripts/check_native.py sanitize          the levels that this processor runs, with address and UB sanitizers
@@ -82,9 +82,8 @@ def run(arguments: list[str]) -> int:
 
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
     sys.path.insert(0, str(ROOT / "tests"))
-    return int(
-        pytest.main(["-q", "-W", "ignore", "-m", "not builds", str(ROOT / "tests" / "test_native.py"), *arguments])
-    )
+    files = [str(ROOT / "tests" / name) for name in ("test_native.py", "test_quantized.py")]
+    return int(pytest.main(["-q", "-W", "ignore", "-m", "not builds", *files, *arguments]))
 
 
 def main() -> int:

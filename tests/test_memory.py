@@ -10,6 +10,7 @@ from collections import Counter, deque
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError, peak
@@ -28,6 +29,7 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.engine.request import Request
 from draftproof.finish import Cutter
 from draftproof.functional.greedy import GreedyState
+from draftproof.kernels import native
 from draftproof.profiling.allocations import TensorAllocations
 from draftproof.profiling.memory import Workload, measure, slot_caches, weights
 from draftproof.profiling.memory_report import format_bytes
@@ -38,7 +40,7 @@ from draftproof.rng import CounterRoundRng
 from draftproof.sampling import Transforms
 from draftproof.stoppers.history import Schedule
 from draftproof.testing import TableModel
-from helpers import CONFIGS, embedded_model, engine, random_model
+from helpers import CONFIGS, ROPE, embedded_model, engine, random_model
 from test_feature_head import drafted, net_for
 
 CPU = torch.device("cpu")
@@ -180,6 +182,16 @@ def test_layers_that_draft_are_the_targets(spec, kind):
     found = {one.part: one for one in weights(Engine(target, *composed(target, spec)))}
     assert found["draft"].own <= 4096
     assert found["draft"].shared > 0.4 * found["target"].own
+
+
+@pytest.mark.skipif(native.operations(torch.zeros(1)) is None, reason="no native operations on this machine")
+def test_a_quantized_draft_has_small_weights_of_its_own_and_shares_the_rest():
+    target = LeanBackend(random_model(transformers.LlamaConfig(**ROPE, head_dim=32)))
+    found = {one.part: one for one in weights(Engine(target, *composed(target, "quantized:4")))}
+    quantized, whole = found["draft"], found["target"]
+    assert 0.1 * whole.packed < quantized.packed < 0.35 * whole.packed, "five bits of 32, and padded outputs"
+    assert quantized.own < quantized.packed + 4096
+    assert quantized.shared > 0, "embeddings and norms"
 
 
 def test_a_feature_head_shares_the_targets_embedding():

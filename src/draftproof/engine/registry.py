@@ -21,7 +21,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
-from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, self_drafter
+from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.embedded import feature_head_dir, heads_dir, stories_heads_dir
 from draftproof.engine.composition import DrafterTraits, VerifierTraits, misfit
@@ -259,12 +259,6 @@ def _layers_and_chains(argument: str) -> list[int]:
     return found
 
 
-def _early_exit(parts: Materials, argument: str) -> Drafter:
-    found = _layers_and_chains(argument)
-    model = EarlyExitModel(parts.own_model("early_exit"), found[0], **parts.changes)
-    return self_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
-
-
 def _bits_and_chains(argument: str) -> list[int]:
     """The numbers of B or BxK."""
     found = numbers(argument, "quantized:4x2") or [BITS[0]]
@@ -276,10 +270,17 @@ def _bits_and_chains(argument: str) -> list[int]:
     return found
 
 
-def _quantized(parts: Materials, argument: str) -> Drafter:
-    found = _bits_and_chains(argument)
-    model = QuantizedModel(parts.own_model("quantized"), found[0], **parts.changes)
-    return self_drafter(model, parts.ends(), chains=found[1] if len(found) > 1 else 1)
+def _inside(
+    name: str, model: Callable[..., SelfDraftModel], read: Callable[[str], list[int]]
+) -> Callable[[Materials, str], Drafter]:
+    """A drafter from a smaller form of the target, made from one number, and the number of chains."""
+
+    def build(parts: Materials, argument: str) -> Drafter:
+        size, *chains = read(argument)
+        made = model(parts.own_model(name), size, **parts.changes)
+        return self_drafter(made, parts.ends(), chains=chains[0] if chains else 1)
+
+    return build
 
 
 def _feature_head(parts: Materials, argument: str) -> Drafter:
@@ -356,7 +357,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             argument="L",
             example="early_exit:20",
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
-            make=_early_exit,
+            make=_inside("early_exit", EarlyExitModel, _layers_and_chains),
             inside=True,
             several=_own_several,
             chains=_own_chain_count,
@@ -367,7 +368,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             argument="B",
             example="quantized:4",
             about="one chain from the target with weights of B bits, 4 or 8; quantized:BxK makes K i.i.d. chains",
-            make=_quantized,
+            make=_inside("quantized", QuantizedModel, _bits_and_chains),
             inside=True,
             steady=False,
             several=_own_several,

@@ -365,26 +365,25 @@ class Operations:
         Raises:
             ValueError: an argument of another type, device or shape.
         """
-        x, ins, outs = x.contiguous(), x.shape[-1], weight.outs
-        require("x", x, self.dtype)
+        ins, outs = x.shape[-1], weight.outs
         require("weight", weight.blocks, self.dtype, (-(-outs // LANES), ins // self._unit, LANES, self._unit))
+        x, y, tensors = self._rows(x, weight, bias, onto)
+        self._product(*tensors, x.numel() // ins, outs, ins, torch.get_num_threads())
+        return y
+
+    def _rows(
+        self, x: Tensor, weight: Interleaved | Quantized, bias: Tensor | None, onto: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[int | None, ...]]:
+        """The checked rows of a product, new memory for its outputs, and the addresses of all of them for C."""
+        x, outs = x.contiguous(), weight.outs
+        require("x", x, self.dtype, (*x.shape[:-1], weight.ins))
         if bias is not None:
             require("bias", bias, self.dtype, (outs,))
         y = x.new_empty((*x.shape[:-1], outs))
         if onto is not None:
             require("onto", onto, self.dtype, y.shape)
-        self._product(
-            x.data_ptr(),
-            weight.blocks.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if onto is None else onto.data_ptr(),
-            y.data_ptr(),
-            x.numel() // ins,
-            outs,
-            ins,
-            torch.get_num_threads(),
-        )
-        return y
+        addresses = [None if each is None else each.data_ptr() for each in (x, weight.blocks, bias, onto, y)]
+        return x, y, tuple(addresses)
 
     def quantize(self, weight: Interleaved, bits: int, group: int) -> Quantized:
         """Quantize a weight: in each group the best of several ranges, by squared error.
@@ -419,31 +418,15 @@ class Operations:
         Raises:
             ValueError: an argument of another type, device or shape.
         """
-        x, ins, outs = x.contiguous(), x.shape[-1], weight.outs
-        require("x", x, self.dtype, (*x.shape[:-1], weight.ins))
-        if weight.bits not in BITS or weight.group not in GROUPS:
-            raise ValueError(f"{weight.bits} bits in groups of {weight.group}: legal are {BITS} and {GROUPS}")
-        require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, weight.bits, weight.group))
-        if bias is not None:
-            require("bias", bias, self.dtype, (outs,))
-        y, rows = x.new_empty((*x.shape[:-1], outs)), x.numel() // ins
-        if onto is not None:
-            require("onto", onto, self.dtype, y.shape)
+        ins, outs, bits, group = weight.ins, weight.outs, weight.bits, weight.group
+        if bits not in BITS or group not in GROUPS:
+            raise ValueError(f"{bits} bits in groups of {group}: legal are {BITS} and {GROUPS}")
+        require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, bits, group))
+        x, y, tensors = self._rows(x, weight, bias, onto)
+        rows = x.numel() // ins
         memory = torch.empty(quantized_inputs_size(rows, ins), dtype=torch.uint8)
-        self._quantized_product(
-            x.data_ptr(),
-            weight.blocks.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            None if onto is None else onto.data_ptr(),
-            y.data_ptr(),
-            rows,
-            outs,
-            ins,
-            weight.bits,
-            weight.group,
-            memory.data_ptr(),
-            torch.get_num_threads(),
-        )
+        sizes = rows, outs, ins, bits, group
+        self._quantized_product(*tensors, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
 
     def norm(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftproof.kernels.operations import Interleaved
+from draftproof.kernels.operations import Interleaved, Quantized
 
 _Key = tuple[str, int]
 
@@ -95,7 +95,7 @@ def tensor_memory(*roots: object) -> TensorMemory:
     packed: set[_Key] = set()
     for root in roots:
         for _, item in walk(root):
-            if isinstance(item, Interleaved):
+            if isinstance(item, Interleaved | Quantized):
                 packed.add(_storage(item.blocks)[0])
             if not isinstance(item, Tensor):
                 continue

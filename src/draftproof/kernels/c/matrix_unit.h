@@ -109,17 +109,12 @@ INLINE void multiply_two(const bfloat16 *x, const bfloat16 *other, const bfloat1
 /* Sums of a tile that begins at row `from` to y, for rows from `row` on: the last tile begins in the one before. Inputs
    beyond a multiple of STEP are added here. */
 static void finish(const product_bfloat16 *p, const float *sums, long from, long row, long stop, long block) {
-  const long out = block * LANES, here = p->outs - out;
   const bfloat16 *w = p->w + block * p->ins * LANES;
-  const floats bias = p->bias ? load_first_bfloat16(p->bias + out, here) : zeros();
   for (; row < stop; row++) {
-    const long place = row * p->outs + out;
     floats sum = load_float(sums + (row - from) * LANES);
     for (long k = p->ins / STEP * STEP; k < p->ins; k += 2)
       sum = add_product_bfloat16(sum, load_units(w + k * LANES), splat_unit(p->x + row * p->ins + k));
-    floats made = add(sum, bias);
-    if (p->onto) made = add(rounded_bfloat16(made), load_first_bfloat16(p->onto + place, here));
-    store_first_bfloat16(p->y + place, here, made);
+    write_bfloat16(sum, p->bias, p->onto, p->y, row, p->outs, block * LANES);
   }
 }
 

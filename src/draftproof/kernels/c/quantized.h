@@ -41,67 +41,79 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
   }
 }
 
-/* Some rows' outputs of one block. */
-INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows, const int bits) {
-  const long size = 64 + 2 * p->group * bits, places = p->groups * p->group;
-  const uint8_t *at = p->w + block * p->groups * size;
+/* Some rows' outputs of neighbouring blocks. */
+INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
+                                 const int blocks, const int bits) {
+  const long places = p->groups * p->group, size = 64 + 2 * p->group * bits, next = p->groups * size;
+  const uint8_t *at = p->w + block * next;
   const int8_t *x = p->inputs.numbers + row * places;
-  floats sum[4];
+  floats sum[4][2];
 #pragma GCC unroll 4
-  for (int m = 0; m < rows; m++) sum[m] = zeros();
-  for (long g = 0; g < p->groups; g++) {
-    const floats scale = load_bfloat16((const bfloat16 *)at), offset = load_bfloat16((const bfloat16 *)at + LANES);
-    units low[4], high[4];
-    __builtin_prefetch(at + AHEAD);
-    at += 64;
+  for (int m = 0; m < rows; m++) sum[m][0] = sum[m][1] = zeros();
+  for (long g = 0; g < p->groups; g++, at += size) {
+    units low[4][2], high[4][2];
 #pragma GCC unroll 4
-    for (int m = 0; m < rows; m++) low[m] = high[m] = no_units();
-    for (long k = 0; k < p->group; k += 32 / bits, at += 64) {
-      const units numbers = load_units(at), lower = lower_halves(numbers), upper = upper_halves(numbers);
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 2
+      for (int b = 0; b < blocks; b++) low[m][b] = high[m][b] = no_units();
+    for (long k = 0, line = 64; line < size; k += 32 / bits, line += 64) {
       const int8_t *here = x + g * p->group + k;
-      __builtin_prefetch(at + AHEAD);
+#pragma GCC unroll 2
+      for (int b = 0; b < blocks; b++) {
+        const units numbers = load_units(at + b * next + line);
+        const units lower = lower_halves(numbers), upper = upper_halves(numbers);
+        __builtin_prefetch(at + b * next + line + AHEAD);
 #pragma GCC unroll 4
-      for (int m = 0; m < rows; m++) {
-        low[m] = add_dot(low[m], lower, splat_unit(here + m * places));
-        high[m] = add_dot(high[m], upper, splat_unit(here + m * places + (bits == 4 ? 4 : 0)));
+        for (int m = 0; m < rows; m++) {
+          low[m][b] = add_dot(low[m][b], lower, splat_unit(here + m * places));
+          high[m][b] = add_dot(high[m][b], upper, splat_unit(here + m * places + (bits == 4 ? 4 : 0)));
+        }
       }
     }
+#pragma GCC unroll 2
+    for (int b = 0; b < blocks; b++) {
+      const bfloat16 *range = (const bfloat16 *)(at + b * next);
+      const floats scale = load_bfloat16(range), offset = load_bfloat16(range + LANES);
+      __builtin_prefetch((const char *)range + AHEAD);
 #pragma GCC unroll 4
-    for (int m = 0; m < rows; m++) {
-      const long number = (row + m) * p->groups + g;
-      const floats whole = from_units(add_units(low[m], bits == 4 ? high[m] : shifted_up(high[m], 4)));
-      sum[m] = multiply_add(mul(whole, scale), splat(p->inputs.scales[number]), sum[m]);
-      sum[m] = multiply_add(offset, splat(p->inputs.sums[number]), sum[m]);
+      for (int m = 0; m < rows; m++) {
+        const long number = (row + m) * p->groups + g;
+        const floats whole =
+            from_units(add_units(low[m][b], bits == 4 ? high[m][b] : shifted_up(high[m][b], 4)));
+        sum[m][b] = multiply_add(mul(whole, scale), splat(p->inputs.scales[number]), sum[m][b]);
+        sum[m][b] = multiply_add(offset, splat(p->inputs.sums[number]), sum[m][b]);
+      }
     }
   }
-  const long out = block * LANES, here = p->outs - out;
-  const floats bias = p->bias ? NAME(load_first)(p->bias + out, here) : zeros();
+#pragma GCC unroll 2
+  for (int b = 0; b < blocks; b++)
 #pragma GCC unroll 4
-  for (int m = 0; m < rows; m++) {
-    const long place = (row + m) * p->outs + out;
-    floats made = add(sum[m], bias);
-    if (p->onto) made = add(NAME(rounded)(made), NAME(load_first)(p->onto + place, here));
-    NAME(store_first)(p->y + place, here, made);
-  }
+    for (int m = 0; m < rows; m++)
+      NAME(write)(sum[m][b], p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
 }
 
 typedef void (*NAME(quantized_fn))(const NAME(quantized_product) *, long, long);
-#define TILE(m, bits)                                                                                         \
-  static void NAME(quantized_##m##_##bits)(const NAME(quantized_product) * p, long row, long block) {         \
-    NAME(quantized_tile)(p, row, block, m, bits);                                                             \
+#define TILE(m, blocks, bits)                                                                                       \
+  static void NAME(quantized_##m##_##blocks##_##bits)(const NAME(quantized_product) * p, long row, long block) {    \
+    NAME(quantized_tile)(p, row, block, m, blocks, bits);                                                           \
   }
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(1, 8) TILE(2, 8) TILE(3, 8) TILE(4, 8)
+TILE(1, 1, 4) TILE(2, 1, 4) TILE(3, 1, 4) TILE(4, 1, 4) TILE(1, 2, 4)
+TILE(1, 1, 8) TILE(2, 1, 8) TILE(3, 1, 8) TILE(4, 1, 8) TILE(1, 2, 8)
 #undef TILE
 static const NAME(quantized_fn) NAME(quantized_tiles)[2][5] = {
-    {0, NAME(quantized_1_4), NAME(quantized_2_4), NAME(quantized_3_4), NAME(quantized_4_4)},
-    {0, NAME(quantized_1_8), NAME(quantized_2_8), NAME(quantized_3_8), NAME(quantized_4_8)}};
+    {NAME(quantized_1_2_4), NAME(quantized_1_1_4), NAME(quantized_2_1_4), NAME(quantized_3_1_4), NAME(quantized_4_1_4)},
+    {NAME(quantized_1_2_8), NAME(quantized_1_1_8), NAME(quantized_2_1_8), NAME(quantized_3_1_8), NAME(quantized_4_1_8)}};
 
 static void NAME(share_quantized)(void *given) {
   const NAME(quantized_product) *p = given;
   const long blocks = (p->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
-  for (long block = blocks * number / count; block < blocks * (number + 1) / count; block++)
-    for (long row = 0; row < p->rows; row += 4)
-      NAME(quantized_tiles)[p->bits == 8][p->rows - row < 4 ? p->rows - row : 4](p, row, block);
+  const NAME(quantized_fn) *tiles = NAME(quantized_tiles)[p->bits == 8];
+  long block = blocks * number / count;
+  const long stop = blocks * (number + 1) / count;
+  if (p->rows == 1)
+    for (; block + 2 <= stop; block += 2) tiles[0](p, 0, block);
+  for (; block < stop; block++)
+    for (long row = 0; row < p->rows; row += 4) tiles[p->rows - row < 4 ? p->rows - row : 4](p, row, block);
 }
 
 /* y [rows, outs] = x [rows, ins] w^T (+ bias), rounded (+ onto [rows, outs], rounded again); `memory` is for the

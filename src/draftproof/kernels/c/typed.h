@@ -19,6 +19,14 @@ typedef struct {
   long rows, outs, ins;
 } NAME(product);
 
+/* Sixteen sums of a row become outputs: with the bias, rounded, and added to `onto`, where there are these. */
+INLINE void NAME(write)(floats sum, const ELEM *bias, const ELEM *onto, ELEM *y, long row, long outs, long out) {
+  const long place = row * outs + out, here = outs - out;
+  floats made = bias ? add(sum, NAME(load_first)(bias + out, here)) : sum;
+  if (onto) made = add(NAME(rounded)(made), NAME(load_first)(onto + place, here));
+  NAME(store_first)(y + place, here, made);
+}
+
 #if defined(WITH_AMX) && UNIT == 2
 #include "matrix_unit.h"
 #else
@@ -46,17 +54,10 @@ INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int 
     }
   }
 #pragma GCC unroll 4
-  for (int b = 0; b < blocks; b++) {
-    const long out = (block + b) * LANES, here = p->outs - out;
-    const floats bias = p->bias ? NAME(load_first)(p->bias + out, here) : zeros();
+  for (int b = 0; b < blocks; b++)
 #pragma GCC unroll 12
-    for (int m = 0; m < rows; m++) {
-      const long place = (row + m) * p->outs + out;
-      floats made = add(sum[m][b], bias);
-      if (p->onto) made = add(NAME(rounded)(made), NAME(load_first)(p->onto + place, here));
-      NAME(store_first)(p->y + place, here, made);
-    }
-  }
+    for (int m = 0; m < rows; m++)
+      NAME(write)(sum[m][b], p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
 }
 
 /* A function for each number of rows and blocks, so that sums stay in registers. */
