@@ -260,5 +260,11 @@ def test_bad_arguments_and_other_backends_say_what_is_legal(spec, words):
 def test_without_native_layers_it_is_refused(monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
     target = LeanBackend(random_model(transformers.LlamaConfig(**WIDE)), name="llama")
-    with pytest.raises(UserError, match="llama cannot be quantized: quantized products are native"):
+    with pytest.raises(UserError, match="llama cannot be quantized, because its layers are not native"):
         make_drafter("quantized", target=target, draft=None, stopper="fixed:4")
+
+
+def test_heads_that_native_attention_does_not_read_are_refused():
+    target = LeanBackend(random_model(transformers.LlamaConfig(**ROPE)), name="llama")
+    with pytest.raises(UserError, match="legal are models whose heads have a multiple of 16"):
+        make_drafter("quantized:8", target=target, draft=None, stopper="fixed:4")
