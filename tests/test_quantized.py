@@ -105,6 +105,18 @@ def test_inputs_of_any_size_and_zeros(dtype):  # noqa: F811
         assert near(product(x, made) / scale, *(part / scale for part in product_in_float64(x, made)))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_show_in_their_row_alone(value, dtype):  # noqa: F811
+    x, made = drawn(1, 5, 130, dtype=dtype), quantized(drawn(2, 20, 130, dtype=dtype), 4, 32)
+    product = OPERATIONS[dtype].quantized_product
+    whole = product(x, made)
+    x[2, 100] = value
+    found = product(x, made)
+    assert not found[2].isfinite().any()
+    others = [0, 1, 3, 4]
+    assert torch.equal(found[others], whole[others])
+
+
 def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(dtype):  # noqa: F811
     x, made = drawn(1, 11, 576, dtype=dtype), quantized(drawn(2, 400, 576, dtype=dtype), 4, 32)
     product, threads = OPERATIONS[dtype].quantized_product, torch.get_num_threads()
@@ -178,12 +190,24 @@ def drafted(target, bits=4, *, chains=1, length=4):
     return self_drafter(QuantizedModel(target, bits), FixedLength(length), chains=chains)
 
 
+FAMILIES = {
+    "llama, biases": lambda: transformers.LlamaConfig(**WIDE, attention_bias=True, mlp_bias=True),
+    "mistral, a window": lambda: transformers.MistralConfig(**WIDE, sliding_window=7),
+    "qwen2, both kinds of layer": lambda: transformers.Qwen2Config(
+        **WIDE, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**WIDE),
+}
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "chains"), [(4, 1), (8, 1), (4, 3)])
-def test_greedy_output_is_the_targets(bits, chains, dtype):  # noqa: F811
-    target = LeanBackend(random_model(transformers.Qwen3Config(**WIDE)).to(dtype), name="qwen3")
-    prompts, greedy = [[1, 2, 3], [7], [5, 9, 11, 4, 2, 8]], SamplingParams(max_tokens=30, temperature=0)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_output_is_the_targets(family, bits, chains, dtype):  # noqa: F811
+    """Prompts of uneven lengths in one batch, one of them past every window."""
+    target = LeanBackend(random_model(FAMILIES[family]()).to(dtype), name=family)
+    prompts, greedy = [[1, 2, 3], [7], [5, 9, 11, 4, 2, 8] * 7], SamplingParams(max_tokens=30, temperature=0)
     plain = Engine(target).generate(prompts, greedy)
     rule = make_verifier("trie_block" if chains > 1 else "block")
     outs = Engine(target, drafted(target, bits, chains=chains), rule).generate(prompts, greedy)
@@ -266,5 +290,5 @@ def test_without_native_layers_it_is_refused(monkeypatch):
 
 def test_heads_that_native_attention_does_not_read_are_refused():
     target = LeanBackend(random_model(transformers.LlamaConfig(**ROPE)), name="llama")
-    with pytest.raises(UserError, match="legal are models whose heads have a multiple of 16"):
+    with pytest.raises(UserError, match="on backend lean are models whose heads have a multiple of 16"):
         make_drafter("quantized:8", target=target, draft=None, stopper="fixed:4")

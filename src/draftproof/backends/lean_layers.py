@@ -79,8 +79,8 @@ class Lean:
             raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
         if native_layers(self.layers) is None or self.head.layout != "native":
             raise UserError(
-                f"{name} cannot be quantized, because its layers are not native: legal are models whose heads have a "
-                f"multiple of 16 numbers (32 in bfloat16), and DRAFTPROOF_NATIVE must not be 0"
+                f"{name} cannot be quantized, because its layers are not native: legal on backend lean are models "
+                f"whose heads have a multiple of 16 numbers (32 in bfloat16), and DRAFTPROOF_NATIVE must not be 0"
             )
         made = copy.copy(self)
         made.layers = [layer.quantized(bits) for layer in self.layers]

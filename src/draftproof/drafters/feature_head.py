@@ -29,6 +29,8 @@ class FeatureModel(DraftModel):
         UserError: the head was trained for another target, or the temperature or top_k is out of range.
     """
 
+    steady = False  # in the next round it reads the target's states of the tokens that were accepted
+
     def __init__(
         self, target: SlotBackend, net: FeatureNet, *, temperature: float | None = None, top_k: int | None = None
     ) -> None:

@@ -290,7 +290,7 @@ class LayerArguments(ctypes.Structure):
     def work(self, given: AttentionArguments) -> int:
         """Elements of working memory that a layer needs for a pass."""
         heads, tokens = given.heads + given.key_heads, given.rows * given.width
-        inputs = 0
+        inputs = 0  # bytes, which are no fewer elements
         if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
             inputs = quantized_inputs_size(tokens, max(self.size, self.inner, given.heads * given.dim))
         return int(tokens * (self.size + 2 * heads * given.dim + 3 * self.inner) + inputs)
