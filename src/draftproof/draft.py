@@ -47,6 +47,8 @@ class Draft:
         """The draft with its tensors on this device (n-gram drafts, for example, are made on the host)."""
         if self.tree.tokens.device == device:
             return self
+        if not len(self):
+            return Draft.empty(device)
         probs = None if self.probs is None else self.probs.to(device)
         return replace(self, tree=replace(self.tree, tokens=self.tree.tokens.to(device)), probs=probs)
 

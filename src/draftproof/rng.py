@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof.accelerator import sent
 from draftproof.kernels import native
 from draftproof.kernels.choose import fused
 
@@ -102,8 +103,8 @@ def _uniforms(keys: Sequence[int], shape: Sequence[int], device: torch.device) -
     not change it.
     """
     if len(shape) == 1:  # one draw per row, the most common case: the same numbers without tensors
-        return torch.tensor([((key >> 12) + 0.5) * 2.0**-52 for key in keys], dtype=torch.float64, device=device)
-    x = torch.tensor([_signed(k) for k in keys], dtype=torch.int64, device=device)
+        return sent([((key >> 12) + 0.5) * 2.0**-52 for key in keys], device, torch.float64)
+    x = sent([_signed(k) for k in keys], device, torch.int64)
     for size in shape[1:]:
         steps = torch.arange(1, size + 1, dtype=torch.int64, device=device) * _signed(_GOLDEN)
         x = _mix_tensor(x.unsqueeze(-1) + steps)

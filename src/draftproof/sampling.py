@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
 
 _NEVER = -math.inf
@@ -560,7 +560,55 @@ def check_logits(logits: Float[Tensor, "*rows vocab"], what: str) -> None:
     """
     if native.legal(logits):
         return
-    peak = logits.amax(-1)
-    bad = peak[~peak.isfinite()][0].item()
-    problem = "NaN" if math.isnan(bad) else "+inf" if bad > 0 else "no finite value"
-    raise UserError(f"the logits of {what} hold {problem}: legal is finite or -inf, and one finite value in each row")
+    _refuse_peaks(logits.amax(-1).flatten().tolist(), what)
+
+
+def _refuse_peaks(peaks: Sequence[float], what: str) -> None:
+    """Refuse rows of logits by the largest entry of each, which is NaN where any entry is."""
+    bad = next((peak for peak in peaks if not math.isfinite(peak)), None)
+    if bad is not None:
+        problem = "NaN" if math.isnan(bad) else "+inf" if bad > 0 else "no finite value"
+        raise UserError(
+            f"the logits of {what} hold {problem}: legal is finite or -inf, and one finite value in each row"
+        )
+
+
+class LogitsCheck:
+    """`check_logits` for many requests: at once on a CPU, with one copy in `finish` where each look waits for a device.
+
+    Until then a row that is not legal goes through the transforms and the draws like any other: its draws are token ids
+    without meaning.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: list[tuple[int, str, Tensor]] = []
+
+    def add(self, request_id: int, logits: Float[Tensor, "rows vocab"], what: str) -> None:
+        """Check some rows of a request, now or later.
+
+        Raises:
+            RequestError: on a CPU, as `check_logits`.
+        """
+        if logits.device.type == "cpu":
+            with blamed_on(request_id):
+                check_logits(logits, what)
+        else:
+            self._peaks.append((request_id, what, logits.amax(-1)))
+
+    def clear(self) -> None:
+        """Forget rows that nobody looked at, as after a round that failed."""
+        self._peaks.clear()
+
+    def finish(self) -> None:
+        """Look at all rows that were added since the last time; waits for the device.
+
+        Raises:
+            RequestError: of the first request with a row that is not legal.
+        """
+        if not self._peaks:
+            return
+        added, self._peaks = self._peaks, []
+        values = iter(torch.cat([peaks for _, _, peaks in added]).tolist())
+        for request_id, what, peaks in added:
+            with blamed_on(request_id):
+                _refuse_peaks([next(values) for _ in range(peaks.shape[0])], what)

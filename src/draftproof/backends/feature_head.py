@@ -203,11 +203,11 @@ class FeatureBackend:
         self._cache.reserve(layout.plan.horizon)
         out = self._run_net(states, self._embed(layout.ids), layout, self._cache)
         outputs = self._outputs(feeds, out, hidden=hidden)
-        for row, (session, feed, chain) in enumerate(zip(sessions, feeds, layout.chains, strict=True)):
+        for row, (session, feed) in enumerate(zip(sessions, feeds, strict=True)):
             if session.certain == session.length:
                 session.certain += found[row][1]
             session.remember(out[row, : len(feed)])
-            session.read(chain, feed.tree)
+            session.read(feed.tokens, feed.tree)
         return outputs
 
     def _filled(self, part: Tensor | None, size: int) -> Float[Tensor, "tokens dim"]:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.accelerator import sent
 from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import WritePlan
@@ -27,7 +28,7 @@ class Layout:
     def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
         self.feeds = feeds
         self.device = device
-        self.chains = [torch.as_tensor(feed.tokens, dtype=torch.int64, device=device).reshape(-1) for feed in feeds]
+        self.chains = [self._chain(feed, device) for feed in feeds]
         self.plan = WritePlan(
             slots=tuple(feed.session.slot for feed in feeds if isinstance(feed.session, SlotSession)),
             bases=tuple(feed.session.length for feed in feeds),
@@ -36,7 +37,14 @@ class Layout:
         self.width = max(self.plan.widths)
         self.ids = self._pad([self._row_ids(row) for row in range(len(feeds))])
         host = [self._row_positions(feed) for feed in feeds]
-        self.positions = torch.tensor([row + [0] * (self.width - len(row)) for row in host], device=device)
+        self.positions = sent([row + [0] * (self.width - len(row)) for row in host], device)
+
+    @staticmethod
+    def _chain(feed: Feed, device: torch.device) -> Int[Tensor, " tokens"]:
+        """The chain tokens of a feed on the model's device."""
+        if isinstance(feed.tokens, Tensor):
+            return feed.tokens.to(device=device, dtype=torch.int64).reshape(-1)
+        return sent(feed.tokens, device, torch.int64)
 
     @cached_property
     def columns(self) -> list[int]:
@@ -46,7 +54,7 @@ class Layout:
     @cached_property
     def requested(self) -> Int[Tensor, " columns"]:
         """`columns` on the model's device."""
-        return torch.tensor(self.columns, device=self.device)
+        return sent(self.columns, self.device, torch.int64)
 
     def _row_ids(self, row: int) -> Int[Tensor, " tokens"]:
         tree = self.feeds[row].tree
@@ -114,7 +122,7 @@ class Layout:
     @cached_property
     def limits(self) -> Int[Tensor, "rows width"]:
         """`host_limits` on the model's device."""
-        return torch.tensor(self.host_limits, device=self.device)
+        return sent(self.host_limits, self.device)
 
     @cached_property
     def straight(self) -> bool:
@@ -145,7 +153,7 @@ class Layout:
         chain, end = len(feed.tokens), stem + len(whole)
         allowed[chain : len(feed), stem:end] = whole.visible[known:].to(self.device)
         key_positions = key_positions.clone()
-        key_positions[row, stem:end] = torch.tensor([stem - 1 + d for d in whole.depths], device=self.device)
+        key_positions[row, stem:end] = sent([stem - 1 + d for d in whole.depths], self.device)
         return allowed, key_positions
 
 

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.accelerator import sent
+
 _FIRST_CAPACITY = 256
 
 
@@ -76,10 +78,10 @@ class WritePlan:
             source = [row * widest + place for row, place in every]
             padded = len(source) < widest * len(self.slots)
             self._cells[device] = Cells(
-                rows=torch.tensor(self.slots, device=device),
-                slots=torch.tensor([self.slots[row] for row, _ in every], device=device),
-                positions=torch.tensor([self.bases[row] + place for row, place in every], device=device),
-                source=torch.tensor(source, device=device) if padded else None,
+                rows=sent(self.slots, device),
+                slots=sent([self.slots[row] for row, _ in every], device),
+                positions=sent([self.bases[row] + place for row, place in every], device),
+                source=sent(source, device) if padded else None,
             )
         return self._cells[device]
 
@@ -223,7 +225,7 @@ class SlotCache:
     def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
         """Move the entries at `positions` of a slot to base, base + 1, ... in every layer."""
         for buffer in self._buffers():
-            index = torch.tensor(positions, device=buffer.device)
+            index = sent(positions, buffer.device)
             buffer[slot, :, base : base + len(positions)] = buffer[slot].index_select(1, index)
 
 

@@ -96,10 +96,10 @@ class SlotBackend(ABC):
         self._cache.reserve(layout.plan.horizon)
         logits, states = self._compute(layout, hidden=hidden or self._records)
         outputs = layout.split(logits, states)
-        for row, (feed, chain) in enumerate(zip(feeds, layout.chains, strict=True)):
+        for row, feed in enumerate(feeds):
             if self._records and states is not None:
                 feed.session.remember(states[row, : len(feed)])
-            feed.session.read(chain, feed.tree)
+            feed.session.read(feed.tokens, feed.tree)
         return outputs
 
     @abstractmethod

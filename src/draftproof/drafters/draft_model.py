@@ -16,7 +16,7 @@ from draftproof.backends.base import Backend, Session
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
-from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities, shaped
+from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import Stopper
 
 
@@ -31,6 +31,7 @@ class DraftModel:
 
     Attributes:
         changes: the sampling parameters in which the draft differs from the request.
+        checks: of the logits; a drafter calls `finish` when its drafts are made.
 
     Raises:
         UserError: the temperature or top_k is out of range.
@@ -49,6 +50,7 @@ class DraftModel:
             SamplingParams(**self.changes)
         except UserError as cause:
             raise UserError(f"the draft's own {cause}") from None
+        self.checks = LogitsCheck()
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 
@@ -103,7 +105,7 @@ class DraftModel:
                 `draftproof.backends.base.FeedOutput`.
 
         Raises:
-            UserError: logits with NaN, +inf or a row without a finite value.
+            RequestError: logits with NaN, +inf or a row without a finite value; on an accelerator, `checks` says so.
         """
         with blamed_on(request.id):
             return self._rows(request, logits, paths, ids)
@@ -118,7 +120,7 @@ class DraftModel:
         transforms = self._transforms[request.id]
         columns = None if transforms.edits else ids  # without edits, the transforms need only these columns
         fitted = fit_width(logits, self._vocab_size, ids) if columns is None else logits
-        check_logits(fitted, f"the drafter ({self.backend.name})")
+        self.checks.add(request.id, fitted, f"the drafter ({self.backend.name})")
         if columns is not None:
             narrow = shaped(fitted.to(torch.promote_types(fitted.dtype, torch.float32)), transforms.params)
             return native.spread(narrow, columns, self._vocab_size)

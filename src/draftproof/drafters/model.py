@@ -70,6 +70,7 @@ class ModelDrafter(ModelBacked):
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter; each step is one forward pass of the draft model, for the rows that are still drafting."""
         self.stopper.begin([request.id for request in requests])
+        self.model.checks.clear()
         chains = [self._open(row, request) for row, request in enumerate(requests)]
         active = [chain for chain in chains if chain.open]
         sessions = {chain.row: self.model.session(chain.request) for chain in active}
@@ -87,6 +88,7 @@ class ModelDrafter(ModelBacked):
             active = [chain for chain in active if chain.open]
             feeds = [Feed(sessions[chain.row], chain.tokens[-1].reshape(1)) for chain in active]
         self._judge(queued)
+        self.model.checks.finish()
         return [chain.draft(self.model.backend.device) for chain in chains]
 
     def _open(self, row: int, request: DraftRequest) -> _Chain:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.accelerator import sent
 from draftproof.backends.base import Feed, FeedOutput, Session, unread
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
@@ -74,7 +75,7 @@ class _DraftTree:
         """The finished draft."""
         if not self.tokens:
             return Draft.empty(device)
-        tree = TokenTree(torch.tensor(self.tokens, device=device), tuple(self.parents))
+        tree = TokenTree(sent(self.tokens, device), tuple(self.parents))
         return Draft(tree, torch.stack(self.probs), tuple(self.draws))
 
 
@@ -121,6 +122,7 @@ class SampledTreeDrafter(ModelBacked):
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter; each level is one forward pass of the draft model, for the rows that are still drafting."""
         self.stopper.begin([request.id for request in requests], self.most)
+        self.model.checks.clear()
         trees = [self._open(row, request) for row, request in enumerate(requests)]
         active = [tree for tree in trees if tree.limit > 0]
         feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in active]
@@ -131,6 +133,7 @@ class SampledTreeDrafter(ModelBacked):
             depth += 1
             active = [tree for tree in active if tree.frontier and depth < tree.limit]
             feeds = [self._feed(tree) for tree in active]
+        self.model.checks.finish()
         return [tree.draft(self.model.backend.device) for tree in trees]
 
     def _open(self, row: int, request: DraftRequest) -> _DraftTree:
@@ -141,7 +144,7 @@ class SampledTreeDrafter(ModelBacked):
     def _feed(self, tree: _DraftTree) -> Feed:
         """The new level, including nodes without children, because parents are numbers of slots."""
         known = len(tree.session.tail)
-        tokens = torch.tensor(tree.tokens[known:], device=self.model.backend.device)
+        tokens = sent(tree.tokens[known:], self.model.backend.device)
         return Feed(tree.session, (), TokenTree(tokens, tuple(tree.parents[known:]), known))
 
     def _counts(self, tree: _DraftTree, depth: int) -> list[int]:
@@ -187,7 +190,7 @@ class SampledTreeDrafter(ModelBacked):
         self, active: Sequence[_DraftTree], outputs: Sequence[FeedOutput], new: Sequence[tuple[_DraftTree, int]]
     ) -> DraftStep:
         """The new nodes as the stopper sees them, with the model's output at their parents."""
-        tokens = torch.tensor([tree.tokens[node] for tree, node in new], device=self.model.backend.device)
+        tokens = sent([tree.tokens[node] for tree, node in new], self.model.backend.device)
         made = {id(tree): output for tree, output in zip(active, outputs, strict=True)}
         places = {id(tree): {node: place for place, node in enumerate(tree.rows)} for tree in active}
         above = [(made[id(tree)], places[id(tree)][tree.parents[node]]) for tree, node in new]

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.accelerator import finish
 from draftproof.backends.base import Backend, Feed, FeedOutput, unread
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter
@@ -25,7 +26,7 @@ from draftproof.engine.stats import Seconds
 from draftproof.errors import RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.rng import CounterRoundRng, Purpose, RoundRng, fold
-from draftproof.sampling import SamplingParams, check_logits, probabilities
+from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
 
@@ -47,6 +48,9 @@ class DecodingLoop:
         max_batch: requests decoded together; further ones wait.
         default_params: sampling parameters of requests without their own.
         round_rng: makes a round's randomness from the rows' seeds and rounds; tests pass an EnumeratingRng.
+
+    Attributes:
+        waits: whether each part of a round waits for the device, so that its time is its own; rounds take longer then.
 
     Raises:
         UserError: drafter and verifier do not fit together, or the target cannot do what they need.
@@ -76,6 +80,7 @@ class DecodingLoop:
         self._lock = threading.RLock()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self.waits = False
         self._refuse_impossible()
 
     def _refuse_impossible(self) -> None:
@@ -220,20 +225,28 @@ class DecodingLoop:
     def _round(self, rows: list[Request]) -> None:
         start, seconds = time.perf_counter(), Seconds()
         rng = self._round_rng([row.seed for row in rows], [row.round for row in rows])
-        with seconds.measure("draft"):
+        with seconds.measure("draft", self._finish):
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             drafts = [draft.to(self.target.device) for draft in self.drafter.propose(requests, rng)]
-        with seconds.measure("target"):
+        with seconds.measure("target", self._finish):
             outputs = self.target.forward([self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)])
         with seconds.measure("verify"):
-            target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
+            checks = LogitsCheck()
+            target_probs = [self._target_probs(*row, checks) for row in zip(rows, drafts, outputs, strict=True)]
             states = [row.verifier_state for row in rows]
-            verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
+            try:
+                verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
+            finally:
+                checks.finish()  # after the rule, whose own copy has waited for the device; it explains a rule's error
         for each in zip(rows, drafts, outputs, verdicts, strict=True):
             self._commit(*each)
         seconds.total = time.perf_counter() - start
         for row in rows:
             row.stats.seconds.add(seconds)
+
+    def _finish(self) -> None:
+        if self.waits:
+            finish(self.target.device)
 
     def _commit(self, row: Request, draft: Draft, output: FeedOutput, verdict: Verdict) -> None:
         self.drafter.observe(row.id, draft.depth, len(verdict.path))
@@ -271,9 +284,11 @@ class DecodingLoop:
         assert row.session is not None, "running requests have a session"
         return Feed(row.session, unread(row.session, row.tokens), draft.tree if len(draft) else None)
 
-    def _target_probs(self, row: Request, draft: Draft, output: FeedOutput) -> Float[Tensor, "rows vocab"]:
+    def _target_probs(
+        self, row: Request, draft: Draft, output: FeedOutput, checks: LogitsCheck
+    ) -> Float[Tensor, "rows vocab"]:
+        checks.add(row.id, output.logits, f"the target ({self.target.name})")
         with blamed_on(row.id):
-            check_logits(output.logits, f"the target ({self.target.name})")
             outputs, paths = row.contexts(draft)
             return probabilities(output.logits, row.transforms, outputs, paths)
 
