@@ -25,7 +25,7 @@ from helpers import embedded_model
 def quick_hardware(monkeypatch):
     """The machine is not measured: it reads a gigabyte a second and computes a gigaflop."""
     for module in (forward, round_module):
-        monkeypatch.setattr(module, "bandwidth", lambda: 1e9)
+        monkeypatch.setattr(module, "bandwidth", lambda **_: 1e9)
     monkeypatch.setattr(round_module, "product_rate", lambda _: 1e9)
 
 

@@ -201,6 +201,7 @@ def _rounds(engine: DecodingLoop, drafter: ModelBacked, shape: tuple[int, int], 
     If the context ends before the warm-up, only the first two rounds are left out.
     """
     loop = engine.sibling(drafter.with_stopper(_ConstantShape(*shape)))
+    loop.waits = True
     width = engine.target.vocab_size
     requests = []
     for row in range(rows):

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from draftproof import models
+from draftproof.accelerator import finish
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.loading import Loaded, load_backend
+from draftproof.backends.loading import Loaded, load_backend, parse_device
 from draftproof.drafters.base import DraftRequest
 from draftproof.engine.registry import make_drafter
 from draftproof.errors import UserError, refuse_below_one
@@ -85,9 +86,9 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
     Raises:
         UserError: a model that cannot be loaded, or a context too short for the shapes.
     """
-    facts = run_facts()
+    device = parse_device(None)  # where models are loaded
+    facts, read = run_facts(device), bandwidth(device=device)
     tokens = _context(options)
-    read = bandwidth()
     rows: list[dict[str, Any]] = []
     with watch("measuring", len(options.dtypes) * (options.repeats + WARM_UP), 0) as tick:
         for number, dtype in enumerate(options.dtypes):
@@ -104,6 +105,7 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
                         pending = unread(sessions[name], tokens)
                         start = time.perf_counter()
                         backend.forward([Feed(sessions[name], pending, tree)])
+                        finish(backend.device)
                         if repeat >= 0:
                             found[name, shape].append(time.perf_counter() - start)
                 for shape, text in prompts.items():
@@ -111,6 +113,7 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
                         session = backend.open()
                         start = time.perf_counter()
                         backend.forward([Feed(session, text)])
+                        finish(backend.device)
                         if repeat >= 0:
                             found[name, shape].append(time.perf_counter() - start)
                         session.close()

@@ -8,17 +8,26 @@ from typing import NamedTuple
 
 import torch
 
+from draftproof.accelerator import finish
 from draftproof.backends.loading import load_backend
 
+_CPU = torch.device("cpu")
 
-def bandwidth(size: int = 2**28, repeats: int = 10) -> float:
+
+def bandwidth(size: int = 2**28, repeats: int = 10, device: torch.device | str = "cpu") -> float:
     """Bytes read from memory per second: the best of several sums and products over more bytes than fit into a cache.
 
     Which of the two is the faster one differs between processors.
+
+    Args:
+        size: bytes that are read.
+        repeats: of each.
+        device: whose memory is read.
     """
-    data = torch.ones((1024, size // 4096))
-    vector = torch.ones(data.shape[1])
-    return data.nbytes / min(_fastest(call, repeats) for call in (data.sum, lambda: data @ vector))
+    data = torch.ones((1024, size // 4096), device=device)
+    vector = torch.ones(data.shape[1], device=device)
+    calls = (data.sum, lambda: data @ vector)
+    return data.nbytes / min(_fastest(call, repeats, data.device) for call in calls)
 
 
 def product_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 8) -> float:
@@ -27,11 +36,13 @@ def product_rate(dtype: torch.dtype, size: int = 2048, repeats: int = 8) -> floa
     return 2 * size**3 / _fastest(lambda: a @ b, repeats)
 
 
-def _fastest(call: Callable[[], object], repeats: int) -> float:
+def _fastest(call: Callable[[], object], repeats: int, device: torch.device = _CPU) -> float:
     seconds = []
     for _ in range(repeats):
+        finish(device)
         start = time.perf_counter()
         call()
+        finish(device)
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
