@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.layout import Layout
-from draftproof.backends.slot_cache import SlotCache, WritePlan
+from draftproof.backends.slot_cache import WritePlan
 from draftproof.kernels import native
 from draftproof.kernels.operations import AttentionArguments, Operations, PassMask
 
@@ -46,15 +46,15 @@ class Pass:
     Attributes:
         rows, width: of the padded feeds; hidden states are [rows * width, dim].
         cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`.
-        cache, plan: where keys and values are written.
+        cache, plan: where keys and values are written: a slot cache, or what has its `write` and needs no plan.
     """
 
     rows: int
     width: int
     cos: Tensor
     sin: Tensor
-    cache: SlotCache
-    plan: WritePlan
+    cache: Any
+    plan: WritePlan | None
 
 
 @runtime_checkable

@@ -1,10 +1,10 @@
-"""The lean forward as one compiled program: torch.compile with the weights frozen into it.
+"""The lean forward as one program: torch.compile with the weights frozen into it on a CPU, CUDA graphs on CUDA.
 
-On a CPU the compiler packs the weights and fuses the operations between two products; on CUDA it makes graphs, which is
-not tested yet. Compiling takes about a minute when a model is loaded, and again at the first batch of single tokens and
-the first batch of several. Wide passes (prompts), and rows that are not neighbours in the cache, are read by the lean
-forward without compilation, on plain weights, which are kept beside the program's own. docs/log.md has its speed: it
-gains little on a CPU.
+On a CPU the compiler packs the weights and fuses the operations between two products. That takes about a minute when a
+model is loaded, and again at the first batch of single tokens and the first batch of several. docs/log.md has its
+speed: it gains little. On CUDA nothing is compiled: the launches of the layers are recorded for each shape (`graphs`),
+which has never run on a device. Wide passes (prompts), and rows that are not neighbours in the cache, are read by the
+lean forward, on plain weights; on a CPU these are kept beside the program's own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.accelerator import sent
 from draftproof.backends.attention import Pass
 from draftproof.backends.base import Feed
+from draftproof.backends.graphs import Graphs
 from draftproof.backends.layout import Layout
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.lean_layers import Lean
@@ -35,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class CompiledBackend(LeanBackend):
-    """A transformers model of the Llama family, whose lean forward is compiled when it is loaded.
+    """A transformers model of the Llama family, whose lean forward is compiled or recorded when it is loaded.
 
     Args:
         model: as for LeanBackend.
@@ -55,8 +57,10 @@ class CompiledBackend(LeanBackend):
 
     def _get_ready(self) -> None:
         """Compile now, so that the first request need not wait."""
-        self._program = Program(self.lean, bucket=1 if self.device.type == "cpu" else _BUCKET)
-        _log.info("compiling the forward pass of %s: a minute or two", self.name)
+        records = self.device.type == "cuda"
+        self._program = Program(self.lean, bucket=_BUCKET if records else 1, records=records)
+        if not records:
+            _log.info("compiling the forward pass of %s: a minute or two", self.name)
         start, session = time.perf_counter(), self.open()
         try:
             self.forward([Feed(session, [0])])  # nothing is cached yet: by the lean forward
@@ -64,13 +68,14 @@ class CompiledBackend(LeanBackend):
         except UserError:
             raise
         except Exception as cause:
+            failed = "CUDA cannot record" if records else "torch.compile cannot compile"
+            needs = "" if records else ": it needs a C++ compiler"
             raise UserError(
-                f"torch.compile cannot compile {self.name} here ({reason(cause)}): it needs a C++ compiler on a CPU "
-                "and Triton on CUDA; legal is backend lean, which needs neither"
+                f"{failed} {self.name} here ({reason(cause)}){needs}; legal is backend lean, which does without"
             ) from cause
         finally:
             session.close()
-        _log.info("compiled in %.0f s", time.perf_counter() - start)
+        _log.info("%s in %.0f s", "recorded" if records else "compiled", time.perf_counter() - start)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         ready = layout.width <= WIDEST and layout.plan.contiguous
@@ -110,17 +115,19 @@ class _Buffers:
 
 
 class Program:
-    """The compiled pass over narrow feeds.
+    """The compiled or recorded pass over narrow feeds.
 
     Args:
-        lean: the lean forward to compile, with plain weights.
+        lean: the lean forward, with plain weights.
         bucket: horizons are rounded up to a multiple of this.
+        records: whether passes are recorded as CUDA graphs; else they are compiled.
     """
 
-    def __init__(self, lean: Lean, *, bucket: int) -> None:
+    def __init__(self, lean: Lean, *, bucket: int, records: bool = False) -> None:
         self._lean = lean
         self._bucket = bucket
-        self._run = _compile(lean)
+        self._records = records
+        self._run: Callable[..., tuple[Tensor, ...]] = Graphs(_pass_of(lean)) if records else _compile(lean)
 
     def __call__(
         self, layout: Layout, cache: SlotCache
@@ -131,8 +138,9 @@ class Program:
         """
         plan, device = layout.plan, layout.device
         rows, width = layout.ids.shape
-        spread = 2 if rows * width == 1 else width  # a single token would be another program, and no faster
-        bases = torch.tensor(plan.bases, device=device).unsqueeze(1)
+        # a single token would be another program, and no faster
+        spread = 2 if rows * width == 1 and not self._records else width
+        bases = sent(plan.bases, device).unsqueeze(1)
         horizon = -(-plan.horizon // self._bucket) * self._bucket
         cache.reserve(max(horizon, max(plan.bases) + spread))
         views = cache.views(plan.slots[0], rows)
@@ -143,6 +151,9 @@ class Program:
         masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.now().items()}
         cos, sin = self._lean.rope(positions, plan.horizon)
         slots = torch.arange(rows, device=device).repeat_interleave(spread)
+        if self._records:
+            logits, states = self._run(ids, cos, sin, masks, slots, places, *views)
+            return logits.view(rows, spread, -1), states.view(rows, spread, -1)
         _mark_dynamic(*((each, (0,)) for each in (ids, cos, sin, places, slots)))
         _mark_dynamic(*((mask, (0, 2, 3)) for mask in masks.values()))
         _mark_dynamic(*((view, (0, 2)) for store in views for view in store))
@@ -166,7 +177,13 @@ def _mark_dynamic(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
 
 
 def _compile(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The layers as a function of tensors only; their weights, found in a closure, are frozen into the program."""
+    """The pass compiled; its weights, found in a closure, are frozen into the program."""
+    made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_pass_of(lean), options={"freezing": True})
+    return made
+
+
+def _pass_of(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The layers as a function of tensors only."""
 
     def run(
         ids: Tensor,
@@ -179,16 +196,12 @@ def _compile(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
         values: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         rows, _, _, horizon = next(iter(masks.values())).shape
-        buffers: Any = _Buffers(keys, values, slots, places, horizon)
-        plan: Any = None
-        at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, plan)
+        buffers = _Buffers(keys, values, slots, places, horizon)
+        at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, None)
         x = F.embedding(ids, lean.embed.weight)
         for layer in lean.layers:
             x = layer(x, at, masks[layer.kind])
         states = lean.norm(x)
         return lean.head(states), states
 
-    on_cpu = lean.embed.weight.device.type == "cpu"
-    options: dict[str, Any] = {"freezing": True} if on_cpu else {"triton.cudagraphs": True}
-    made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(run, options=options)
-    return made
+    return run

@@ -19,7 +19,8 @@ BACKENDS = {
     "auto": "lean where the model has a lean forward, else hf",
     "hf": "transformers' own forward pass",
     "lean": "ours, for the Llama family: Llama, Mistral, Qwen2, Qwen3",
-    "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains)",
+    "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
+    "on CUDA lean by CUDA graphs",
 }
 
 Loaded = HFBackend | LeanBackend

@@ -1,0 +1,109 @@
+"""CUDA graphs of a function of tensors: its launches are recorded once for each shape, and then started by one call.
+
+The layers of a model are hundreds of launches for each token, and the host needs longer for them than the device. None
+of this has run on a device yet; the tests record and replay on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 64  # graphs kept; the one that was used least recently is dropped
+_WARM_UP = 2  # calls before a recording: libraries set themselves up in the first ones, which a recording cannot hold
+
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """A recording.
+
+    Attributes:
+        inputs: the tensors that it reads.
+        outputs: the tensors that it writes.
+        replay: runs it.
+    """
+
+    inputs: Sequence[Tensor]
+    outputs: tuple[Tensor, ...]
+    replay: Callable[[], None]
+
+
+class Graphs:
+    """A function of tensors as CUDA graphs, one for each set of shapes and of buffers.
+
+    Args:
+        run: takes `ids, cos, sin, masks, slots, places, keys, values`, as `compiled.Program` passes them. It may write
+            to keys and values only, the same whenever it is repeated, and may not wait for the device.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._kept: OrderedDict[object, _Graph] = OrderedDict()
+        self._pool: Any = None
+
+    def __call__(
+        self,
+        ids: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        masks: Mapping[str, Tensor],
+        slots: Tensor,
+        places: Tensor,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+    ) -> tuple[Tensor, ...]:
+        """What the function returns, in memory of its own; recorded at the first call with these shapes and buffers."""
+        given, kinds = [ids, cos, sin, slots, places, *masks.values()], tuple(masks)
+        # A recording holds addresses. Buffers that grow move; where a shape comes back to an address, so does its use.
+        buffers = tuple((each.data_ptr(), each.shape) for each in (*keys, *values))
+        key = (kinds, buffers, tuple((each.shape, each.dtype) for each in given))
+        graph = self._kept.pop(key, None) or self._recorded(given, kinds, keys, values)
+        self._kept[key] = graph
+        if len(self._kept) > MOST:
+            self._kept.popitem(last=False)
+        for mine, each in zip(graph.inputs, given, strict=True):
+            mine.copy_(each)
+        graph.replay()
+        return tuple(each.clone() for each in graph.outputs)
+
+    def _recorded(
+        self, given: Sequence[Tensor], kinds: Sequence[str], keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> _Graph:
+        mine = [each.clone() for each in given]
+
+        def again() -> tuple[Tensor, ...]:
+            ids, cos, sin, slots, places, *masks = mine
+            return self._run(ids, cos, sin, dict(zip(kinds, masks, strict=True)), slots, places, keys, values)
+
+        if self._pool is None:
+            self._pool = new_pool()
+        outputs, replay = record(again, self._pool)
+        return _Graph(mine, outputs, replay)
+
+
+def new_pool() -> Any:
+    """Memory that all recordings share: they never run at the same time, and outputs are copied."""
+    return torch.cuda.graph_pool_handle()
+
+
+def record(run: Callable[[], tuple[Tensor, ...]], pool: Any) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    """Record a function without arguments; returns the tensors that a replay fills, and the replay."""
+    here = torch.cuda.current_stream()
+    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    aside.wait_stream(here)
+    with torch.cuda.stream(aside):
+        for _ in range(_WARM_UP):
+            run()
+    here.wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    # Another thread may do what a recording of its own could not hold.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = run()
+    return outputs, graph.replay

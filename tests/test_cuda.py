@@ -1,0 +1,152 @@
+"""On a CUDA device: texts, graphs, kernels and draws against transformers and the CPU. Without a device: skipped.
+
+`pytest -m cuda` runs these tests alone. tests/test_pretended_cuda.py is about the same code without a device.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftproof import Engine, SamplingParams
+from draftproof.backends.base import Feed
+from draftproof.backends.compiled import CompiledBackend
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.lean import LeanBackend
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.rng import TorchRng
+from helpers import CONFIGS, embedded_model, random_model
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
+PROMPTS = [[3, 4, 5], [7], list(range(20, 60)), [9, 8, 40, 77, 2, 1, 5, 6]]
+TOKENS = 32
+NEAR = 1e-3  # logits this near may change places between two ways to add up the same numbers
+
+
+def generated(model, ids):
+    """Greedy tokens of transformers' own generation."""
+    prompt = torch.tensor([ids], device=model.device)
+    made = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=TOKENS,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return made[0, len(ids) :].tolist()
+
+
+@functools.cache
+def expected(family):
+    """A model on the device and transformers' continuations of the prompts."""
+    model = random_model(CONFIGS[family]()).cuda()
+    return model, [generated(model, ids) for ids in PROMPTS]
+
+
+def assert_same(model, prompts, found, wanted):
+    """Equal tokens, up to the first place where the two best logits are the same to rounding."""
+    for ids, mine, theirs in zip(prompts, found, wanted, strict=True):
+        if mine == theirs:
+            continue
+        place = next(i for i, (one, other) in enumerate(zip(mine, theirs, strict=True)) if one != other)
+        with torch.inference_mode():
+            rows = model(torch.tensor([[*ids, *theirs[:place]]], device=model.device), use_cache=False).logits
+        best, second = rows[0, -1].float().topk(2).values.tolist()
+        assert best - second < NEAR, (
+            f"token {place} of {len(theirs)} differs, and the best logit leads by {best - second}"
+        )
+
+
+def texts(engine, prompts, params):
+    return [list(output.token_ids) for output in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram:4", "early_exit:1", "early_exit:1x3"])
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [(family, "hf") for family in CONFIGS]
+    + [(family, kind) for family in ("llama", "qwen2", "qwen3", "mistral") for kind in ("lean", "compiled")],
+)
+def test_greedy_text_is_that_of_transformers(family, backend, drafter):
+    model, wanted = expected(family)
+    target = BACKENDS[backend](random_model(CONFIGS[family]()).cuda(), name=family)
+    part = make_drafter(drafter, target=target, draft=None, stopper="fixed:3")
+    engine = Engine(target, part, make_verifier("trie_block" if part.branching else "block"))
+    found = texts(engine, PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
+    assert_same(model, PROMPTS, found, wanted)
+
+
+PAIRS = [
+    *[("model", rule) for rule in ("block", "token", "greedy_block", "match")],
+    *[(drafter, rule) for drafter in ("chains:3", "tree:3x2") for rule in ("trie_block", "spectr", "multi_round")],
+    ("chains:3", "traversal"),
+]
+
+
+@pytest.mark.parametrize(("drafter", "verifier"), PAIRS)
+@pytest.mark.parametrize("backend", ["lean", "compiled"])
+def test_the_embedded_pair_keeps_the_text(drafter, verifier, backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    options = {"dtype": "float32", "device": "cuda", "backend": backend}
+    plain = Engine.load("embedded:target", **options)
+    engine = Engine.load(
+        "embedded:target", "embedded:draft", drafter=drafter, verifier=verifier, stopper="fixed:3", **options
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    assert_same(embedded_model("target").cuda(), PROMPTS, texts(engine, PROMPTS, greedy), texts(plain, PROMPTS, greedy))
+    drawn = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=TOKENS, ignore_eos=True)
+    together = texts(engine, PROMPTS, drawn)
+    assert together == [texts(engine, [ids], drawn)[0] for ids in PROMPTS]  # a seed's text does not depend on a batch
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("backend", ["hf", "lean", "compiled"])
+def test_half_precision_is_near_float32(dtype, backend):
+    made = BACKENDS[backend](random_model(CONFIGS["qwen3"](), dtype=getattr(torch, dtype)).cuda())
+    plain = HFBackend(random_model(CONFIGS["qwen3"](), dtype=getattr(torch, dtype)).float())
+    rows = []
+    for each in (made, plain):
+        session = each.open()
+        each.forward([Feed(session, PROMPTS[2])])
+        rows.append(each.forward([Feed(session, [5])])[0].logits.float().cpu())
+    assert (rows[0] - rows[1]).norm() < 0.05 * rows[1].norm()
+
+
+def test_a_round_of_graphs_copies_nothing_that_waits():
+    backend = CompiledBackend(random_model(CONFIGS["llama"]()).cuda())
+    session = backend.open()
+    for token in range(4):
+        backend.forward([Feed(session, [token])])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        backend.forward([Feed(session, [5])])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_draws_are_those_of_the_cpu():
+    weights = torch.rand(64, 5000, generator=torch.Generator().manual_seed(1)) ** 8
+    here, there = TorchRng(3).categorical(weights), TorchRng(3).categorical(weights.cuda())
+    assert (here == there.cpu()).float().mean() > 0.98  # sums in another order may give the neighbour
+
+
+def test_the_kernels_run_compiled():
+    """tests/test_kernels.py in a process of its own, since Triton decides once whether it compiles or interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_kernels.py"],
+        cwd=Path(__file__).parent,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
