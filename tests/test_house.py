@@ -13,7 +13,7 @@ PACKAGE = Path(draftproof.__file__).parent
 ROOT = PACKAGE.parent.parent
 # Lower floors first; a module may import from its own floor and below.
 FLOORS = (
-    {"_version", "errors", "embedded"},
+    {"_version", "errors", "embedded", "accelerator"},
     {"files", "tree", "kernels"},
     {"rng", "progress", "peak"},
     {"draft", "sampling", "heads", "models", "tokenization", "fast_tokenizer"},

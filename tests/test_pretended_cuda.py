@@ -1,5 +1,9 @@
 """What CUDA adds to the CPU's path, on a pretended device: tensors in their places, few waits, passes from graphs."""
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -280,6 +284,21 @@ def test_measured_passes_wait_for_the_device(device, monkeypatch):
 
 def test_native_operations_are_for_the_cpu(device):
     assert native.operations(OnDevice(torch.zeros(2))) is None
+
+
+def test_the_script_that_measures_runs(tmp_path, monkeypatch):
+    where = Path(__file__).parent.parent / "scripts" / "measure_cuda.py"
+    script = runpy.run_path(str(where))
+    script["BACKENDS"].pop("compiled")  # it compiles for a minute
+    command = [str(where), str(tmp_path / "out"), "--small", "--device", "cpu", "--tokens", "4", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setenv("DRAFTPROOF_TRITON", "0")
+    script["main"]()
+    page = (tmp_path / "out.md").read_text()
+    assert "| transformers |" in page
+    assert "| lean | 9 |" in page
+    assert "4 of 4" in page
+    assert "failed" not in page
 
 
 # --- the pretended device itself --------------------------------------------------------------------------------------

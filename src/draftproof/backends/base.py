@@ -53,6 +53,8 @@ class Session:
     @property
     def tokens(self) -> list[int]:
         """Token ids read so far, slot by slot; tokens on an accelerator are copied when first needed."""
+        if not self._fresh:
+            return self._tokens
         for here, parts in itertools.groupby(self._fresh, lambda part: isinstance(part, list)):
             group: list[Any] = list(parts)
             if here:

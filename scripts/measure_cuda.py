@@ -1,0 +1,268 @@
+"""Measure the CUDA path: kernels against torch, plain decoding against transformers, the cost of wider passes.
+
+    python scripts/measure_cuda.py docs/results/cuda                 everything, in about eight minutes
+    python scripts/measure_cuda.py OUT --small --device cpu          tiny models, to see that the script runs
+
+Models have random weights, made on the device. What is compared takes turns in one process, every time ends with a wait
+for the device, and the tables have ratios to the same turn's base. It writes OUT.md and OUT.json.
+"""
+
+import argparse
+import functools
+import os
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+from draftproof import SamplingParams
+from draftproof.accelerator import finish
+from draftproof.backends.base import Feed
+from draftproof.backends.compiled import CompiledBackend
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.lean import LeanBackend
+from draftproof.engine.loop import DecodingLoop
+from draftproof.functional import chain, coupling
+from draftproof.kernels import choose
+from draftproof.provenance import run_facts
+from draftproof.results import Results, median_and_range, table
+from draftproof.rng import inverse_cdf
+from draftproof.tree import TokenTree
+
+BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
+WIDTHS = (1, 5, 9)
+Calls = Mapping[Any, Callable[[], object]]
+Seconds = dict[Any, list[float]]  # of each turn
+SHAPES = {
+    "1.5 B, as Qwen2": lambda: transformers.Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    ),
+    "8 B, as Llama 3": lambda: transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    ),
+}
+SMALL = {
+    "tiny, as Qwen2": lambda: transformers.Qwen2Config(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+}
+
+
+def turns(calls: Calls, repeats: int, device: torch.device) -> Seconds:
+    """Seconds of each call in each turn, after one turn that warms up."""
+    found = {name: [] for name in calls}
+    for repeat in range(repeats + 1):
+        for name, call in calls.items():
+            finish(device)
+            start = time.perf_counter()
+            call()
+            finish(device)
+            if repeat:
+                found[name].append(time.perf_counter() - start)
+    return found
+
+
+def over(found: Seconds, name: Any, base: Any) -> str:
+    """Speed relative to the base, turn by turn: the median with the smallest and largest."""
+    return median_and_range([theirs / mine for mine, theirs in zip(found[name], found[base], strict=True)])
+
+
+def with_kernels(value: str, call: Callable[[], object]) -> Callable[[], object]:
+    """The call with DRAFTPROOF_TRITON set."""
+
+    def made() -> object:
+        os.environ[choose.VARIABLE] = value
+        try:
+            return call()
+        finally:
+            os.environ[choose.VARIABLE] = "0"
+
+    return made
+
+
+def kernels(
+    vocabs: Sequence[int], rows: Sequence[int], repeats: int, device: torch.device
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Every function that a kernel stands in for, by torch and by its kernel."""
+    cells, figures = [], []
+    for vocab in vocabs:
+        for count in rows:
+            p, q = (torch.rand(count, 5, vocab, device=device).pow(8) for _ in range(2))
+            p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+            tokens = q[:, :4].argmax(-1)
+            scale = torch.rand(count, 4, device=device, dtype=torch.float64)
+            kept = torch.arange(count, device=device) % 5
+            size = torch.full((count,), 4, device=device)
+            functions = {
+                "surplus_mass": lambda a=(p[:, 1:], q[:, 1:], scale): chain.surplus_mass(*a),
+                "bonus_weights": lambda a=(p, q[:, :4], tokens, kept, size, scale[:, 0]): chain.bonus_weights(*a),
+                "capped_mass": lambda a=(p[:, 0], q[:, 0], scale[:, 0] * 4): coupling.capped_mass(*a),
+                "kseq_gamma": lambda a=(p[:, 0], q[:, 0], 4): coupling.kseq_gamma(*a),
+                "inverse_cdf": lambda a=(p[:, 0], scale[:, 0]): inverse_cdf(*a),
+            }
+            for name, call in functions.items():
+                ways = {"torch": with_kernels("0", call)}
+                if device.type == "cuda" and choose.installed():
+                    ways["kernel"] = with_kernels("1", call)
+                found = turns(ways, repeats, device)
+                figures.append({"function": name, "vocab": vocab, "rows": count, "seconds": found})
+                micro = [f"{1e6 * median(seconds):.0f}" for seconds in found.values()]
+                cells.append((name, vocab, count, *micro, over(found, "kernel", "torch") if len(found) > 1 else "-"))
+    heads = (
+        "function",
+        "V",
+        "rows",
+        "torch, µs",
+        *(("kernel, µs",) if len(cells[0]) == 6 else ()),
+        "kernel over torch",
+    )
+    return table(heads, cells), figures
+
+
+def model_of(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """A model with random weights, always the same ones, made where it runs."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    made.generation_config.eos_token_id = None
+    return made
+
+
+def generate(model: Any, ids: list[int], tokens: int) -> list[int]:
+    """Greedy tokens of transformers' own generation."""
+    prompt = torch.tensor([ids], device=model.device)
+    options = {"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0}
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, len(ids) :].tolist()
+
+
+def launches(call: Callable[[], object], device: torch.device) -> tuple[int | None, float | None]:
+    """Launches of a call and the milliseconds that the device works for it; None without a device."""
+    if device.type != "cuda":
+        return None, None
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as seen:
+        call()
+        finish(device)
+    own = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return len(own), sum(event.time_range.elapsed_us() for event in own) / 1000
+
+
+def decoding(
+    name: str, config: Any, options: argparse.Namespace, device: torch.device
+) -> tuple[list[str], dict[str, Any]]:
+    """Plain decoding of one model by transformers and by each backend, and passes of several widths."""
+    dtype = torch.float32 if options.small else torch.bfloat16
+    plain = model_of(config, dtype, device)
+    ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(1)).tolist()
+    expected = generate(plain, ids, options.tokens)
+    params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
+    calls, backends, same, lines = {"transformers": lambda: generate(plain, ids, options.tokens)}, {}, {}, []
+    for kind, make in BACKENDS.items():
+        try:
+            model = plain if kind == "hf" else model_of(config, dtype, device)
+            backends[kind] = make(model, name=name, check=kind != "hf")
+            loop = DecodingLoop(backends[kind])
+            made = loop.generate([ids], params)[0].token_ids
+        except Exception as error:  # noqa: BLE001 - the others are measured all the same
+            traceback.print_exc()
+            lines += [f"- {kind} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"]
+            backends.pop(kind, None)
+            continue
+        same[kind] = next((i for i, (a, b) in enumerate(zip(made, expected, strict=True)) if a != b), len(expected))
+        calls[kind] = functools.partial(loop.generate, [ids], params)
+    found = turns(calls, options.repeats, device)
+    cells = [
+        (
+            kind,
+            f"{options.tokens / median(found[kind]):.1f}",
+            over(found, kind, "transformers"),
+            "-" if kind == "transformers" else f"{same[kind]} of {options.tokens}",
+        )
+        for kind in calls
+    ]
+    lines += table(("way", "tokens a second", "over transformers", "equal tokens at the beginning"), cells)
+    found_wide, rows = passes(backends, ids, 5 * options.repeats, device)
+    return [*lines, "", *rows], {"decoding": found, "passes": found_wide, "equal": same}
+
+
+def passes(
+    backends: Mapping[str, Any], ids: list[int], repeats: int, device: torch.device
+) -> tuple[dict[str, Seconds], list[str]]:
+    """Passes of several widths on each backend."""
+    wide, rows = {}, []
+    for kind, backend in backends.items():
+        session = backend.open()
+        backend.forward([Feed(session, ids)])
+        calls = {width: functools.partial(one_pass, backend, session, len(ids), width) for width in WIDTHS}
+        wide[kind] = turns(calls, repeats, device)
+        for width, call in calls.items():
+            count, busy = launches(call, device)
+            milliseconds = 1000 * median(wide[kind][width])
+            share = "-" if busy is None else f"{busy:.2f}"
+            cost = median_and_range([a / b for a, b in zip(wide[kind][width], wide[kind][1], strict=True)])
+            rows.append((kind, width, f"{milliseconds:.2f}", cost, "-" if count is None else count, share))
+    heads = ("backend", "tokens", "pass, ms", "over one token", "launches and copies", "device busy, ms")
+    return wide, table(heads, rows)
+
+
+def one_pass(backend: Any, session: Any, length: int, width: int) -> None:
+    """Read one token and a chain of drafted ones, and forget them again."""
+    drafted = torch.zeros(width - 1, dtype=torch.int64, device=backend.device)
+    backend.forward([Feed(session, [5], TokenTree.chain(drafted) if width > 1 else None)])
+    session.keep(length)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    facts = run_facts(device)
+    vocabs, rows = ((50,), (1, 2)) if options.small else ((32000, 151936, 262144), (1, 8, 32))
+    torch.manual_seed(0)
+    lines, figures = kernels(vocabs, rows, options.repeats, device)
+    lines = ["## Kernels against torch's functions", "", *lines]
+    models = {}
+    for name, config in (SMALL if options.small else SHAPES).items():
+        try:
+            found, models[name] = decoding(name, config(), options, device)
+        except Exception as error:  # noqa: BLE001 - what was measured before is written
+            traceback.print_exc()
+            found = [f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"]
+        lines += ["", f"## Plain decoding, {name}", "", *found]
+        Results("CUDA", lines, {"kernels": figures, "models": models}, facts).write(options.out)
+        print("\n".join(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
