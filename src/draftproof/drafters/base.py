@@ -10,7 +10,7 @@ from draftproof.backends.base import Session
 from draftproof.draft import Draft
 from draftproof.rng import RoundRng
 from draftproof.sampling import Transforms
-from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.base import RoundTime, Stopper
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class Drafter(Protocol):
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Called after each round with the depth of the row's draft and the number of accepted tokens."""
+        ...
+
+    def spent(self, time: RoundTime) -> None:
+        """Called after each round, after `observe`, with the time that it took."""
         ...
 
     def release(self, request_id: int) -> None:

@@ -17,7 +17,7 @@ from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
 from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities, shaped
-from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.base import RoundTime, Stopper
 
 
 class DraftModel:
@@ -181,6 +181,10 @@ class ModelBacked:
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Tell the stopper."""
         self.stopper.observe(request_id, drafted, accepted)
+
+    def spent(self, time: RoundTime) -> None:
+        """Tell the stopper."""
+        self.stopper.spent(time)
 
     def release(self, request_id: int) -> None:
         """Close the request's session, and tell the stopper."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
 from draftproof.rng import RoundRng
+from draftproof.stoppers.base import RoundTime
 
 
 class NoDrafter:
@@ -25,6 +26,9 @@ class NoDrafter:
         return [Draft.empty() for _ in requests]
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Does nothing."""
+
+    def spent(self, time: RoundTime) -> None:
         """Does nothing."""
 
     def release(self, request_id: int) -> None:

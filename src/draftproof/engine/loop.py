@@ -26,6 +26,7 @@ from draftproof.errors import RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.rng import CounterRoundRng, Purpose, RoundRng, fold
 from draftproof.sampling import SamplingParams, check_logits, probabilities
+from draftproof.stoppers.base import RoundTime
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
 
@@ -191,6 +192,11 @@ class DecodingLoop:
         if request.session is not None:
             request.session.close()
             request.session = None
+        if not self.busy:
+            self.idle()
+
+    def idle(self) -> None:
+        """Called when the last request has ended; for subclasses."""
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -224,7 +230,8 @@ class DecodingLoop:
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             drafts = [draft.to(self.target.device) for draft in self.drafter.propose(requests, rng)]
         with seconds.measure("target"):
-            outputs = self.target.forward([self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)])
+            feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+            outputs = self.target.forward(feeds)
         with seconds.measure("verify"):
             target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
             states = [row.verifier_state for row in rows]
@@ -234,6 +241,16 @@ class DecodingLoop:
         seconds.total = time.perf_counter() - start
         for row in rows:
             row.stats.seconds.add(seconds)
+        self.drafter.spent(
+            RoundTime(
+                draft=seconds.draft,
+                rest=seconds.total - seconds.draft,
+                rows=len(rows),
+                depth=max(draft.depth for draft in drafts),
+                nodes=max(map(len, drafts)),
+                reads=max(len(feed.tokens) for feed in feeds),
+            )
+        )
 
     def _commit(self, row: Request, draft: Draft, output: FeedOutput, verdict: Verdict) -> None:
         self.drafter.observe(row.id, draft.depth, len(verdict.path))
