@@ -32,6 +32,7 @@ LOOKUP_KEY = "lookup"  # of its figures in a file
 LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
 LOOKUP_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 LOOKUP_PAUSE = 32  # rounds after which a long match is tried again, though such drafts were not accepted
+LOOKUP_PATIENCE = 4  # largest factor of that pause, after repeated failure
 LOOKUP_RATES = {  # assumed, by length of the match
     1: AcceptanceRates(0.15, 0.5),
     2: AcceptanceRates(0.35, 0.7),
@@ -56,13 +57,13 @@ class Source:
         self.unable: set[int] = set()  # requests that it cannot draft for
         self._steps = steps
 
-    def build(self, seconds: float) -> None:
-        """Go on building for about so many seconds."""
-        end = time.perf_counter() + seconds
+    def build(self, end: float) -> bool:
+        """Go on building, by at least one step, until the clock shows `end`; whether the drafter is there."""
         while self.drafter is None:
             self.drafter = next(self._steps)
             if time.perf_counter() >= end:
-                return
+                break
+        return self.drafter is not None
 
 
 @dataclass
@@ -139,10 +140,8 @@ class AutoDrafter:
         if able:
             self._build()
             self._choice = self._chosen(able, len(requests))
-        choice, device = self._choice, None
-        drafts = (
-            [Draft.empty(device) for _ in requests] if choice.source is None else self._drawn(choice, requests, rng)
-        )
+        choice = self._choice
+        drafts = [Draft.empty() for _ in requests] if choice.source is None else self._drawn(choice, requests, rng)
         for row, request in enumerate(requests):
             if (tokens := choice.looked.get(request.id)) is not None:
                 drafts[row] = point_chain(tokens[: request.limit])
@@ -168,12 +167,13 @@ class AutoDrafter:
     # --- the choice -----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Go on building the source that promises most, if it promises more than those that are there."""
+        """Go on building what is not there yet."""
         missing = [one for one in self.sources if one.drafter is None]
-        if not missing:
-            return
-        self._built = True
-        missing[0].build(BUILD_SHARE * self._seconds)
+        end = time.perf_counter() + BUILD_SHARE * self._seconds
+        for source in missing:
+            self._built = True
+            if not source.build(end):
+                return
 
     def _chosen(self, able: Sequence[DraftRequest], batch: int) -> _Choice:
         ids = [one.id for one in able]
@@ -257,7 +257,7 @@ class AutoDrafter:
         state, looked = self._rates(request_id), request_id in self._choice.looked
         if looked and drafted:
             state.learn(self._matched[request_id], drafted, accepted)
-            state.idle, state.patience = 0, 1 if accepted else min(2 * state.patience, 16)
+            state.idle, state.patience = 0, 1 if accepted else min(2 * state.patience, LOOKUP_PATIENCE)
         else:
             state.idle += 1
         for source in self.sources:

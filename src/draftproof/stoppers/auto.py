@@ -30,9 +30,9 @@ PROBE = 1  # length of a probe: a draft that only measures whether drafts pay ag
 PAUSES = (8, 128)  # rounds between probes: at first, and after many probes without success
 PROBE_SHARE = 0.01  # largest share of the time for probes at first; pauses are longer where a draft costs much
 TRIAL = 4  # longest draft of a trial: a round that shows what a draft costs
-MOST_FORCED = 8  # rounds of each number of requests that are plain only for comparison, before costs are known
+CREDIT, REGAIN = 8.0, 1 / 32  # rounds that may be made for what they show: at first, and regained with each round
 CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
-STALE = (128, 1024)  # rounds without a draft after which one shows what drafts cost now: at first, and later
+STALE = (32, 1024)  # rounds without a draft after which one shows what drafts cost now: at first, and later
 CACHE_SIZE = 4096  # number of choices that are kept instead of being computed again
 
 ASSUMED = AcceptanceRates()
@@ -98,8 +98,9 @@ class Auto(StopperBase):
         self._best: dict[tuple[int, int, Rates], Plan] = {}  # by version of the costs, number of requests and rates
         self._batch, self._most_drafts = 1, 1
         self._drafts: dict[int, int] = {}  # number of drafts of each request in the current round
-        self._forced: dict[int, int] = {}
+        self._credit = CREDIT
         self._preset: Plan | None = None
+        self._again = 0  # rounds of a trial that are left
         self._unused, self._stale = 0, STALE[0]  # rounds since the last draft, and after how many figures are old
         self._reads_much = False
 
@@ -142,10 +143,14 @@ class Auto(StopperBase):
             return Plan(needed=True)
         if self._unused > self._stale:
             self._unused, self._stale = 0, min(2 * self._stale, STALE[1])
+            self._again = 1 + self._catches_up
+        if self._again:
+            self._again -= 1
             return Plan(min(max(best.length, 2), self.limit), 1, best.speed, needed=True)
-        if not costs.lacks(batch) or self._forced.get(batch, 0) >= MOST_FORCED:
+        self._credit = min(self._credit + REGAIN, CREDIT)
+        if not costs.lacks(batch) or self._credit < 1:
             return None
-        self._forced[batch] = self._forced.get(batch, 0) + 1
+        self._credit -= 1
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
             return Plan(needed=True)
         return Plan(min(best.length or TRIAL, TRIAL, self.limit), best.drafts, best.speed, needed=True)

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 from draftproof.stoppers.base import RoundTime
 from draftproof.theory.cost import RoundCosts
 
 WINDOW, PAIRS = 32, 12  # newest figures that count: of drafting, and of neighbouring rounds, which are fewer
-NEIGHBOURS = 2  # rounds that lie at most this far apart are compared
 TRIALS = 3  # rounds of each kind that are needed before figures count as known
-REFRESH = (4, 64)  # drafted rounds after which a plain round shows what a plain round takes: at first, and later
+REFRESH = (4, 128)  # drafted rounds after which a plain round shows what a plain round takes: at first, and later
 SHORT, LONG = 1.0, 8.0  # drafted tokens at which an assumption counts as a figure
-DOUBT = 1.5  # a kept figure that is off by more than this factor is not used any more
+DOUBT = 1.5  # figures further from the line than this factor contradict it
+OUTLIER = 3.0  # figures further from the others than this factor do not count
 UNKNOWN = RoundCosts(target=1.0, draft=0.35, token=0.02, more=0.05, begin=0.05)
 
 
@@ -37,17 +38,46 @@ class Line:
         slope: of the assumed line.
         size: number of figures that count.
         kept: how many figures the assumed line stands for, where it was learned earlier.
+        unit: what a figure is multiplied by, from its number of drafted tokens, where that may change later.
+        least: smallest slope, as a share of the mean y over the mean x; against noise where all x are alike.
     """
 
-    def __init__(self, start: float, slope: float, *, size: int = WINDOW, kept: int = 0) -> None:
+    def __init__(
+        self,
+        start: float,
+        slope: float,
+        *,
+        size: int = WINDOW,
+        kept: int = 0,
+        unit: Callable[[int], float] = lambda _: 1.0,
+        least: float = 0.0,
+    ) -> None:
         self.assumed = (start, slope)
         self.kept = kept
-        self.figures: deque[tuple[float, float]] = deque(maxlen=size)
+        self.doubts = 0  # newest figures in a row that contradict the line
+        self.unit, self._least = unit, least
+        self.figures: deque[tuple[int, int, float]] = deque(maxlen=size)  # x, number of drafted tokens, y
         self._fitted: tuple[float, float] | None = (start, slope)
 
-    def add(self, x: float, y: float) -> None:
-        """Add a figure."""
-        self.figures.append((x, y))
+    def add(self, x: int, y: float, nodes: int) -> None:
+        """Add a figure; when as many in a row contradict the line as make it known, older ones are dropped."""
+        start, slope = self.fitted
+        known = len(self.figures) >= TRIALS or self.kept
+        agrees = 1 / DOUBT < y * self.unit(nodes) / max(start + slope * x, 1e-9) < DOUBT
+        self.doubts = 0 if agrees or not known else self.doubts + 1
+        self.figures.append((x, nodes, y))
+        if self.doubts >= TRIALS:
+            self.figures = deque(list(self.figures)[-self.doubts :], maxlen=self.figures.maxlen)
+            self.kept = self.doubts = 0
+        self._fitted = None
+
+    @property
+    def lacks(self) -> bool:
+        """Whether there are too few figures to choose by, or the newest ones contradict the others."""
+        return self.doubts > 0 or len(self.figures) < (1 if self.kept else TRIALS)
+
+    def forget_fit(self) -> None:
+        """Fit again when it is needed: the unit has changed."""
         self._fitted = None
 
     @property
@@ -61,32 +91,32 @@ class Line:
     def spread(self) -> float:
         """Median distance of the figures from the line, as a share of it; 0 without figures."""
         start, slope = self.fitted
-        return statistics.median([abs(y / max(start + slope * x, 1e-9) - 1) for x, y in self.figures] or [0.0])
+        shares = [y * self.unit(nodes) / max(start + slope * x, 1e-9) for x, nodes, y in self.figures]
+        return statistics.median([abs(share - 1) for share in shares] or [0.0])
 
     def _fit(self) -> tuple[float, float]:
         start, slope = self.assumed
-        ratios = [y / (start + slope * x) for x, y in self.figures if start + slope * x > 0]
-        scale = max(statistics.median(ratios), 0.0) if len(ratios) > 1 else 1.0
-        weight = 1.0 / (1 + len(self.figures) / 4)
-        if self.kept and 1 / DOUBT < scale < DOUBT:
-            scale, weight = 1.0, self.kept / 2
+        figures = [(x, y * self.unit(nodes)) for x, nodes, y in self.figures]
+        ratios = [y / max(start + slope * x, 1e-9) for x, y in figures]
+        middle = statistics.median(ratios) if ratios else 1.0
+        each: dict[int, list[float]] = {}
+        for (x, y), ratio in zip(figures, ratios, strict=True):
+            if len(ratios) < TRIALS or middle / OUTLIER <= ratio <= middle * OUTLIER:
+                each.setdefault(x, []).append(y)
+        scale, weight = (1.0, self.kept / 2) if self.kept else (middle, 1.0 / (1 + len(ratios) / 4))
         points = [(x, scale * (start + slope * x), weight) for x in (SHORT, LONG)]
-        each: dict[float, list[float]] = {}
-        for x, y in self.figures:
-            each.setdefault(x, []).append(y)
-        points += [(x, statistics.median(ys), float(len(ys))) for x, ys in each.items()]
-        return _least_squares(points)
+        points += [(float(x), statistics.median(ys), float(len(ys))) for x, ys in each.items()]
+        return _least_squares(points, self._least)
 
 
-def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Start and slope of the line through weighted points (x, y, weight); neither is negative."""
+def _least_squares(points: Sequence[tuple[float, float, float]], least: float) -> tuple[float, float]:
+    """Start and slope of the line through weighted points (x, y, weight); neither is negative, the slope not small."""
     total = sum(weight for *_, weight in points)
     mean_x = sum(weight * x for x, _, weight in points) / total
     mean_y = sum(weight * y for _, y, weight in points) / total
     spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
     slope = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread if spread else 0.0
-    if slope <= 0:
-        return max(mean_y, 0.0), 0.0
+    slope = max(slope, least * mean_y / mean_x, 0.0)
     start = mean_y - slope * mean_x
     if start >= 0:
         return start, slope
@@ -106,7 +136,7 @@ class PassCosts:
     def __init__(self, token: float = UNKNOWN.token) -> None:
         self._token = token
         self._lines: dict[int, Line] = {}
-        self._recent: deque[RoundTime | None] = deque(maxlen=NEIGHBOURS)
+        self._newest: RoundTime | None = None  # None where its time says nothing
         self._since: dict[int, int] = {}
         self._pause: dict[int, int] = {}
 
@@ -126,12 +156,12 @@ class PassCosts:
 
     def learn(self, time: RoundTime) -> None:
         """Add a round."""
-        line, size = self.line(time.rows), size_class(time.rows)
-        for other in self._recent:
-            if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
-                wide, plain = (time, other) if time.nodes else (other, time)
-                line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9))
-        self._recent.append(time)
+        line, size, other = self.line(time.rows), size_class(time.rows), self._newest
+        # A plain round is compared with the rounds beside it only: as one outlier it must not look like a change.
+        if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
+            wide, plain = (time, other) if time.nodes else (other, time)
+            line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
+        self._newest = time
         if time.nodes:
             self._since[size] = self._since.get(size, 0) + 1
         elif self.is_old(time.rows):
@@ -140,12 +170,11 @@ class PassCosts:
 
     def interrupted(self) -> None:
         """A round whose time says nothing: its neighbours are not compared."""
-        self._recent.append(None)
+        self._newest = None
 
     def lacks(self, rows: int) -> bool:
         """Whether there are too few figures of this number of requests."""
-        line = self.line(rows)
-        return len(line.figures) < (1 if line.kept else TRIALS)
+        return self.line(rows).lacks
 
     def is_old(self, rows: int) -> bool:
         """Whether no plain round was seen for long."""
@@ -155,7 +184,7 @@ class PassCosts:
     @property
     def last_was_plain(self) -> bool:
         """Whether the newest round was a plain one that counts."""
-        return bool(self._recent) and (newest := self._recent[-1]) is not None and not newest.nodes
+        return self._newest is not None and not self._newest.nodes
 
     def to_dict(self) -> dict[str, list[float]]:
         """The figures, for a file."""
@@ -208,7 +237,8 @@ class LearnedCosts:
         if size not in self._drafting:
             smaller = max((known for known in self._drafting if known < size), default=None)
             assumed = (self.assumed.begin, self.assumed.draft)
-            self._drafting[size] = Line(*(assumed if smaller is None else self._drafting[smaller].fitted))
+            start, slope = assumed if smaller is None else self._drafting[smaller].fitted
+            self._drafting[size] = Line(start, slope, unit=partial(self.passes.rest, size), least=0.5)
         return self._drafting[size]
 
     def learn(self, time: RoundTime, drafts: int = 1, *, drafting: bool = True) -> None:
@@ -220,21 +250,22 @@ class LearnedCosts:
             drafting: whether the time of drafting counts; not where a draft model first had to read other tokens.
         """
         if time.depth and drafting and time.rest > 0:
-            share = time.draft / time.rest * self.passes.rest(time.rows, time.nodes)
             line = self._line(size_class(time.rows))
             if drafts == 1:
-                line.add(time.depth, share)
+                line.add(time.depth, time.draft / time.rest, time.nodes)
             else:
                 start, slope = line.fitted
+                share = time.draft / time.rest * self.passes.rest(time.rows, time.nodes)
                 self._more.append(max(share - start - slope * time.depth, 0.0) / time.depth / (drafts - 1))
         self.passes.learn(time)
         self._current.clear()
+        for line in self._drafting.values():
+            line.forget_fit()
         self.version += 1
 
     def lacks(self, rows: int) -> bool:
         """Whether there are too few figures of this number of requests to choose by them."""
-        line = self._line(size_class(rows))
-        return len(line.figures) < (1 if line.kept else TRIALS) or self.passes.lacks(rows)
+        return self._line(size_class(rows)).lacks or self.passes.lacks(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures with their spread, for a file."""
@@ -252,7 +283,8 @@ class LearnedCosts:
             ValueError, TypeError: figures of another form.
         """
         for size, (start, slope) in found["draft"].items():
-            self._drafting[int(size)] = Line(float(start), float(slope), kept=TRIALS)
+            unit = partial(self.passes.rest, int(size))
+            self._drafting[int(size)] = Line(float(start), float(slope), kept=TRIALS, unit=unit, least=0.5)
         self.passes.restore(found["rest"])
         self._current.clear()
 
