@@ -46,8 +46,8 @@ class DecodingLoop:
         eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
         default_params: sampling parameters of requests without their own.
-        round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from their
-            seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
+        round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from the
+            rows' seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
 
     Raises:
         UserError: drafter and verifier do not fit together, or the target cannot do what they need.

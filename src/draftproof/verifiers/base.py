@@ -43,7 +43,7 @@ class Verifier(Protocol):
 
     @property
     def shared_noise(self) -> bool:
-        """Whether target and draft draw with the same noise, keyed by place; the engine then gives both a NoiseRoundRng."""
+        """Whether target and draft draw with the same noise, that of `draftproof.rng.NoiseRoundRng`."""
         ...
 
     def verify(
