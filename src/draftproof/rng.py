@@ -201,7 +201,7 @@ class CounterRoundRng:
         return CounterRng([fold(self._keys[row], purpose, place) for row in picked])
 
 
-# --- shared noise -------------------------------------------------------------------------------------------------------
+# --- shared noise -----------------------------------------------------------------------------------------------------
 
 _NOISE = 4  # no Purpose has this number
 

@@ -33,7 +33,7 @@ from draftproof.peak import Peak
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
-from draftproof.rng import TorchRng
+from draftproof.rng import NoiseRoundRng, Purpose, TorchRng
 
 SOFTMAX = "softmax"
 CHAIN = {
@@ -117,6 +117,8 @@ def _calls(batch: int, drafts: int, length: int, vocab: int) -> Calls:
         chain = (tokens[:, 0], q[:, 0], p[:, 0])
         for name, verify in CHAIN.items():
             calls[name] = partial(verify, *chain, rng=TorchRng(1), validate=False)
+        noise = NoiseRoundRng(range(batch), [0] * batch)
+        calls["gumbel"] = partial(match_verify, *chain, rng=noise.at(Purpose.VERIFY), validate=False)
     for name, verify_several in SEVERAL.items():
         calls[name] = partial(verify_several, tokens, q, p, rng=TorchRng(1), validate=False)
     return calls
