@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import transformers
 
-from draftproof import Engine, SamplingParams, UserError
+from draftproof import Engine, SamplingParams, UserError, rng
 from draftproof.backends.attention import NativeAttention
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
@@ -322,10 +322,12 @@ KEYS = [fold(9, number) for number in range(6)]
 @needs_native
 @pytest.mark.parametrize("kind", ["all", "few", "one", "equal"])
 @pytest.mark.parametrize("width", [1, 2, 15, 63, 64, 65, 1000, 16384, 16385, 50001])
-def test_native_races_and_torchs_have_the_winners_of_the_definition(width, kind):
+def test_native_races_and_torchs_have_the_winners_of_the_definition(width, kind, monkeypatch):
     rows = some_rows(width, kind)
     found = first_arrival(rows, KEYS)
     assert torch.equal(found, first_arrival(rows.double(), KEYS)), "float64 is torch's"
+    monkeypatch.setattr(rng, "_TOGETHER", 3 * width)
+    assert torch.equal(found, first_arrival(rows.double(), KEYS)), "in two portions"
     assert (rows.gather(-1, found.unsqueeze(-1)) > 0).all()
     if width <= 1000:
         assert torch.equal(found, by_definition(rows, KEYS))
@@ -354,7 +356,8 @@ def test_scale_padding_and_gaps_change_nothing(factor):
 @needs_native
 def test_what_has_no_winner():
     assert first_arrival(torch.zeros(2, 70), KEYS[:2]).tolist() == [0, 0]
-    assert first_arrival(torch.zeros(0, 70), []).tolist() == []
+    for dtype in (torch.float32, torch.float64):
+        assert first_arrival(torch.zeros(0, 70, dtype=dtype), []).tolist() == []
     torch.testing.assert_close(first_arrival(torch.zeros(2, 70).double(), KEYS[:2]), torch.tensor([0, 0]))
 
 

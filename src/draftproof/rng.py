@@ -204,6 +204,7 @@ class CounterRoundRng:
 # --- shared noise -----------------------------------------------------------------------------------------------------
 
 _NOISE = 4  # no Purpose has this number
+_TOGETHER = 1 << 22  # entries of a race that torch handles at once, as a race takes some 40 bytes for each
 
 
 def first_arrival(weights: Float[Tensor, "*rows vocab"], keys: Sequence[int]) -> Int[Tensor, "*rows"]:
@@ -225,7 +226,19 @@ def first_arrival(weights: Float[Tensor, "*rows vocab"], keys: Sequence[int]) ->
     if natively is not None:
         signed = torch.tensor([_signed(key) for key in keys], dtype=torch.int64)
         return natively.race(weights, signed.reshape(weights.shape[:-1]))
-    u = _uniforms(keys, (len(keys), weights.shape[-1]), weights.device).reshape(weights.shape)
+    rows, found = (
+        weights.reshape(-1, weights.shape[-1]),
+        torch.empty(len(keys), dtype=torch.int64, device=weights.device),
+    )
+    together = max(_TOGETHER // weights.shape[-1], 1)
+    for start in range(0, len(keys), together):
+        part = slice(start, start + together)
+        found[part] = _race(rows[part], keys[part])
+    return found.reshape(weights.shape[:-1])
+
+
+def _race(weights: Float[Tensor, "rows vocab"], keys: Sequence[int]) -> Int[Tensor, " rows"]:
+    u = _uniforms(keys, weights.shape, weights.device)
     rows = weights.double()
     shares = rows / rows.amax(-1, keepdim=True)  # a time over a subnormal weight would overflow
     return torch.log1p(-u).neg_().div_(shares).argmin(-1)

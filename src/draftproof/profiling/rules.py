@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.functional import (
+    ChainVerdict,
     block_verify,
     match_verify,
     multi_round_verify,
@@ -36,10 +37,21 @@ from draftproof.results import Results, median_and_range, table
 from draftproof.rng import NoiseRoundRng, Purpose, TorchRng
 
 SOFTMAX = "softmax"
-CHAIN = {
+
+
+def _gumbel(
+    tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"], p: Float[Tensor, "B m V"], **options: Any
+) -> ChainVerdict:
+    """The rule `gumbel`: match verification with noise of its own."""
+    noise = NoiseRoundRng(range(len(tokens)), [0] * len(tokens)).at(Purpose.VERIFY)
+    return match_verify(tokens, q, p, **options | {"rng": noise})
+
+
+CHAIN: dict[str, Callable[..., ChainVerdict]] = {
     "token": token_verify,
     "block": block_verify,
     "match": match_verify,
+    "gumbel": _gumbel,
     "last_token (lossy)": last_token_verify,
     "typical (lossy)": typical_verify,
 }
@@ -117,8 +129,6 @@ def _calls(batch: int, drafts: int, length: int, vocab: int) -> Calls:
         chain = (tokens[:, 0], q[:, 0], p[:, 0])
         for name, verify in CHAIN.items():
             calls[name] = partial(verify, *chain, rng=TorchRng(1), validate=False)
-        noise = NoiseRoundRng(range(batch), [0] * batch)
-        calls["gumbel"] = partial(match_verify, *chain, rng=noise.at(Purpose.VERIFY), validate=False)
     for name, verify_several in SEVERAL.items():
         calls[name] = partial(verify_several, tokens, q, p, rng=TorchRng(1), validate=False)
     return calls
