@@ -256,7 +256,7 @@ class NoiseRng:
 
     def __init__(self, seeds: Sequence[int], places: Sequence[int], purpose: Purpose) -> None:
         self._rows = list(zip(seeds, places, strict=True))
-        self._decisions = CounterRng([fold(seed, place, purpose) for seed, place in self._rows])
+        self._decisions = CounterRng([fold(seed, purpose, place) for seed, place in self._rows])
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """True with the given probabilities; independent of the noise."""
