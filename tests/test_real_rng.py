@@ -65,14 +65,11 @@ def uniforms(source, number):
     if source == "place":
         rounds = CounterRoundRng([5], [7])
         return _uniforms([rounds.at(Purpose.DRAFT, place)._keys[0] for place in range(number)], (number,), HOST)
-    if source == "element":
-        return _uniforms([fold(11)], (1, number), HOST)[0]
-    if source == "grid":
-        return _uniforms([fold(12)], (1, 200, number // 200), HOST).flatten()
-    if source == "noise of a place":
-        return _uniforms([fold(5, _NOISE, place) for place in range(number)], (number, 8), HOST)[:, 7]
-    if source == "noise of a seed":
-        return _uniforms([fold(seed, _NOISE, 3) for seed in range(number)], (number, 8), HOST)[:, 7]
+    if source in {"element", "grid"}:
+        return _uniforms([fold(11)], (1, number) if source == "element" else (1, 200, number // 200), HOST).flatten()
+    if source.startswith("noise"):
+        pairs = [(5, place) if source == "noise of a place" else (place, 3) for place in range(number)]
+        return _uniforms([fold(seed, _NOISE, place) for seed, place in pairs], (number, 8), HOST)[:, 7]
     rng = TorchRng(9)
     return torch.cat([rng._next((number // 100,), HOST) for _ in range(100)])
 
