@@ -17,7 +17,7 @@ from draftproof.testing import TableModel, assert_lossless, exact_distribution, 
 ALL = list(compositions())
 RULES = [name for name in VERIFIERS if name not in LOSSY]
 BRANCHING = {"chains", "tree", "wide"}
-CHAINS_ONLY = {"token", "block", "match", "greedy_block"}
+CHAINS_ONLY = {"token", "block", "match", "gumbel", "greedy_block"}
 
 
 def name(made):

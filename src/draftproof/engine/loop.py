@@ -24,7 +24,7 @@ from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
 from draftproof.errors import RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
-from draftproof.rng import CounterRoundRng, Purpose, RoundRng, fold
+from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, fold
 from draftproof.sampling import SamplingParams, check_logits, probabilities
 from draftproof.stoppers.base import RoundTime
 from draftproof.verifiers.base import Verifier
@@ -47,7 +47,8 @@ class DecodingLoop:
         eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
         default_params: sampling parameters of requests without their own.
-        round_rng: makes a round's randomness from the rows' seeds and rounds; tests pass an EnumeratingRng.
+        round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from the
+            rows' seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
 
     Raises:
         UserError: drafter and verifier do not fit together, or the target cannot do what they need.
@@ -63,7 +64,7 @@ class DecodingLoop:
         eos_token_ids: Sequence[int] = (),
         max_batch: int = 8,
         default_params: SamplingParams | None = None,
-        round_rng: RoundRngFactory = CounterRoundRng,
+        round_rng: RoundRngFactory | None = None,
     ) -> None:
         self.target = target
         self.drafter = NoDrafter() if drafter is None else drafter
@@ -72,7 +73,7 @@ class DecodingLoop:
         self.max_batch = max_batch
         self.default_params = default_params or SamplingParams()
         self.prompts = PromptReader(tokenizer, target.name)
-        self._round_rng = round_rng
+        self._round_rng = round_rng or (NoiseRoundRng if self.verifier.shared_noise else CounterRoundRng)
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._waiting: deque[Request] = deque()
@@ -225,7 +226,8 @@ class DecodingLoop:
 
     def _round(self, rows: list[Request]) -> None:
         start, seconds = time.perf_counter(), Seconds()
-        rng = self._round_rng([row.seed for row in rows], [row.round for row in rows])
+        numbers = [row.place if self.verifier.shared_noise else row.round for row in rows]
+        rng = self._round_rng([row.seed for row in rows], numbers)
         with seconds.measure("draft"):
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             drafts = [draft.to(self.target.device) for draft in self.drafter.propose(requests, rng)]

@@ -38,7 +38,7 @@ from draftproof.stoppers.probability import Confidence, Entropy
 from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
 from draftproof.theory.cost import RoundCosts
 from draftproof.verifiers.base import Verifier
-from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
+from draftproof.verifiers.chain import block_verifier, gumbel_verifier, match_verifier, token_verifier
 from draftproof.verifiers.greedy import GreedyBlockVerifier
 from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
 from draftproof.verifiers.trie import multi_round_verifier, spectr_verifier, traversal_verifier, trie_block_verifier
@@ -678,7 +678,7 @@ def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", exam
         return make(_number(given, example))
 
     name = made.name.partition(":")[0]
-    traits = VerifierTraits(name, made.branching, made.point_masses, made.constant_length)
+    traits = VerifierTraits(name, made.branching, made.point_masses, made.constant_length, made.shared_noise)
     return VerifierPart(
         name=name, about=about, argument=argument, example=example, make=build, traits=traits, lossless=made.lossless
     )
@@ -691,6 +691,7 @@ VERIFIERS: dict[str, VerifierPart] = {
         _rule(token_verifier, "keeps each token with min(1, p/q) until the first refusal"),
         _rule(GreedyBlockVerifier, "as block, with a memory; constant lengths only"),
         _rule(match_verifier, "draws from the target and keeps the draft while it is the same"),
+        _rule(gumbel_verifier, "as match, with the draft's random numbers: a seed gives one text, whatever drafts"),
         _rule(trie_block_verifier, "block verification of several drafts: SpecTr's coupling inside it"),
         _rule(spectr_verifier, "SpecTr: K-SEQ at each place of several drafts"),
         _rule(multi_round_verifier, "SpecInfer's recursive rejection of several drafts"),

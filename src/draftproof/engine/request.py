@@ -145,9 +145,14 @@ class Request:
         return self.tokens[self.prompt_length :]
 
     @property
+    def place(self) -> int:
+        """Number of the output token that comes next, from 0; the key of draws with shared noise."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
     def remaining(self) -> int:
         """Tokens it may still emit."""
-        return self.max_tokens - (len(self.tokens) - self.prompt_length)
+        return self.max_tokens - self.place
 
     def draft_request(self, limit: int) -> DraftRequest:
         """The part of the request that the drafter gets."""
