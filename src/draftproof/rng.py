@@ -295,6 +295,52 @@ class NoiseRoundRng:
         return NoiseRng([seed for seed, _ in picked], [first + place for _, first in picked], purpose)
 
 
+class SplitRng:
+    """An Rng whose rows draw from several others.
+
+    Args:
+        parts: for each of them its rows here, in its own order; together all rows.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], Rng]]) -> None:
+        self._parts = parts
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Each row by its own Rng."""
+        made = torch.zeros_like(prob, dtype=torch.bool)
+        for rows, rng in self._parts:
+            made[list(rows)] = rng.bernoulli(prob[list(rows)])
+        return made
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        """Each row by its own Rng."""
+        made = torch.zeros(weights.shape[:-1], dtype=torch.int64, device=weights.device)
+        for rows, rng in self._parts:
+            made[list(rows)] = rng.categorical(weights[list(rows)])
+        return made
+
+
+class SplitRoundRng:
+    """The RoundRng of a batch whose requests draw in several ways.
+
+    Args:
+        parts: for each way its rows of the batch, and the RoundRng of these rows.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], RoundRng]]) -> None:
+        self._parts = [({row: place for place, row in enumerate(rows)}, rng) for rows, rng in parts]
+
+    def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> Rng:
+        """See RoundRng."""
+        picked = sorted(row for own, _ in self._parts for row in own) if rows is None else rows
+        parts: list[tuple[Sequence[int], Rng]] = []
+        for own, rng in self._parts:
+            here = [number for number, row in enumerate(picked) if row in own]
+            if here:
+                parts.append((here, rng.at(purpose, place, [own[picked[number]] for number in here])))
+        return parts[0][1] if len(parts) == 1 else SplitRng(parts)
+
+
 class TorchRng:
     """An Rng for callers without an engine: reproducible from one seed, for tensors of any shape.
 

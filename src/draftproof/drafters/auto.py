@@ -110,6 +110,7 @@ class AutoDrafter:
     point_masses = False
     constant = False
     max_positions = None
+    timed = True
 
     def __init__(
         self, sources: Sequence[Source], lookup: SuffixDrafter | None, passes: PassCosts, *, masses: bool = True
@@ -213,27 +214,29 @@ class AutoDrafter:
                 most = speed
                 choice = _Choice(None, Plan(n, 1, speed), {row: each.tokens[:n] for row, each in found.items()})
         if best.source is not None and len(able) > 1:
-            choice = self._mixed(best, choice, expected, found)
+            choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
         if choice is best and (tried := self._retried(found)):
             return _Choice(None, Plan(needed=True), tried)
         return choice
 
     def _mixed(
-        self, best: _Choice, choice: _Choice, expected: dict[int, tuple[float, ...]], found: dict[int, _Found]
+        self,
+        best: _Choice,
+        choice: _Choice,
+        expected: dict[int, tuple[float, ...]],
+        found: dict[int, _Found],
+        limits: dict[int, int],
     ) -> _Choice:
         """Looked up drafts for the requests where they promise more than the source's, if that is the best of all."""
         assert best.source is not None
         n, stopper = best.plan.length, best.source.stopper
-        gained = {row: tokens[min(n, len(tokens) - 1)] - stopper.tokens(row)[n] for row, tokens in expected.items()}
+        drawn = {row: stopper.tokens(row)[min(n, limit)] for row, limit in limits.items()}
+        gained = {row: tokens[min(n, len(tokens) - 1)] - drawn[row] for row, tokens in expected.items()}
         better = {row: found[row].tokens[:n] for row, gain in gained.items() if gain > 0}
-        speed = best.plan.speed * (
-            1 + sum(gained[row] for row in better) / max(sum(stopper.tokens(r)[n] for r in gained), 1)
-        )
-        return (
-            _Choice(best.source, replace(best.plan, speed=speed), better)
-            if better and speed > choice.plan.speed
-            else choice
-        )
+        speed = best.plan.speed * (1 + sum(gained[row] for row in better) / sum(drawn.values()))
+        if not better or speed <= choice.plan.speed:
+            return choice
+        return _Choice(best.source, replace(best.plan, speed=speed), better)
 
     def _retried(self, found: dict[int, _Found]) -> dict[int, list[int]]:
         """Long matches of requests that were not looked up for long."""
@@ -291,8 +294,6 @@ class AutoDrafter:
         for source in self.sources:
             (source.drafter or source.stopper).release(request_id)
             source.unable.discard(request_id)
-
-    learns = True
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned of each source and of lookups, for a file."""

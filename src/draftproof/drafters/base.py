@@ -59,6 +59,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def timed(self) -> bool:
+        """Whether its drafts depend on the time of earlier rounds."""
+        ...
+
+    @property
     def limit(self) -> int:
         """Depth of the deepest draft that it makes; 0 for none."""
         ...

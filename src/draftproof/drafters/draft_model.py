@@ -164,6 +164,11 @@ class ModelBacked:
         return self.stopper.constant and self.model.covers and self.model.steady
 
     @property
+    def timed(self) -> bool:
+        """Whether the stopper learns from a clock."""
+        return self.stopper.timed
+
+    @property
     def limit(self) -> int:
         """The stopper's limit."""
         return self.stopper.limit

@@ -34,6 +34,7 @@ class NgramDrafter:
     point_masses = True
     constant = False
     max_positions = None
+    timed = False
     stopper = None
 
     def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:

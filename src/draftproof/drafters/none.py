@@ -19,6 +19,7 @@ class NoDrafter:
     constant = True
     limit = 0
     max_positions = None
+    timed = False
     stopper = None
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002

@@ -56,6 +56,7 @@ class SuffixDrafter:
     point_masses = True
     constant = False
     max_positions = None
+    timed = False
     stopper = None
 
     def __init__(

@@ -13,6 +13,7 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.registry import (
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
+    SEEDED_VERIFIER,
     default_stopper,
     make_drafter,
     make_stopper,
@@ -64,7 +65,9 @@ class Engine(DecodingLoop):
             draft: the draft model, named likewise; its tokenizer must be the target's.
             drafter: a name of DRAFTERS, with its argument; default "auto": in every round what pays most of the draft
                 model, what ships for the target, the target with weights of 4 bits, and repeated passages.
-            verifier: a name of VERIFIERS; default "block", and "trie_block" for drafters of several drafts.
+            verifier: a name of VERIFIERS; default "block", and "trie_block" for drafters of several drafts. Without a
+                name, requests that sample with a seed are verified by "gumbel" where drafts depend on the time of
+                earlier rounds: then a seed gives the same text whatever is drafted.
             stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens. Default "auto": as many as pay, by
                 the time of the rounds so far; "fixed:4" for rules that want constant lengths.
             dtype: "auto", "float32", "bfloat16" or "float16", for both models.
@@ -155,6 +158,7 @@ class Engine(DecodingLoop):
             rule=rule,
         )
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
+        by_clock = rule is None and part.timed and not part.branching
         defaults = target.facts.sampling_defaults if generation_config == "auto" else {}
         engine = cls(
             target,
@@ -164,6 +168,7 @@ class Engine(DecodingLoop):
             eos_token_ids=end_tokens(target.eos_token_ids, tokenizer.eos_token_id),
             max_batch=max_batch,
             default_params=default_params(defaults, target.name),
+            seeded_verifier=make_verifier(SEEDED_VERIFIER) if by_clock else None,
         )
         engine.keep_costs(models.home().parent / "round-costs.json")
         return engine

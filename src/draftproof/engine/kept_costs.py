@@ -31,8 +31,8 @@ class Learner(Protocol):
     """A drafter or stopper that learns from rounds."""
 
     @property
-    def learns(self) -> bool:
-        """Whether it learns at all."""
+    def timed(self) -> bool:
+        """Whether it learns from the time of rounds at all."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class KeptCosts:
         self._written, self._given_up = time.monotonic(), False
         stopper = engine.drafter.stopper
         learner: Any = engine.drafter if isinstance(engine.drafter, Learner) else stopper
-        self._learner = learner if isinstance(learner, Learner) and learner.learns else None
+        self._learner = learner if isinstance(learner, Learner) and learner.timed else None
         self._restore()
         if self._learner is not None:
             atexit.register(_write_at_exit, weakref.ref(self))

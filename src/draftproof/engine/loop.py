@@ -24,7 +24,7 @@ from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
 from draftproof.errors import RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
-from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, fold
+from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
 from draftproof.sampling import SamplingParams, check_logits, probabilities
 from draftproof.stoppers.base import RoundTime
 from draftproof.verifiers.base import Verifier
@@ -47,6 +47,7 @@ class DecodingLoop:
         eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
         default_params: sampling parameters of requests without their own.
+        seeded_verifier: the rule of requests that sample with a seed of their own; by default `verifier`.
         round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from the
             rows' seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
 
@@ -65,6 +66,7 @@ class DecodingLoop:
         max_batch: int = 8,
         default_params: SamplingParams | None = None,
         round_rng: RoundRngFactory | None = None,
+        seeded_verifier: Verifier | None = None,
     ) -> None:
         self.target = target
         self.drafter = NoDrafter() if drafter is None else drafter
@@ -73,7 +75,8 @@ class DecodingLoop:
         self.max_batch = max_batch
         self.default_params = default_params or SamplingParams()
         self.prompts = PromptReader(tokenizer, target.name)
-        self._round_rng = round_rng or (NoiseRoundRng if self.verifier.shared_noise else CounterRoundRng)
+        self.seeded_verifier = seeded_verifier
+        self._round_rng = round_rng
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._waiting: deque[Request] = deque()
@@ -81,24 +84,13 @@ class DecodingLoop:
         self._refuse_impossible()
 
     def _refuse_impossible(self) -> None:
-        if why := misfit(self.drafter, self.verifier):
-            raise UserError(why)
+        for rule in filter(None, (self.verifier, self.seeded_verifier)):
+            if why := misfit(self.drafter, rule):
+                raise UserError(why)
         if self.drafter.branching and not self.target.capabilities.trees:
             raise UserError(f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them")
         if self.max_batch < 1:
             raise UserError(f"max_batch is {self.max_batch}: legal is 1 or more")
-
-    def sibling(self, drafter: Drafter) -> DecodingLoop:
-        """A loop like this one with another drafter: same target, rule, tokenizer and batch size."""
-        return DecodingLoop(
-            self.target,
-            drafter,
-            self.verifier,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            max_batch=self.max_batch,
-            default_params=self.default_params,
-        )
 
     @property
     def tokenizer(self) -> Any:
@@ -148,6 +140,7 @@ class DecodingLoop:
                     transforms=transforms,
                     cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
                     max_tokens=limit,
+                    rule=self._rule(params),
                 )
                 for index in range(params.n)
             ]
@@ -226,8 +219,7 @@ class DecodingLoop:
 
     def _round(self, rows: list[Request]) -> None:
         start, seconds = time.perf_counter(), Seconds()
-        numbers = [row.place if self.verifier.shared_noise else row.round for row in rows]
-        rng = self._round_rng([row.seed for row in rows], numbers)
+        rng = self._rng(rows)
         with seconds.measure("draft"):
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             drafts = [draft.to(self.target.device) for draft in self.drafter.propose(requests, rng)]
@@ -236,8 +228,7 @@ class DecodingLoop:
             outputs = self.target.forward(feeds)
         with seconds.measure("verify"):
             target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
-            states = [row.verifier_state for row in rows]
-            verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
+            verdicts = self._verdicts(rows, drafts, target_probs, rng)
         for each in zip(rows, drafts, outputs, verdicts, strict=True):
             self._commit(*each)
         seconds.total = time.perf_counter() - start
@@ -253,6 +244,40 @@ class DecodingLoop:
                 reads=max(len(feed.tokens) for feed in feeds),
             )
         )
+
+    def _rng(self, rows: Sequence[Request]) -> RoundRng:
+        """The randomness of a round; a request whose rule shares noise is keyed by its place, others by their round."""
+        numbers = [row.place if row.rule.shared_noise else row.round for row in rows]
+        if self._round_rng is not None:
+            return self._round_rng([row.seed for row in rows], numbers)
+        parts = []
+        for kind, made in ((False, CounterRoundRng), (True, NoiseRoundRng)):
+            own = [place for place, row in enumerate(rows) if row.rule.shared_noise is kind]
+            if own:
+                parts.append((own, made([rows[place].seed for place in own], [numbers[place] for place in own])))
+        return parts[0][1] if len(parts) == 1 else SplitRoundRng(parts)
+
+    @staticmethod
+    def _verdicts(
+        rows: Sequence[Request], drafts: Sequence[Draft], probs: Sequence[Float[Tensor, "_ vocab"]], rng: RoundRng
+    ) -> list[Verdict]:
+        """The verdict of each request, by its own rule; requests with one rule are verified together."""
+        found: dict[int, Verdict] = {}
+        for rule in dict.fromkeys(row.rule for row in rows):
+            own = [place for place, row in enumerate(rows) if row.rule is rule]
+            made = rule.verify(
+                [drafts[place] for place in own],
+                [probs[place] for place in own],
+                rng.at(Purpose.VERIFY, rows=own),
+                [rows[place].verifier_state for place in own],
+            )
+            found.update(zip(own, made, strict=True))
+        return [found[place] for place in range(len(rows))]
+
+    def _rule(self, params: SamplingParams) -> Verifier:
+        """The rule of a request: for one that samples with a seed of its own, the rule for those."""
+        seeded = params.seed is not None and params.temperature > 0
+        return (self.seeded_verifier if seeded else None) or self.verifier
 
     def _commit(self, row: Request, draft: Draft, output: FeedOutput, verdict: Verdict) -> None:
         self.drafter.observe(row.id, draft.depth, len(verdict.path))
@@ -283,7 +308,7 @@ class DecodingLoop:
     def _draft_limit(self, row: Request) -> int:
         """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
         left = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
-        return left if self.verifier.constant_length else min(left, row.remaining - 1)
+        return left if row.rule.constant_length else min(left, row.remaining - 1)
 
     @staticmethod
     def _feed(row: Request, draft: Draft) -> Feed:
@@ -373,10 +398,10 @@ class DecodingLoop:
             token_ids=tuple(request.output_ids),
             finish_reason=str(request.cutter.finish),
             stop_reason=request.cutter.stop_reason,
-            lossless=self.verifier.lossless,
+            lossless=request.rule.lossless,
             drafter=self.drafter.name,
             stopper=None if stopper is None else stopper.name,
-            verifier=self.verifier.name,
+            verifier=request.rule.name,
             seed=request.seed,
             params=request.params,
             stats=request.stats,

@@ -46,6 +46,7 @@ from draftproof.verifiers.trie import multi_round_verifier, spectr_verifier, tra
 DEFAULT_DRAFTER = "auto"
 DEFAULT_STOPPER, DEFAULT_CONSTANT_STOPPER = "auto", "fixed:4"
 DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
+SEEDED_VERIFIER = "gumbel"  # of requests with a seed whose drafts depend on a clock
 SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
     "embedded:draft": heads_dir(),
     "embedded:stories-draft": stories_heads_dir(),

@@ -29,7 +29,7 @@ GAIN = 1.05  # least expected speed of a draft, relative to plain decoding
 PROBE = 1  # length of a probe: a draft that only measures whether drafts pay again
 PAUSES = (8, 128)  # rounds between probes: at first, and after many probes without success
 PROBE_SHARE = 0.01  # largest share of the time for probes at first; pauses are longer where a draft costs much
-TRIAL = 4  # longest draft of a trial: a round that shows what a draft costs
+TRIAL = 4  # length of the draft of a trial where nothing says better: a round that shows what a draft costs
 CREDIT, REGAIN = 8.0, 1 / 32  # rounds that may be made for what they show: at first, and regained with each round
 CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
 STALE = (32, 1024)  # rounds without a draft after which one shows what drafts cost now: at first, and later
@@ -153,7 +153,7 @@ class Auto(StopperBase):
         self._credit -= 1
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
             return Plan(needed=True)
-        return Plan(min(best.length or TRIAL, TRIAL, self.limit), best.drafts, best.speed, needed=True)
+        return Plan(min(best.length or TRIAL, 2 * TRIAL, self.limit), best.drafts, best.speed, needed=True)
 
     def length(self, row: int) -> int:
         """The best length; where this is 0, from time to time the length of a probe."""
@@ -195,9 +195,10 @@ class Auto(StopperBase):
     def release(self, row: int) -> None:
         """Forget the row."""
         self._rows.pop(row, None)
+        self._drafts.pop(row, None)
 
     @property
-    def learns(self) -> bool:
+    def timed(self) -> bool:  # type: ignore[override]  # a constant in the base class
         """Whether costs are learned."""
         return self.learned is not None
 

@@ -90,6 +90,11 @@ class Stopper(Protocol):
         """Whether it reads DraftStep.logits."""
         ...
 
+    @property
+    def timed(self) -> bool:
+        """Whether its decisions depend on the time of earlier rounds."""
+        ...
+
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Called before each round, with the rows that draft in it and the largest number of drafts for each row."""
         ...
@@ -134,6 +139,7 @@ class StopperBase:
     constant = False
     hidden_size = 0
     reads_logits = False
+    timed = False
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
