@@ -41,7 +41,7 @@ def is_sound(text: str) -> bool:
 
 def collect(options: argparse.Namespace) -> list[str]:
     """Sample batches until there are enough instructions; progress goes to stderr."""
-    engine = Engine.load(options.target, dtype=options.dtype, max_batch=options.batch)
+    engine = Engine.load(options.target, drafter="none", dtype=options.dtype, max_batch=options.batch)
     begin, kept, begun, start = opening(engine), dict[str, None](), 0, time.perf_counter()
     last = 0  # value of `begun` at the last new instruction
     while len(kept) < options.count:

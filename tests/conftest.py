@@ -16,9 +16,8 @@ import torch
 from hypothesis import settings
 
 import type_checks
-from draftproof.engine import engine
-from draftproof.stoppers.base import AcceptanceRates
-from draftproof.theory.cost import RoundCosts
+from draftproof.engine.engine import Engine
+from draftproof.stoppers.costs import LearnedCosts
 
 torch.set_num_threads(1)
 settings.register_profile("draftproof", deadline=None, print_blob=True)
@@ -33,7 +32,7 @@ def checks_from_the_start():
 
 
 @pytest.fixture(autouse=True)
-def costs_by_hand(monkeypatch):
-    """Stopper auto gets fixed costs of a round: nothing is measured, nothing is written to the user's cache."""
-    monkeypatch.setattr(engine, "known_costs", lambda *_: RoundCosts(1.0, 0.05))
-    monkeypatch.setattr(engine, "known_acceptance", lambda *_: AcceptanceRates())
+def no_clock(monkeypatch):
+    """Costs of rounds stay as they are assumed: no result depends on a clock, and no file is read or written."""
+    monkeypatch.setattr(LearnedCosts, "learn", lambda *_, **__: None)
+    monkeypatch.setattr(Engine, "keep_costs", lambda *_: None)

@@ -1,9 +1,9 @@
 """The stopper `auto`: what it chooses from costs and acceptance rates, when it probes, and how costs are measured."""
 
-import copy
 import itertools
 import json
-from types import SimpleNamespace
+import random
+import statistics
 
 import pytest
 import torch
@@ -14,27 +14,21 @@ from draftproof.audit.compositions import PROMPT, STOPPERS, toy_engine
 from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.engine import calibration
-from draftproof.engine import engine as engine_module
-from draftproof.engine.calibration import known_acceptance, known_costs, measured_acceptance, measured_costs
-from draftproof.engine.loop import DecodingLoop
-from draftproof.engine.registry import make_drafter, make_stopper, make_verifier
-from draftproof.engine.stats import Seconds, Stats
+from draftproof.engine.registry import make_stopper
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto
-from draftproof.stoppers.base import AcceptanceRates
+from draftproof.stoppers.base import AcceptanceRates, RoundTime
+from draftproof.stoppers.costs import LearnedCosts
 from draftproof.stoppers.fixed import FixedLength
+from draftproof.stoppers.rates import SharedRates
 from draftproof.testing import TableModel, exact_distribution, target_distribution, total_variation
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length, expected_tokens
 from draftproof.tree import TokenTree
 from helpers import backend, engine
 
+LEARN, KEEP = LearnedCosts.learn, Engine.keep_costs  # before tests/conftest.py replaces them
 HOST = torch.device("cpu")
 STORIES = ["Once upon a time", "The little dog", "Tom and Lily went to", "One day, a big cat"]
-
-
-def pair():
-    return {"target": backend("target"), "draft": backend("draft")}
 
 
 def tokens(outputs):
@@ -293,118 +287,168 @@ def test_the_number_of_drafts_changes_in_the_toys_that_are_enumerated(monkeypatc
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-def test_costs_are_measured_and_the_engine_does_not_change():
-    under_test = engine()
-    kept = under_test.drafter.stopper
-    costs = measured_costs(under_test, rows=2)
-    assert min(costs.target, costs.draft) > 0
-    assert 0.05 < costs.draft / costs.target < 5, "a pass of four layers against one of five"
-    assert under_test.drafter.stopper is kept
-    assert not under_test.busy
-    same = engine().generate(STORIES[0], SamplingParams(max_tokens=20, seed=1))
-    assert tokens(under_test.generate(STORIES[0], SamplingParams(max_tokens=20, seed=1))) == tokens(same)
+def test_costs_are_learned_from_rounds_and_their_neighbours():
+    """Plain rounds take 2; a round with n tokens drafts for 0.5 + 0.4 n and has a rest of 2.2 + 0.1 n."""
+    costs = LearnedCosts(RoundCosts(1.0, 0.9, token=0.4, begin=0.1))
+    for n in (2, 8, 4, 2, 8, 1) * 4:
+        LEARN(costs, RoundTime(0.0, 2.0, 1, 0, 0))
+        LEARN(costs, RoundTime(0.5 + 0.4 * n, 2.2 + 0.1 * n, 1, n, n))
+    found = costs.at(1)
+    assert [found.of(n) for n in (0, 2, 8)] == pytest.approx([1.0, 1.85, 3.35], rel=0.03)
+    assert (found.draft, found.token) == pytest.approx((0.2, 0.05), abs=0.02)
+    assert not costs.lacks(1)
+    assert costs.lacks(8), "nothing is known of larger batches"
+    assert costs.at(8).of(4) == pytest.approx(found.of(4), rel=0.01), "what is known of smaller ones is assumed"
 
 
-@pytest.mark.parametrize("spec", ["chains:3", "tree:2x2", "tree:2"])
-def test_costs_of_several_drafts_and_of_short_trees_are_measured(spec):
-    model = {"target": backend("target"), "draft": backend("draft")}
-    under_test = Engine(model["target"], make_drafter(spec, **model, stopper="fixed:4"), make_verifier("trie_block"))
-    costs = measured_costs(under_test)
-    assert 0 < costs.draft < 5 * costs.target
-    assert (costs.more > 0) <= (spec == "chains:3"), "the number of drafts of a tree is fixed"
-    assert costs.draft != costs.target, "drafts were measured"
+def test_a_slow_round_and_a_slow_machine_change_nothing():
+    costs, other = LearnedCosts(), LearnedCosts()
+    for turn in range(40):
+        load = 1 + 5 * (turn // 10 % 2)
+        burst = 30 if turn % 7 == 3 else 1
+        for learned, speed in ((costs, load), (other, 1)):
+            LEARN(learned, RoundTime(0.0, 1.0 * speed, 1, 0, 0))
+            LEARN(learned, RoundTime(1.2 * speed * (burst if learned is costs else 1), 1.1 * speed, 1, 4, 4))
+    assert costs.at(1).of(4) == pytest.approx(other.at(1).of(4), rel=0.01)
 
 
-def test_a_line_through_two_lengths_gives_the_cost_of_a_token_and_of_the_start_of_a_draft(monkeypatch):
-    seconds = {0: (0.0, 2.0), 2: (0.5 + 2 * 0.4, 2.3 + 2 * 0.1), 8: (0.5 + 8 * 0.4, 2.3 + 8 * 0.1)}
-
-    def rounds(_engine, _drafter, way, _rows):
-        draft, rest = seconds[way[0]]
-        return [Stats(num_draft_tokens=way[0], seconds=Seconds(draft=draft, total=draft + rest))] * 3
-
-    monkeypatch.setattr(calibration, "_rounds", rounds)
-    costs = measured_costs(engine(length=8))
-    found = (costs.target, costs.draft, costs.token, costs.begin, costs.more)
-    assert found == pytest.approx((2.0, 0.4, 0.1, 0.8, 0.0))
-    assert [costs.of(n) for n in (0, 2, 8)] == pytest.approx([sum(seconds[n]) for n in (0, 2, 8)])
-    seconds[8] = (1.0, 2.0)  # noise: a longer draft seemed to take less
-    costs = measured_costs(engine(length=8))
-    assert (costs.draft, costs.token) == pytest.approx((0.5 * 1.0 / 8, 0.0)), "no draft has cost 0"
+@pytest.mark.parametrize("factor", [0.05, 20.0])
+def test_kept_figures_that_are_wrong_are_outvoted_at_once(factor):
+    costs = LearnedCosts()
+    costs.restore({"draft": {"1": [0.1 * factor, 0.3 * factor]}, "rest": {"1": [1.0, 0.02]}})
+    assert costs.at(1).draft == pytest.approx(0.3 * factor)
+    for _ in range(3):
+        LEARN(costs, RoundTime(0.0, 1.0, 1, 0, 0))
+        LEARN(costs, RoundTime(1.3, 1.08, 1, 4, 4))
+    assert costs.at(1).of(4) == pytest.approx(2.38, rel=0.05)
 
 
-def test_costs_are_measured_once_for_a_pair(tmp_path, monkeypatch):
-    file, calls = tmp_path / "deep" / "costs.json", []
-    monkeypatch.setattr(calibration, "measured_costs", lambda *of: calls.append(of) or RoundCosts(3.0, 1.0, 0.5))
-    file.parent.mkdir()
-    first = known_costs(engine(), file)
-    assert first.sizes == (1, 8)
-    assert (known_costs(engine(), file), len(calls)) == (first, 2)
-    assert known_costs(engine(draft="target"), file) == first
-    assert [rows for _, rows in calls] == [1, 8, 1, 8], "another pair"
-    assert len(json.loads(file.read_text())) == 4
-    for broken in ("{", "[]", '{"a": {"target": 1}}'):
+@pytest.mark.parametrize("broken", [{}, {"draft": {"1": [1]}, "rest": {}}, {"draft": {"x": [1, 2]}, "rest": {}}])
+def test_figures_of_another_form_are_refused(broken):
+    with pytest.raises((KeyError, ValueError)):
+        LearnedCosts().restore(broken)
+    with pytest.raises(ValueError, match="not probabilities"):
+        SharedRates().restore({"1": [0.5, 1.5]})
+
+
+class World:
+    """Rounds of known costs on a machine whose load comes and goes, with tokens accepted at a fixed rate.
+
+    Attributes:
+        seconds, tokens: of all rounds so far.
+    """
+
+    def __init__(self, rate, draft, token=0.02, *, rows=1, load=False, seed=0):
+        self.rate, self.draft, self.token, self.rows, self.load = rate, draft, token, rows, load
+        self.random = random.Random(seed)
+        self.seconds, self.tokens, self.rounds = 0.0, 0, 0
+
+    def play(self, stopper, rounds):
+        """Play rounds with what the stopper chooses."""
+        for _ in range(rounds):
+            stopper.begin(range(self.rows))
+            n = stopper.length(0)
+            busy = 1 + 4 * (self.rounds // 150 % 2) * self.load
+            noise = [busy * self.random.lognormvariate(0, 0.05) for _ in range(2)]
+            if self.load and self.random.random() < 0.02:
+                noise[self.random.randrange(2)] *= 20
+            time = RoundTime(noise[0] * n * self.draft, noise[1] * (1 + n * self.token), self.rows, n, n)
+            for row in range(self.rows):
+                accepted = 0
+                while accepted < n and self.random.random() < self.rate:
+                    accepted += 1
+                stopper.observe(row, n, accepted)
+                self.tokens += accepted + 1
+            stopper.spent(time)
+            self.seconds += (n * self.draft + 1 + n * self.token) * busy
+            self.rounds += 1
+        return self.tokens / self.seconds
+
+    def plain(self, rounds):
+        """Tokens a second of as many plain rounds."""
+        return self.rows / statistics.fmean(1 + 4 * (number // 150 % 2) * self.load for number in range(rounds))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Costs are learned in this test."""
+    monkeypatch.setattr(LearnedCosts, "learn", LEARN)
+
+
+KEPT = {"none": None, "slow": 20.0, "fast": 0.05}
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("load", [False, True], ids=["quiet", "busy"])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize(("rate", "draft"), [(0.9, 0.3), (0.8, 0.3), (0.7, 0.1), (0.95, 0.3), (0.6, 0.05)])
+def test_the_speed_comes_near_that_of_the_best_fixed_length(rate, draft, rows, load, kept):
+    best = max((World(rate, draft, rows=rows, load=load).play(FixedLength(n), 4000), n) for n in range(1, 13))
+    stopper = Auto(assumed=AcceptanceRates(0.85, 0.85))
+    if KEPT[kept]:
+        stopper.costs.restore({"draft": {"1": [0.0, draft * KEPT[kept]]}, "rest": {"1": [1.0, 0.02]}})
+    found = World(rate, draft, rows=rows, load=load, seed=1).play(stopper, 4000)
+    assert found > 0.95 * best[0], "within 3%, and 2% for the statistics of 4000 rounds"
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("load", [False, True], ids=["quiet", "busy"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("rate", "draft", "token"), [(0.0, 0.3, 0.02), (0.9, 1.0, 0.1), (0.5, 0.5, 0.3), (0.2, 0.1, 0.02)]
+)
+def test_where_drafts_do_not_pay_decoding_is_at_most_two_percent_slower_than_plain(
+    rate, draft, token, rows, load, kept
+):
+    stopper = Auto()
+    if KEPT[kept]:
+        stopper.costs.restore({"draft": {"1": [0.0, draft * KEPT[kept]]}, "rest": {"1": [1.0, 0.02]}})
+    world = World(rate, draft, token, rows=rows, load=load, seed=2)
+    assert world.play(stopper, 4000) > 0.98 * world.plain(4000)
+
+
+# --- kept from run to run ---------------------------------------------------------------------------------------------
+
+
+def learned_engine(file):
+    under_test = auto_engine(None)
+    KEEP(under_test, file)
+    return under_test
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_was_learned_is_there_in_the_next_run(tmp_path):
+    file = tmp_path / "deep" / "costs.json"
+    first = learned_engine(file)
+    first.generate([[1, 403]], [SamplingParams(max_tokens=100, seed=1)])
+    assert not file.exists(), "not after every request"
+    first._kept.write()
+    (row,) = json.loads(file.read_text()).values()
+    assert row["seconds"] > 1e9, "when it was learned"
+    second = learned_engine(file)
+    assert second.drafter.stopper.costs.at(1) == first.drafter.stopper.costs.at(1)
+    assert not second.drafter.stopper.shared_rates.counts
+    assert second.drafter.stopper.shared_rates.assumed
+    for broken in ("{", "[]", json.dumps({key: {"figures": {}} for key in json.loads(file.read_text())})):
         file.write_text(broken)
-        assert known_costs(engine(), file) == first
-    assert len(calls) == 10
+        assert learned_engine(file).generate([[1]], [SamplingParams(max_tokens=4)])
 
 
-def test_acceptance_is_counted_as_for_requests_and_kept_with_the_costs(tmp_path, monkeypatch):
-    under_test, file = engine(draft="target"), tmp_path / "costs.json"
-    kept = under_test.drafter.stopper
-    assert measured_acceptance(under_test) == AcceptanceRates(1.0, 1.0), "a draft that is the target itself"
-    assert under_test.drafter.stopper is kept
-    assert not under_test.busy
-    found = known_acceptance(engine(), file)
-    assert 0.3 < found.first < found.later < 1
-    monkeypatch.setattr(calibration, "measured_acceptance", lambda _: AcceptanceRates(0.0, 0.0))
-    assert known_acceptance(engine(), file) == found
-    counter = calibration._AcceptanceCounter(4)
-    for drafted, accepted in ((4, 0), (4, 1), (4, 4), (2, 2), (1, 1), (0, 0)):
-        counter.observe(0, drafted, accepted)
-    assert counter.rates == AcceptanceRates(4 / 5, 0.8), "first tokens 4 of 5; later tokens 0 of 1, 3 of 3 and 1 of 1"
+@pytest.mark.usefixtures("clock")
+def test_figures_that_cannot_be_kept_are_used_with_one_warning(tmp_path, caplog):
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    under_test = learned_engine(tmp_path / "taken" / "costs.json")
+    under_test.generate([[1, 403]], [SamplingParams(max_tokens=60, seed=1)])
+    under_test._kept.write()
+    under_test._kept.write()
+    assert caplog.text.count("set DRAFTPROOF_HOME") == 1
 
 
-def test_acceptance_belongs_to_weights_rule_and_sampling(tmp_path, monkeypatch):
-    file, made = tmp_path / "costs.json", []
-    monkeypatch.setattr(calibration, "measured_acceptance", lambda _: made.append(0) or AcceptanceRates(0.1, 0.2))
-    warm = Engine(backend("target"), make_drafter("model", **pair(), stopper="fixed:2"), make_verifier("token"))
-    tempered = make_drafter("model", **pair(), stopper="fixed:2", temperature=0.5)
-    cool = Engine(backend("target"), tempered, make_verifier("token"))
-    block = Engine(backend("target"), make_drafter("model", **pair(), stopper="fixed:2"), make_verifier("block"))
-    for under_test in (warm, cool, block, warm, cool, block):
-        known_acceptance(under_test, file)
-    assert len(made) == 3
-    retrained = copy.deepcopy(backend("draft"))
-    retrained.model.get_input_embeddings().weight.data.mul_(1.01)
-    drafter = make_drafter("model", target=backend("target"), draft=retrained, stopper="fixed:2")
-    known_acceptance(Engine(backend("target"), drafter, make_verifier("token")), file)
-    assert len(made) == 4, "other weights under the same name"
-
-
-@pytest.mark.parametrize("start", [5000, -1, None])
-def test_texts_begin_at_a_token_that_the_target_has(start, monkeypatch):
-    under_test = engine()
-    under_test.prompts.tokenizer = None if start is None else SimpleNamespace(bos_token_id=start)
-    under_test.eos_token_ids = (99999,)
-    prompts = []
-    monkeypatch.setattr(DecodingLoop, "generate", lambda _, given, __: prompts.extend(given))
-    assert measured_acceptance(under_test) == AcceptanceRates(0.0, 0.0)
-    assert {tuple(prompt) for prompt in prompts} == {(0,)}
-
-
-@pytest.mark.parametrize("max_positions", [40, 64, 128])
-def test_short_contexts_are_measured_up_to_their_end(max_positions, monkeypatch):
-    under_test = engine(length=8)
-    monkeypatch.setattr(under_test.target, "max_positions", max_positions)
-    costs = measured_costs(under_test)
-    assert costs.target > 0
-    assert (costs.draft != costs.target) == (max_positions > 40), "drafts were measured where one of eight tokens fits"
-
-
-def test_a_request_begins_with_the_assumed_rates_or_the_default_if_that_is_higher():
+def test_a_request_begins_with_the_assumed_rates():
     costs = RoundCosts(1.0, 0.45)
     assert Auto(costs).length(0) == 0
-    assert Auto(costs, assumed=AcceptanceRates(0.2, 0.1)).length(0) == Auto(costs).length(0)
     stopper = Auto(costs, assumed=AcceptanceRates(0.8, 0.9))
     assert stopper.length(0) == best_round_length(costs, 0.8, 16, later=0.9) > 1
     for _ in range(20):
@@ -412,21 +456,9 @@ def test_a_request_begins_with_the_assumed_rates_or_the_default_if_that_is_highe
     assert (stopper.length(0), stopper.length(1)) == (0, Auto(costs, assumed=AcceptanceRates(0.8, 0.9)).length(0))
 
 
-def test_costs_that_cannot_be_kept_are_used_with_a_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(calibration, "measured_costs", lambda *_: RoundCosts(3.0, 1.0, 0.5))
-    (tmp_path / "taken").write_text("a file where a folder should be")
-    assert known_costs(engine(), tmp_path / "taken" / "costs.json").at(1) == RoundCosts(3.0, 1.0, 0.5)
-    assert "set DRAFTPROOF_HOME" in caplog.text
-
-
-def test_the_stopper_by_name(tmp_path, monkeypatch):
-    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
-    monkeypatch.setattr(engine_module, "known_costs", known_costs)
-    monkeypatch.setattr(calibration, "measured_costs", lambda *_: RoundCosts(1.0, 0.01))
-    made = Engine.load("embedded:target", "embedded:draft", stopper="auto", check=False)
-    (out,) = made.generate(STORIES[1], SamplingParams(max_tokens=24, seed=2))
-    assert made.drafter.stopper.costs.at(5) == RoundCosts(1.0, 0.01)
-    assert out.stats.num_draft_tokens > 20
+def test_the_stopper_by_name():
+    made = Engine.load("embedded:target", "embedded:draft", drafter="model", stopper="auto", check=False)
+    assert isinstance(made.drafter.stopper.costs, LearnedCosts)
     assert make_stopper("auto:0.25").name == "auto:0.25"
 
 
@@ -436,6 +468,4 @@ def test_costs_that_are_none_are_refused(argument):
         make_stopper(argument)
     with pytest.raises(UserError, match="legal are 1 to"):
         Auto(RoundCosts(1.0, 1.0), limit=0)
-    with pytest.raises(RuntimeError, match="has no costs of a round"):
-        Auto().length(0)
     assert FixedLength(1).length(0) == 1

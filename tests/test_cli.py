@@ -202,7 +202,7 @@ def test_the_streamed_text_is_the_one_json_reports():
         "tokens per target call",
         "drafted",
         "stopper auto",
-        "verifier block",
+        "verifier gumbel",  # a text with a seed does not depend on the clock
         "lossless",
         "time: draft",
     ):
@@ -245,7 +245,7 @@ def test_a_drafter_by_its_full_name_and_none():
     (none,) = objects(generate(STORY, "--json", "--drafter", "none", "--max-tokens", "4"))
     assert (none["drafter"], none["stopper"], none["stats"]["num_draft_tokens"]) == ("none", None, 0)
     only_target = generate(STORY, "--target", "embedded:target", "--max-tokens", "4")
-    assert "nothing drafted | drafter none | lossless" in only_target.stderr
+    assert "nothing drafted | drafter auto" in only_target.stderr, "four tokens are too few to draft"
 
 
 @pytest.mark.usefixtures("warm")

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import math
 import subprocess
 import sys
 import weakref
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import transformers
 
-from draftproof import Engine, SamplingParams, UserError
+from draftproof import Engine, SamplingParams, UserError, rng
 from draftproof.backends.attention import NativeAttention
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
@@ -24,6 +25,7 @@ from draftproof.functional import chain
 from draftproof.kernels import library, native
 from draftproof.kernels.native import VARIABLE
 from draftproof.kernels.operations import AttentionArguments, Interleaved, Operations, PassMask
+from draftproof.rng import first_arrival, fold
 from draftproof.tree import TokenTree
 from helpers import ROPE, engine
 from test_backends import Program, run_program
@@ -281,6 +283,82 @@ def test_where_no_residual_is_left_it_is_the_targets_row():
     p = torch.tensor([[[0.25, 0.75], [0.5, 0.5]]])
     made = chain.bonus_weights(p, p[:, :1].clone(), *(torch.tensor(x) for x in ([[1]], [0], [1], [1.0])))
     assert made.tolist() == [[0.25, 0.75]]
+
+
+# --- races ------------------------------------------------------------------------------------------------------------
+
+
+def by_definition(weights, keys):
+    """The race in Python's own integers and floats."""
+    found = []
+    for row, key in zip(weights.tolist(), keys, strict=True):
+        times = {}
+        for x, weight in enumerate(row):
+            if weight > 0:
+                hashed = key + (x + 1) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
+                hashed = (hashed ^ hashed >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
+                hashed = (hashed ^ hashed >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
+                u = ((hashed ^ hashed >> 31) // 4096 + 0.5) / 2**52
+                times[x] = -math.log1p(-u) / weight
+        found.append(min(times, key=times.get, default=0))
+    return torch.tensor(found)
+
+
+def some_rows(width, kind, rows=6):
+    source = torch.Generator().manual_seed(width)
+    made = (4 * torch.randn(rows, width, generator=source)).softmax(-1)
+    if kind == "few":
+        made[made < made.topk(min(width, 20)).values[:, -1:]] = 0
+    if kind == "one":
+        made = torch.zeros(rows, width).scatter_(-1, made.argmax(-1, keepdim=True), 1.0)
+    if kind == "equal":
+        made = torch.ones(rows, width)
+    return made
+
+
+KEYS = [fold(9, number) for number in range(6)]
+
+
+@needs_native
+@pytest.mark.parametrize("kind", ["all", "few", "one", "equal"])
+@pytest.mark.parametrize("width", [1, 2, 15, 63, 64, 65, 1000, 16384, 16385, 50001])
+def test_native_races_and_torchs_have_the_winners_of_the_definition(width, kind, monkeypatch):
+    rows = some_rows(width, kind)
+    found = first_arrival(rows, KEYS)
+    assert torch.equal(found, first_arrival(rows.double(), KEYS)), "float64 is torch's"
+    monkeypatch.setattr(rng, "_TOGETHER", 3 * width)
+    assert torch.equal(found, first_arrival(rows.double(), KEYS)), "in two portions"
+    assert (rows.gather(-1, found.unsqueeze(-1)) > 0).all()
+    if width <= 1000:
+        assert torch.equal(found, by_definition(rows, KEYS))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(first_arrival(rows, KEYS), found)
+            alone = [first_arrival(row.unsqueeze(0), [key]) for row, key in zip(rows, KEYS, strict=True)]
+        finally:
+            torch.set_num_threads(1)
+        assert torch.equal(torch.cat(alone), found), "no row depends on the others"
+
+
+@needs_native
+@pytest.mark.parametrize("factor", [2.0**-60, 3.7, 1e30])
+def test_scale_padding_and_gaps_change_nothing(factor):
+    rows = some_rows(3000, "all")
+    found = first_arrival(rows, KEYS)
+    assert torch.equal(first_arrival(rows * factor, KEYS), found)
+    padded = torch.nn.functional.pad(rows, (0, 777))
+    for wide in (padded, padded.double(), torch.stack([padded, padded], -1)[..., 0]):
+        assert torch.equal(first_arrival(wide, KEYS), found)
+    assert not torch.equal(first_arrival(rows, [key + 1 for key in KEYS]), found)
+
+
+@needs_native
+def test_what_has_no_winner():
+    assert first_arrival(torch.zeros(2, 70), KEYS[:2]).tolist() == [0, 0]
+    for dtype in (torch.float32, torch.float64):
+        assert first_arrival(torch.zeros(0, 70, dtype=dtype), []).tolist() == []
+    torch.testing.assert_close(first_arrival(torch.zeros(2, 70).double(), KEYS[:2]), torch.tensor([0, 0]))
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -588,6 +666,9 @@ cases = {
     "tokens outside": lambda: block_verify(tokens + 5000, rows, p, **chain),
     "q of another type": lambda: made.block(tokens, rows.half(), p, lengths),
     "more uniforms than rows": lambda: inverse_cdf(rows[0], torch.rand(4)),
+    "fewer keys than rows": lambda: made.race(rows, torch.zeros(2, 2, dtype=torch.int64)),
+    "keys of another type": lambda: made.race(rows, torch.zeros(2, 3, dtype=torch.int32)),
+    "weights of another type": lambda: made.race(rows.double(), torch.zeros(2, 3, dtype=torch.int64)),
     "a bias of another size": lambda: made.product(x, weight, torch.rand(19)),
     "a bias of another type": lambda: made.product(x, weight, torch.rand(20).double()),
     "a bias with gaps": lambda: made.product(x, weight, torch.rand(40)[::2]),
@@ -854,6 +935,7 @@ BROKEN = {
     "block": (wrong("block", lambda *_: torch.ones(2, 1, 2).double().unbind()), "block rule differs"),
     "residual": (wrong("residual", lambda *given: given[-1].copy_((given[1] - given[2]).clamp(min=0))), "block rule"),
     "softmax": (wrong("softmax", lambda _, x: (1.001 * x).softmax(-1)), "softmax differs"),
+    "races": (wrong("race", lambda _, w, keys: w.argmax(-1) + 0 * keys), "races have other winners"),
     "draws": (wrong("inverse_cdf", lambda _, w, u: (w.cumsum(-1) < u[:, None] - 1e-3).sum(-1)), "draws differ"),
     "anything else": (wrong("softmax", lambda *_: {}["gone"]), "gone"),
 }

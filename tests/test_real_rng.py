@@ -19,7 +19,17 @@ from draftproof import SamplingParams
 from draftproof import rng as rng_module
 from draftproof.functional import block_verify, chain, token_verify
 from draftproof.kernels.native import VARIABLE
-from draftproof.rng import CounterRng, CounterRoundRng, Purpose, TorchRng, _DrawKind, _uniforms, fold, inverse_cdf
+from draftproof.rng import (
+    _NOISE,
+    CounterRng,
+    CounterRoundRng,
+    Purpose,
+    TorchRng,
+    _DrawKind,
+    _uniforms,
+    fold,
+    inverse_cdf,
+)
 from helpers import embedded_model, engine, plain_rows, tokenizer
 
 ALPHA = 1e-6
@@ -55,15 +65,16 @@ def uniforms(source, number):
     if source == "place":
         rounds = CounterRoundRng([5], [7])
         return _uniforms([rounds.at(Purpose.DRAFT, place)._keys[0] for place in range(number)], (number,), HOST)
-    if source == "element":
-        return _uniforms([fold(11)], (1, number), HOST)[0]
-    if source == "grid":
-        return _uniforms([fold(12)], (1, 200, number // 200), HOST).flatten()
+    if source in {"element", "grid"}:
+        return _uniforms([fold(11)], (1, number) if source == "element" else (1, 200, number // 200), HOST).flatten()
+    if source.startswith("noise"):
+        pairs = [(5, place) if source == "noise of a place" else (place, 3) for place in range(number)]
+        return _uniforms([fold(seed, _NOISE, place) for seed, place in pairs], (number, 8), HOST)[:, 7]
     rng = TorchRng(9)
     return torch.cat([rng._next((number // 100,), HOST) for _ in range(100)])
 
 
-SOURCES = ["seed", "round", "place", "element", "grid", "call"]
+SOURCES = ["seed", "round", "place", "element", "grid", "call", "noise of a place", "noise of a seed"]
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -4,6 +4,10 @@ A draw is a hash of (the request's seed, the request's round, the purpose, the p
 element). So a request gets the same draws alone and in any batch, and again after a restart. The round is part of the
 key because a rejected position is drafted again in the next round: with the same uniform, the new draw would depend on
 the rejection of the old one.
+
+Shared noise (`NoiseRoundRng`) is the other way, for rules that ask for it: draft and target draw with the same hash of
+(the request's seed, the number of the output token, the token's id), in every round. Then what the target draws at a
+place depends on nothing but the seed and its own distribution there.
 """
 
 from __future__ import annotations
@@ -196,6 +200,148 @@ class CounterRoundRng:
         """See RoundRng."""
         picked = range(len(self._keys)) if rows is None else rows
         return CounterRng([fold(self._keys[row], purpose, place) for row in picked])
+
+
+# --- shared noise -----------------------------------------------------------------------------------------------------
+
+_NOISE = 4  # no Purpose has this number
+_TOGETHER = 1 << 22  # entries of a race that torch handles at once, as a race takes some 40 bytes for each
+
+
+def first_arrival(weights: Float[Tensor, "*rows vocab"], keys: Sequence[int]) -> Int[Tensor, "*rows"]:
+    """The winner of an exponential race in each row: the index x with the smallest -log(1 - u_x) / weight_x.
+
+    It has the distribution of the weights, like any categorical draw, and is never an index of zero weight. Two rows
+    that are near each other and have the same key mostly have the same winner. Adding a constant to all log weights, or
+    tokens of weight zero, changes nothing. The winner is the same on every device: u_x is made of integers, times are
+    float64, and only with a probability of about 1e-15 are two times so close that the last place of a logarithm
+    decides.
+
+    Args:
+        weights: non-negative rows, which need not sum to 1.
+        keys: a key of 64 bits for each row, in order; u_x is a hash of the row's key and x.
+
+    Source: Gumbel's trick, as -log of a time is a Gumbel variable; Daliri, Musco, Suresh 2024, arXiv 2408.07978.
+    """
+    natively = native.single(weights)
+    if natively is not None:
+        signed = torch.tensor([_signed(key) for key in keys], dtype=torch.int64)
+        return natively.race(weights, signed.reshape(weights.shape[:-1]))
+    rows, found = (
+        weights.reshape(-1, weights.shape[-1]),
+        torch.empty(len(keys), dtype=torch.int64, device=weights.device),
+    )
+    together = max(_TOGETHER // weights.shape[-1], 1)
+    for start in range(0, len(keys), together):
+        part = slice(start, start + together)
+        found[part] = _race(rows[part], keys[part])
+    return found.reshape(weights.shape[:-1])
+
+
+def _race(weights: Float[Tensor, "rows vocab"], keys: Sequence[int]) -> Int[Tensor, " rows"]:
+    u = _uniforms(keys, weights.shape, weights.device)
+    rows = weights.double()
+    shares = rows / rows.amax(-1, keepdim=True)  # a time over a subnormal weight would overflow
+    return torch.log1p(-u).neg_().div_(shares).argmin(-1)
+
+
+class NoiseRng:
+    """An Rng whose categorical draws at one place of one seed share their noise, whoever asks and however often.
+
+    Args:
+        seeds: of each row.
+        places: for each row the number of the output token that it draws. Weights [rows, n, vocab] are for this token
+            and the n - 1 after it.
+        purpose: of `bernoulli`, whose draws share nothing.
+    """
+
+    def __init__(self, seeds: Sequence[int], places: Sequence[int], purpose: Purpose) -> None:
+        self._rows = list(zip(seeds, places, strict=True))
+        self._decisions = CounterRng([fold(seed, purpose, place) for seed, place in self._rows])
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """True with the given probabilities; independent of the noise."""
+        return self._decisions.bernoulli(prob)
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        """The winners of the races at the rows' places; see `first_arrival`.
+
+        Raises:
+            ValueError: other weights than [rows, vocab] or [rows, n, vocab].
+        """
+        if weights.ndim not in (2, 3) or weights.shape[0] != len(self._rows):
+            raise ValueError(
+                f"draws from weights of shape {tuple(weights.shape)} were requested from noise of {len(self._rows)} "
+                "rows: legal is [rows, vocab], or [rows, places, vocab]"
+            )
+        width = weights.shape[1] if weights.ndim == 3 else 1
+        keys = [fold(seed, _NOISE, place + step) for seed, place in self._rows for step in range(width)]
+        return first_arrival(weights, keys)
+
+
+class NoiseRoundRng:
+    """The RoundRng of rules with shared noise: a draw for a place has the same noise in every round and purpose.
+
+    Args:
+        seeds: of each row.
+        places: for each row the number of output tokens that are committed.
+    """
+
+    def __init__(self, seeds: Sequence[int], places: Sequence[int]) -> None:
+        self._rows = list(zip(seeds, places, strict=True))
+
+    def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> NoiseRng:
+        """See RoundRng; `place` counts from the first token of the round."""
+        picked = self._rows if rows is None else [self._rows[row] for row in rows]
+        return NoiseRng([seed for seed, _ in picked], [first + place for _, first in picked], purpose)
+
+
+class SplitRng:
+    """An Rng whose rows draw from several others.
+
+    Args:
+        parts: for each of them its rows here, in its own order; together all rows.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], Rng]]) -> None:
+        self._parts = parts
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Each row by its own Rng."""
+        made = torch.zeros_like(prob, dtype=torch.bool)
+        for rows, rng in self._parts:
+            index = sent(rows, prob.device)
+            made[index] = rng.bernoulli(prob[index])
+        return made
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        """Each row by its own Rng."""
+        made = torch.zeros(weights.shape[:-1], dtype=torch.int64, device=weights.device)
+        for rows, rng in self._parts:
+            index = sent(rows, weights.device)
+            made[index] = rng.categorical(weights[index])
+        return made
+
+
+class SplitRoundRng:
+    """The RoundRng of a batch whose requests draw in several ways.
+
+    Args:
+        parts: for each way its rows of the batch, and the RoundRng of these rows.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sequence[int], RoundRng]]) -> None:
+        self._parts = [({row: place for place, row in enumerate(rows)}, rng) for rows, rng in parts]
+
+    def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> Rng:
+        """See RoundRng."""
+        picked = sorted(row for own, _ in self._parts for row in own) if rows is None else rows
+        parts: list[tuple[Sequence[int], Rng]] = []
+        for own, rng in self._parts:
+            here = [number for number, row in enumerate(picked) if row in own]
+            if here:
+                parts.append((here, rng.at(purpose, place, [own[picked[number]] for number in here])))
+        return parts[0][1] if len(parts) == 1 else SplitRng(parts)
 
 
 class TorchRng:

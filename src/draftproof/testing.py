@@ -2,10 +2,12 @@
 
 `assert_lossless` checks that an engine has the target's output distribution. `exact_distribution` enumerates all
 outcomes of any program whose only randomness is an Rng. `TableModel` is a target or draft model to run them on.
+`EnumeratedNoise` enumerates draws that share noise, for rules such as `gumbel`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeVar
 
@@ -38,7 +40,12 @@ class EnumeratingRng:
         """The same object, for every purpose, place and row."""
         return self
 
-    def _choose(self, probs: Sequence[float]) -> int:
+    def choose(self, probs: Sequence[float]) -> int:
+        """One index with these probabilities.
+
+        Raises:
+            ValueError: none is positive.
+        """
         open_choices = tuple(i for i, prob in enumerate(probs) if prob > 0)
         if not open_choices:
             raise ValueError(f"a draw from weights without mass: {list(probs)}")
@@ -54,14 +61,116 @@ class EnumeratingRng:
 
     def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """Each element is a choice between no and yes."""
-        flat = [bool(self._choose((1.0 - x, x))) for x in prob.double().flatten().tolist()]
+        flat = [bool(self.choose((1.0 - x, x))) for x in prob.double().flatten().tolist()]
         return torch.tensor(flat, dtype=torch.bool).reshape(prob.shape)
 
     def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
         """Each row is a choice among the indices with weight; weights are normalised here."""
         rows = weights.double().reshape(-1, weights.shape[-1])
-        flat = [self._choose((row / row.sum()).tolist()) for row in rows]
+        flat = [self.choose((row / row.sum()).tolist()) for row in rows]
         return torch.tensor(flat, dtype=torch.int64).reshape(weights.shape[:-1])
+
+
+_Point = tuple[float, float, float]
+_TRIANGLE: tuple[_Point, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+_SLIVER = 1e-14  # a smaller share of the triangle is a rounding error
+
+
+class EnumeratedNoise:
+    """Shared noise (`draftproof.rng.NoiseRoundRng`) that follows an EnumeratingRng, for up to three tokens.
+
+    Draws for one place share the times E_1, E_2, E_3 of exponential races: from weights w the token with the smallest
+    E_x / w_x is drawn. Their directions E / (E_1 + E_2 + E_3) are uniform in a triangle. What earlier draws have shown
+    of a place is a convex polygon in it, and a draw cuts this polygon into one for each token. So the probability of a
+    token, given all earlier draws, is the ratio of two areas.
+
+    Args:
+        rng: makes the choices and collects their probabilities.
+    """
+
+    def __init__(self, rng: EnumeratingRng) -> None:
+        self._rng = rng
+        self._known: dict[tuple[int, int], tuple[_Point, ...]] = {}
+
+    def round(self, seeds: Sequence[int], places: Sequence[int]) -> _NoiseOfRound:
+        """A RoundRng, as the engine asks for it: the rows' seeds and their numbers of output tokens."""
+        return _NoiseOfRound(self, list(zip(seeds, places, strict=True)))
+
+    @property
+    def decisions(self) -> EnumeratingRng:
+        """The Rng of draws that share nothing."""
+        return self._rng
+
+    def draw(self, seed: int, place: int, weights: Sequence[float]) -> int:
+        """The token that is first from these weights at a place; 0 where none has weight.
+
+        Raises:
+            ValueError: more than three tokens.
+        """
+        if len(weights) > len(_TRIANGLE):
+            raise ValueError(f"shared noise of {len(weights)} tokens cannot be enumerated: legal are up to 3")
+        if not any(weights):
+            return 0
+        known = self._known.get((seed, place), _TRIANGLE)
+        parts = [_first(known, token, weights) for token in range(len(weights))]
+        areas = [_area(part) for part in parts]
+        areas = [area if area > _SLIVER else 0.0 for area in areas]
+        token = self._rng.choose([area / sum(areas) for area in areas])
+        self._known[seed, place] = parts[token]
+        return token
+
+
+class _NoiseOfRound:
+    """The RoundRng of `EnumeratedNoise.round`, and its Rng."""
+
+    def __init__(self, noise: EnumeratedNoise, rows: Sequence[tuple[int, int]]) -> None:
+        self._noise, self._rows = noise, rows
+
+    def at(self, purpose: Purpose, place: int = 0, rows: Sequence[int] | None = None) -> _NoiseOfRound:  # noqa: ARG002
+        picked = self._rows if rows is None else [self._rows[row] for row in rows]
+        return _NoiseOfRound(self._noise, [(seed, first + place) for seed, first in picked])
+
+    def bernoulli(self, prob: Float[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        return self._noise.decisions.bernoulli(prob)
+
+    def categorical(self, weights: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+        wide = weights.double().reshape(len(self._rows), -1, weights.shape[-1]).tolist()
+        found = [
+            self._noise.draw(seed, place + step, row)
+            for (seed, place), rows in zip(self._rows, wide, strict=True)
+            for step, row in enumerate(rows)
+        ]
+        return torch.tensor(found, dtype=torch.int64).reshape(weights.shape[:-1])
+
+
+def _first(polygon: tuple[_Point, ...], token: int, weights: Sequence[float]) -> tuple[_Point, ...]:
+    """The part of a polygon in which a token is first: E_token / w_token is at most every other E_x / w_x."""
+    if not weights[token]:
+        return ()
+    for other, weight in enumerate(weights):
+        if other != token and weight:
+            polygon = _cut(polygon, token, other, weights)
+    return polygon
+
+
+def _cut(polygon: tuple[_Point, ...], token: int, other: int, weights: Sequence[float]) -> tuple[_Point, ...]:
+    """The part of a polygon with E_other w_token >= E_token w_other."""
+    kept: list[_Point] = []
+    above = [point[other] * weights[token] - point[token] * weights[other] for point in polygon]
+    for at, point in enumerate(polygon):
+        here, there, before = above[at - 1], above[at], polygon[at - 1]
+        if (here >= 0) != (there >= 0):
+            share = here / (here - there)
+            x, y, z = (a + share * (b - a) for a, b in zip(before, point, strict=True))
+            kept.append((x, y, z))
+        if there >= 0:
+            kept.append(point)
+    return tuple(kept)
+
+
+def _area(polygon: tuple[_Point, ...]) -> float:
+    """The area of a polygon in the triangle, as a share of the whole."""
+    return abs(math.fsum(polygon[i - 1][0] * y - x * polygon[i - 1][1] for i, (x, y, _) in enumerate(polygon)))
 
 
 def exact_distribution(program: Callable[[EnumeratingRng], Outcome]) -> dict[Outcome, float]:
@@ -227,12 +336,18 @@ def engine_distribution(
         prompt: token ids.
         params: sampling parameters of the request.
 
+    Raises:
+        ValueError: the rule shares noise, and the models have more than three tokens.
+
     Returns:
         the probability of each output, a tuple of token ids.
     """
 
     def program(rng: EnumeratingRng) -> tuple[int, ...]:
-        engine = make_engine(lambda seeds, rounds: rng)  # noqa: ARG005 - one script for all rows and rounds
+        noise = EnumeratedNoise(rng)
+        engine = make_engine(
+            lambda seeds, numbers: noise.round(seeds, numbers) if engine.verifier.shared_noise else rng  # one script
+        )
         return engine.generate([list(prompt)], params)[0].token_ids
 
     return exact_distribution(program)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from draftproof.audit.suite import Context, ToyPair
 from draftproof.functional.nodes import PathVerdict
-from draftproof.rng import Rng
-from draftproof.testing import exact_distribution, total_variation
+from draftproof.rng import Purpose, Rng
+from draftproof.testing import EnumeratedNoise, EnumeratingRng, exact_distribution, total_variation
 
 Distribution = dict[Context, float]
 PathRule = Callable[..., PathVerdict]
@@ -211,6 +211,25 @@ def verdicts_alone(rule: PathRule, drafts: Drafts) -> tuple[Float[Tensor, "B K m
             else:
                 joint[b][outcome] += chance * drafts.weight[b]
     return joint, lost
+
+
+def verdicts_with_shared_noise(rule: PathRule, pair: ToyPair, drafts: Drafts) -> Float[Tensor, "B K m V"]:
+    """The joint distribution of `verdicts` for one chain that is drawn with the noise of the rule's own draws."""
+    ways, length = {tuple(chain[0]): way for way, chain in enumerate(drafts.tokens.tolist())}, drafts.tokens.shape[-1]
+
+    def program(rng: EnumeratingRng) -> tuple[int, int, int, int]:
+        noise, drawn = EnumeratedNoise(rng).round([0], [0]), tuple[int, ...]()
+        for step in range(length):
+            drawn += (int(noise.at(Purpose.DRAFT, step).categorical(pair.q(drawn).unsqueeze(0))),)
+        way = ways[drawn]
+        tokens, q, p = (each[way : way + 1] for each in drafts[:3])
+        path, accepted, token = (int(x) for x in rule(tokens, q, p, rng=noise.at(Purpose.VERIFY), validate=False))
+        return way, path, accepted, token
+
+    joint = torch.zeros(drafts.p.shape, dtype=torch.float64)
+    for outcome, chance in exact_distribution(program).items():
+        joint[outcome] += chance
+    return joint
 
 
 def _attempt(rule: PathRule, inputs: tuple[Tensor, Tensor, Tensor], rng: Rng) -> tuple[int, int, int] | str:

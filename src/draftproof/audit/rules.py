@@ -27,6 +27,7 @@ from draftproof.audit.distributions import (
     compare,
     expected_accepted,
     verdicts,
+    verdicts_with_shared_noise,
     worst_cell,
 )
 from draftproof.audit.suite import VOCAB, ToyPair, suite
@@ -43,6 +44,8 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import engine_distribution, target_distribution, total_variation
 from draftproof.theory.acceptance import kseq_acceptance, optimal_acceptance
 from draftproof.theory.lengths import full_information_length
+from draftproof.verifiers.base import Verifier
+from draftproof.verifiers.chain import gumbel_verifier
 from draftproof.verifiers.greedy import GreedyBlockVerifier
 
 EXACT = 1e-12
@@ -63,7 +66,8 @@ IDENTITIES = (
 ORDERINGS = (
     ("block", 1, "token", 1, EXACT),
     ("greedy_block", 1, "block", 1, EXACT),
-    ("token", 1, "match", 1, EXACT),
+    ("token", 1, "gumbel", 1, EXACT),
+    ("gumbel", 1, "match", 1, EXACT),
     ("trie_block", DRAWS, "block", 1, SEARCH),
     ("trie_block", DRAWS, "spectr", DRAWS, SEARCH),
     ("trie_block", DRAWS, "traversal", DRAWS, SEARCH),
@@ -80,7 +84,9 @@ class Rule:
         shapes: (chains, tokens) of the drafts on which it is enumerated; lengths are reported for the first one.
         lossless: whether it is declared lossless.
         tolerance: largest total variation of a lossless rule.
-        rounds: whether it is exact over several rounds only, so that the engine is enumerated instead of one call.
+        rounds: makes the verifier of a rule whose rounds depend on each other, so that the engine is enumerated instead
+            of one call; None for other rules.
+        shared_noise: whether target and draft draw with the same noise.
     """
 
     name: str
@@ -88,7 +94,8 @@ class Rule:
     shapes: tuple[tuple[int, int], ...]
     lossless: bool = True
     tolerance: float = EXACT
-    rounds: bool = False
+    rounds: Callable[[], Verifier] | None = None
+    shared_noise: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,8 +204,9 @@ def all_rules() -> dict[str, Rule]:
     found = [
         _chain("token", functional.token_verify),
         _chain("block", functional.block_verify),
-        Rule("greedy_block", as_paths(functional.greedy_block_verify), ((1, DRAFTED),), rounds=True),
+        Rule("greedy_block", as_paths(functional.greedy_block_verify), ((1, DRAFTED),), rounds=GreedyBlockVerifier),
         _chain("match", functional.match_verify),
+        _chain("gumbel", functional.match_verify, rounds=gumbel_verifier, shared_noise=True),
         Rule("kseq", kseq_rule, ((DRAWS, 1), (3, 1))),
         *([Rule("otm", otm_rule, ((DRAWS, 1), (3, 1)))] if find_spec("scipy") else []),
         _paths("spectr", functional.spectr_verify),
@@ -230,6 +238,8 @@ class Audit:
     def _joint(self, name: str, place: int, chains: int, length: int) -> Float[Tensor, "B K m V"]:
         """The joint distribution of (draft, path, accepted, token) of a rule on a pair."""
         drafts = all_drafts(self.pairs[place], chains, length)
+        if self.rules[name].shared_noise:
+            return verdicts_with_shared_noise(self.rules[name].verify, self.pairs[place], drafts)
         return verdicts(self.rules[name].verify, drafts, validate=False)
 
     def length(self, name: str, place: int, chains: int, length: int) -> float:
@@ -240,7 +250,7 @@ class Audit:
         """The results of a rule on every pair and shape."""
         for place, pair in enumerate(self.pairs):
             if rule.rounds and (self._in_engine is None or pair.name in self._in_engine):
-                yield pair, engine_finding(pair)
+                yield pair, engine_finding(pair, rule.rounds)
             for chains, length in () if rule.rounds else rule.shapes:
                 joint = self.joint(rule.name, place, chains, length)
                 yield pair, compare(pair, all_drafts(pair, chains, length), joint)
@@ -323,12 +333,12 @@ def _root(pair: ToyPair) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "1 V"]]:
     return pair.p(()).unsqueeze(0), pair.q(()).unsqueeze(0)
 
 
-def engine_finding(pair: ToyPair, most: int = DRAFTED + 1) -> Finding:
-    """Compare the distribution of whole outputs of an engine with greedy block verification with the target's."""
+def engine_finding(pair: ToyPair, verifier: Callable[[], Verifier], most: int = DRAFTED + 1) -> Finding:
+    """Compare the distribution of whole outputs of an engine with a rule with the target's."""
 
     def make(round_rng: RoundRngFactory) -> Engine:
         drafter = ModelDrafter(DraftModel(pair.draft, vocab_size=VOCAB), FixedLength(DRAFTED))
-        return Engine(pair.target, drafter, GreedyBlockVerifier(), round_rng=round_rng)
+        return Engine(pair.target, drafter, verifier(), round_rng=round_rng)
 
     params = SamplingParams(max_tokens=most)
     found, expected = engine_distribution(make, (0,), params), target_distribution(pair.target, (0,), params)

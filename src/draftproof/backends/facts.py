@@ -67,6 +67,11 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the weights that a pass reads, estimated from width and depth."""
+        return (12 * self.layers * self.hidden_size + self.vocab_size) * self.hidden_size * self.dtype.itemsize
+
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> ModelFacts:
         """Of a loaded transformers model.

@@ -7,6 +7,7 @@ still computes the same logits, by way of the moved weights, but cannot be train
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -131,15 +132,13 @@ class LeanForward(SlotBackend):
         made.capabilities = self.capabilities
         return made
 
-    def quantized(self, bits: int) -> LeanForward:
-        """The model with linear weights of 4 or 8 bits, in the same cache; embeddings and norms are shared.
-
-        Raises:
-            UserError: another number of bits, or layers that are not native.
-        """
-        made = LeanForward(self.facts, self.lean.quantized(bits, self.name), cache=self._cache)
-        made.capabilities = self.capabilities
-        return made
+    def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
+        """See `SlotBackend.quantizing`; embeddings and norms are shared."""
+        for lean in self.lean.quantizing(bits, self.name):
+            made = None if lean is None else LeanForward(self.facts, lean, cache=self._cache)
+            if made is not None:
+                made.capabilities = self.capabilities
+            yield made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.lean(layout, self._cache, hidden=hidden)

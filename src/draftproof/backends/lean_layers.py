@@ -9,7 +9,7 @@ call (`native_layers`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,15 +65,15 @@ class Lean:
         made.run_layers = in_order(made.layers)
         return made
 
-    def quantized(self, bits: int, name: str) -> Lean:
-        """The same with quantized weights.
+    def quantizing(self, bits: int, name: str) -> Iterator[Lean | None]:
+        """The same with quantized weights, made in steps: None after each step, and at last the result.
 
         Args:
             bits: of a weight.
             name: the model's, for errors.
 
         Raises:
-            UserError: another number of bits, or layers that are not native.
+            UserError: another number of bits, or layers that are not native; before the first step.
         """
         if bits not in BITS:
             raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
@@ -82,11 +82,15 @@ class Lean:
                 f"{name} cannot be quantized, because its layers are not native: legal on backend lean are models "
                 f"whose heads have a multiple of 16 numbers (32 in bfloat16), and DRAFTPROOF_NATIVE must not be 0"
             )
+        yield None
         made = copy.copy(self)
-        made.layers = [layer.quantized(bits) for layer in self.layers]
+        made.layers = []
+        for layer in self.layers:
+            made.layers.append(layer.quantized(bits))
+            yield None
         made.head = self.head.quantized(bits)
         made.run_layers = in_order(made.layers)
-        return made
+        yield made
 
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""

@@ -7,6 +7,8 @@ numbers as the whole model, quantized weights write others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -43,9 +45,9 @@ class SelfDraftBackend(SlotBackend):
         """The first layers of this part."""
         return self.part.first_layers(layers)
 
-    def quantized(self, bits: int) -> SlotBackend:
+    def quantizing(self, bits: int) -> Iterator[SlotBackend | None]:
         """This part with quantized weights."""
-        return self.part.quantized(bits)
+        return self.part.quantizing(bits)
 
     def borrow(self, owner: Session) -> BorrowedSession:
         """A session in the slot of the whole model's session, which has read the same tokens."""
@@ -81,13 +83,17 @@ class QuantizedBackend(SelfDraftBackend):
     Args:
         whole: the backend of the whole model; the cache is shared with it, and all other weights.
         bits: 4 or 8.
+        part: the quantized model, where it is made already (`SlotBackend.quantizing`).
 
     Raises:
         UserError: another number of bits, or a model that has no quantized form here.
     """
 
-    def __init__(self, whole: SlotBackend, bits: int) -> None:
-        super().__init__(whole, whole.quantized(bits), f"{whole.name}, {bits} bits")
+    def __init__(self, whole: SlotBackend, bits: int, part: SlotBackend | None = None) -> None:
+        if part is None:
+            *_, part = whole.quantizing(bits)
+        assert part is not None, "the last step gives the model"
+        super().__init__(whole, part, f"{whole.name}, {bits} bits")
 
 
 class BorrowedSession(SlotSession):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -120,8 +120,11 @@ class SlotBackend(ABC):
             UserError: the number of layers is out of range, or the model cannot be cut.
         """
 
-    def quantized(self, bits: int) -> SlotBackend:
-        """The model with linear weights of 4 or 8 bits, in the same cache.
+    def quantizing(self, bits: int) -> Iterator[SlotBackend | None]:
+        """The model with linear weights of 4 or 8 bits, in the same cache, made in short steps.
+
+        Returns:
+            None after each step, and at last the model; the first step only checks.
 
         Raises:
             UserError: it has no such form here, or not with this number of bits.

@@ -178,7 +178,7 @@ def _request(options: EngineComparison, prompts: Sequence[list[int]], batch: int
 
 def _ours(options: EngineComparison, batch: int) -> dict[str, Measure]:
     """Plain decoding by draftproof, and the drafter if one is named."""
-    made = {PLAIN: _measure(Engine.load(options.target, dtype=options.dtype, max_batch=batch))}
+    made = {PLAIN: _measure(Engine.load(options.target, drafter="none", dtype=options.dtype, max_batch=batch))}
     if options.drafter is not None or options.draft is not None:
         engine = Engine.load(
             options.target, options.draft, drafter=options.drafter, dtype=options.dtype, max_batch=batch

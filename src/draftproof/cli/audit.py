@@ -52,8 +52,8 @@ NOTE = (
     "Exact, by enumeration of every draft and every choice on toy models of three tokens. total variation: from the\n"
     "target's distribution, the largest over the suite. accepted: expected accepted tokens of a round, mean over\n"
     "the suite. x token: divided by that of token verification on one chain of the same length. of optimum: divided\n"
-    "by the full-information bound (one chain) or by alpha_k (several chains, first token). greedy_block, which has\n"
-    "a state, is enumerated in the engine (by --quick on four of the models)."
+    "by the full-information bound (one chain) or by alpha_k (several chains, first token). greedy_block and\n"
+    "gumbel, whose rounds depend on each other, are enumerated in the engine (by --quick on four of the models)."
 )
 
 

@@ -10,7 +10,7 @@ from draftproof.backends.base import Session
 from draftproof.draft import Draft
 from draftproof.rng import RoundRng
 from draftproof.sampling import Transforms
-from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.base import RoundTime, Stopper
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Drafter(Protocol):
         ...
 
     @property
+    def timed(self) -> bool:
+        """Whether its drafts depend on the time of earlier rounds."""
+        ...
+
+    @property
     def limit(self) -> int:
         """Depth of the deepest draft that it makes; 0 for none."""
         ...
@@ -79,6 +84,10 @@ class Drafter(Protocol):
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Called after each round with the depth of the row's draft and the number of accepted tokens."""
+        ...
+
+    def spent(self, time: RoundTime) -> None:
+        """Called after each round, after `observe`, with the time that it took."""
         ...
 
     def release(self, request_id: int) -> None:

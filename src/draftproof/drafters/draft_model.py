@@ -17,7 +17,7 @@ from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
-from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.base import RoundTime, Stopper
 
 
 class DraftModel:
@@ -166,6 +166,11 @@ class ModelBacked:
         return self.stopper.constant and self.model.covers and self.model.steady
 
     @property
+    def timed(self) -> bool:
+        """Whether the stopper learns from a clock."""
+        return self.stopper.timed
+
+    @property
     def limit(self) -> int:
         """The stopper's limit."""
         return self.stopper.limit
@@ -183,6 +188,10 @@ class ModelBacked:
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Tell the stopper."""
         self.stopper.observe(request_id, drafted, accepted)
+
+    def spent(self, time: RoundTime) -> None:
+        """Tell the stopper."""
+        self.stopper.spent(time)
 
     def release(self, request_id: int) -> None:
         """Close the request's session, and tell the stopper."""

@@ -14,6 +14,7 @@ from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
+from draftproof.stoppers.base import RoundTime
 from draftproof.tree import TokenTree
 
 
@@ -33,6 +34,7 @@ class NgramDrafter:
     point_masses = True
     constant = False
     max_positions = None
+    timed = False
     stopper = None
 
     def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:
@@ -57,6 +59,9 @@ class NgramDrafter:
         return point_chain(found)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Does nothing."""
+
+    def spent(self, time: RoundTime) -> None:
         """Does nothing."""
 
     def release(self, request_id: int) -> None:

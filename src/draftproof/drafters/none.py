@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
 from draftproof.rng import RoundRng
+from draftproof.stoppers.base import RoundTime
 
 
 class NoDrafter:
@@ -18,6 +19,7 @@ class NoDrafter:
     constant = True
     limit = 0
     max_positions = None
+    timed = False
     stopper = None
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
@@ -25,6 +27,9 @@ class NoDrafter:
         return [Draft.empty() for _ in requests]
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Does nothing."""
+
+    def spent(self, time: RoundTime) -> None:
         """Does nothing."""
 
     def release(self, request_id: int) -> None:

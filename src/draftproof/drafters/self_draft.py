@@ -68,6 +68,7 @@ class QuantizedModel(SelfDraftModel):
         bits: of a weight, 4 or 8.
         temperature: temperature of the draft; None for the request's.
         top_k: top_k of the draft; None for the request's.
+        part: the quantized model, where it is made already (`SlotBackend.quantizing`).
 
     Raises:
         UserError: the number of bits, the temperature or top_k is out of range, or the target has no quantized form.
@@ -76,10 +77,16 @@ class QuantizedModel(SelfDraftModel):
     steady = False
 
     def __init__(
-        self, target: SlotBackend, bits: int, *, temperature: float | None = None, top_k: int | None = None
+        self,
+        target: SlotBackend,
+        bits: int,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        part: SlotBackend | None = None,
     ) -> None:
-        part = QuantizedBackend(target, bits)
-        super().__init__(part, f"quantized:{bits}", temperature=temperature, top_k=top_k)
+        form = QuantizedBackend(target, bits, part)
+        super().__init__(form, f"quantized:{bits}", temperature=temperature, top_k=top_k)
 
 
 def self_drafter(model: SelfDraftModel, stopper: Stopper, *, chains: int = 1) -> Drafter:

@@ -18,6 +18,7 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
+from draftproof.stoppers.base import RoundTime
 
 _START = -1  # precedes the first token and ends short contexts, so that no context is a prefix of another one
 
@@ -55,6 +56,7 @@ class SuffixDrafter:
     point_masses = True
     constant = False
     max_positions = None
+    timed = False
     stopper = None
 
     def __init__(
@@ -84,13 +86,20 @@ class SuffixDrafter:
         self._running: dict[int, _Indexed] = {}
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """See Drafter; all requests are read before the first draft is made."""
+        """See Drafter."""
+        return [point_chain(tokens) for tokens, _ in self.look(requests)]
+
+    def look(self, requests: Sequence[DraftRequest]) -> list[tuple[list[int], int]]:
+        """For each request the tokens to draft, and the length of the known suffix that they follow.
+
+        All requests are read before the first draft is made.
+        """
         rows = [self._running.setdefault(request.id, _Indexed()) for request in requests]
         for request, row in zip(requests, rows, strict=True):
             row.tokens = request.tokens
             self._read(row)
         return [
-            point_chain(self._follow(request, row) if request.limit > 0 else [])
+            self._follow(request, row) if request.limit > 0 else ([], 0)
             for request, row in zip(requests, rows, strict=True)
         ]
 
@@ -103,12 +112,12 @@ class SuffixDrafter:
             if self._memory is not None:
                 self._memory.index.add(key, token)
 
-    def _follow(self, request: DraftRequest, row: _Indexed) -> list[int]:
-        """The draft: the most frequent successor, then its most frequent successor, and so on."""
+    def _follow(self, request: DraftRequest, row: _Indexed) -> tuple[list[int], int]:
+        """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
         others = self._memory.index if self._memory is not None and _may_share(request) else None
         near = tuple(row.read[-self._context :][::-1])
         draft: list[int] = []
-        likely, most = 1.0, min(self.limit, request.limit)
+        likely, most, matched = 1.0, min(self.limit, request.limit), 0
         while len(draft) < most:
             size, known = row.own.match(near)
             further, theirs = (0, None) if others is None else others.match(near)
@@ -117,16 +126,20 @@ class SuffixDrafter:
             if known is None:
                 break
             if not draft:
+                matched = size
                 most = min(most, int(self._factor * size) + 1)
             likely *= known.share
             if likely < self._threshold:
                 break
             draft.append(known.best)
             near = (known.best, *near[: self._context - 1])
-        return draft
+        return draft, matched
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Does nothing: drafts depend on committed tokens only."""
+
+    def spent(self, time: RoundTime) -> None:
+        """Does nothing."""
 
     def release(self, request_id: int) -> None:
         """Move the tokens of a request that has ended, its last round included, to the finished requests."""

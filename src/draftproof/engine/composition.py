@@ -29,6 +29,8 @@ class VerifierLike(_Part, Protocol):
 
     @property
     def constant_length(self) -> bool: ...  # noqa: D102
+    @property
+    def shared_noise(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,16 @@ class VerifierTraits:
     branching: bool
     point_masses: bool
     constant_length: bool
+    shared_noise: bool = False
 
 
 def misfit(drafter: DrafterLike, verifier: VerifierLike) -> str | None:
     """Why a drafter and a rule do not fit together; None if they do."""
+    if drafter.branching and verifier.shared_noise:
+        return (
+            f"drafter {drafter.name} draws several tokens for one place, and with rule {verifier.name} they would all "
+            "be equal, since draws for one place share their noise: use one chain"
+        )
     if drafter.branching and not verifier.branching:
         return f"drafter {drafter.name} drafts trees, and rule {verifier.name} verifies chains only"
     if drafter.point_masses and not verifier.point_masses:

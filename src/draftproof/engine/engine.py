@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from draftproof import models
 from draftproof.backends.slots import SlotBackend
-from draftproof.engine.calibration import known_acceptance, known_costs
 from draftproof.engine.checked import ModelSource
+from draftproof.engine.kept_costs import KeptCosts
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.registry import (
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
+    SEEDED_VERIFIER,
     default_stopper,
     make_drafter,
     make_stopper,
@@ -25,6 +27,17 @@ from draftproof.verifiers.base import Verifier
 
 class Engine(DecodingLoop):
     """Generates from a target model, speculatively when it is given a drafter; arguments as of `DecodingLoop`."""
+
+    _kept: KeptCosts | None = None
+
+    def keep_costs(self, file: Path) -> None:
+        """Begin with what earlier runs learned of rounds with these models, and write there what this one learns."""
+        self._kept = KeptCosts(self, file)
+
+    def idle(self) -> None:
+        """See `DecodingLoop`; writes what was learned."""
+        if self._kept is not None:
+            self._kept.idle()
 
     @classmethod
     def load(
@@ -50,10 +63,13 @@ class Engine(DecodingLoop):
         Args:
             target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
             draft: the draft model, named likewise; its tokenizer must be the target's.
-            drafter: a name of DRAFTERS, with its argument; default "model" when a draft is named, else "none".
-            verifier: a name of VERIFIERS; default "block", and "trie_block" for drafters of several drafts.
-            stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens. Default "auto": as many as pay by
-                costs that are measured at the first use of a pair; "fixed:4" for rules that want constant lengths.
+            drafter: a name of DRAFTERS, with its argument; default "auto": in every round what pays most of the draft
+                model, what ships for the target, the target with weights of 4 bits, and repeated passages.
+            verifier: a name of VERIFIERS; default "block", and "trie_block" for drafters of several drafts. Without a
+                name, requests that sample with a seed are verified by "gumbel" where drafts depend on the time of
+                earlier rounds: then a seed gives the same text whatever is drafted.
+            stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens. Default "auto": as many as pay, by
+                the time of the rounds so far; "fixed:4" for rules that want constant lengths.
             dtype: "auto", "float32", "bfloat16" or "float16", for both models.
             device: for both models; default an accelerator when there is one.
             draft_temperature: of the draft, when it is not each request's own; the output stays the target's.
@@ -139,8 +155,10 @@ class Engine(DecodingLoop):
             stopper=stopper or default_stopper(rule),
             temperature=draft_temperature,
             top_k=draft_top_k,
+            rule=rule,
         )
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
+        by_clock = rule is None and part.timed and not part.branching
         defaults = target.facts.sampling_defaults if generation_config == "auto" else {}
         engine = cls(
             target,
@@ -150,8 +168,7 @@ class Engine(DecodingLoop):
             eos_token_ids=end_tokens(target.eos_token_ids, tokenizer.eos_token_id),
             max_batch=max_batch,
             default_params=default_params(defaults, target.name),
+            seeded_verifier=make_verifier(SEEDED_VERIFIER) if by_clock else None,
         )
-        if part.stopper is not None and part.stopper.needs_costs:
-            file = models.home().parent / "round-costs.json"
-            part.stopper.calibrate(known_costs(engine, file), known_acceptance(engine, file))
+        engine.keep_costs(models.home().parent / "round-costs.json")
         return engine

@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.accelerator import finish
 from draftproof.backends.base import Backend, Feed, FeedOutput, unread
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter
@@ -25,8 +24,9 @@ from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
 from draftproof.errors import RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
-from draftproof.rng import CounterRoundRng, Purpose, RoundRng, fold
+from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
+from draftproof.stoppers.base import RoundTime
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
 
@@ -47,10 +47,9 @@ class DecodingLoop:
         eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
         default_params: sampling parameters of requests without their own.
-        round_rng: makes a round's randomness from the rows' seeds and rounds; tests pass an EnumeratingRng.
-
-    Attributes:
-        waits: whether each part of a round waits for the device, so that its time is its own; rounds take longer then.
+        seeded_verifier: the rule of requests that sample with a seed of their own; by default `verifier`.
+        round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from the
+            rows' seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
 
     Raises:
         UserError: drafter and verifier do not fit together, or the target cannot do what they need.
@@ -66,7 +65,8 @@ class DecodingLoop:
         eos_token_ids: Sequence[int] = (),
         max_batch: int = 8,
         default_params: SamplingParams | None = None,
-        round_rng: RoundRngFactory = CounterRoundRng,
+        round_rng: RoundRngFactory | None = None,
+        seeded_verifier: Verifier | None = None,
     ) -> None:
         self.target = target
         self.drafter = NoDrafter() if drafter is None else drafter
@@ -75,33 +75,22 @@ class DecodingLoop:
         self.max_batch = max_batch
         self.default_params = default_params or SamplingParams()
         self.prompts = PromptReader(tokenizer, target.name)
+        self.seeded_verifier = seeded_verifier
         self._round_rng = round_rng
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self.waits = False
         self._refuse_impossible()
 
     def _refuse_impossible(self) -> None:
-        if why := misfit(self.drafter, self.verifier):
-            raise UserError(why)
+        for rule in filter(None, (self.verifier, self.seeded_verifier)):
+            if why := misfit(self.drafter, rule):
+                raise UserError(why)
         if self.drafter.branching and not self.target.capabilities.trees:
             raise UserError(f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them")
         if self.max_batch < 1:
             raise UserError(f"max_batch is {self.max_batch}: legal is 1 or more")
-
-    def sibling(self, drafter: Drafter) -> DecodingLoop:
-        """A loop like this one with another drafter: same target, rule, tokenizer and batch size."""
-        return DecodingLoop(
-            self.target,
-            drafter,
-            self.verifier,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            max_batch=self.max_batch,
-            default_params=self.default_params,
-        )
 
     @property
     def tokenizer(self) -> Any:
@@ -151,6 +140,7 @@ class DecodingLoop:
                     transforms=transforms,
                     cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
                     max_tokens=limit,
+                    rule=self._rule(params),
                 )
                 for index in range(params.n)
             ]
@@ -196,6 +186,11 @@ class DecodingLoop:
         if request.session is not None:
             request.session.close()
             request.session = None
+        if not self.busy:
+            self.idle()
+
+    def idle(self) -> None:
+        """Called when the last request has ended; for subclasses."""
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -224,18 +219,18 @@ class DecodingLoop:
 
     def _round(self, rows: list[Request]) -> None:
         start, seconds = time.perf_counter(), Seconds()
-        rng = self._round_rng([row.seed for row in rows], [row.round for row in rows])
-        with seconds.measure("draft", self._finish):
+        rng = self._rng(rows)
+        with seconds.measure("draft"):
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             drafts = [draft.to(self.target.device) for draft in self.drafter.propose(requests, rng)]
-        with seconds.measure("target", self._finish):
-            outputs = self.target.forward([self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)])
+        with seconds.measure("target"):
+            feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+            outputs = self.target.forward(feeds)
         with seconds.measure("verify"):
             checks = LogitsCheck()
             target_probs = [self._target_probs(*row, checks) for row in zip(rows, drafts, outputs, strict=True)]
-            states = [row.verifier_state for row in rows]
             try:
-                verdicts = self.verifier.verify(drafts, target_probs, rng.at(Purpose.VERIFY), states)
+                verdicts = self._verdicts(rows, drafts, target_probs, rng)
             finally:
                 checks.finish()  # after the rule, whose own copy has waited for the device; it explains a rule's error
         for each in zip(rows, drafts, outputs, verdicts, strict=True):
@@ -243,10 +238,50 @@ class DecodingLoop:
         seconds.total = time.perf_counter() - start
         for row in rows:
             row.stats.seconds.add(seconds)
+        self.drafter.spent(
+            RoundTime(
+                draft=seconds.draft,
+                rest=seconds.total - seconds.draft,
+                rows=len(rows),
+                depth=max(draft.depth for draft in drafts),
+                nodes=max(map(len, drafts)),
+                reads=max(len(feed.tokens) for feed in feeds),
+            )
+        )
 
-    def _finish(self) -> None:
-        if self.waits:
-            finish(self.target.device)
+    def _rng(self, rows: Sequence[Request]) -> RoundRng:
+        """The randomness of a round; a request whose rule shares noise is keyed by its place, others by their round."""
+        numbers = [row.place if row.rule.shared_noise else row.round for row in rows]
+        if self._round_rng is not None:
+            return self._round_rng([row.seed for row in rows], numbers)
+        parts = []
+        for kind, made in ((False, CounterRoundRng), (True, NoiseRoundRng)):
+            own = [place for place, row in enumerate(rows) if row.rule.shared_noise is kind]
+            if own:
+                parts.append((own, made([rows[place].seed for place in own], [numbers[place] for place in own])))
+        return parts[0][1] if len(parts) == 1 else SplitRoundRng(parts)
+
+    @staticmethod
+    def _verdicts(
+        rows: Sequence[Request], drafts: Sequence[Draft], probs: Sequence[Float[Tensor, "_ vocab"]], rng: RoundRng
+    ) -> list[Verdict]:
+        """The verdict of each request, by its own rule; requests with one rule are verified together."""
+        found: dict[int, Verdict] = {}
+        for rule in dict.fromkeys(row.rule for row in rows):
+            own = [place for place, row in enumerate(rows) if row.rule is rule]
+            made = rule.verify(
+                [drafts[place] for place in own],
+                [probs[place] for place in own],
+                rng.at(Purpose.VERIFY, rows=own),
+                [rows[place].verifier_state for place in own],
+            )
+            found.update(zip(own, made, strict=True))
+        return [found[place] for place in range(len(rows))]
+
+    def _rule(self, params: SamplingParams) -> Verifier:
+        """The rule of a request: for one that samples with a seed of its own, the rule for those."""
+        seeded = params.seed is not None and params.temperature > 0
+        return (self.seeded_verifier if seeded else None) or self.verifier
 
     def _commit(self, row: Request, draft: Draft, output: FeedOutput, verdict: Verdict) -> None:
         self.drafter.observe(row.id, draft.depth, len(verdict.path))
@@ -277,7 +312,7 @@ class DecodingLoop:
     def _draft_limit(self, row: Request) -> int:
         """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
         left = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
-        return left if self.verifier.constant_length else min(left, row.remaining - 1)
+        return left if row.rule.constant_length else min(left, row.remaining - 1)
 
     @staticmethod
     def _feed(row: Request, draft: Draft) -> Feed:
@@ -369,10 +404,10 @@ class DecodingLoop:
             token_ids=tuple(request.output_ids),
             finish_reason=str(request.cutter.finish),
             stop_reason=request.cutter.stop_reason,
-            lossless=self.verifier.lossless,
+            lossless=request.rule.lossless,
             drafter=self.drafter.name,
             stopper=None if stopper is None else stopper.name,
-            verifier=self.verifier.name,
+            verifier=request.rule.name,
             seed=request.seed,
             params=request.params,
             stats=request.stats,

@@ -6,14 +6,15 @@ Parsing, help texts, the table of compositions, the benchmark and the documentat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from draftproof.backends.base import Backend
 from draftproof.backends.feature_net import load_net
 from draftproof.backends.slots import SlotBackend
+from draftproof.drafters.auto import AutoDrafter, Source
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
@@ -28,27 +29,30 @@ from draftproof.engine.composition import DrafterTraits, VerifierTraits, misfit
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
 from draftproof.kernels.operations import BITS
-from draftproof.stoppers.auto import Auto
-from draftproof.stoppers.base import Stopper
+from draftproof.stoppers.auto import ASSUMED, Auto
+from draftproof.stoppers.base import AcceptanceRates, Stopper
+from draftproof.stoppers.costs import UNKNOWN, LearnedCosts, PassCosts
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.history import Schedule
 from draftproof.stoppers.probability import Confidence, Entropy
 from draftproof.stoppers.trained import Acceptance, Approximate, Ratio
 from draftproof.theory.cost import RoundCosts
 from draftproof.verifiers.base import Verifier
-from draftproof.verifiers.chain import block_verifier, match_verifier, token_verifier
+from draftproof.verifiers.chain import block_verifier, gumbel_verifier, match_verifier, token_verifier
 from draftproof.verifiers.greedy import GreedyBlockVerifier
 from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
 from draftproof.verifiers.trie import multi_round_verifier, spectr_verifier, traversal_verifier, trie_block_verifier
 
-DEFAULT_DRAFTER = "model"  # of an engine with a draft model
+DEFAULT_DRAFTER = "auto"
 DEFAULT_STOPPER, DEFAULT_CONSTANT_STOPPER = "auto", "fixed:4"
 DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
+SEEDED_VERIFIER = "gumbel"  # of requests with a seed whose drafts depend on a clock
 SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
     "embedded:draft": heads_dir(),
     "embedded:stories-draft": stories_heads_dir(),
 }
 SHIPPED_FEATURE_HEADS = {"smollm2-135m": feature_head_dir()}  # by target
+QUANTIZED_RATES = AcceptanceRates(0.85, 0.85)  # of the target with weights of 4 bits, before anything is counted
 OWN_HEADS = "heads"  # a feature head's directory may hold such a directory of its own
 
 
@@ -90,6 +94,8 @@ class Materials:
         stopper: its specification.
         spec: the drafter's own specification.
         changes: temperature and top_k of the draft, where they differ from the request's.
+        rule: that will verify the drafts; None where it is not known.
+        ready: the stopper itself, where it is made already.
     """
 
     target: Backend
@@ -97,10 +103,14 @@ class Materials:
     stopper: str
     spec: str
     changes: dict[str, Any]
+    rule: Verifier | None = None
+    ready: Stopper | None = None
 
     def ends(self) -> Stopper:
         """The stopper."""
-        return make_stopper(self.stopper, self.spec if self.draft is None else self.draft.name)
+        if self.ready is None and self.stopper == DEFAULT_STOPPER:
+            return _assuming(self, self.spec, PassCosts())
+        return self.ready or make_stopper(self.stopper, self.spec if self.draft is None else self.draft.name)
 
     def model(self) -> DraftModel:
         """The draft model."""
@@ -125,6 +135,7 @@ class DrafterPart(Part):
     Attributes:
         make: from materials and argument.
         reads_draft: whether it needs a draft model.
+        takes_draft: whether it uses a draft model where there is one.
         inside: whether it works inside the target's own cache.
         reads_states: whether it reads the target's hidden states.
         learns: whether it drafts from earlier requests, too.
@@ -139,6 +150,7 @@ class DrafterPart(Part):
 
     make: Callable[[Materials, str], Drafter]
     reads_draft: bool = False
+    takes_draft: bool = False
     inside: bool = False
     reads_states: bool = False
     learns: bool = False
@@ -306,6 +318,83 @@ def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[Materials, 
     return build
 
 
+def _auto_drafter(parts: Materials, argument: str) -> Drafter:
+    """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
+    if argument:
+        raise UserError(f"drafter auto takes no argument, and was given {argument!r}")
+    names = list(_at_hand(parts))
+    if parts.stopper != DEFAULT_STOPPER:
+        return _first_that_fits(parts, names)
+    on_host = parts.target.device.type == "cpu"  # elsewhere the parts of a round have no times of their own
+    common = PassCosts()
+    sources = []
+    for name in names:
+        stopper = _assuming(parts, name, common if on_host else PassCosts())
+        shown = f"model {parts.draft.name}" if name == "model" and parts.draft is not None else name
+        sources.append(Source(shown, stopper, _steps(parts, name, stopper)))
+    masses = parts.rule is None or parts.rule.point_masses
+    return AutoDrafter(sources, SuffixDrafter(shared=False), common, masses=masses)
+
+
+def _at_hand(parts: Materials) -> Iterator[str]:
+    """Names of the drafters from models that a target has without any preparation."""
+    if parts.draft is not None:
+        yield "model"
+    if parts.target.name in SHIPPED_FEATURE_HEADS and isinstance(parts.target, SlotBackend):
+        yield "feature_head"
+    if isinstance(parts.target, SlotBackend):
+        try:
+            next(parts.target.quantizing(BITS[0]))
+        except UserError:
+            return
+        yield f"quantized:{BITS[0]}"
+
+
+def _first_that_fits(parts: Materials, names: Sequence[str]) -> Drafter:
+    """The first drafter that the rule takes; plain decoding where there is none."""
+    for name in names:
+        if parts.rule is None or why_not(name, parts.stopper, parts.rule.name) is None:
+            part, argument = find_drafter(name)
+            return part.make(replace(parts, spec=name), argument)
+    return NoDrafter()
+
+
+def _assuming(parts: Materials, name: str, passes: PassCosts) -> Auto:
+    """The stopper `auto` of a drafter, with what can be assumed before anything is known."""
+    quantized = find_drafter(name)[0].name == "quantized"
+    costs = LearnedCosts(_assumed_costs(parts, name), passes)
+    return Auto(costs, assumed=QUANTIZED_RATES if quantized else ASSUMED, catches_up=not quantized)
+
+
+def _assumed_costs(parts: Materials, name: str) -> RoundCosts:
+    """Costs before the first round, in plain rounds: the share of the weights that a drafted token reads."""
+    facts = getattr(parts.target, "facts", None)
+    if name.startswith("quantized") and facts is not None:
+        share = (BITS[0] + 1) / (8 * facts.dtype.itemsize)
+    elif name == "model" and facts is not None and parts.draft is not None and hasattr(parts.draft, "facts"):
+        share = parts.draft.facts.size / facts.size
+    else:
+        share = 0.1
+    return replace(UNKNOWN, draft=share + UNKNOWN.token)
+
+
+def _steps(parts: Materials, name: str, stopper: Auto) -> Iterator[ModelDrafter | None]:
+    """Make a drafter in steps; only quantizing takes more than one."""
+    part, argument = find_drafter(name)
+    if part.name != "quantized":
+        made = part.make(replace(parts, spec=name, ready=stopper), argument)
+        assert isinstance(made, ModelDrafter), "one chain from a model"
+        yield made
+        return
+    target = parts.own_model(name)
+    quantized = None
+    for quantized in target.quantizing(int(argument)):
+        if quantized is None:
+            yield None
+    model = QuantizedModel(target, int(argument), part=quantized, **parts.changes)
+    yield ModelDrafter(model, stopper)
+
+
 def _none(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
     if argument:
         raise UserError(f"drafter none takes no argument, and was given {argument!r}")
@@ -331,6 +420,18 @@ def _own_several(argument: str) -> bool:
 DRAFTERS: dict[str, DrafterPart] = {
     part.name: part
     for part in (
+        DrafterPart(
+            name="auto",
+            about="in every round what pays most: the draft model, a head that ships for the target, the target with "
+            "weights of 4 bits, repeated passages, or nothing (default)",
+            make=_auto_drafter,
+            takes_draft=True,
+            inside=True,
+            learns=True,
+            stops=True,
+            covers=False,
+            steady=False,
+        ),
         DrafterPart(name="none", about="nothing is drafted: plain decoding", make=_none, stops=False),
         DrafterPart(name="model", about="one chain from the draft model", make=_model, reads_draft=True),
         DrafterPart(
@@ -578,7 +679,7 @@ def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", exam
         return make(_number(given, example))
 
     name = made.name.partition(":")[0]
-    traits = VerifierTraits(name, made.branching, made.point_masses, made.constant_length)
+    traits = VerifierTraits(name, made.branching, made.point_masses, made.constant_length, made.shared_noise)
     return VerifierPart(
         name=name, about=about, argument=argument, example=example, make=build, traits=traits, lossless=made.lossless
     )
@@ -591,6 +692,7 @@ VERIFIERS: dict[str, VerifierPart] = {
         _rule(token_verifier, "keeps each token with min(1, p/q) until the first refusal"),
         _rule(GreedyBlockVerifier, "as block, with a memory; constant lengths only"),
         _rule(match_verifier, "draws from the target and keeps the draft while it is the same"),
+        _rule(gumbel_verifier, "as match, with the draft's random numbers: a seed gives one text, whatever drafts"),
         _rule(trie_block_verifier, "block verification of several drafts: SpecTr's coupling inside it"),
         _rule(spectr_verifier, "SpecTr: K-SEQ at each place of several drafts"),
         _rule(multi_round_verifier, "SpecInfer's recursive rejection of several drafts"),
@@ -635,12 +737,13 @@ def find_drafter(spec: str) -> tuple[DrafterPart, str]:
 
 
 def reads_draft(spec: str | None) -> bool:
-    """Whether a drafter reads a draft model; without a name the one that an engine with a draft model has.
+    """Whether a drafter reads a draft model where there is one; without a name the default drafter.
 
     Raises:
         UserError: unknown name.
     """
-    return find_drafter(spec or DEFAULT_DRAFTER)[0].reads_draft
+    part = find_drafter(spec or DEFAULT_DRAFTER)[0]
+    return part.reads_draft or part.takes_draft
 
 
 def find_stopper(spec: str) -> tuple[StopperPart, str]:
@@ -720,18 +823,20 @@ def make_drafter(
     stopper: str,
     temperature: float | None = None,
     top_k: int | None = None,
+    rule: Verifier | None = None,
 ) -> Drafter:
-    """A drafter by name; without a name, `model` when there is a draft model and `none` otherwise.
+    """A drafter by name; without a name, what is at hand for the target (`auto`).
 
     Raises:
         UserError: unknown name, or a draft model missing or left over.
     """
-    spec = name or ("none" if draft is None else DEFAULT_DRAFTER)
+    spec = name or DEFAULT_DRAFTER
     part, argument = find_drafter(spec)
     if part.reads_draft and draft is None:
         raise UserError(f"drafter {part.name} needs a draft model: name one with draft (--draft)")
-    if not part.reads_draft and draft is not None and part.name != "none":
+    if not (part.reads_draft or part.takes_draft) and draft is not None and part.name != "none":
         raise UserError(
             f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
         )
-    return part.make(Materials(target, draft, stopper, spec, {"temperature": temperature, "top_k": top_k}), argument)
+    changes = {"temperature": temperature, "top_k": top_k}
+    return part.make(Materials(target, draft, stopper, spec, changes, rule), argument)

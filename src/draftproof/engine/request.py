@@ -17,6 +17,7 @@ from draftproof.engine.stats import Stats
 from draftproof.errors import RequestError
 from draftproof.finish import Cut, Cutter
 from draftproof.sampling import SHAPING, SamplingParams, TokenLogprob, Transforms, top_logprobs
+from draftproof.verifiers.base import Verifier
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class Request:
         seed: of all its draws.
         transforms: its sampling parameters, bound to the target's vocabulary.
         cutter: cuts the tokens of a round at the request's end.
+        max_tokens: tokens that it may emit.
+        rule: verifies its drafts.
         session: the target's session; None before the request runs and after it ends.
         round: number of finished rounds; part of the key of every draw.
         verifier_state: the rule's state, passed to it with the next draft; None for rules without state.
@@ -121,6 +124,7 @@ class Request:
     transforms: Transforms
     cutter: Cutter
     max_tokens: int
+    rule: Verifier
     session: Session | None = None
     round: int = 0
     verifier_state: object = None
@@ -145,9 +149,14 @@ class Request:
         return self.tokens[self.prompt_length :]
 
     @property
+    def place(self) -> int:
+        """Number of the output token that comes next, from 0; the key of draws with shared noise."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
     def remaining(self) -> int:
         """Tokens it may still emit."""
-        return self.max_tokens - (len(self.tokens) - self.prompt_length)
+        return self.max_tokens - self.place
 
     def draft_request(self, limit: int) -> DraftRequest:
         """The part of the request that the drafter gets."""

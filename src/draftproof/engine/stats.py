@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,17 +27,11 @@ class Seconds:
         return max(self.total - self.draft - self.target - self.verify, 0.0)
 
     @contextmanager
-    def measure(self, part: str, finish: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Add the time spent inside to a part.
-
-        Args:
-            part: its name.
-            finish: called at the end, to wait for a device; without that, what it still has to do counts elsewhere.
-        """
+    def measure(self, part: str) -> Iterator[None]:
+        """Add the time spent inside to a part."""
         start = time.perf_counter()
         try:
             yield
-            finish()
         finally:
             setattr(self, part, getattr(self, part) + time.perf_counter() - start)
 

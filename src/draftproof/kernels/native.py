@@ -1,4 +1,4 @@
-"""Native operations, where this machine has them: layers of the lean forward, softmax, draws, the block rule's plan.
+"""Native operations, where this machine has them: decoder layers, softmax, draws, races, the block rule's plan.
 
 A row's outputs are the same bits whatever other rows are in the batch, so a token's logits do not depend on the batch
 in which it is verified. docs/log.md has their speed. The variable DRAFTPROOF_NATIVE may be
@@ -106,7 +106,7 @@ def _refuse_unused_matrix_unit(level: library.Level, dtype: torch.dtype) -> None
 
 
 def _require_agreement(made: Operations) -> None:
-    """Compare products, softmax, draws and the block rule with known results up to rounding, the rest exactly.
+    """Compare products, softmax, draws, races and the block rule with known results up to rounding, the rest exactly.
 
     Whole layers are compared with those of transformers when a model is loaded (`backends.probe`).
 
@@ -143,3 +143,6 @@ def _require_agreement(made: Operations) -> None:
     middle = (expected.cumsum(-1) - expected / 2).gather(-1, places.unsqueeze(-1)).squeeze(-1)
     if not torch.equal(made.inverse_cdf(expected.float(), middle), places):
         raise UserError("its draws differ from those of a running sum")
+    weights = (torch.arange(20000) % 7).float().expand(3, -1)
+    if made.race(weights, torch.tensor([1, 2, 3])).tolist() != [18301, 9508, 7839]:  # as rng.first_arrival in torch
+        raise UserError("its races have other winners than torch's")

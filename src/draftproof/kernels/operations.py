@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Float32, Float64, Int, UInt8
+from jaxtyping import Float, Float32, Float64, Int, Int64, UInt8
 from torch import Tensor
 
 LANES = 16  # neighbouring outputs
-MOST_DIM, BLOCK = 256, 512  # as in native.c
+MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
@@ -339,6 +339,7 @@ class Operations:
         self._block = function("block", [pointer] * 6 + [number] * 4, ctypes.c_int)
         self._residual = function("residual", [pointer] * 2 + [number, real, pointer, number])
         self._inverse_cdf = function("inverse_cdf", [pointer] * 4 + [number] * 2)
+        self._race = function("race", [pointer] * 5 + [number] * 3)
 
     def __deepcopy__(self, memo: object) -> Operations:
         return self
@@ -631,6 +632,22 @@ class Operations:
         running = torch.empty(BLOCK + dim // BLOCK + 1, dtype=torch.float64)
         addresses = (each.data_ptr() for each in (weights, goals, found, running))
         self._inverse_cdf(*addresses, u.numel(), dim)
+        return found
+
+    def race(self, weights: Float32[Tensor, "*rows vocab"], keys: Int64[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+        """The index of each row that is first in an exponential race; see `noise.first_arrival`.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        weights, keys = weights.contiguous(), keys.contiguous()
+        require("weights", weights, torch.float32)
+        require("keys", keys, torch.int64, weights.shape[:-1])
+        rows, dim = keys.numel(), weights.shape[-1]
+        pieces = rows * -(-dim // PIECE)
+        found, times, ids = torch.empty_like(keys), torch.empty(pieces, dtype=torch.float64), keys.new_empty(pieces)
+        addresses = (each.data_ptr() for each in (weights, keys, found, times, ids))
+        self._race(*addresses, rows, dim, torch.get_num_threads())
         return found
 
 

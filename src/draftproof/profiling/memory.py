@@ -189,7 +189,13 @@ def warm_up(*, dtype: str, device: str, backend: str) -> None:
         UserError: no such dtype, device or backend.
     """
     engine = Engine.load(
-        "embedded:target", "embedded:draft", stopper="fixed:2", dtype=dtype, device=device, backend=backend
+        "embedded:target",
+        "embedded:draft",
+        drafter="model",
+        stopper="fixed:2",
+        dtype=dtype,
+        device=device,
+        backend=backend,
     )
     for _ in rounds(engine, Workload(1, 4, 4)):
         pass

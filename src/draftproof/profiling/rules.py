@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.functional import (
+    ChainVerdict,
     block_verify,
     match_verify,
     multi_round_verify,
@@ -33,13 +34,24 @@ from draftproof.peak import Peak
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
-from draftproof.rng import TorchRng
+from draftproof.rng import NoiseRoundRng, Purpose, TorchRng
 
 SOFTMAX = "softmax"
-CHAIN = {
+
+
+def _gumbel(
+    tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"], p: Float[Tensor, "B m V"], **options: Any
+) -> ChainVerdict:
+    """The rule `gumbel`: match verification with noise of its own."""
+    noise = NoiseRoundRng(range(len(tokens)), [0] * len(tokens)).at(Purpose.VERIFY)
+    return match_verify(tokens, q, p, **options | {"rng": noise})
+
+
+CHAIN: dict[str, Callable[..., ChainVerdict]] = {
     "token": token_verify,
     "block": block_verify,
     "match": match_verify,
+    "gumbel": _gumbel,
     "last_token (lossy)": last_token_verify,
     "typical (lossy)": typical_verify,
 }

@@ -180,6 +180,7 @@ class Recorder:
     branching = True
     point_masses = False
     constant_length = False
+    shared_noise = False
 
     def __init__(self, lengths: Sequence[int], drafts: Sequence[int] = ()) -> None:
         self.lengths = tuple(lengths)

@@ -1,112 +1,58 @@
 """The stopper `auto`: chooses the length and the number of drafts with the most tokens per second, or no draft.
 
-The choice depends on the costs of a round and on the acceptance rates of earlier rounds. Only committed rounds count,
-so the choice is a stopping time, and every lossless rule stays lossless.
+The choice depends on the costs of a round and on the acceptance rates of earlier rounds. It is made before anything of
+the round is drawn, so it is a stopping time, and every lossless rule stays lossless.
 
-With the same costs for any number of requests (`auto:R`) each request decides for itself, and a seed gives the same
-text alone and in any batch. Measured costs are costs of a whole round, which is as wide as its widest draft: there, the
-requests of a round decide together, by the sum of the tokens they expect.
+Costs are learned from the time of every round (`LearnedCosts`). A round is as wide as its widest draft, so the requests
+of a round decide together, by the sum of the tokens they expect. With the same costs for any number of requests
+(`auto:R`) nothing is learned from a clock, each request decides for itself, and a seed gives the same text alone and in
+any batch.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from draftproof.errors import UserError
-from draftproof.stoppers.base import AcceptanceRates, StopperBase
+from draftproof.stoppers.base import AcceptanceRates, RoundTime, StopperBase
+from draftproof.stoppers.costs import LearnedCosts
 from draftproof.stoppers.fixed import MAX_LENGTH
+from draftproof.stoppers.rates import RequestRates, SharedRates
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, expected_tokens
 
 Rates = tuple[tuple[int, float, float], ...]  # number of drafts, rate of the first token, rate of later tokens
 
-PRIOR_WEIGHT = 4.0  # number of tokens that assumed rates count for
-DECAY = 0.96  # weight of a round relative to the next one
 GAIN = 1.05  # least expected speed of a draft, relative to plain decoding
 PROBE = 1  # length of a probe: a draft that only measures whether drafts pay again
 PAUSES = (8, 128)  # rounds between probes: at first, and after many probes without success
 PROBE_SHARE = 0.01  # largest share of the time for probes at first; pauses are longer where a draft costs much
+TRIAL = 4  # length of the draft of a trial where nothing says better: a round that shows what a draft costs
+CREDIT, REGAIN = 8.0, 1 / 32  # rounds that may be made for what they show: at first, and regained with each round
+CATCH_UP = 8  # rounds without a draft after which a draft model has much to read first
+STALE = (32, 1024)  # rounds without a draft after which one shows what drafts cost now: at first, and later
 CACHE_SIZE = 4096  # number of choices that are kept instead of being computed again
-FORGET_AFTER = 64  # rounds after which the rates of a number of drafts that was not used are forgotten
-
 
 ASSUMED = AcceptanceRates()
 
 
-@dataclass
-class _RateCounts:
-    """Counts of accepted and rejected tokens; older rounds count less.
+@dataclass(frozen=True)
+class Plan:
+    """What the requests of a round shall draft.
 
     Attributes:
-        first, later: accepted and rejected, for the first token and for tokens after an accepted one.
-        unused: number of rounds of the request since these counts changed.
+        length: tokens of each draft; 0 for a plain round.
+        drafts: number of drafts of each request.
+        speed: expected speed relative to plain decoding.
+        needed: whether the round is made for what it shows, and not for its speed.
     """
 
-    first: list[float]
-    later: list[float]
-    unused: int = 0
-
-    @classmethod
-    def assumed(cls, first: float, later: float) -> _RateCounts:
-        """Counts for assumed rates, with little weight."""
-        return cls(
-            [first * PRIOR_WEIGHT, (1 - first) * PRIOR_WEIGHT], [later * PRIOR_WEIGHT, (1 - later) * PRIOR_WEIGHT]
-        )
-
-    @property
-    def rates(self) -> tuple[float, float]:
-        """Both rates, rounded to hundredths."""
-        first, later = (round(accepted / (accepted + rejected), 2) for accepted, rejected in (self.first, self.later))
-        return first, later
-
-
-@dataclass
-class _RequestState:
-    """The acceptance counts of a request for each number of drafts, and its current choice.
-
-    Attributes:
-        assumed: rates before the first draft.
-        counts: by number of drafts.
-        drafts: number of drafts in the current round.
-        idle: rounds since the last draft.
-        patience: factor of the pause before the next probe.
-        chosen: length and number of drafts that were chosen since the counts last changed, by number of requests in the
-            round and by the largest number of drafts.
-    """
-
-    assumed: AcceptanceRates
-    counts: dict[int, _RateCounts] = field(default_factory=dict)
+    length: int = 0
     drafts: int = 1
-    idle: int = 0
-    patience: int = 1
-    chosen: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-
-    def expected(self, drafts: int) -> tuple[float, float]:
-        """Expected rates for a number of drafts; optimistic for a number that was not tried recently.
-
-        A single draft is expected to do as well as several drafts did, and several as well as independent drafts would.
-        """
-        if drafts in self.counts:
-            return self.counts[drafts].rates
-        if drafts == 1:
-            assumed = round(self.assumed.first, 2), round(self.assumed.later, 2)
-            return self.counts[min(self.counts)].rates if self.counts else assumed
-        first, later = self.expected(1)
-        return round(1 - (1 - first) ** drafts, 2), later
-
-    def learn(self, drafted: int, accepted: int) -> None:
-        """Add the outcome of a round to the counts for its number of drafts."""
-        self.chosen.clear()
-        own = self.counts.setdefault(self.drafts, _RateCounts.assumed(*self.expected(self.drafts)))
-        _count(own.first, min(accepted, 1), rejected=not accepted)
-        if accepted and drafted > 1:
-            _count(own.later, accepted - 1, rejected=accepted < drafted)
-        own.unused = 0
-        for drafts, other in list(self.counts.items()):
-            other.unused += other is not own
-            if other.unused > FORGET_AFTER:
-                del self.counts[drafts]
+    speed: float = 1.0
+    needed: bool = False
 
 
 class Auto(StopperBase):
@@ -118,11 +64,11 @@ class Auto(StopperBase):
     again where it might pay. Where no draft pays, a short draft from time to time (a probe) updates the rates.
 
     Args:
-        costs: costs of a round, for each number of requests in it or the same for all numbers; None until they are
-            measured, and until then `length` raises RuntimeError.
+        costs: costs of a round, the same for all numbers of requests or for each of them; by default they are learned.
         limit: length of the longest chain.
         name: the stopper's name.
-        assumed: acceptance rates of a request before its first draft; the default rates where these are higher.
+        assumed: acceptance rates of a request before its first draft.
+        catches_up: whether the draft model has a cache of its own, and must first read what others have drafted.
 
     Raises:
         UserError: the limit is out of range.
@@ -133,96 +79,168 @@ class Auto(StopperBase):
 
     def __init__(
         self,
-        costs: RoundCosts | BatchCosts | None = None,
+        costs: RoundCosts | BatchCosts | LearnedCosts | None = None,
         limit: int = 16,
         name: str = "auto",
         assumed: AcceptanceRates = ASSUMED,
+        *,
+        catches_up: bool = True,
     ) -> None:
         if not 1 <= limit <= MAX_LENGTH:
             raise UserError(f"the limit of stopper auto is {limit}: legal are 1 to {MAX_LENGTH}")
         super().__init__(name, limit)
-        self.costs = costs
+        self.costs = LearnedCosts() if costs is None else costs
         self.assumed = assumed
-        self._rows: dict[int, _RequestState] = {}
-        self._best: dict[tuple[int, Rates], tuple[int, int]] = {}  # by number of requests and rates
+        self._catches_up = catches_up
+        self.shared_rates = SharedRates() if isinstance(self.costs, LearnedCosts) else None
+        self.plan: Plan | None = None  # of the current round, where its requests decide together
+        self._rows: dict[int, RequestRates] = {}
+        self._best: dict[tuple[int, int, Rates], Plan] = {}  # by version of the costs, number of requests and rates
         self._batch, self._most_drafts = 1, 1
-        self._common: tuple[int, int] | None = None  # length and number of drafts for all requests of the round
+        self._drafts: dict[int, int] = {}  # number of drafts of each request in the current round
+        self._credit = CREDIT
+        self._preset: Plan | None = None
+        self._again = 0  # rounds of a trial that are left
+        self._unused, self._stale = 0, STALE[0]  # rounds since the last draft, and after how many figures are old
+        self._reads_much = False
 
     @property
-    def needs_costs(self) -> bool:  # type: ignore[override]  # a constant in the base class
-        """Whether no costs were given."""
-        return self.costs is None
+    def learned(self) -> LearnedCosts | None:
+        """The costs, where they are learned."""
+        return self.costs if isinstance(self.costs, LearnedCosts) else None
 
-    def calibrate(self, costs: RoundCosts | BatchCosts, rates: AcceptanceRates) -> None:
-        """Decide by these costs, and expect these rates of requests that are new."""
-        self.costs, self.assumed = costs, rates
+    def preset(self, plan: Plan) -> None:
+        """Fix the plan of the next round, for a caller that compared it with other drafters' plans."""
+        self._preset = plan
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Note the size of the batch and the largest number of drafts; choose for all rows where costs are shared."""
-        self._batch, self._most_drafts, self._common = max(len(rows), 1), most, None
-        if self.costs is not None and self.costs.shared and len(rows) > 1:
-            members = [self._state(row) for row in rows]
-            length, drafts = self._choice(members)
-            probe = not length and 2 * sum(self._may_probe(one) for one in members) > len(members)
-            self._common = (min(PROBE, self.limit), 1) if probe else (length, drafts)
+        plan, self._preset = self._preset, None
+        if plan is None and self.costs.shared and rows:
+            plan = self.planned(rows, most, len(rows))
+        self.plan, self._batch, self._most_drafts = plan, max(len(rows), 1), most
+        self._drafts.clear()
+        states = [self._state(row) for row in rows]
+        self._reads_much = self._catches_up and any(state.idle > CATCH_UP or not state.counts for state in states)
+
+    def planned(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> Plan:
+        """The plan for a round of `batch` requests, of which these rows may draft together."""
+        self._batch, self._most_drafts = max(batch, 1), most
+        members = [self._state(row) for row in rows]
+        best = self._choice(members)
+        learned = self.learned
+        if learned is not None and (forced := self._needed(learned, best)) is not None:
+            return forced
+        if not best.length and 2 * sum(self._may_probe(one) for one in members) > len(members):
+            return Plan(min(PROBE, self.limit), needed=True)
+        return best
+
+    def _needed(self, costs: LearnedCosts, best: Plan) -> Plan | None:
+        """A round that shows what rounds cost, where too little or nothing recent is known."""
+        batch = self._batch
+        self._unused += 1
+        if costs.passes.is_old(batch) and best.length:
+            return Plan(needed=True)
+        if self._unused > self._stale:
+            self._unused, self._stale = 0, min(2 * self._stale, STALE[1])
+            self._again = 1 + self._catches_up
+        if self._again:
+            self._again -= 1
+            return Plan(min(max(best.length, 2), self.limit), 1, best.speed, needed=True)
+        self._credit = min(self._credit + REGAIN, CREDIT)
+        if not costs.lacks(batch) or self._credit < 1:
+            return None
+        self._credit -= 1
+        if not costs.passes.last_was_plain and costs.passes.lacks(batch):
+            return Plan(needed=True)
+        return Plan(min(best.length or TRIAL, 2 * TRIAL, self.limit), best.drafts, best.speed, needed=True)
 
     def length(self, row: int) -> int:
         """The best length; where this is 0, from time to time the length of a probe."""
-        if self._common is not None:
-            return self._common[0]
+        if self.plan is not None:
+            return self.plan.length
         state = self._state(row)
-        return self._own(state)[0] or (min(PROBE, self.limit) if self._may_probe(state) else 0)
+        return self._choice([state]).length or (min(PROBE, self.limit) if self._may_probe(state) else 0)
 
     def drafts(self, row: int, most: int) -> int:
         """The best number of drafts."""
-        state = self._state(row)
-        state.drafts = min((self._common or self._own(state))[1], most)
-        return state.drafts
+        plan = self.plan or self._choice([self._state(row)])
+        found = self._drafts[row] = min(plan.drafts, most)
+        return found
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Update the row's rates."""
         state = self._state(row)
         if not drafted:
-            state.idle += 1
+            state.rest()
             return
-        state.learn(drafted, accepted)
+        state.learn(self._drafts.get(row, 1), drafted, accepted)
         state.idle = 0
-        state.patience = 1 if self._own(state)[0] else min(2 * state.patience, PAUSES[1] // PAUSES[0])
+        state.patience = 1 if self._choice([state]).length else min(2 * state.patience, PAUSES[1] // PAUSES[0])
+
+    def spent(self, time: RoundTime) -> None:
+        """Learn what the round cost."""
+        if (learned := self.learned) is None:
+            return
+        if time.depth:
+            self._unused = 0
+            if self.plan is not None and not self.plan.needed:
+                self._stale = STALE[0]
+        if time.reads > CATCH_UP:
+            learned.passes.interrupted()
+        else:
+            drafts = max(self._drafts.values(), default=1)
+            learned.learn(time, drafts, drafting=not self._reads_much)
 
     def release(self, row: int) -> None:
         """Forget the row."""
         self._rows.pop(row, None)
+        self._drafts.pop(row, None)
 
-    def _state(self, row: int) -> _RequestState:
+    @property
+    def timed(self) -> bool:  # type: ignore[override]  # a constant in the base class
+        """Whether costs are learned."""
+        return self.learned is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learned of costs and acceptance, for a file; empty where too little is known."""
+        if self.learned is None or self.shared_rates is None or not (costs := self.learned.to_dict())["draft"]:
+            return {}
+        return {"costs": costs, "rates": self.shared_rates.to_dict()}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Begin with what an earlier run learned.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it has another form.
+        """
+        if self.learned is not None and self.shared_rates is not None:
+            self.learned.restore(found["costs"])
+            self.shared_rates.restore(found["rates"])
+
+    def _state(self, row: int) -> RequestRates:
         state = self._rows.get(row)
         if state is None:
-            state = self._rows[row] = _RequestState(ASSUMED.at_least(self.assumed))
+            state = self._rows[row] = RequestRates(self.shared_rates, self.assumed)
         return state
 
-    def _own(self, state: _RequestState) -> tuple[int, int]:
-        """Length and number of drafts that are best for this request alone."""
-        case = self._batch, self._most_drafts
-        found = state.chosen.get(case)
-        if found is None:
-            found = state.chosen[case] = self._choice([state])
-        return found
-
-    def _may_probe(self, state: _RequestState) -> bool:
+    def _may_probe(self, state: RequestRates) -> bool:
         """Whether the pause since the last draft is long enough for a probe."""
         if state.idle < state.patience * PAUSES[0]:
             return False
-        assert self.costs is not None, "a choice was made"
         costs = self.costs.at(self._batch)
         pause = max(PAUSES[0], (costs.of(PROBE) / costs.of(0) - 1) / PROBE_SHARE)
         return state.idle >= state.patience * pause
 
-    def _choice(self, members: Sequence[_RequestState]) -> tuple[int, int]:
-        """Length and number of drafts that are best for these requests together."""
-        if self.costs is None:
-            raise RuntimeError("stopper auto has no costs of a round: Engine.load measures them, or pass costs")
+    def tokens(self, row: int, drafts: int = 1) -> tuple[float, ...]:
+        """Expected tokens of a round of this request with a draft of 0, 1, 2, ... tokens."""
+        return _tokens(*self._state(row).expected(drafts), self.limit)
+
+    def _choice(self, members: Sequence[RequestRates]) -> Plan:
+        """What is best for these requests together."""
         numbers = [1 << power for power in range(self._most_drafts.bit_length()) if 1 << power < self._most_drafts]
         rates = tuple(sorted((n, *one.expected(n)) for n in (*numbers, self._most_drafts) for one in members))
-        case = self._batch, rates
+        case = self.learned.version if self.learned else 0, self._batch, rates
         if case not in self._best:
             if len(self._best) >= CACHE_SIZE:
                 self._best.clear()
@@ -230,16 +248,13 @@ class Auto(StopperBase):
             for drafts, first, later in rates:
                 each.setdefault(drafts, []).append(_tokens(first, later, self.limit))
             sums = {drafts: [sum(column) for column in zip(*rows, strict=True)] for drafts, rows in each.items()}
-            self._best[case] = best_round(self.costs.at(self._batch), sums, GAIN)
+            costs = self.costs.at(self._batch)
+            length, drafts = best_round(costs, sums, GAIN)
+            gain = sums[drafts][length] / sums[drafts][0] * costs.of(0) / costs.of(length, drafts)
+            self._best[case] = Plan(length, drafts, gain if length else 1.0)
         return self._best[case]
 
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
 def _tokens(first: float, later: float, longest: int) -> tuple[float, ...]:
     return expected_tokens(first, later, longest)
-
-
-def _count(counts: list[float], accepted: int, *, rejected: bool) -> None:
-    """Add a round's tokens to the counts of accepted and rejected tokens; older rounds lose weight."""
-    counts[0] = DECAY * counts[0] + accepted
-    counts[1] = DECAY * counts[1] + rejected

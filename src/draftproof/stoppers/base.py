@@ -19,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.draft import DraftStep
-from draftproof.theory.cost import BatchCosts, RoundCosts
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,27 @@ class AcceptanceRates:
     def at_least(self, other: AcceptanceRates) -> AcceptanceRates:
         """The higher of the two rates, for the first token and for later ones."""
         return AcceptanceRates(max(self.first, other.first), max(self.later, other.later))
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """How long a round took, and what was done in it.
+
+    Attributes:
+        draft: seconds of drafting.
+        rest: seconds of everything else.
+        rows: number of requests in the round.
+        depth: tokens of the longest draft; 0 for a plain round.
+        nodes: the largest number of drafted tokens of a request; more than `depth` where drafts branch.
+        reads: the largest number of tokens of a request that the target read besides its draft.
+    """
+
+    draft: float
+    rest: float
+    rows: int
+    depth: int
+    nodes: int
+    reads: int = 1
 
 
 @runtime_checkable
@@ -71,12 +91,8 @@ class Stopper(Protocol):
         ...
 
     @property
-    def needs_costs(self) -> bool:
-        """Whether it cannot decide before it knows what rounds cost on this machine."""
-        ...
-
-    def calibrate(self, costs: RoundCosts | BatchCosts, rates: AcceptanceRates) -> None:
-        """Take note of what rounds cost here and of how often drafted tokens are accepted, if it `needs_costs`."""
+    def timed(self) -> bool:
+        """Whether its decisions depend on the time of earlier rounds."""
         ...
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
@@ -103,6 +119,10 @@ class Stopper(Protocol):
         """Called after each round with the depth of the row's draft (a chain's length) and the accepted tokens."""
         ...
 
+    def spent(self, time: RoundTime) -> None:
+        """Called after each round, after `observe`, with the time that it took."""
+        ...
+
     def release(self, row: int) -> None:
         """Called when the row's request has ended; unknown rows are ignored."""
         ...
@@ -119,14 +139,11 @@ class StopperBase:
     constant = False
     hidden_size = 0
     reads_logits = False
-    needs_costs = False
+    timed = False
 
     def __init__(self, name: str, limit: int) -> None:
         self.name = name
         self.limit = limit
-
-    def calibrate(self, costs: RoundCosts | BatchCosts, rates: AcceptanceRates) -> None:
-        """Nothing depends on costs."""
 
     def begin(self, rows: Sequence[int], most: int = 1) -> None:
         """Does nothing: the decision does not depend on the other rows."""
@@ -148,6 +165,9 @@ class StopperBase:
         return False
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
+        """Does nothing."""
+
+    def spent(self, time: RoundTime) -> None:
         """Does nothing."""
 
     def release(self, row: int) -> None:

@@ -28,6 +28,23 @@ def match_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"]) -> Float[
     return (p.double() * q).sum(-1)
 
 
+def gumbel_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
+    """sum_i 1 / sum_x max(p_x / p_i, q_x / q_i): acceptance of `gumbel`, where draft and target share their noise.
+
+    It is between (1 - TV) / (1 + TV) and 1 - TV, with TV the total variation of p and q.
+
+    Source: Daliri, Musco, Suresh 2024, arXiv 2408.07978; the probability of a token i is that of an exponential race
+    with the larger of both rates for every x, relative to i's.
+    """
+    p64, q64 = p.double(), q.double()
+    order = torch.where(p64 > 0, q64 / p64, torch.inf).argsort(-1)
+    p64, q64 = p64.gather(-1, order), q64.gather(-1, order)
+    # behind i in this order, q_x / q_i is the larger of the two; up to i it is p_x / p_i
+    before, behind = p64.cumsum(-1), q64.sum(-1, keepdim=True) - q64.cumsum(-1)
+    both = (p64 > 0) & (q64 > 0)
+    return torch.where(both, 1 / (before / p64 + behind / q64), 0).sum(-1)
+
+
 def kseq_acceptance(p: Float[Tensor, "R V"], q: Float[Tensor, "R V"], k: int) -> Float[Tensor, " R"]:
     """Acceptance of K-SEQ at its best division factor (SpecTr, arXiv 2310.15141, Algorithm 2 and Theorem 2).
 

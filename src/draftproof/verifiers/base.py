@@ -41,6 +41,11 @@ class Verifier(Protocol):
         """Whether the rule is exact only for drafts of one constant length."""
         ...
 
+    @property
+    def shared_noise(self) -> bool:
+        """Whether target and draft draw with the same noise, that of `draftproof.rng.NoiseRoundRng`."""
+        ...
+
     def verify(
         self,
         drafts: Sequence[Draft],

@@ -1,4 +1,4 @@
-"""Verifiers for one chain per row: token, block and match verification of chains of different lengths."""
+"""Verifiers for one chain per row: token, block, match and gumbel verification of chains of different lengths."""
 
 from __future__ import annotations
 
@@ -61,17 +61,25 @@ class ChainVerifier:
         rule: `token_verify`, `block_verify` or a function with their signature.
         lossless: whether the rule's output distribution is the target's.
         point_masses: whether the rule accepts drafts without probabilities.
+        shared_noise: whether target and draft draw with the same noise.
     """
 
     branching = False
     constant_length = False
 
     def __init__(
-        self, name: str, rule: Callable[..., ChainVerdict], *, lossless: bool = True, point_masses: bool = True
+        self,
+        name: str,
+        rule: Callable[..., ChainVerdict],
+        *,
+        lossless: bool = True,
+        point_masses: bool = True,
+        shared_noise: bool = False,
     ) -> None:
         self.name = name
         self.lossless = lossless
         self.point_masses = point_masses
+        self.shared_noise = shared_noise
         self._rule = rule
 
     def verify(
@@ -101,3 +109,12 @@ def block_verifier() -> ChainVerifier:
 def match_verifier() -> ChainVerifier:
     """Sample from p and keep the tokens while they equal the draft, as llama.cpp, mlx-lm and exllama do."""
     return ChainVerifier("match", match_verify)
+
+
+def gumbel_verifier() -> ChainVerifier:
+    """Match verification in which target and draft draw with the same noise, so that they mostly draw the same token.
+
+    The text follows from the seed and the target alone, whatever is drafted (Daliri, Musco, Suresh 2024, arXiv
+    2408.07978).
+    """
+    return ChainVerifier("gumbel", match_verify, shared_noise=True)

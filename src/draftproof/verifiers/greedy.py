@@ -26,6 +26,7 @@ class GreedyBlockVerifier:
     branching = False
     point_masses = False
     constant_length = True
+    shared_noise = False
 
     def verify(
         self,

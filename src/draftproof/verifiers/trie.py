@@ -28,6 +28,7 @@ class TrieVerifier:
     lossless = True
     point_masses = True
     constant_length = False
+    shared_noise = False
 
     def __init__(self, name: str, rule: Callable[..., NodeVerdict]) -> None:
         self.name = name

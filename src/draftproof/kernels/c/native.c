@@ -1,5 +1,5 @@
-/* The operations of a decoder layer on rows of float32 and of bfloat16 (typed.h); and, on float32 rows, softmax, draws and
-   the plan of block verification. Plain functions on memory that the caller owns: kernels/operations.py checks every
+/* The operations of a decoder layer on rows of float32 and of bfloat16 (typed.h); and, on float32 rows, softmax, draws,
+   races and the plan of block verification. Plain functions on memory that the caller owns: kernels/operations.py checks every
    argument before it calls one. */
 
 #include "lanes.h"
@@ -206,5 +206,87 @@ void draftproof_inverse_cdf(const float *weights, const double *goals, int64_t *
     double sum = 0;
     for (long i = 0; i < size; i++) inside[i] = sum += w[start + i];
     found[row] = start + first_above(inside, size, goal - (b ? running[b - 1] : 0));
+  }
+}
+
+/* --- races --------------------------------------------------------------------------------------------------------- */
+
+enum { HEAT = 64, PIECE = 1 << 14 }; /* entries that are looked at together, and entries that one thread takes */
+
+typedef struct {
+  const float *weights;
+  const int64_t *keys;
+  double *times;
+  int64_t *ids;
+  long rows, dim, pieces;
+} race_work;
+
+/* The finaliser of splitmix64, as `rng._mix`. */
+INLINE uint64_t mixed(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+/* The entry of a piece with the smallest time -log(1 - v) / weight, v the uniform of its place in the row. -log(1 - v) is
+   at least v. So most entries need their v only: they cannot be first where v exceeds weight times the best time. */
+static void race_piece(const race_work *w, long number) {
+  const uint64_t golden = 0x9e3779b97f4a7c15u, one = (uint64_t)1023 << 52; /* 1.0 in float64 */
+  const long row = number / w->pieces, from = number % w->pieces * PIECE;
+  const long to = from + PIECE < w->dim ? from + PIECE : w->dim;
+  double best = INFINITY;
+  long winner = 0;
+  for (long start = from; start < to; start += HEAT) {
+    const long size = start + HEAT < to ? HEAT : to - start;
+    const uint64_t before = (uint64_t)w->keys[row] + (uint64_t)start * golden;
+    const float *weight = w->weights + row * w->dim + start;
+    float padded[HEAT] = {0};
+    if (size < HEAT) weight = memcpy(padded, weight, (size_t)size * sizeof *weight);
+    int some = 0;
+    for (int i = 0; i < HEAT; i++) some |= weight[i] > 0;
+    if (!some) continue;
+    uint64_t bits[HEAT];
+    double low[HEAT]; /* v, less half a step */
+    for (int i = 0; i < HEAT; i++) bits[i] = mixed(before + (uint64_t)(i + 1) * golden) >> 12 | one;
+    memcpy(low, bits, sizeof low);
+    int possible = 0;
+    for (int i = 0; i < HEAT; i++) possible |= (low[i] -= 1) <= weight[i] * best;
+    if (!possible && best < INFINITY) continue;
+    for (int i = 0; i < HEAT; i++) {
+      if (!(weight[i] > 0) || !(low[i] <= weight[i] * best)) continue;
+      const double time = -log1p(-(low[i] + 0x1p-53)) / weight[i];
+      if (time < best) {
+        best = time;
+        winner = start + i;
+      }
+    }
+  }
+  w->times[number] = best;
+  w->ids[number] = winner;
+}
+
+static void share_race(void *given) {
+  const race_work *w = given;
+  const long number = thread_number(), count = thread_count(), all = w->rows * w->pieces;
+  for (long piece = all * number / count; piece < all * (number + 1) / count; piece++) race_piece(w, piece);
+}
+
+/* For each row of weights the index of the smallest -log(1 - v) / weight, where v is the hash of the row's key and the index:
+   never an index without weight, but 0 for a row without any. `times` and `ids` have space for one number a piece. */
+void draftproof_race(const float *weights, const int64_t *keys, int64_t *found, double *times, int64_t *ids, long rows,
+                     long dim, long threads) {
+  race_work w = {weights, keys, times, ids, rows, dim, (dim + PIECE - 1) / PIECE};
+  if (threads > 1 && rows * w.pieces > 1)
+    parallel(share_race, &w, (unsigned)threads, 0);
+  else
+    for (long piece = 0; piece < rows * w.pieces; piece++) race_piece(&w, piece);
+  for (long row = 0; row < rows; row++) {
+    double best = INFINITY;
+    found[row] = 0;
+    for (long piece = row * w.pieces; piece < (row + 1) * w.pieces; piece++)
+      if (times[piece] < best) {
+        best = times[piece];
+        found[row] = ids[piece];
+      }
   }
 }

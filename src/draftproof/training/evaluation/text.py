@@ -72,7 +72,7 @@ def evaluate_text(options: TextOptions, *, watch: Watch = silent) -> Results:
     samples: dict[str, Continuations] = {}
     with watch("evaluating", len(options.models) * len(options.temperature), 0) as tick:
         for name in options.models:
-            engine = Engine.load(name, max_batch=16)
+            engine = Engine.load(name, drafter="none", max_batch=16)
             for temperature in options.temperature:
                 title = f"{without_directory(name)}, temperature {temperature:g}"
                 samples[title] = _continuations(engine, examples, temperature, options)

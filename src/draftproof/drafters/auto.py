@@ -1,0 +1,320 @@
+"""The drafter `auto`: in every round the one of several drafters with the most tokens per second, or none.
+
+Sources are what is at hand for a target: a named draft model, a feature head that ships for it, the target itself with
+quantized weights. Beside them, a lookup continues passages that repeat the request's own text. The choice depends on
+what is committed and on the time of earlier rounds, and is made before anything of the round is drawn: every lossless
+rule stays lossless.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch.nn.functional import one_hot
+
+from draftproof.draft import Draft
+from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import point_chain
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.rng import RoundRng
+from draftproof.stoppers.auto import GAIN, Auto, Plan
+from draftproof.stoppers.base import AcceptanceRates, RoundTime
+from draftproof.stoppers.costs import LearnedCosts, PassCosts, size_class
+from draftproof.stoppers.rates import RequestRates, SharedRates
+from draftproof.theory.cost import RoundCosts, expected_tokens
+
+BUILD_SHARE = 0.5  # time for building a source, as a share of the last round
+LOOKUP_KEY = "lookup"  # of its figures in a file
+LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
+LOOKUP_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+LOOKUP_PAUSE = 32  # rounds after which a long match is tried again, though such drafts were not accepted
+LOOKUP_PATIENCE = 4  # largest factor of that pause, after repeated failure
+LOOKUP_RATES = {  # assumed, by length of the match
+    1: AcceptanceRates(0.15, 0.5),
+    2: AcceptanceRates(0.35, 0.7),
+    4: AcceptanceRates(0.55, 0.8),
+    8: AcceptanceRates(0.75, 0.9),
+    16: AcceptanceRates(0.9, 0.95),
+}
+
+
+class Source:
+    """A drafter among which `AutoDrafter` chooses; it may have to be built first, in steps.
+
+    Args:
+        name: of the drafter.
+        stopper: the drafter's.
+        steps: gives None after each step of building, and at last the drafter.
+    """
+
+    def __init__(self, name: str, stopper: Auto, steps: Iterator[ModelDrafter | None]) -> None:
+        self.name, self.stopper = name, stopper
+        self.drafter: ModelDrafter | None = None
+        self.unable: set[int] = set()  # requests that it cannot draft for
+        self._steps = steps
+
+    def build(self, end: float) -> bool:
+        """Go on building, by at least one step, until the clock shows `end`; whether the drafter is there."""
+        while self.drafter is None:
+            self.drafter = next(self._steps)
+            if time.perf_counter() >= end:
+                break
+        return self.drafter is not None
+
+
+@dataclass
+class _Found:
+    """What the lookup found for a request: tokens, and the length of the match."""
+
+    tokens: list[int]
+    matched: int
+
+    @property
+    def kind(self) -> int:
+        """The class of the match, for its rates."""
+        return min(size_class(self.matched), LOOKUP)
+
+
+@dataclass
+class _Choice:
+    """What is drafted in a round.
+
+    Attributes:
+        source: drafts for the requests that are not in `looked`; None for nobody.
+        plan: the source's.
+        looked: tokens that were looked up, by request.
+    """
+
+    source: Source | None = None
+    plan: Plan = field(default_factory=Plan)
+    looked: dict[int, list[int]] = field(default_factory=dict)
+
+
+class AutoDrafter:
+    """Chooses a drafter in every round.
+
+    Args:
+        sources: drafters from models; may be empty.
+        lookup: for passages that repeat; None for none.
+        passes: costs of the target's pass for lookups; shared with the sources where the times of the parts of a round
+            are those of the device.
+        masses: whether the rule takes drafts without probabilities; if not, those of lookups get them.
+    """
+
+    name = "auto"
+    branching = False
+    point_masses = False
+    constant = False
+    max_positions = None
+    timed = True
+
+    def __init__(
+        self, sources: Sequence[Source], lookup: SuffixDrafter | None, passes: PassCosts, *, masses: bool = True
+    ) -> None:
+        self.sources = list(sources)
+        self.stopper = sources[0].stopper if sources else None
+        self.lookup = lookup
+        self.lookup_rates = SharedRates(dict(LOOKUP_RATES))
+        self._lookup_costs = LearnedCosts(RoundCosts(1.0, 0.0), passes)
+        self._masses = masses
+        self._requests: dict[int, RequestRates] = {}
+        self._choice = _Choice()
+        self._matched: dict[int, int] = {}  # kind of the match of each request with a looked up draft
+        self._built = False
+        self._seconds = 0.0
+
+    @property
+    def limit(self) -> int:
+        """Depth of the deepest draft."""
+        lengths = [source.stopper.limit for source in self.sources]
+        return max([*lengths, self.lookup.limit if self.lookup else 0])
+
+    def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
+        """See Drafter; nothing is drafted in the round that reads a request's prompt."""
+        able = [one for one in requests if one.limit > 0 and len(one.tokens) > one.prompt_length]
+        self._choice, self._built = _Choice(), False
+        self._matched.clear()
+        if able:
+            self._build()
+            self._choice = self._chosen(able, len(requests))
+        choice = self._choice
+        drafts = [Draft.empty() for _ in requests] if choice.source is None else self._drawn(choice, requests, rng)
+        device = drafts[0].tree.tokens.device
+        for row, request in enumerate(requests):
+            if (tokens := choice.looked.get(request.id)) is not None:
+                drafts[row] = point_chain(tokens[: request.limit]).to(device)
+        if not self._masses or choice.source is not None:
+            drafts = [_with_probabilities(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+        return drafts
+
+    @staticmethod
+    def _drawn(choice: _Choice, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
+        """Drafts of the chosen source, for the requests without a looked up one."""
+        source = choice.source
+        assert source is not None
+        assert source.drafter is not None, "only sources that are built are chosen"
+        source.stopper.preset(choice.plan)
+        asked = [replace(one, limit=0) if one.id in choice.looked else one for one in requests]
+        asked = [replace(one, limit=0) if len(one.tokens) == one.prompt_length else one for one in asked]
+        drafts = source.drafter.propose(asked, rng)
+        source.unable.update(
+            one.id for one, draft in zip(asked, drafts, strict=True) if one.limit > 0 and not len(draft)
+        )
+        return drafts
+
+    # --- the choice -----------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Go on building what is not there yet."""
+        missing = [one for one in self.sources if one.drafter is None]
+        end = time.perf_counter() + BUILD_SHARE * self._seconds
+        for source in missing:
+            self._built = True
+            if not source.build(end):
+                return
+
+    def _chosen(self, able: Sequence[DraftRequest], batch: int) -> _Choice:
+        ids = [one.id for one in able]
+        best = _Choice()
+        plain = False
+        for source in self.sources:
+            mine = [row for row in ids if row not in source.unable]
+            if source.drafter is None or not mine:
+                continue
+            plan = source.stopper.planned(mine, batch=batch)
+            if plan.needed:
+                if plan.length:
+                    return _Choice(source, plan)
+                plain = True
+            elif plan.length and plan.speed > best.plan.speed:
+                best = _Choice(source, plan)
+        if plain:
+            return _Choice()
+        return self._with_lookup(best, able, batch)
+
+    def _with_lookup(self, best: _Choice, able: Sequence[DraftRequest], batch: int) -> _Choice:
+        """The choice, or one with looked up drafts where these promise more."""
+        if self.lookup is None:
+            return best
+        found = {one.id: _Found(*each) for one, each in zip(able, self.lookup.look(able), strict=True)}
+        found = {row: each for row, each in found.items() if each.tokens}
+        if not found:
+            return best
+        self._matched = {row: each.kind for row, each in found.items()}
+        expected = {row: self._expected(row, each) for row, each in found.items()}
+        others, costs = batch - len(found), self._lookup_costs.at(batch)
+        choice, most = best, max(best.plan.speed, GAIN)
+        for n in LOOKUP_LENGTHS:
+            made = sum(tokens[min(n, len(tokens) - 1)] for tokens in expected.values()) + others
+            speed = made / batch / costs.of(n)
+            if speed > most:
+                most = speed
+                choice = _Choice(None, Plan(n, 1, speed), {row: each.tokens[:n] for row, each in found.items()})
+        if best.source is not None and len(able) > 1:
+            choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
+        if choice is best and (tried := self._retried(found)):
+            return _Choice(None, Plan(needed=True), tried)
+        return choice
+
+    def _mixed(
+        self,
+        best: _Choice,
+        choice: _Choice,
+        expected: dict[int, tuple[float, ...]],
+        found: dict[int, _Found],
+        limits: dict[int, int],
+    ) -> _Choice:
+        """Looked up drafts for the requests where they promise more than the source's, if that is the best of all."""
+        assert best.source is not None
+        n, stopper = best.plan.length, best.source.stopper
+        drawn = {row: stopper.tokens(row)[min(n, limit)] for row, limit in limits.items()}
+        gained = {row: tokens[min(n, len(tokens) - 1)] - drawn[row] for row, tokens in expected.items()}
+        better = {row: found[row].tokens[:n] for row, gain in gained.items() if gain > 0}
+        speed = best.plan.speed * (1 + sum(gained[row] for row in better) / sum(drawn.values()))
+        if not better or speed <= choice.plan.speed:
+            return choice
+        return _Choice(best.source, replace(best.plan, speed=speed), better)
+
+    def _retried(self, found: dict[int, _Found]) -> dict[int, list[int]]:
+        """Long matches of requests that were not looked up for long."""
+        return {
+            row: each.tokens[:4]
+            for row, each in found.items()
+            if each.matched >= 4 and (state := self._rates(row)).idle >= LOOKUP_PAUSE * state.patience
+        }
+
+    def _expected(self, row: int, found: _Found) -> tuple[float, ...]:
+        """Expected tokens of a round with 0, 1, 2, ... of the tokens that were looked up."""
+        return expected_tokens(*self._rates(row).expected(found.kind), len(found.tokens))
+
+    def _rates(self, row: int) -> RequestRates:
+        return self._requests.setdefault(row, RequestRates(self.lookup_rates))
+
+    # --- what came of it ------------------------------------------------------------------------------------------
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Tell the drafter that drafted."""
+        state, looked = self._rates(request_id), request_id in self._choice.looked
+        if looked and drafted:
+            state.learn(self._matched[request_id], drafted, accepted)
+            state.idle, state.patience = 0, 1 if accepted else min(2 * state.patience, LOOKUP_PATIENCE)
+        else:
+            state.idle += 1
+        for source in self.sources:
+            own = source is self._choice.source and not looked
+            source.stopper.observe(request_id, drafted if own else 0, accepted if own else 0)
+
+    def spent(self, time: RoundTime) -> None:
+        """Tell the drafter that drafted; all of them where none did."""
+        self._seconds = time.draft + time.rest
+        if self._built:
+            time = replace(time, reads=1 << 30)  # no round like the others
+        choice = self._choice
+        if choice.source is not None and not choice.looked:
+            choice.source.stopper.spent(time)
+            return
+        each = {
+            id(one.passes): one
+            for one in (self._lookup_costs, *filter(None, (s.stopper.learned for s in self.sources)))
+        }
+        for costs in each.values():
+            if self._built or choice.source is not None:
+                costs.passes.interrupted()
+            elif costs is self._lookup_costs or not time.depth:
+                costs.learn(time)
+
+    def release(self, request_id: int) -> None:
+        """Forget the request."""
+        self._requests.pop(request_id, None)
+        if self.lookup is not None:
+            self.lookup.release(request_id)
+        for source in self.sources:
+            (source.drafter or source.stopper).release(request_id)
+            source.unable.discard(request_id)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learned of each source and of lookups, for a file."""
+        found = {source.name: figures for source in self.sources if (figures := source.stopper.to_dict())}
+        return {**found, LOOKUP_KEY: self.lookup_rates.to_dict()} if found or self.lookup_rates.counts else {}
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Begin with what an earlier run learned.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it has another form.
+        """
+        self.lookup_rates.restore(found[LOOKUP_KEY])
+        for source in self.sources:
+            if source.name in found:
+                source.stopper.restore(found[source.name])
+
+
+def _with_probabilities(draft: Draft, request: DraftRequest) -> Draft:
+    """The draft with rows of q where it has none: each token is certain."""
+    if draft.probs is not None or not len(draft):
+        return draft
+    return replace(draft, probs=one_hot(draft.tree.tokens, request.transforms.vocab_size).float())

@@ -1,0 +1,132 @@
+"""Costs of rounds and acceptance rates from one run to the next, in a file: the next run begins with them.
+
+They are only a beginning. Every round corrects them, and figures that contradict them outvote them within a few rounds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import time
+import weakref
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from draftproof.engine.loop import DecodingLoop
+from draftproof.errors import reason
+from draftproof.files import whole_file
+
+PAUSE = 30.0  # seconds between two writes while requests come and go
+MOST = 256  # pairs of models in the file; the oldest are dropped
+VERSION = 7
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A drafter or stopper that learns from rounds."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether it learns from the time of rounds at all."""
+        ...
+
+    def to_dict(self) -> dict[str, Any]:
+        """What it has learned; empty where that is nothing yet."""
+        ...
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Begin with what `to_dict` gave in an earlier run.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError: it has another form.
+        """
+        ...
+
+
+class KeptCosts:
+    """The file of what an engine's drafter has learned.
+
+    Args:
+        engine: made by names, so that the next run finds its figures again.
+        file: JSON, with the figures of other pairs too. If it cannot be written, there is one warning.
+    """
+
+    def __init__(self, engine: DecodingLoop, file: Path) -> None:
+        self._file, self._key = file, _key(engine)
+        self._written, self._given_up = time.monotonic(), False
+        stopper = engine.drafter.stopper
+        learner: Any = engine.drafter if isinstance(engine.drafter, Learner) else stopper
+        self._learner = learner if isinstance(learner, Learner) and learner.timed else None
+        self._restore()
+        if self._learner is not None:
+            atexit.register(_write_at_exit, weakref.ref(self))
+
+    def _restore(self) -> None:
+        found = _read(self._file).get(self._key)
+        if self._learner is None or found is None:
+            return
+        try:
+            self._learner.restore(found["figures"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            _log.info("the figures of %s in %s have another form (%s): not used", self._key, self._file, error)
+
+    def idle(self) -> None:
+        """Write, if the last time was long ago; for moments in which no request runs."""
+        if time.monotonic() - self._written > PAUSE:
+            self.write()
+
+    def write(self) -> None:
+        """Write what was learned."""
+        self._written = time.monotonic()
+        if self._learner is None or self._given_up or not (figures := self._learner.to_dict()):
+            return
+        rows = _read(self._file)
+        rows.pop(self._key, None)
+        rows[self._key] = {"figures": figures, "seconds": round(time.time())}
+        try:
+            with whole_file(self._file) as work:
+                work.write_text(json.dumps(dict(list(rows.items())[-MOST:]), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            self._given_up = True
+            _log.warning(
+                "%s cannot be written (%s), so every start learns again what rounds cost: set DRAFTPROOF_HOME to a "
+                "folder that can",
+                self._file,
+                reason(error),
+            )
+
+
+def _write_at_exit(kept: weakref.ref[KeptCosts]) -> None:
+    if (found := kept()) is not None:
+        found.write()
+
+
+def _key(engine: DecodingLoop) -> str:
+    """A key in the file: the models, their types, the device, and the machine's threads."""
+    target, drafter = engine.target, engine.drafter
+    backend = getattr(getattr(drafter, "model", None), "backend", None)
+    names = (
+        target.name,
+        getattr(target, "kind", type(target).__name__),
+        getattr(target, "products", ""),
+        getattr(backend, "name", ""),
+        drafter.name,
+        engine.verifier.name,
+        getattr(target, "dtype", ""),
+        target.device,
+    )
+    return " | ".join(map(str, (VERSION, *names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The content of the file; empty if it does not exist or has another form."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: row for name, row in found.items() if isinstance(row, dict)} if isinstance(found, dict) else {}

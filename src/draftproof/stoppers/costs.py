@@ -1,0 +1,294 @@
+"""What rounds cost, learned from the time of each round while requests are decoded; nothing is measured beforehand.
+
+The speed of a machine changes: other processes come and go. So no figure here is a number of seconds. The time of
+drafting is divided by the rest of the same round, and the rest of a round with a draft by the rest of a plain round
+next to it. What slows down the whole machine divides out, and what hits a single round is an outlier among medians.
+All costs are in units of the plain round of the same number of requests.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar
+
+from draftproof.stoppers.base import RoundTime
+from draftproof.theory.cost import RoundCosts
+
+WINDOW, PAIRS = 32, 12  # newest figures that count: of drafting, and of neighbouring rounds, which are fewer
+TRIALS = 3  # rounds of each kind that are needed before figures count as known
+REFRESH = (4, 128)  # drafted rounds after which a plain round shows what a plain round takes: at first, and later
+SHORT, LONG = 1.0, 8.0  # drafted tokens at which an assumption counts as a figure
+DOUBT = 1.5  # figures further from the line than this factor contradict it
+OUTLIER = 3.0  # figures further from the others than this factor do not count
+UNKNOWN = RoundCosts(target=1.0, draft=0.35, token=0.02, more=0.05, begin=0.05)
+
+
+class Line:
+    """y = start + slope x, by least squares through the medians of the newest figures with equal x.
+
+    An assumed line counts as a few figures, fewer the more figures there are; before that it is scaled to them, so that
+    only its form is assumed.
+
+    Args:
+        start: of the assumed line.
+        slope: of the assumed line.
+        size: number of figures that count.
+        kept: how many figures the assumed line stands for, where it was learned earlier.
+        unit: what a figure is multiplied by, from its number of drafted tokens, where that may change later.
+        least: smallest slope, as a share of the mean y over the mean x; against noise where all x are alike.
+    """
+
+    def __init__(
+        self,
+        start: float,
+        slope: float,
+        *,
+        size: int = WINDOW,
+        kept: int = 0,
+        unit: Callable[[int], float] = lambda _: 1.0,
+        least: float = 0.0,
+    ) -> None:
+        self.assumed = (start, slope)
+        self.kept = kept
+        self.doubts = 0  # newest figures in a row that contradict the line
+        self.unit, self._least = unit, least
+        self.figures: deque[tuple[int, int, float]] = deque(maxlen=size)  # x, number of drafted tokens, y
+        self._fitted: tuple[float, float] | None = (start, slope)
+
+    def add(self, x: int, y: float, nodes: int) -> None:
+        """Add a figure; when as many in a row contradict the line as make it known, older ones are dropped."""
+        start, slope = self.fitted
+        known = len(self.figures) >= TRIALS or self.kept
+        agrees = 1 / DOUBT < y * self.unit(nodes) / max(start + slope * x, 1e-9) < DOUBT
+        self.doubts = 0 if agrees or not known else self.doubts + 1
+        self.figures.append((x, nodes, y))
+        if self.doubts >= TRIALS:
+            self.figures = deque(list(self.figures)[-self.doubts :], maxlen=self.figures.maxlen)
+            self.kept = self.doubts = 0
+        self._fitted = None
+
+    @property
+    def lacks(self) -> bool:
+        """Whether there are too few figures to choose by, or the newest ones contradict the others."""
+        return self.doubts > 0 or len(self.figures) < (1 if self.kept else TRIALS)
+
+    def forget_fit(self) -> None:
+        """Fit again when it is needed: the unit has changed."""
+        self._fitted = None
+
+    @property
+    def fitted(self) -> tuple[float, float]:
+        """Start and slope, neither of them negative."""
+        if self._fitted is None:
+            self._fitted = self._fit()
+        return self._fitted
+
+    @property
+    def spread(self) -> float:
+        """Median distance of the figures from the line, as a share of it; 0 without figures."""
+        start, slope = self.fitted
+        shares = [y * self.unit(nodes) / max(start + slope * x, 1e-9) for x, nodes, y in self.figures]
+        return statistics.median([abs(share - 1) for share in shares] or [0.0])
+
+    def _fit(self) -> tuple[float, float]:
+        start, slope = self.assumed
+        figures = [(x, y * self.unit(nodes)) for x, nodes, y in self.figures]
+        ratios = [y / max(start + slope * x, 1e-9) for x, y in figures]
+        middle = statistics.median(ratios) if ratios else 1.0
+        each: dict[int, list[float]] = {}
+        for (x, y), ratio in zip(figures, ratios, strict=True):
+            if len(ratios) < TRIALS or middle / OUTLIER <= ratio <= middle * OUTLIER:
+                each.setdefault(x, []).append(y)
+        scale, weight = (1.0, self.kept / 2) if self.kept else (middle, 1.0 / (1 + len(ratios) / 4))
+        points = [(x, scale * (start + slope * x), weight) for x in (SHORT, LONG)]
+        points += [(float(x), statistics.median(ys), float(len(ys))) for x, ys in each.items()]
+        return _least_squares(points, self._least)
+
+
+def _least_squares(points: Sequence[tuple[float, float, float]], least: float) -> tuple[float, float]:
+    """Start and slope of the line through weighted points (x, y, weight); neither is negative, the slope not small."""
+    total = sum(weight for *_, weight in points)
+    mean_x = sum(weight * x for x, _, weight in points) / total
+    mean_y = sum(weight * y for _, y, weight in points) / total
+    spread = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
+    slope = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread if spread else 0.0
+    slope = max(slope, least * mean_y / mean_x, 0.0)
+    start = mean_y - slope * mean_x
+    if start >= 0:
+        return start, slope
+    square = sum(weight * x * x for x, _, weight in points)
+    return 0.0, max(sum(weight * x * y for x, y, weight in points) / square, 0.0)
+
+
+class PassCosts:
+    """What the rest of a round with a draft takes, in plain rounds of the same number of requests.
+
+    Several drafters may share it: the target's pass does not depend on who drafted.
+
+    Args:
+        token: assumed cost of one more drafted token.
+    """
+
+    def __init__(self, token: float = UNKNOWN.token) -> None:
+        self._token = token
+        self._lines: dict[int, Line] = {}
+        self._newest: RoundTime | None = None  # None where its time says nothing
+        self._since: dict[int, int] = {}
+        self._pause: dict[int, int] = {}
+
+    def line(self, rows: int) -> Line:
+        """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests."""
+        size = size_class(rows)
+        if size not in self._lines:
+            smaller = max((known for known in self._lines if known < size), default=None)
+            start, slope = (1.0, self._token) if smaller is None else self._lines[smaller].fitted
+            self._lines[size] = Line(start, slope, size=PAIRS)
+        return self._lines[size]
+
+    def rest(self, rows: int, nodes: int) -> float:
+        """Expected rest of a round with a draft of so many tokens."""
+        start, slope = self.line(rows).fitted
+        return start + slope * nodes
+
+    def learn(self, time: RoundTime) -> None:
+        """Add a round."""
+        line, size, other = self.line(time.rows), size_class(time.rows), self._newest
+        # A plain round is compared with the rounds beside it only: as one outlier it must not look like a change.
+        if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
+            wide, plain = (time, other) if time.nodes else (other, time)
+            line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
+        self._newest = time
+        if time.nodes:
+            self._since[size] = self._since.get(size, 0) + 1
+        elif self.is_old(time.rows):
+            self._since[size] = 0
+            self._pause[size] = min(2 * self._pause.get(size, REFRESH[0]), REFRESH[1])
+
+    def interrupted(self) -> None:
+        """A round whose time says nothing: its neighbours are not compared."""
+        self._newest = None
+
+    def lacks(self, rows: int) -> bool:
+        """Whether there are too few figures of this number of requests."""
+        return self.line(rows).lacks
+
+    def is_old(self, rows: int) -> bool:
+        """Whether no plain round was seen for long."""
+        size = size_class(rows)
+        return self._since.get(size, 0) >= self._pause.get(size, REFRESH[0])
+
+    @property
+    def last_was_plain(self) -> bool:
+        """Whether the newest round was a plain one that counts."""
+        return self._newest is not None and not self._newest.nodes
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """The figures, for a file."""
+        known = {size: line for size, line in self._lines.items() if line.kept or len(line.figures) >= TRIALS}
+        return {str(size): list(line.fitted) for size, line in known.items()}
+
+    def restore(self, found: dict[str, list[float]]) -> None:
+        """Begin with figures that `to_dict` gave in an earlier run.
+
+        Raises:
+            ValueError, TypeError: figures of another form.
+        """
+        for size, (start, slope) in found.items():
+            self._lines.setdefault(int(size), Line(float(start), float(slope), size=PAIRS, kept=TRIALS))
+
+
+@dataclass
+class LearnedCosts:
+    """Costs of rounds with one drafter, in plain rounds; learned from their times.
+
+    Attributes:
+        assumed: before anything is known; `target` is 1.
+        passes: costs of the target's pass, which several drafters may share.
+        version: rises when the figures change, so that choices made with them can be kept until then.
+        shared: whether the requests of a round share its costs; they do.
+    """
+
+    shared: ClassVar[bool] = True
+
+    assumed: RoundCosts = UNKNOWN
+    passes: PassCosts = field(default_factory=PassCosts)
+    version: int = 0
+    _drafting: dict[int, Line] = field(default_factory=dict)
+    _more: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _current: dict[int, RoundCosts] = field(default_factory=dict)
+
+    def at(self, rows: int) -> RoundCosts:
+        """Costs of a round of `rows` requests, in plain rounds of as many requests."""
+        size = size_class(rows)
+        if size not in self._current:
+            begin, draft = self._line(size).fitted
+            rest, token = self.passes.line(rows).fitted
+            more = statistics.median(self._more) if self._more else self.assumed.more
+            self._current[size] = RoundCosts(
+                target=1.0, draft=draft, token=token, more=more, begin=max(begin + rest - 1, 0.0)
+            )
+        return self._current[size]
+
+    def _line(self, size: int) -> Line:
+        if size not in self._drafting:
+            smaller = max((known for known in self._drafting if known < size), default=None)
+            assumed = (self.assumed.begin, self.assumed.draft)
+            start, slope = assumed if smaller is None else self._drafting[smaller].fitted
+            self._drafting[size] = Line(start, slope, unit=partial(self.passes.rest, size), least=0.5)
+        return self._drafting[size]
+
+    def learn(self, time: RoundTime, drafts: int = 1, *, drafting: bool = True) -> None:
+        """Add a round.
+
+        Args:
+            time: of the round.
+            drafts: number of drafts of a request.
+            drafting: whether the time of drafting counts; not where a draft model first had to read other tokens.
+        """
+        if time.depth and drafting and time.rest > 0:
+            line = self._line(size_class(time.rows))
+            if drafts == 1:
+                line.add(time.depth, time.draft / time.rest, time.nodes)
+            else:
+                start, slope = line.fitted
+                share = time.draft / time.rest * self.passes.rest(time.rows, time.nodes)
+                self._more.append(max(share - start - slope * time.depth, 0.0) / time.depth / (drafts - 1))
+        self.passes.learn(time)
+        self._current.clear()
+        for line in self._drafting.values():
+            line.forget_fit()
+        self.version += 1
+
+    def lacks(self, rows: int) -> bool:
+        """Whether there are too few figures of this number of requests to choose by them."""
+        return self._line(size_class(rows)).lacks or self.passes.lacks(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures with their spread, for a file."""
+        known = {size: line for size, line in self._drafting.items() if line.kept or len(line.figures) >= TRIALS}
+        return {
+            "draft": {str(size): list(line.fitted) for size, line in known.items()},
+            "spread": {str(size): round(line.spread, 3) for size, line in known.items()},
+            "rest": self.passes.to_dict(),
+        }
+
+    def restore(self, found: dict[str, Any]) -> None:
+        """Begin with figures that `to_dict` gave in an earlier run; what contradicts them outvotes them.
+
+        Raises:
+            ValueError, TypeError: figures of another form.
+        """
+        for size, (start, slope) in found["draft"].items():
+            unit = partial(self.passes.rest, int(size))
+            self._drafting[int(size)] = Line(float(start), float(slope), kept=TRIALS, unit=unit, least=0.5)
+        self.passes.restore(found["rest"])
+        self._current.clear()
+
+
+def size_class(rows: int) -> int:
+    """Numbers of requests whose figures count together: 1, 2, 3 to 4, 5 to 8, ... are named by the largest of them."""
+    return 1 << max(rows - 1, 0).bit_length()

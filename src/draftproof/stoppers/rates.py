@@ -1,0 +1,149 @@
+"""How often drafted tokens are accepted: counts of a request, and of all requests together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from draftproof.stoppers.base import AcceptanceRates
+
+PRIOR_WEIGHT = 4.0  # number of tokens that assumed rates count for
+DECAY = 0.96  # weight of a round relative to the next one of the same request
+SHARED_DECAY = 0.995  # the same for the counts of all requests together
+ENOUGH = 8.0  # tokens after which the counts of all requests say what a new request may expect
+FORGET_AFTER = 64  # rounds after which the rates of a kind of draft that was not used are forgotten
+FORGET_IDLE = (24, 192)  # rounds without a draft after which a request's own rates are forgotten: at first, and later
+
+
+@dataclass
+class RateCounts:
+    """Counts of accepted and rejected tokens; older rounds count less.
+
+    Attributes:
+        first, later: accepted and rejected, for the first token and for tokens after an accepted one.
+        unused: number of rounds of the request since these counts changed.
+    """
+
+    first: list[float]
+    later: list[float]
+    unused: int = 0
+
+    @classmethod
+    def assumed(cls, first: float, later: float, weight: float = PRIOR_WEIGHT) -> RateCounts:
+        """Counts for assumed rates, with little weight."""
+        return cls([first * weight, (1 - first) * weight], [later * weight, (1 - later) * weight])
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Both rates, rounded to hundredths."""
+        first, later = (round(accepted / (accepted + rejected), 2) for accepted, rejected in (self.first, self.later))
+        return first, later
+
+    def count(self, drafted: int, accepted: int, decay: float = DECAY) -> None:
+        """Add a round with a draft."""
+        _count(self.first, min(accepted, 1), rejected=not accepted, decay=decay)
+        if accepted and drafted > 1:
+            _count(self.later, accepted - 1, rejected=accepted < drafted, decay=decay)
+
+
+class SharedRates:
+    """Rates of all requests together, by kind of draft: what a new request may expect.
+
+    Args:
+        assumed: rates of kinds of draft, before anything is known.
+    """
+
+    def __init__(self, assumed: dict[int, AcceptanceRates] | None = None) -> None:
+        self.assumed = assumed or {}
+        self.counts: dict[int, RateCounts] = {}
+
+    def expected(self, kind: int) -> AcceptanceRates | None:
+        """Rates of a kind of draft; None where too little is known."""
+        counts = self.counts.get(kind)
+        if counts is None or sum(counts.first) < ENOUGH:
+            return self.assumed.get(kind)
+        return AcceptanceRates(*counts.rates)
+
+    def learn(self, kind: int, drafted: int, accepted: int) -> None:
+        """Add a round with a draft."""
+        if kind not in self.counts:
+            known = self.assumed.get(kind, AcceptanceRates())
+            self.counts[kind] = RateCounts.assumed(known.first, known.later)
+        self.counts[kind].count(drafted, accepted, SHARED_DECAY)
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """The rates, for a file."""
+        known = {kind: found for kind in self.counts if (found := self.expected(kind)) is not None}
+        return {str(kind): [found.first, found.later] for kind, found in known.items()}
+
+    def restore(self, found: dict[str, Iterable[float]]) -> None:
+        """Begin with rates that `to_dict` gave in an earlier run.
+
+        Raises:
+            ValueError, TypeError: rates of another form.
+        """
+        for kind, (first, later) in found.items():
+            if not (0 <= first <= 1 and 0 <= later <= 1):
+                raise ValueError(f"rates {first} and {later} are not probabilities")
+            self.assumed[int(kind)] = AcceptanceRates(float(first), float(later))
+
+
+@dataclass
+class RequestRates:
+    """The acceptance counts of a request for each kind of draft, and when it last drafted.
+
+    Attributes:
+        shared: rates of all requests together; None where each request stands alone.
+        assumed: rates before the first draft, where `shared` knows nothing.
+        counts: by kind of draft.
+        idle: rounds since the last draft.
+        patience: factor of the pause before the next probe.
+        memory: rounds without a draft until the counts are forgotten.
+    """
+
+    shared: SharedRates | None = None
+    assumed: AcceptanceRates = field(default_factory=AcceptanceRates)
+    counts: dict[int, RateCounts] = field(default_factory=dict)
+    idle: int = 0
+    patience: int = 1
+    memory: int = FORGET_IDLE[0]
+
+    def rest(self) -> None:
+        """Count a round without a draft; after long, expect again what all requests together say."""
+        self.idle += 1
+        if self.shared is not None and self.counts and self.idle >= self.memory:
+            self.counts.clear()
+            self.memory = min(2 * self.memory, FORGET_IDLE[1])
+
+    def expected(self, drafts: int) -> tuple[float, float]:
+        """Expected rates of tokens for a number of drafts; optimistic for a number that was not tried recently.
+
+        A single draft is expected to do as well as several drafts did, and several as well as independent drafts would.
+        """
+        if drafts in self.counts:
+            return self.counts[drafts].rates
+        if self.shared is not None and (known := self.shared.expected(drafts)) is not None:
+            return round(known.first, 2), round(known.later, 2)
+        if drafts == 1:
+            assumed = round(self.assumed.first, 2), round(self.assumed.later, 2)
+            return self.counts[min(self.counts)].rates if self.counts else assumed
+        first, later = self.expected(1)
+        return round(1 - (1 - first) ** drafts, 2), later
+
+    def learn(self, drafts: int, drafted: int, accepted: int) -> None:
+        """Add the outcome of a round to the counts for its number of drafts."""
+        own = self.counts.setdefault(drafts, RateCounts.assumed(*self.expected(drafts)))
+        own.count(drafted, accepted)
+        own.unused = 0
+        if self.shared is not None:
+            self.shared.learn(drafts, drafted, accepted)
+        for kind, other in list(self.counts.items()):
+            other.unused += other is not own
+            if other.unused > FORGET_AFTER:
+                del self.counts[kind]
+
+
+def _count(counts: list[float], accepted: int, *, rejected: bool, decay: float) -> None:
+    """Add a round's tokens to the counts of accepted and rejected tokens; older rounds lose weight."""
+    counts[0] = decay * counts[0] + accepted
+    counts[1] = decay * counts[1] + rejected

@@ -1,0 +1,284 @@
+"""The drafter `auto`: what it chooses, and that outputs have the target's distribution while it changes drafters."""
+
+import json
+
+import pytest
+import torch
+
+from distributions import checks_off
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.draft import Draft
+from draftproof.drafters.auto import AutoDrafter, Source
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.engine.registry import DRAFTERS, make_drafter, make_verifier
+from draftproof.stoppers.auto import Auto
+from draftproof.stoppers.base import AcceptanceRates, RoundTime
+from draftproof.stoppers.costs import LearnedCosts, PassCosts
+from draftproof.testing import TableModel, engine_distribution, exact_distribution, target_distribution, total_variation
+from draftproof.theory.cost import RoundCosts
+from helpers import backend
+
+LEARN = LearnedCosts.learn  # before tests/conftest.py replaces it
+
+
+def source(seed, costs, limit=2, *, drafter=ModelDrafter, rates=(0.5, 0.5)):
+    """A source over a table model, with fixed costs."""
+    stopper = Auto(costs, limit, assumed=AcceptanceRates(*rates))
+    made = drafter(DraftModel(TableModel(3, seed, order=2), vocab_size=3), stopper)
+    found = Source(f"table {seed}", stopper, iter(()))
+    found.drafter = made
+    return found
+
+
+def changing(costs=(0.3, 0.25), **options):
+    """A drafter that changes its mind between two sources and a lookup within a few tokens."""
+    lookup = SuffixDrafter(3, threshold=0.0, shared=False)
+    sources = [source(2 + place, RoundCosts(1.0, cost), **options) for place, cost in enumerate(costs)]
+    return AutoDrafter(sources, lookup, PassCosts())
+
+
+class Noting:
+    """Runs an engine's rounds and notes which source drafted in each."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def watch(self, drafter):
+        spent = drafter.spent
+
+        def noting(time):
+            choice = drafter._choice
+            self.seen.add("lookup" if choice.looked else choice.source.name if choice.source and time.depth else "none")
+            spent(time)
+
+        drafter.spent = noting
+        return drafter
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "match", "gumbel"])
+def test_the_distribution_while_drafters_change(rule):
+    target, prompt, params = TableModel(3, 1), [0, 2, 1, 0, 2], SamplingParams(max_tokens=4)
+    noting = Noting()
+
+    def make(round_rng):
+        return Engine(target, noting.watch(changing()), make_verifier(rule), round_rng=round_rng)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    assert total_variation(found, target_distribution(target, tuple(prompt), params)) < 1e-12
+    assert noting.seen == {"none", "lookup", "table 2", "table 3"}, "everything was chosen somewhere"
+
+
+@pytest.mark.parametrize("rule", ["block", "spectr", "trie_block", "multi_round", "traversal"])
+def test_the_distribution_where_lookups_get_probabilities(rule):
+    target, prompt, params = TableModel(3, 1), [0, 2, 1, 0, 2], SamplingParams(max_tokens=4)
+
+    def make(round_rng):
+        drafter = changing()
+        drafter._masses = False
+        return Engine(target, drafter, make_verifier(rule), round_rng=round_rng)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    assert total_variation(found, target_distribution(target, tuple(prompt), params)) < 1e-9, (
+        "some rules search for a factor"
+    )
+
+
+class Peeking(ModelDrafter):
+    """Drops a draft whose first token it does not like: a choice by what was drawn, which no drafter may make."""
+
+    def propose(self, requests, rng):
+        drafts = super().propose(requests, rng)
+        return [Draft.empty() if len(draft) and int(draft.tree.tokens[0]) == 0 else draft for draft in drafts]
+
+
+def test_a_choice_by_what_was_drawn_shows_in_the_distribution():
+    target, prompt, params = TableModel(3, 1), [0, 2, 1, 0, 2], SamplingParams(max_tokens=3)
+
+    def make(round_rng):
+        return Engine(target, changing(drafter=Peeking), make_verifier("block"), round_rng=round_rng)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    assert total_variation(found, target_distribution(target, tuple(prompt), params)) > 0.0001
+
+
+def test_the_joint_distribution_of_a_batch_with_looked_up_and_drawn_drafts():
+    target = TableModel(3, 1)
+    prompts = [[0, 2, 1, 0, 2, 1, 0, 2], [1]]
+    params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3)]
+    mixed = set()
+
+    def run(rng):
+        drafter = changing((0.05, 0.04))
+        spent = drafter.spent
+
+        def noting(time):
+            mixed.add(bool(drafter._choice.looked) and drafter._choice.source is not None)
+            spent(time)
+
+        drafter.spent = noting
+        outputs = Engine(target, drafter, round_rng=lambda *_: rng).generate(prompts, params)
+        return tuple(output.token_ids for output in outputs)
+
+    with checks_off():
+        found = exact_distribution(run)
+    first, second = (target_distribution(target, tuple(one), own) for one, own in zip(prompts, params, strict=True))
+    expected = {(a, b): x * y for a, x in first.items() for b, y in second.items()}
+    assert total_variation(found, expected) < 1e-12
+    assert True in mixed
+
+
+class ClockByText:
+    """Makes the time of every round depend on everything that happened before it, as a clock that lies may."""
+
+    def __init__(self, drafter):
+        self.spent, self.calls = drafter.spent, 0
+
+    def __call__(self, time):
+        self.calls += 1
+        slow = 1 + 40 * (self.calls * 7 % 5 == time.depth)
+        self.spent(RoundTime(0.3 * time.depth * slow, 1.0 + 0.1 * time.nodes, time.rows, time.depth, time.nodes))
+
+
+def test_the_distribution_while_costs_are_learned_from_a_clock_that_lies(monkeypatch):
+    monkeypatch.setattr(LearnedCosts, "learn", LEARN)
+    target, prompt, params = TableModel(3, 1), [0, 2, 1], SamplingParams(max_tokens=4)
+    lengths = set()
+
+    def make(round_rng):
+        passes = PassCosts()
+        sources = [source(seed, LearnedCosts(RoundCosts(1.0, 0.1, begin=0.05), passes)) for seed in (2, 3)]
+        drafter = AutoDrafter(sources, SuffixDrafter(3, threshold=0.0, shared=False), passes)
+        drafter.spent = ClockByText(drafter)
+        propose = drafter.propose
+
+        def watched(requests, rng):
+            drafts = propose(requests, rng)
+            lengths.update(map(len, drafts))
+            return drafts
+
+        drafter.propose = watched
+        return Engine(target, drafter, round_rng=round_rng)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    assert total_variation(found, target_distribution(target, tuple(prompt), params)) < 1e-12
+    assert lengths >= {0, 2}
+
+
+# --- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+def play(drafter, tokens, rounds, accept):
+    """Plays rounds on a request without a target; `accept` says how many tokens of a draft are accepted."""
+    from draftproof.drafters.base import DraftRequest
+    from draftproof.rng import CounterRoundRng
+
+    target = TableModel(3, 0)
+    transforms = SamplingParams().bind(vocab_size=3, eos_token_ids=(), prompt_ids=tokens)
+    chosen, request = [], DraftRequest(0, tokens, 2, 50, transforms, target.open())
+    for number in range(rounds):
+        (draft,) = drafter.propose([request], CounterRoundRng([0], [number]))
+        choice = drafter._choice
+        name = "lookup" if choice.looked else choice.source.name if choice.source else "none"
+        accepted = accept(name, len(draft))
+        tokens.extend([*draft.tree.tokens[:accepted].tolist(), number % 3])
+        drafter.observe(0, len(draft), accepted)
+        drafter.spent(RoundTime(0.1 * len(draft), 1.0, 1, len(draft), len(draft)))
+        chosen.append(name)
+    return chosen
+
+
+def test_the_source_whose_drafts_are_accepted_is_taken():
+    for good in ("table 2", "table 3"):
+        sources = [source(seed, RoundCosts(1.0, 0.1), 8, rates=(0.7, 0.7)) for seed in (2, 3)]
+        chosen = play(AutoDrafter(sources, None, PassCosts()), [0, 1, 2], 100, lambda name, n, g=good: n * (name == g))
+        assert chosen[-50:].count(good) >= 48
+
+
+def test_repeated_passages_are_looked_up_and_others_drafted():
+    passage = torch.randint(0, 3, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    drafter = AutoDrafter([source(2, RoundCosts(1.0, 0.3), 8)], SuffixDrafter(16, shared=False), PassCosts())
+    request = [*passage, *passage[:20]]
+    chosen = play(drafter, request, 1, lambda _, n: n)
+    assert chosen == ["lookup"]
+    drafter = AutoDrafter([source(2, RoundCosts(1.0, 0.1), 8, rates=(0.9, 0.9))], None, PassCosts())
+    assert play(drafter, [*passage, *passage[:20]], 1, lambda _, n: n) == ["table 2"]
+
+
+def test_lookups_that_fail_are_given_up_and_tried_again():
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), PassCosts())
+    chosen = play(drafter, [0, 1, 2] * 20, 300, lambda *_: 0)
+    assert 1 <= chosen[50:].count("lookup") <= 10
+    assert chosen[:3].count("lookup") >= 1
+
+
+def test_sources_are_built_in_steps_and_only_when_they_are_needed():
+    steps = []
+
+    def building():
+        for step in range(4):
+            steps.append(step)
+            yield None
+        yield ModelDrafter(DraftModel(TableModel(3, 2, order=2), vocab_size=3), stopper)
+
+    stopper = Auto(RoundCosts(1.0, 0.1), 2)
+    drafter = AutoDrafter([Source("slow", stopper, building())], None, PassCosts())
+    under_test = Engine(TableModel(3, 1), drafter)
+    assert not steps, "not before the first request"
+    under_test.generate([[0, 1]], SamplingParams(max_tokens=1))
+    assert not steps, "not before the first token"
+    (out,) = under_test.generate([[0, 1]], SamplingParams(max_tokens=20, seed=1))
+    assert steps == [0, 1, 2, 3]
+    assert out.stats.num_draft_tokens > 0
+
+
+# --- by name ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_the_default_and_takes_what_is_at_hand():
+    alone = Engine.load("embedded:stories", check=False)
+    assert alone.drafter.name == "auto"
+    assert [one.name for one in alone.drafter.sources] == ["quantized:4"]
+    pair = Engine.load("embedded:stories", "embedded:stories-draft", check=False)
+    assert [one.name for one in pair.drafter.sources] == ["model embedded:stories-draft", "quantized:4"]
+    assert Engine.load("embedded:stories", backend="hf", check=False).drafter.sources == []
+    fixed = Engine.load("embedded:stories", stopper="fixed:3", check=False)
+    assert (fixed.drafter.name, fixed.drafter.stopper.name) == ("quantized:4", "fixed:3")
+    constant = Engine.load("embedded:stories", verifier="greedy_block", check=False)
+    assert constant.drafter.name == "none", "nothing at hand fits a rule of constant lengths"
+    with pytest.raises(UserError, match="takes no argument"):
+        make_drafter("auto:4", target=backend("target"), draft=None, stopper="auto")
+    assert DRAFTERS["auto"].takes_draft
+
+
+@pytest.mark.parametrize("rule", ["block", "spectr", "mixture:0.1", "typical:0.1"])
+def test_every_rule_takes_it(rule):
+    made = Engine.load("embedded:stories", "embedded:stories-draft", verifier=rule, check=False)
+    (out,) = made.generate("Once upon a time", SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    assert out.stats.num_draft_tokens > 0
+
+
+def test_greedy_text_is_that_of_plain_decoding():
+    params = SamplingParams(max_tokens=60, temperature=0)
+    texts = ["Once upon a time", "The little dog", "Tom and Lily", "One day"]
+    for target in ("embedded:stories", "embedded:target"):
+        plain = Engine.load(target, drafter="none", dtype="float32", check=False).generate(texts, params)
+        found = Engine.load(target, dtype="float32", check=False).generate(texts, params)
+        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+
+
+def test_what_it_learned_can_be_kept():
+    first = changing()
+    play(first, [0, 1, 2] * 10, 60, lambda _, n: n)
+    kept = json.loads(json.dumps(first.to_dict()))
+    second = changing()
+    second.restore(kept)
+    assert second.lookup_rates.to_dict() == {}, "nothing of its own yet"
+    assert second.lookup_rates.assumed != first.lookup_rates.assumed
+    with pytest.raises(KeyError):
+        second.restore({})
