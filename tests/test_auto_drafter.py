@@ -9,10 +9,12 @@ from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.draft import Draft
 from draftproof.drafters.auto import AutoDrafter, Source
+from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import DRAFTERS, make_drafter, make_verifier
+from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, SplitRoundRng
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
 from draftproof.stoppers.costs import LearnedCosts, PassCosts
@@ -175,9 +177,6 @@ def test_the_distribution_while_costs_are_learned_from_a_clock_that_lies(monkeyp
 
 def play(drafter, tokens, rounds, accept):
     """Plays rounds on a request without a target; `accept` says how many tokens of a draft are accepted."""
-    from draftproof.drafters.base import DraftRequest
-    from draftproof.rng import CounterRoundRng
-
     target = TableModel(3, 0)
     transforms = SamplingParams().bind(vocab_size=3, eos_token_ids=(), prompt_ids=tokens)
     chosen, request = [], DraftRequest(0, tokens, 2, 50, transforms, target.open())
@@ -282,3 +281,50 @@ def test_what_it_learned_can_be_kept():
     assert second.lookup_rates.assumed != first.lookup_rates.assumed
     with pytest.raises(KeyError):
         second.restore({})
+
+
+# --- a rule for each request ------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_one_text_whatever_the_clock_says(monkeypatch):
+    monkeypatch.setattr(LearnedCosts, "learn", LEARN)
+    texts = ["Once upon a time", "The little dog", "Tom and Lily"]
+    params = [
+        SamplingParams(max_tokens=50, seed=7),
+        SamplingParams(max_tokens=50),
+        SamplingParams(max_tokens=50, seed=9),
+    ]
+    options = {"dtype": "float32", "check": False}
+    plain = Engine.load("embedded:stories", drafter="none", verifier="gumbel", **options).generate(texts, params)
+    drafted = Engine.load("embedded:stories", "embedded:stories-draft", **options)
+    for _ in range(3):
+        found = drafted.generate(texts, params)
+        assert [one.verifier for one in found] == ["gumbel", "block", "gumbel"]
+        assert [one.lossless for one in found] == [True] * 3
+        assert [one.token_ids for one in found[::2]] == [one.token_ids for one in plain[::2]]
+        assert sum(one.stats.num_draft_tokens for one in found) > 0
+    named = Engine.load("embedded:stories", "embedded:stories-draft", verifier="block", **options)
+    assert named.generate(texts[0], params[0])[0].verifier == "block", "a rule that is named holds for all requests"
+    fixed = Engine.load("embedded:stories", "embedded:stories-draft", stopper="fixed:2", **options)
+    assert fixed.generate(texts[0], params[0])[0].verifier == "block", "its lengths depend on no clock"
+    greedy = SamplingParams(max_tokens=4, temperature=0, seed=1)
+    assert drafted.generate(texts[0], greedy)[0].verifier == "block", "nothing is drawn"
+
+
+@pytest.mark.parametrize("picked", [None, [3, 0], [1], [2, 3, 1, 0]])
+def test_rows_that_draw_in_two_ways_draw_as_they_would_alone(picked):
+    seeds, numbers, kinds = [5, 6, 7, 8], [3, 2, 9, 4], [[0, 2], [1, 3]]
+    made = (CounterRoundRng, NoiseRoundRng)
+    parts = [
+        (rows, kind([seeds[r] for r in rows], [numbers[r] for r in rows]))
+        for rows, kind in zip(kinds, made, strict=True)
+    ]
+    alone = [made[row % 2]([seeds[row]], [numbers[row]]) for row in range(4)]
+    rows = picked or list(range(4))
+    weights = torch.rand(len(rows), 3, 11, generator=torch.Generator().manual_seed(1))
+    together = SplitRoundRng(parts).at(Purpose.VERIFY, 1, picked)
+    indices, decisions = together.categorical(weights), together.bernoulli(weights)
+    for place, row in enumerate(rows):
+        own = alone[row].at(Purpose.VERIFY, 1)
+        assert torch.equal(indices[place : place + 1], own.categorical(weights[place : place + 1]))
+        assert torch.equal(decisions[place : place + 1], own.bernoulli(weights[place : place + 1]))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch.nn.functional import one_hot
 
 from draftproof.draft import Draft
@@ -148,7 +149,8 @@ class AutoDrafter:
             if (tokens := choice.looked.get(request.id)) is not None:
                 drafts[row] = point_chain(tokens[: request.limit]).to(device)
         if not self._masses or choice.source is not None:
-            drafts = [_with_probabilities(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+            dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
+            drafts = [_with_probabilities(each, one, dtype) for each, one in zip(drafts, requests, strict=True)]
         return drafts
 
     @staticmethod
@@ -313,8 +315,8 @@ class AutoDrafter:
                 source.stopper.restore(found[source.name])
 
 
-def _with_probabilities(draft: Draft, request: DraftRequest) -> Draft:
+def _with_probabilities(draft: Draft, request: DraftRequest, dtype: torch.dtype) -> Draft:
     """The draft with rows of q where it has none: each token is certain."""
     if draft.probs is not None or not len(draft):
         return draft
-    return replace(draft, probs=one_hot(draft.tree.tokens, request.transforms.vocab_size).float())
+    return replace(draft, probs=one_hot(draft.tree.tokens, request.transforms.vocab_size).to(dtype))

@@ -39,6 +39,7 @@ class Line:
         size: number of figures that count.
         kept: how many figures the assumed line stands for, where it was learned earlier.
         unit: what a figure is multiplied by, from its number of drafted tokens, where that may change later.
+        floor: smallest start.
         least: smallest slope, as a share of the mean y over the mean x; against noise where all x are alike.
     """
 
@@ -51,11 +52,12 @@ class Line:
         kept: int = 0,
         unit: Callable[[int], float] = lambda _: 1.0,
         least: float = 0.0,
+        floor: float = 0.0,
     ) -> None:
         self.assumed = (start, slope)
         self.kept = kept
         self.doubts = 0  # newest figures in a row that contradict the line
-        self.unit, self._least = unit, least
+        self.unit, self._least, self._floor = unit, least, floor
         self.figures: deque[tuple[int, int, float]] = deque(maxlen=size)  # x, number of drafted tokens, y
         self._fitted: tuple[float, float] | None = (start, slope)
 
@@ -106,11 +108,11 @@ class Line:
         scale, weight = (1.0, self.kept / 2) if self.kept else (middle, 1.0 / (1 + len(ratios) / 4))
         points = [(x, scale * (start + slope * x), weight) for x in (SHORT, LONG)]
         points += [(float(x), statistics.median(ys), float(len(ys))) for x, ys in each.items()]
-        return _least_squares(points, self._least)
+        return _least_squares(points, self._least, self._floor)
 
 
-def _least_squares(points: Sequence[tuple[float, float, float]], least: float) -> tuple[float, float]:
-    """Start and slope of the line through weighted points (x, y, weight); neither is negative, the slope not small."""
+def _least_squares(points: Sequence[tuple[float, float, float]], least: float, floor: float) -> tuple[float, float]:
+    """Start and slope of the line through weighted points (x, y, weight), with the bounds of `Line`."""
     total = sum(weight for *_, weight in points)
     mean_x = sum(weight * x for x, _, weight in points) / total
     mean_y = sum(weight * y for _, y, weight in points) / total
@@ -118,10 +120,10 @@ def _least_squares(points: Sequence[tuple[float, float, float]], least: float) -
     slope = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / spread if spread else 0.0
     slope = max(slope, least * mean_y / mean_x, 0.0)
     start = mean_y - slope * mean_x
-    if start >= 0:
+    if start >= floor:
         return start, slope
     square = sum(weight * x * x for x, _, weight in points)
-    return 0.0, max(sum(weight * x * y for x, y, weight in points) / square, 0.0)
+    return floor, max(sum(weight * x * (y - floor) for x, y, weight in points) / square, 0.0)
 
 
 class PassCosts:
@@ -146,7 +148,7 @@ class PassCosts:
         if size not in self._lines:
             smaller = max((known for known in self._lines if known < size), default=None)
             start, slope = (1.0, self._token) if smaller is None else self._lines[smaller].fitted
-            self._lines[size] = Line(start, slope, size=PAIRS)
+            self._lines[size] = Line(start, slope, size=PAIRS, floor=1.0)
         return self._lines[size]
 
     def rest(self, rows: int, nodes: int) -> float:
@@ -198,7 +200,7 @@ class PassCosts:
             ValueError, TypeError: figures of another form.
         """
         for size, (start, slope) in found.items():
-            self._lines.setdefault(int(size), Line(float(start), float(slope), size=PAIRS, kept=TRIALS))
+            self._lines.setdefault(int(size), Line(float(start), float(slope), size=PAIRS, kept=TRIALS, floor=1.0))
 
 
 @dataclass
