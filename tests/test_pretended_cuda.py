@@ -2,6 +2,8 @@
 
 import runpy
 import sys
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from draftproof.errors import RequestError
 from draftproof.kernels import native
 from draftproof.profiling import forward as forward_profile
 from draftproof.sampling import LogitsCheck
+from draftproof.stoppers.base import AcceptanceRates
+from draftproof.theory.cost import RoundCosts
 from draftproof.tree import TokenTree
 from helpers import CONFIGS, random_model
 from pretend_cuda import COUNTS, OnDevice, place, pretended
@@ -64,6 +68,7 @@ def written(engine, *params):
         ("suffix", "token"),
         ("model", "block"),
         ("model", "greedy_block"),
+        ("model", "gumbel"),
         ("early_exit:2", "token"),
         ("chains:2", "trie_block"),
         ("chains:2", "spectr"),
@@ -124,6 +129,82 @@ def test_drafting_waits_once_whatever_its_length(device):
         for length in (2, 6)
     ]
     assert found[0] == found[1] <= 5  # the draft's logits, the rule, the target's logits, tokens of both sessions
+
+
+def test_drafting_ends_with_a_wait(device):
+    """So the host's clock shows what drafting takes, and costs of rounds can be learned from it."""
+    engine = load("cuda", draft="embedded:draft", stopper="fixed:3", backend="lean")
+    checks, propose, seen = engine.drafter.model.checks, engine.drafter.propose, []
+    finish = checks.finish
+
+    def finished():
+        before = sum(device.waits.values())
+        finish()
+        seen.append((sum(device.waits.values()) - before, device.launches["linear"]))
+
+    def proposed(*args):
+        drafts = propose(*args)
+        assert seen[-1] == (1, device.launches["linear"]), "no pass of the draft model came after the wait"
+        return drafts
+
+    checks.finish, engine.drafter.propose = finished, proposed
+    written(engine, GREEDY)
+    assert seen
+
+
+# --- the drafter auto -------------------------------------------------------------------------------------------------
+
+
+AGAIN = [[3, 4] * 16, [20, 40, 9]]
+MIXED = [
+    SamplingParams(logit_bias={3: 50.0, 4: 50.0}, seed=5, max_tokens=16),
+    SamplingParams(temperature=0.7, max_tokens=12),
+]
+
+
+def mixing(where, rule, *, masses=True):
+    """An engine whose second request is drafted for by a model while drafts of the first are looked up; their kinds."""
+    engine = load(where, draft="embedded:draft", verifier=rule, backend="lean")
+    drafter, kinds = engine.drafter, Counter()
+    drafter._masses = masses
+    drafter.sources = drafter.sources[:1]
+    drafter.sources[0].stopper.costs = RoundCosts(1.0, 0.01)
+    drafter.lookup_rates.assumed = {kind: AcceptanceRates(0.95, 0.95) for kind in drafter.lookup_rates.assumed}
+    propose = drafter.propose
+
+    def proposed(requests, rng):
+        drafts = propose(requests, rng)
+        choice = drafter._choice
+        kinds[choice.source is not None, len(choice.looked)] += 1
+        assert not choice.looked or len({draft.tree.tokens.device for draft in drafts}) == 1
+        return drafts
+
+    drafter.propose = proposed
+    return engine, kinds
+
+
+@pytest.mark.parametrize(("rule", "masses"), [("block", True), ("block", False), ("gumbel", True), ("spectr", True)])
+def test_looked_up_drafts_beside_drawn_ones(rule, masses, device):
+    texts = []
+    for where in ("cpu", "cuda"):
+        engine, kinds = mixing(where, rule, masses=masses)
+        requests = [engine.add(ids, params)[0] for ids, params in zip(AGAIN, MIXED, strict=True)]
+        for request in requests:
+            request.seed = 5
+        while engine.busy:
+            engine.step()
+        assert not any(request.error for request in requests)
+        assert kinds[True, 1], kinds
+        texts.append([request.tokens for request in requests])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("prompts", [AGAIN, AGAIN[:1]])
+def test_requests_with_rules_of_their_own(prompts, device):
+    params = [replace(DRAWN, n=2), GREEDY, EVERYTHING]
+    both = [load(where, draft="embedded:draft", backend="lean") for where in ("cpu", "cuda")]
+    assert both[0].seeded_verifier is not None
+    assert written(both[0], *params) == written(both[1], *params)
 
 
 # --- illegal logits ---------------------------------------------------------------------------------------------------

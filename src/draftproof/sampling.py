@@ -589,15 +589,15 @@ class LogitsCheck:
         Raises:
             RequestError: on a CPU, as `check_logits`.
         """
-        if logits.device.type == "cpu":
+        if logits.device.type != "cpu":
+            self._peaks.append((request_id, what, logits.amax(-1)))
+        elif not native.legal(logits):
             with blamed_on(request_id):
                 check_logits(logits, what)
-        else:
-            self._peaks.append((request_id, what, logits.amax(-1)))
 
     def clear(self) -> None:
         """Forget rows that nobody looked at, as after a round that failed."""
-        self._peaks.clear()
+        self._peaks = []
 
     def finish(self) -> None:
         """Look at all rows that were added since the last time; waits for the device.

@@ -8,10 +8,9 @@ stem's last token. `keep` is the only undo.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -45,7 +44,7 @@ class Session:
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._fresh: list[Tensor | list[int]] = []  # read after `_tokens`
+        self._fresh: list[Tensor] = []  # read after `_tokens`
         self._parents: list[int] = []
         self._length = 0
         self._states: Tensor | None = None
@@ -53,16 +52,10 @@ class Session:
     @property
     def tokens(self) -> list[int]:
         """Token ids read so far, slot by slot; tokens on an accelerator are copied when first needed."""
-        if not self._fresh:
-            return self._tokens
-        for here, parts in itertools.groupby(self._fresh, lambda part: isinstance(part, list)):
-            group: list[Any] = list(parts)
-            if here:
-                self._tokens.extend(itertools.chain.from_iterable(group))
-            else:
-                where = group[-1].device
-                self._tokens.extend(torch.cat([part.to(where) for part in group]).tolist())
-        self._fresh.clear()
+        if self._fresh:
+            where = self._fresh[-1].device
+            self._tokens.extend(torch.cat([part.to(where) for part in self._fresh]).tolist())
+            self._fresh.clear()
         return self._tokens
 
     @property
@@ -100,16 +93,18 @@ class Session:
 
     def read(self, chain: Sequence[int] | Int[Tensor, " tokens"], tree: TokenTree | None = None) -> None:
         """Record that the model has read a chain, then a tree below it (called by backends)."""
-        self.admit(len(chain), tree)
-        if len(chain):
-            self._append(chain if isinstance(chain, Tensor) else list(chain))
-        if tree is not None and len(tree):
-            self._append(tree.tokens)
+        if isinstance(chain, Tensor):
+            self.admit(size := chain.shape[0], tree)
+            self._fresh.append(chain)
+        else:
+            self.admit(size := len(chain), tree)
+            if size:
+                self.tokens.extend(chain)
+        self._length += size
+        if tree is not None and (nodes := len(tree)):
+            self._fresh.append(tree.tokens)
+            self._length += nodes
             self._parents.extend(tree.parents)
-
-    def _append(self, tokens: list[int] | Int[Tensor, " tokens"]) -> None:
-        self._fresh.append(tokens)
-        self._length += len(tokens)
 
     @property
     def states(self) -> Float[Tensor, "slots dim"] | None:

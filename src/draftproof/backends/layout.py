@@ -28,7 +28,12 @@ class Layout:
     def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
         self.feeds = feeds
         self.device = device
-        self.chains = [self._chain(feed, device) for feed in feeds]
+        self.chains = [
+            feed.tokens.to(device, torch.int64).reshape(-1)
+            if isinstance(feed.tokens, Tensor)
+            else sent(feed.tokens, device, torch.int64)
+            for feed in feeds
+        ]
         self.plan = WritePlan(
             slots=tuple(feed.session.slot for feed in feeds if isinstance(feed.session, SlotSession)),
             bases=tuple(feed.session.length for feed in feeds),
@@ -38,13 +43,6 @@ class Layout:
         self.ids = self._pad([self._row_ids(row) for row in range(len(feeds))])
         host = [self._row_positions(feed) for feed in feeds]
         self.positions = sent([row + [0] * (self.width - len(row)) for row in host], device)
-
-    @staticmethod
-    def _chain(feed: Feed, device: torch.device) -> Int[Tensor, " tokens"]:
-        """The chain tokens of a feed on the model's device."""
-        if isinstance(feed.tokens, Tensor):
-            return feed.tokens.to(device=device, dtype=torch.int64).reshape(-1)
-        return sent(feed.tokens, device, torch.int64)
 
     @cached_property
     def columns(self) -> list[int]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch.nn.functional import one_hot
 
 from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
@@ -101,8 +100,7 @@ class AutoDrafter:
     Args:
         sources: drafters from models; may be empty.
         lookup: for passages that repeat; None for none.
-        passes: costs of the target's pass for lookups; shared with the sources where the times of the parts of a round
-            are those of the device.
+        passes: costs of the target's pass for lookups; shared with the sources.
         masses: whether the rule takes drafts without probabilities; if not, those of lookups get them.
     """
 
@@ -319,4 +317,6 @@ def _with_probabilities(draft: Draft, request: DraftRequest, dtype: torch.dtype)
     """The draft with rows of q where it has none: each token is certain."""
     if draft.probs is not None or not len(draft):
         return draft
-    return replace(draft, probs=one_hot(draft.tree.tokens, request.transforms.vocab_size).to(dtype))
+    tokens, width = draft.tree.tokens, request.transforms.vocab_size
+    rows = torch.zeros(len(draft), width, dtype=dtype, device=tokens.device)
+    return replace(draft, probs=rows.scatter_(1, tokens.unsqueeze(-1), 1.0))

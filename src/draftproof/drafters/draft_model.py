@@ -31,7 +31,8 @@ class DraftModel:
 
     Attributes:
         changes: the sampling parameters in which the draft differs from the request.
-        checks: of the logits; a drafter calls `finish` when its drafts are made.
+        checks: of the logits; a drafter calls `finish` when its drafts are made, which waits for the draft model's
+            passes on a device: so the host's clock shows what drafting takes.
 
     Raises:
         UserError: the temperature or top_k is out of range.

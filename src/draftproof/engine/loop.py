@@ -81,6 +81,7 @@ class DecodingLoop:
         self._lock = threading.RLock()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._checks = LogitsCheck()
         self._refuse_impossible()
 
     def _refuse_impossible(self) -> None:
@@ -227,12 +228,11 @@ class DecodingLoop:
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
             outputs = self.target.forward(feeds)
         with seconds.measure("verify"):
-            checks = LogitsCheck()
-            target_probs = [self._target_probs(*row, checks) for row in zip(rows, drafts, outputs, strict=True)]
             try:
+                target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
                 verdicts = self._verdicts(rows, drafts, target_probs, rng)
-            finally:
-                checks.finish()  # after the rule, whose own copy has waited for the device; it explains a rule's error
+            finally:  # after the rule, whose own copy has waited for the device; it explains a rule's error
+                self._checks.finish()
         for each in zip(rows, drafts, outputs, verdicts, strict=True):
             self._commit(*each)
         seconds.total = time.perf_counter() - start
@@ -319,10 +319,8 @@ class DecodingLoop:
         assert row.session is not None, "running requests have a session"
         return Feed(row.session, unread(row.session, row.tokens), draft.tree if len(draft) else None)
 
-    def _target_probs(
-        self, row: Request, draft: Draft, output: FeedOutput, checks: LogitsCheck
-    ) -> Float[Tensor, "rows vocab"]:
-        checks.add(row.id, output.logits, f"the target ({self.target.name})")
+    def _target_probs(self, row: Request, draft: Draft, output: FeedOutput) -> Float[Tensor, "rows vocab"]:
+        self._checks.add(row.id, output.logits, f"the target ({self.target.name})")
         with blamed_on(row.id):
             outputs, paths = row.contexts(draft)
             return probabilities(output.logits, row.transforms, outputs, paths)

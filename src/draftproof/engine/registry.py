@@ -325,11 +325,10 @@ def _auto_drafter(parts: Materials, argument: str) -> Drafter:
     names = list(_at_hand(parts))
     if parts.stopper != DEFAULT_STOPPER:
         return _first_that_fits(parts, names)
-    on_host = parts.target.device.type == "cpu"  # elsewhere the parts of a round have no times of their own
     common = PassCosts()
     sources = []
     for name in names:
-        stopper = _assuming(parts, name, common if on_host else PassCosts())
+        stopper = _assuming(parts, name, common)
         shown = f"model {parts.draft.name}" if name == "model" and parts.draft is not None else name
         sources.append(Source(shown, stopper, _steps(parts, name, stopper)))
     masses = parts.rule is None or parts.rule.point_masses
