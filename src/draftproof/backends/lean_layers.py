@@ -29,6 +29,7 @@ from draftproof.errors import UserError
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
 
+HEAD_BITS = 8  # of the output layer, whose errors are errors of logits: 4 bits there cost more than in all other layers
 _FIRST_POSITIONS = 512
 
 
@@ -69,7 +70,7 @@ class Lean:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
         Args:
-            bits: of a weight.
+            bits: of a weight; of the output layer `HEAD_BITS`.
             name: the model's, for errors.
 
         Raises:
@@ -88,7 +89,7 @@ class Lean:
         for layer in self.layers:
             made.layers.append(layer.quantized(bits))
             yield None
-        made.head = self.head.quantized(bits)
+        made.head = self.head.quantized(HEAD_BITS)
         made.run_layers = in_order(made.layers)
         yield made
 
