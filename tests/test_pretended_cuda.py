@@ -3,7 +3,6 @@
 import runpy
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from draftproof.backends.lean import LeanBackend
 from draftproof.errors import RequestError
 from draftproof.kernels import native
 from draftproof.profiling import forward as forward_profile
+from draftproof.rng import CounterRng, SplitRng
 from draftproof.sampling import LogitsCheck
 from draftproof.stoppers.base import AcceptanceRates
 from draftproof.theory.cost import RoundCosts
@@ -183,12 +183,15 @@ def mixing(where, rule, *, masses=True):
     return engine, kinds
 
 
-@pytest.mark.parametrize(("rule", "masses"), [("block", True), ("block", False), ("gumbel", True), ("spectr", True)])
+@pytest.mark.parametrize(("rule", "masses"), [(None, True), ("block", False), ("gumbel", True), ("spectr", True)])
 def test_looked_up_drafts_beside_drawn_ones(rule, masses, device):
     texts = []
     for where in ("cpu", "cuda"):
         engine, kinds = mixing(where, rule, masses=masses)
         requests = [engine.add(ids, params)[0] for ids, params in zip(AGAIN, MIXED, strict=True)]
+        assert len({request.rule.name for request in requests}) == (1 if rule else 2), (
+            "without a name, those with a seed have their own"
+        )
         for request in requests:
             request.seed = 5
         while engine.busy:
@@ -199,12 +202,15 @@ def test_looked_up_drafts_beside_drawn_ones(rule, masses, device):
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("prompts", [AGAIN, AGAIN[:1]])
-def test_requests_with_rules_of_their_own(prompts, device):
-    params = [replace(DRAWN, n=2), GREEDY, EVERYTHING]
-    both = [load(where, draft="embedded:draft", backend="lean") for where in ("cpu", "cuda")]
-    assert both[0].seeded_verifier is not None
-    assert written(both[0], *params) == written(both[1], *params)
+def test_rows_that_draw_in_several_ways_wait_for_nothing(device):
+    weights, found = torch.rand(3, 7, generator=torch.Generator().manual_seed(1)), []
+    for given in (weights, OnDevice(weights)):
+        device.clear()
+        rng = SplitRng([([0, 2], CounterRng([1, 2])), ([1], CounterRng([3]))])
+        found.append([rng.categorical(given), rng.bernoulli(given)])
+        assert not device.waits
+    for here, there in zip(*found, strict=True):
+        assert torch.equal(here, there.held)
 
 
 # --- illegal logits ---------------------------------------------------------------------------------------------------
