@@ -109,7 +109,8 @@ def _run(func, args, kwargs):  # noqa: C901 - one rule after the other
         if func not in _ACROSS:
             raise RuntimeError(f"{func} got tensors of cuda:0 and of the cpu, of shape {tuple(foreign[0].shape)}")
         COUNTS.waits[str(func)] += 1
-    if func in _SIZED_BY_VALUES or (func in _ACROSS and any(leaf.dtype == torch.bool for leaf in leaves[1:])):
+    places = tree_leaves(args[1]) if func in _ACROSS and func is not _aten.copy_.default else []
+    if func in _SIZED_BY_VALUES or any(each is not None and each.dtype == torch.bool for each in places):
         COUNTS.waits[str(func)] += 1
     asked = kwargs.get("device")
     to_host = asked is not None and torch.device(asked).type == "cpu"
