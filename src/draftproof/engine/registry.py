@@ -336,17 +336,18 @@ def _auto_drafter(parts: Materials, argument: str) -> Drafter:
 
 
 def _at_hand(parts: Materials) -> Iterator[str]:
-    """Names of the drafters from models that a target has without any preparation."""
+    """Names of the drafters from models that a target has without any preparation; the most often right first."""
     if parts.draft is not None:
         yield "model"
-    if parts.target.name in SHIPPED_FEATURE_HEADS and isinstance(parts.target, SlotBackend):
-        yield "feature_head"
-    if isinstance(parts.target, SlotBackend):
-        try:
-            next(parts.target.quantizing(BITS[0]))
-        except UserError:
-            return
+    if not isinstance(parts.target, SlotBackend):
+        return
+    try:
+        next(parts.target.quantizing(BITS[0]))
         yield f"quantized:{BITS[0]}"
+    except UserError:
+        pass
+    if parts.target.name in SHIPPED_FEATURE_HEADS:
+        yield "feature_head"
 
 
 def _first_that_fits(parts: Materials, names: Sequence[str]) -> Drafter:
@@ -426,8 +427,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             make=_auto_drafter,
             takes_draft=True,
             inside=True,
-            learns=True,
-            stops=True,
+            reads_states=True,
             covers=False,
             steady=False,
         ),
