@@ -13,6 +13,7 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.engine import registry
 from draftproof.engine.registry import DRAFTERS, make_drafter, make_verifier
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, SplitRoundRng
 from draftproof.stoppers.auto import Auto
@@ -234,6 +235,25 @@ def test_sources_are_built_in_steps_and_only_when_they_are_needed():
     (out,) = under_test.generate([[0, 1]], SamplingParams(max_tokens=20, seed=1))
     assert steps == [0, 1, 2, 3]
     assert out.stats.num_draft_tokens > 0
+
+
+def test_decoding_goes_on_without_a_source_that_cannot_be_made(caplog):
+    def failing():
+        yield None
+        raise RuntimeError("no memory left")
+
+    drafter = AutoDrafter([Source("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, PassCosts())
+    (out,) = Engine(TableModel(3, 1), drafter).generate([[0, 1]], SamplingParams(max_tokens=20, seed=1))
+    assert (len(out.token_ids), out.stats.num_draft_tokens) == (20, 0)
+    assert caplog.text.count("drafter large cannot be made (no memory left)") == 1
+
+
+def test_weights_that_do_not_fit_are_not_made(monkeypatch, caplog):
+    monkeypatch.setattr(registry, "available", lambda: 1000)
+    made = Engine.load("embedded:stories", check=False)
+    (out,) = made.generate("Once upon a time", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
+    assert len(out.token_ids) == 30
+    assert "of memory are free): decoding goes on without it" in caplog.text
 
 
 # --- by name ----------------------------------------------------------------------------------------------------------

@@ -103,3 +103,13 @@ class _Sampler:
         self._done.set()
         self._thread.join()
         return max(self._most, resident() or 0)
+
+
+def available() -> int | None:
+    """Bytes of memory that new programs can have without swapping; None where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = next((line for line in lines if line.startswith("MemAvailable:")), None)
+    return None if found is None else 1024 * int(found.split()[1])

@@ -8,6 +8,7 @@ rule stays lossless.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,15 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.errors import reason
 from draftproof.rng import RoundRng
 from draftproof.stoppers.auto import GAIN, Auto, Plan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
 from draftproof.stoppers.costs import LearnedCosts, PassCosts, size_class
 from draftproof.stoppers.rates import RequestRates, SharedRates
 from draftproof.theory.cost import RoundCosts, expected_tokens
+
+_log = logging.getLogger(__name__)
 
 BUILD_SHARE = 0.5  # time for building a source, as a share of the last round
 LOOKUP_KEY = "lookup"  # of its figures in a file
@@ -55,15 +59,20 @@ class Source:
         self.name, self.stopper = name, stopper
         self.drafter: ModelDrafter | None = None
         self.unable: set[int] = set()  # requests that it cannot draft for
+        self.failed = False
         self._steps = steps
 
     def build(self, end: float) -> bool:
-        """Go on building, by at least one step, until the clock shows `end`; whether the drafter is there."""
-        while self.drafter is None:
-            self.drafter = next(self._steps)
+        """Go on building, by at least one step, until the clock shows `end`; whether there is nothing left to do."""
+        while self.drafter is None and not self.failed:
+            try:
+                self.drafter = next(self._steps)
+            except (MemoryError, OSError, RuntimeError, ValueError) as error:
+                self.failed = True
+                _log.warning("drafter %s cannot be made (%s): decoding goes on without it", self.name, reason(error))
             if time.perf_counter() >= end:
                 break
-        return self.drafter is not None
+        return self.drafter is not None or self.failed
 
 
 @dataclass
@@ -170,7 +179,7 @@ class AutoDrafter:
 
     def _build(self) -> None:
         """Go on building what is not there yet."""
-        missing = [one for one in self.sources if one.drafter is None]
+        missing = [one for one in self.sources if one.drafter is None and not one.failed]
         end = time.perf_counter() + BUILD_SHARE * self._seconds
         for source in missing:
             self._built = True

@@ -29,6 +29,7 @@ from draftproof.engine.composition import DrafterTraits, VerifierTraits, misfit
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
 from draftproof.kernels.operations import BITS
+from draftproof.peak import available
 from draftproof.stoppers.auto import ASSUMED, Auto
 from draftproof.stoppers.base import AcceptanceRates, Stopper
 from draftproof.stoppers.costs import UNKNOWN, LearnedCosts, PassCosts
@@ -53,6 +54,7 @@ SHIPPED_HEADS = {  # by draft model; in each a directory named as the stopper
 }
 SHIPPED_FEATURE_HEADS = {"smollm2-135m": feature_head_dir()}  # by target
 QUANTIZED_RATES = AcceptanceRates(0.85, 0.85)  # of the target with weights of 4 bits, before anything is counted
+QUANTIZED_SHARE, MARGIN = 0.4, 1.5  # memory of such weights beside the model's, and how much more must be free
 OWN_HEADS = "heads"  # a feature head's directory may hold such a directory of its own
 
 
@@ -387,6 +389,9 @@ def _steps(parts: Materials, name: str, stopper: Auto) -> Iterator[ModelDrafter 
         yield made
         return
     target = parts.own_model(name)
+    needed, free = round(QUANTIZED_SHARE * target.facts.size), available()
+    if free is not None and free < MARGIN * needed:
+        raise UserError(f"its weights take {needed >> 20} MiB, and {free >> 20} MiB of memory are free")
     quantized = None
     for quantized in target.quantizing(int(argument)):
         if quantized is None:
