@@ -81,7 +81,7 @@ def generate(
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     sources = gather(prompt[0] if prompt else None, prompts)
-    sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would not be used, and stopper auto measures it
+    sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would not be used
     names = target or models.DEFAULT_TARGET, draft or default_draft(target, drafter)
     with quiet_libraries(), logged_lines(quiet=quiet):
         obtain(*names, quiet=quiet)

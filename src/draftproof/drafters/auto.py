@@ -23,7 +23,7 @@ from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
-from draftproof.stoppers.auto import GAIN, Auto, Plan
+from draftproof.stoppers.auto import CATCH_UP, GAIN, Auto, Plan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
 from draftproof.stoppers.costs import LearnedCosts, PassCosts, size_class
 from draftproof.stoppers.rates import RequestRates, SharedRates
@@ -109,7 +109,7 @@ class AutoDrafter:
     Args:
         sources: drafters from models; may be empty.
         lookup: for passages that repeat; None for none.
-        passes: costs of the target's pass for lookups; shared with the sources.
+        passes: costs of the target's pass, which the stoppers of all sources share.
         masses: whether the rule takes drafts without probabilities; if not, those of lookups get them.
     """
 
@@ -278,23 +278,15 @@ class AutoDrafter:
             source.stopper.observe(request_id, drafted if own else 0, accepted if own else 0)
 
     def spent(self, time: RoundTime) -> None:
-        """Tell the drafter that drafted; all of them where none did."""
+        """Tell the drafter that drafted; a plain round counts for all of them, as they share the costs of passes."""
         self._seconds = time.draft + time.rest
-        if self._built:
-            time = replace(time, reads=1 << 30)  # no round like the others
-        choice = self._choice
-        if choice.source is not None and not choice.looked:
-            choice.source.stopper.spent(time)
-            return
-        each = {
-            id(one.passes): one
-            for one in (self._lookup_costs, *filter(None, (s.stopper.learned for s in self.sources)))
-        }
-        for costs in each.values():
-            if self._built or choice.source is not None:
-                costs.passes.interrupted()
-            elif costs is self._lookup_costs or not time.depth:
-                costs.learn(time)
+        source, looked = self._choice.source, bool(self._choice.looked)
+        if self._built or time.reads > CATCH_UP or (source is not None and looked):
+            self._lookup_costs.passes.interrupted()
+        elif source is not None:
+            source.stopper.spent(time)
+        else:
+            self._lookup_costs.learn(time)
 
     def release(self, request_id: int) -> None:
         """Forget the request."""

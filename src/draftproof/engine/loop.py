@@ -267,7 +267,7 @@ class DecodingLoop:
     ) -> list[Verdict]:
         """The verdict of each request, by its own rule; requests with one rule are verified together."""
         found: dict[int, Verdict] = {}
-        for rule in dict.fromkeys(row.rule for row in rows):
+        for rule in {id(row.rule): row.rule for row in rows}.values():
             own = [place for place, row in enumerate(rows) if row.rule is rule]
             made = rule.verify(
                 [drafts[place] for place in own],

@@ -98,6 +98,7 @@ class Auto(StopperBase):
         self._best: dict[tuple[int, int, Rates], Plan] = {}  # by version of the costs, number of requests and rates
         self._batch, self._most_drafts = 1, 1
         self._drafts: dict[int, int] = {}  # number of drafts of each request in the current round
+        self._widest = 1  # largest of these numbers; requests may end before the round's time is known
         self._credit = CREDIT
         self._preset: Plan | None = None
         self._again = 0  # rounds of a trial that are left
@@ -120,6 +121,7 @@ class Auto(StopperBase):
             plan = self.planned(rows, most, len(rows))
         self.plan, self._batch, self._most_drafts = plan, max(len(rows), 1), most
         self._drafts.clear()
+        self._widest = 1
         states = [self._state(row) for row in rows]
         self._reads_much = self._catches_up and any(state.idle > CATCH_UP or not state.counts for state in states)
 
@@ -166,6 +168,7 @@ class Auto(StopperBase):
         """The best number of drafts."""
         plan = self.plan or self._choice([self._state(row)])
         found = self._drafts[row] = min(plan.drafts, most)
+        self._widest = max(self._widest, found)
         return found
 
     def observe(self, row: int, drafted: int, accepted: int) -> None:
@@ -189,8 +192,7 @@ class Auto(StopperBase):
         if time.reads > CATCH_UP:
             learned.passes.interrupted()
         else:
-            drafts = max(self._drafts.values(), default=1)
-            learned.learn(time, drafts, drafting=not self._reads_much)
+            learned.learn(time, self._widest, drafting=not self._reads_much)
 
     def release(self, row: int) -> None:
         """Forget the row."""

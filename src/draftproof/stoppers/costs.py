@@ -8,6 +8,7 @@ All costs are in units of the plain round of the same number of requests.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -141,6 +142,7 @@ class PassCosts:
         self._newest: RoundTime | None = None  # None where its time says nothing
         self._since: dict[int, int] = {}
         self._pause: dict[int, int] = {}
+        self.version = 0  # rises with every round
 
     def line(self, rows: int) -> Line:
         """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests."""
@@ -158,6 +160,7 @@ class PassCosts:
 
     def learn(self, time: RoundTime) -> None:
         """Add a round."""
+        self.version += 1
         line, size, other = self.line(time.rows), size_class(time.rows), self._newest
         # A plain round is compared with the rounds beside it only: as one outlier it must not look like a change.
         if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
@@ -199,8 +202,9 @@ class PassCosts:
         Raises:
             ValueError, TypeError: figures of another form.
         """
-        for size, (start, slope) in found.items():
-            self._lines.setdefault(int(size), Line(float(start), float(slope), size=PAIRS, kept=TRIALS, floor=1.0))
+        for size, line in _kept_lines(found).items():
+            self._lines.setdefault(size, Line(*line, size=PAIRS, kept=TRIALS, floor=1.0))
+        self.version += 1
 
 
 @dataclass
@@ -210,7 +214,6 @@ class LearnedCosts:
     Attributes:
         assumed: before anything is known; `target` is 1.
         passes: costs of the target's pass, which several drafters may share.
-        version: rises when the figures change, so that choices made with them can be kept until then.
         shared: whether the requests of a round share its costs; they do.
     """
 
@@ -218,13 +221,23 @@ class LearnedCosts:
 
     assumed: RoundCosts = UNKNOWN
     passes: PassCosts = field(default_factory=PassCosts)
-    version: int = 0
     _drafting: dict[int, Line] = field(default_factory=dict)
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _current: dict[int, RoundCosts] = field(default_factory=dict)
+    _version: int = -1  # of the passes that `_current` and the fits of drafting are for
+
+    @property
+    def version(self) -> int:
+        """Rises with every round that was learned from, so that choices can be kept until then."""
+        return self.passes.version
 
     def at(self, rows: int) -> RoundCosts:
         """Costs of a round of `rows` requests, in plain rounds of as many requests."""
+        if self._version != self.passes.version:
+            self._version = self.passes.version
+            self._current.clear()
+            for line in self._drafting.values():
+                line.forget_fit()
         size = size_class(rows)
         if size not in self._current:
             begin, draft = self._line(size).fitted
@@ -260,10 +273,6 @@ class LearnedCosts:
                 share = time.draft / time.rest * self.passes.rest(time.rows, time.nodes)
                 self._more.append(max(share - start - slope * time.depth, 0.0) / time.depth / (drafts - 1))
         self.passes.learn(time)
-        self._current.clear()
-        for line in self._drafting.values():
-            line.forget_fit()
-        self.version += 1
 
     def lacks(self, rows: int) -> bool:
         """Whether there are too few figures of this number of requests to choose by them."""
@@ -284,11 +293,23 @@ class LearnedCosts:
         Raises:
             ValueError, TypeError: figures of another form.
         """
-        for size, (start, slope) in found["draft"].items():
-            unit = partial(self.passes.rest, int(size))
-            self._drafting[int(size)] = Line(float(start), float(slope), kept=TRIALS, unit=unit, least=0.5)
+        lines = _kept_lines(found["draft"])
         self.passes.restore(found["rest"])
-        self._current.clear()
+        for size, line in lines.items():
+            self._drafting[size] = Line(*line, kept=TRIALS, unit=partial(self.passes.rest, size), least=0.5)
+
+
+def _kept_lines(found: dict[str, list[float]]) -> dict[int, tuple[float, float]]:
+    """Start and slope by number of requests, as a file has them.
+
+    Raises:
+        ValueError, TypeError: figures of another form, or none that a cost can have.
+    """
+    made = {int(size): (float(start), float(slope)) for size, (start, slope) in found.items()}
+    for size, line in made.items():
+        if size < 1 or not all(0 <= figure < math.inf for figure in line):
+            raise ValueError(f"costs {line} for {size} requests: legal are finite numbers, 0 or more")
+    return made
 
 
 def size_class(rows: int) -> int:
