@@ -16,7 +16,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.registry import make_stopper
 from draftproof.rng import CounterRoundRng
-from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto
+from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, Plan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
 from draftproof.stoppers.costs import LearnedCosts
 from draftproof.stoppers.fixed import FixedLength
@@ -323,10 +323,23 @@ def test_kept_figures_that_are_wrong_are_outvoted_at_once(factor):
     assert costs.at(1).of(4) == pytest.approx(2.38, rel=0.05)
 
 
-@pytest.mark.parametrize("broken", [{}, {"draft": {"1": [1]}, "rest": {}}, {"draft": {"x": [1, 2]}, "rest": {}}])
+BROKEN = [
+    {},
+    {"draft": {"1": [1]}, "rest": {}},
+    {"draft": {"x": [1, 2]}, "rest": {}},
+    {"draft": {"1": [float("nan"), 0.1]}, "rest": {}},
+    {"draft": {"1": [0.1, float("inf")]}, "rest": {}},
+    {"draft": {"1": [0.1, 0.1]}, "rest": {"1": [1.0, -0.1]}},
+    {"draft": {"0": [0.1, 0.1]}, "rest": {}},
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_figures_of_another_form_are_refused(broken):
+    costs = LearnedCosts()
     with pytest.raises((KeyError, ValueError)):
-        LearnedCosts().restore(broken)
+        costs.restore(broken)
+    assert costs.at(1) == LearnedCosts().at(1), "nothing of it is used"
     with pytest.raises(ValueError, match="not probabilities"):
         SharedRates().restore({"1": [0.5, 1.5]})
 
@@ -409,6 +422,22 @@ def test_where_drafts_do_not_pay_decoding_is_at_most_two_percent_slower_than_pla
     assert world.play(stopper, 4000) > 0.98 * world.plain(4000)
 
 
+@pytest.mark.usefixtures("clock")
+def test_the_time_of_several_drafts_is_not_taken_for_that_of_one():
+    """Though the request ended in that round, and the stopper knows it no more."""
+    stopper = Auto()
+    for released in (False, True) * 3:
+        stopper.begin([0], 4)
+        stopper.plan = Plan(4, 4)
+        assert (stopper.length(0), stopper.drafts(0, 4)) == (4, 4)
+        stopper.observe(0, 4, 4)
+        if released:
+            stopper.release(0)
+        stopper.spent(RoundTime(4.0, 1.0, 1, 4, 16))
+    assert not stopper.costs._line(1).figures
+    assert len(stopper.costs._more) == 3, "the first round of a request does not count: its prompt is read in it"
+
+
 # --- kept from run to run ---------------------------------------------------------------------------------------------
 
 
@@ -428,7 +457,8 @@ def test_what_was_learned_is_there_in_the_next_run(tmp_path):
     (row,) = json.loads(file.read_text()).values()
     assert row["seconds"] > 1e9, "when it was learned"
     second = learned_engine(file)
-    assert second.drafter.stopper.costs.at(1) == first.drafter.stopper.costs.at(1)
+    kept, learned = (vars(engine.drafter.stopper.costs.at(1)) for engine in (second, first))
+    assert kept == pytest.approx(learned)
     assert not second.drafter.stopper.shared_rates.counts
     assert second.drafter.stopper.shared_rates.assumed
     for broken in ("{", "[]", json.dumps({key: {"figures": {}} for key in json.loads(file.read_text())})):

@@ -217,6 +217,25 @@ def test_lookups_that_fail_are_given_up_and_tried_again():
     assert chosen[:3].count("lookup") >= 1
 
 
+@pytest.mark.parametrize("sources", [0, 1])
+def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
+    """Where a verified token costs as much as a pass, passages are not looked up any more."""
+    monkeypatch.setattr(LearnedCosts, "learn", LEARN)
+    passes = PassCosts()
+    made = [source(2, LearnedCosts(RoundCosts(1.0, 9.0), passes), 8) for _ in range(sources)]
+    drafter = AutoDrafter(made, SuffixDrafter(16, threshold=0.0, shared=False), passes)
+    spent, looked = drafter.spent, []
+
+    def slow(time):
+        looked.append(bool(drafter._choice.looked))
+        spent(RoundTime(time.draft, 1.0 + 2.0 * time.nodes, 1, time.depth, time.nodes))
+
+    drafter.spent = slow
+    play(drafter, [0, 1, 2] * 20, 300, lambda _, n: n)
+    assert True in looked[:40]
+    assert looked[-100:].count(True) <= 5
+
+
 def test_sources_are_built_in_steps_and_only_when_they_are_needed():
     steps = []
 

@@ -133,6 +133,7 @@ class AutoDrafter:
         self._choice = _Choice()
         self._matched: dict[int, int] = {}  # kind of the match of each request with a looked up draft
         self._built = False
+        self._batch = 1
         self._seconds = 0.0
 
     @property
@@ -144,7 +145,7 @@ class AutoDrafter:
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter; nothing is drafted in the round that reads a request's prompt."""
         able = [one for one in requests if one.limit > 0 and len(one.tokens) > one.prompt_length]
-        self._choice, self._built = _Choice(), False
+        self._choice, self._built, self._batch = _Choice(), False, len(requests)
         self._matched.clear()
         if able:
             self._build()
@@ -226,7 +227,9 @@ class AutoDrafter:
         if best.source is not None and len(able) > 1:
             choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
         if choice is best and (tried := self._retried(found)):
-            return _Choice(None, Plan(needed=True), tried)
+            choice = _Choice(None, Plan(needed=True), tried)
+        if choice.source is None and self._lookup_costs.passes.is_old(batch):
+            return _Choice()  # a plain round shows what a plain round takes
         return choice
 
     def _mixed(
@@ -270,7 +273,8 @@ class AutoDrafter:
         state, looked = self._rates(request_id), request_id in self._choice.looked
         if looked and drafted:
             state.learn(self._matched[request_id], drafted, accepted)
-            state.idle, state.patience = 0, 1 if accepted else min(2 * state.patience, LOOKUP_PATIENCE)
+            paid = accepted + 1 > self._lookup_costs.at(self._batch).of(drafted)
+            state.idle, state.patience = 0, 1 if paid else min(2 * state.patience, LOOKUP_PATIENCE)
         else:
             state.idle += 1
         for source in self.sources:

@@ -145,6 +145,8 @@ class DrafterPart(Part):
         point_masses: whether its tokens come without probabilities.
         covers: whether it can draft after every token, so that its lengths are as constant as its stopper's.
         steady: whether its probabilities after a text are the same in every round.
+        rates: how often its tokens are accepted, before anything is counted.
+        share: from materials and argument, what drafting a token costs in target passes, before anything is measured.
         several: from the argument, whether its drafts may branch.
         chains: from the argument, how many i.i.d. chains it draws; 1 for a tree.
         check: refuses an argument that cannot be read, for drafters that `make` needs a loaded target for.
@@ -160,9 +162,16 @@ class DrafterPart(Part):
     point_masses: bool = False
     covers: bool = True
     steady: bool = True
+    rates: AcceptanceRates = ASSUMED
+    share: Callable[[Materials, str], float] = field(default=lambda *_: 0.1)
     several: Callable[[str], bool] = field(default=lambda _: False)
     chains: Callable[[str], int] = field(default=lambda _: 1)
     check: Callable[[str], object] = field(default=lambda _: None)
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether it must first read what others drafted: not where its cache is the target's own."""
+        return not self.inside or self.reads_states
 
     @property
     def takes_length(self) -> bool:
@@ -363,21 +372,21 @@ def _first_that_fits(parts: Materials, names: Sequence[str]) -> Drafter:
 
 def _assuming(parts: Materials, name: str, passes: PassCosts) -> Auto:
     """The stopper `auto` of a drafter, with what can be assumed before anything is known."""
-    quantized = find_drafter(name)[0].name == "quantized"
-    costs = LearnedCosts(_assumed_costs(parts, name), passes)
-    return Auto(costs, assumed=QUANTIZED_RATES if quantized else ASSUMED, catches_up=not quantized)
+    part, argument = find_drafter(name)
+    costs = LearnedCosts(replace(UNKNOWN, draft=part.share(parts, argument) + UNKNOWN.token), passes)
+    return Auto(costs, assumed=part.rates, catches_up=part.catches_up)
 
 
-def _assumed_costs(parts: Materials, name: str) -> RoundCosts:
-    """Costs before the first round, in plain rounds: the share of the weights that a drafted token reads."""
+def _model_share(parts: Materials, argument: str) -> float:  # noqa: ARG001
+    """The draft model's weights as a share of the target's; an estimate from widths and depths."""
+    facts = [getattr(each, "facts", None) for each in (parts.draft, parts.target)]
+    return UNKNOWN.draft if facts[0] is None or facts[1] is None else facts[0].size / facts[1].size
+
+
+def _quantized_share(parts: Materials, argument: str) -> float:
+    """The bits of a weight and its share of scale and offset, as a share of the target's."""
     facts = getattr(parts.target, "facts", None)
-    if name.startswith("quantized") and facts is not None:
-        share = (BITS[0] + 1) / (8 * facts.dtype.itemsize)
-    elif name == "model" and facts is not None and parts.draft is not None and hasattr(parts.draft, "facts"):
-        share = parts.draft.facts.size / facts.size
-    else:
-        share = 0.1
-    return replace(UNKNOWN, draft=share + UNKNOWN.token)
+    return UNKNOWN.draft if facts is None else (_bits_and_chains(argument)[0] + 1) / (8 * facts.dtype.itemsize)
 
 
 def _steps(parts: Materials, name: str, stopper: Auto) -> Iterator[ModelDrafter | None]:
@@ -437,7 +446,9 @@ DRAFTERS: dict[str, DrafterPart] = {
             steady=False,
         ),
         DrafterPart(name="none", about="nothing is drafted: plain decoding", make=_none, stops=False),
-        DrafterPart(name="model", about="one chain from the draft model", make=_model, reads_draft=True),
+        DrafterPart(
+            name="model", about="one chain from the draft model", make=_model, reads_draft=True, share=_model_share
+        ),
         DrafterPart(
             name="chains",
             argument="K",
@@ -445,6 +456,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="K i.i.d. chains from the draft model, equal prefixes merged",
             make=_chains,
             reads_draft=True,
+            share=_model_share,
             several=lambda _: True,
             chains=_chain_count,
         ),
@@ -455,6 +467,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
             make=_tree,
             reads_draft=True,
+            share=_model_share,
             several=lambda _: True,
         ),
         DrafterPart(
@@ -476,6 +489,8 @@ DRAFTERS: dict[str, DrafterPart] = {
             make=_inside("quantized", QuantizedModel, _bits_and_chains),
             inside=True,
             steady=False,
+            rates=QUANTIZED_RATES,
+            share=_quantized_share,
             several=_own_several,
             chains=_own_chain_count,
             check=_bits_and_chains,

@@ -196,7 +196,7 @@ class PassCosts:
         known = {size: line for size, line in self._lines.items() if line.kept or len(line.figures) >= TRIALS}
         return {str(size): list(line.fitted) for size, line in known.items()}
 
-    def restore(self, found: dict[str, list[float]]) -> None:
+    def restore(self, found: dict[str, Any]) -> None:
         """Begin with figures that `to_dict` gave in an earlier run.
 
         Raises:
@@ -299,7 +299,7 @@ class LearnedCosts:
             self._drafting[size] = Line(*line, kept=TRIALS, unit=partial(self.passes.rest, size), least=0.5)
 
 
-def _kept_lines(found: dict[str, list[float]]) -> dict[int, tuple[float, float]]:
+def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
     """Start and slope by number of requests, as a file has them.
 
     Raises:
