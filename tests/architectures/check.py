@@ -25,6 +25,8 @@ from architectures.tiny import tiny_config, tiny_model
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
+from draftproof.backends.mixers import mixers_of
+from draftproof.backends.snapshots import SnapshotBackend
 from draftproof.engine.registry import make_drafter, make_verifier, reads_draft
 
 ATTEMPTS = 4
@@ -146,13 +148,14 @@ def make_model(configuration, seed):
 def make_backends(model, result):
     """Target and draft by the name of the backend; a refusal or an exception goes to the result."""
     pairs = {}
-    for name, make in (("hf", HFBackend), ("lean", LeanBackend)):
+    kinds = {"snapshot": SnapshotBackend} if mixers_of(model) else {"hf": HFBackend, "lean": LeanBackend}
+    for name, make in kinds.items():
         if name == "lean" and supports(model) is not None:
             break
         try:
             pairs[name] = make(copy.deepcopy(model), name="target"), make(disturbed(model), name="draft")
         except UserError as cause:
-            if name == "hf":
+            if name != "lean":
                 result.outcome, result.detail = "refused", str(cause)
                 break
             result.notes.append(f"{name} refuses: {cause}")

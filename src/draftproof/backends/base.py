@@ -139,12 +139,17 @@ class Session:
             self._states = grown
         self._states[self._length : end] = states
 
-    def keep(self, base: int, nodes: Sequence[int] = ()) -> None:
+    def keep(self, base: int, nodes: Sequence[int] = ()) -> int:
         """Forget every slot but [0, base) and the tail nodes `nodes`, which become the end of the stem.
+
+        A session that cannot go back to any length keeps a shorter beginning: what is missing must be read again.
 
         Args:
             base: slots of the stem to keep; must be the whole stem when nodes are given.
             nodes: tail nodes along one path from the stem's end downwards.
+
+        Returns:
+            How many slots are kept: base and nodes, or fewer.
 
         Raises:
             ValueError: base outside the stem, or nodes that are no such path.
@@ -159,6 +164,10 @@ class Session:
             if not 0 <= node < len(self._parents) or self._parents[node] != above:
                 raise ValueError(f"keep: {list(nodes)} is no path through the tail with parents {self._parents}")
             above = node
+        kept = self._reachable(base + len(nodes))
+        base, nodes = min(base, kept), nodes[: max(kept - base, 0)]
+        if base == self._length:
+            return base
         tokens = self.tokens
         slots = [stem + node for node in nodes]
         if slots != list(range(base, base + len(slots))):
@@ -167,6 +176,11 @@ class Session:
         self._tokens = tokens[:base] + [tokens[slot] for slot in slots]
         self._parents.clear()
         self._length = len(self._tokens)
+        return self._length
+
+    def _reachable(self, length: int) -> int:
+        """The largest number of slots, `length` at most, that the session can go back to; it goes there now."""
+        return length
 
     def _gather(self, base: int, slots: Sequence[int]) -> None:
         """Move the contents of `slots` to base, base + 1, ...; without a cache there is nothing to move."""
@@ -276,9 +290,7 @@ def unread(session: Session, tokens: list[int]) -> list[int]:
     stem = session.stem
     known = min(common_prefix(session.tokens[:stem], tokens), len(tokens) - 1)
     path = _walk(session, tokens[known:-1]) if known == stem else []
-    if known + len(path) != session.length or path:
-        session.keep(known, path)
-    return tokens[known + len(path) :]
+    return tokens[session.keep(known, path) :]
 
 
 def _walk(session: Session, tokens: Sequence[int]) -> list[int]:

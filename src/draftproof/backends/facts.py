@@ -14,6 +14,8 @@ from draftproof.tokenization import end_tokens
 
 ADVICE = "speculative decoding needs a decoder-only transformer whose cache is addressed by position"
 
+SNAPSHOTS = "layers with a recurrent state, which this backend cannot take back: legal is backend snapshot, or auto"
+
 
 def refuse_unsuitable(model: Any, name: str) -> None:
     """Refuse models whose kind alone says that their cache cannot be rolled back.
@@ -32,8 +34,8 @@ def refuse_unsuitable(model: Any, name: str) -> None:
     if model.get_output_embeddings() is None:
         raise UserError(f"{name} ({kind}) has no output embedding, so it is no causal language model")
     parameters = inspect.signature(model.forward).parameters
-    if "past_key_values" not in parameters:
-        known = {"cache_params", "state", "cache"} & set(parameters)
+    if not {"past_key_values", "cache_params"} & set(parameters):
+        known = {"state", "cache"} & set(parameters)
         kept = (
             f"keeps its past in its own form ({', '.join(known)})"
             if known

@@ -9,12 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.backends.cutting import first_layers
-from draftproof.backends.facts import ModelFacts
+from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
+from draftproof.backends.mixers import STATES_ONLY, cache_name, mixers_of
 from draftproof.backends.probe import Probe
 from draftproof.backends.slot_cache import CacheView, SlotCache
 from draftproof.backends.slots import SlotBackend
-from draftproof.backends.windows import windows_of
+from draftproof.backends.windows import RECURRENT, windows_of
+from draftproof.errors import UserError
 
 
 class HFBackend(SlotBackend):
@@ -31,6 +33,7 @@ class HFBackend(SlotBackend):
     """
 
     kind = "hf"
+    recurrent = False
 
     def __init__(
         self, model: Any, *, name: str | None = None, check: bool = True, cache: SlotCache | None = None
@@ -39,11 +42,17 @@ class HFBackend(SlotBackend):
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.embed = model.get_input_embeddings()
-        probe = Probe(model, self.name) if check else None
-        self._windows = windows_of(model) if probe is None else probe.windows
+        if not self.recurrent and cache_name(model) == STATES_ONLY:
+            own = "keeps its past in its own form (cache_params)"
+            raise UserError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        probe = Probe(model, self.name, recurrent=self.recurrent) if check else None
+        self._windows = windows_of(model) if probe is None else probe.windows
         if probe is not None:
-            probe.check(self)
+            self._check_with(probe)
+
+    def _check_with(self, probe: Probe) -> None:
+        probe.check(self)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
@@ -56,19 +65,22 @@ class HFBackend(SlotBackend):
         return HFBackend(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        return self._call(layout, CacheView(self._cache, layout.plan), hidden=hidden)
+
+    def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         keep = {"logits_to_keep": layout.requested} if self._keeps_rows else {}
         out = self.model(
-            input_ids=layout.ids,
-            attention_mask=self._masks(layout),
-            position_ids=layout.positions,
-            past_key_values=CacheView(self._cache, layout.plan),
-            use_cache=True,
-            output_hidden_states=hidden,
-            **keep,
+            input_ids=layout.ids, use_cache=True, output_hidden_states=hidden, **self._inputs(layout, view), **keep
         )
         return out.logits, out.hidden_states[-1] if hidden else None
 
-    def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor]:
+    def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
+        """What the forward pass takes beside the tokens."""
+        return {"attention_mask": self._masks(layout), "position_ids": layout.positions, "past_key_values": view}
+
+    def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor | None]:
         """A mask for each kind of layer; a tensor where there is only one kind."""
         made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.now().items()}
-        return made if len(made) > 1 else next(iter(made.values()))
+        if len(made) == 1:
+            return next(iter(made.values()))
+        return {**dict.fromkeys(RECURRENT), **made}

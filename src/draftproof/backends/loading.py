@@ -12,19 +12,28 @@ from draftproof import models
 from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
+from draftproof.backends.mixers import mixers_of
+from draftproof.backends.snapshots import SnapshotBackend
 from draftproof.errors import UserError, reason
 from draftproof.models.download import INSTALL_GGUF
 
 BACKENDS = {
-    "auto": "lean where the model has a lean forward, else hf",
+    "auto": "lean where the model has a lean forward, snapshot where it has recurrent layers, else hf",
     "hf": "transformers' own forward pass",
+    "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
+    "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
     "lean": "ours, for the Llama family: Llama, Mistral, Qwen2, Qwen3",
     "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
     "on CUDA lean by CUDA graphs",
 }
 
 Loaded = HFBackend | LeanBackend
-_BACKENDS: dict[str, Any] = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
+_BACKENDS: dict[str, Any] = {
+    "hf": HFBackend,
+    "snapshot": SnapshotBackend,
+    "lean": LeanBackend,
+    "compiled": CompiledBackend,
+}
 
 
 def load_backend(
@@ -45,10 +54,15 @@ def load_backend(
         raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
     where = models.resolve(source)
     model = load_model(where, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    if backend == "auto":
-        backend = "lean" if supports(model) is None else "hf"
-    made: Loaded = _BACKENDS[backend](model, name=source, check=check)
+    made: Loaded = _BACKENDS[suitable(model) if backend == "auto" else backend](model, name=source, check=check)
     return made
+
+
+def suitable(model: Any) -> str:
+    """The backend that `auto` takes for a loaded model."""
+    if supports(model) is None:
+        return "lean"
+    return "snapshot" if mixers_of(model) else "hf"
 
 
 def load_model(source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False) -> Any:

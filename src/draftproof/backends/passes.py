@@ -25,6 +25,7 @@ def in_passes(
         tokens = feed.tokens
         while len(tokens) > PREFILL_CHUNK:
             run([Feed(feed.session, tokens[:PREFILL_CHUNK])])
+            feed.session.keep(feed.session.length)  # the beginning of a prompt stays
             tokens = tokens[PREFILL_CHUNK:]
         left.append(Feed(feed.session, tokens, feed.tree))
     outputs: dict[int, FeedOutput] = {}

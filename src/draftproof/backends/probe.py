@@ -25,9 +25,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Capabilities, Feed
-from draftproof.backends.facts import ADVICE
-from draftproof.backends.windows import SLIDING, Windows, windows_of
+from draftproof.backends.base import Backend, Capabilities, Feed, unread
+from draftproof.backends.facts import ADVICE, SNAPSHOTS
+from draftproof.backends.windows import LINEAR, SLIDING, Windows, windows_of
 from draftproof.errors import UserError, reason
 from draftproof.tree import TokenTree
 
@@ -146,6 +146,7 @@ class Probe:
     Args:
         model: a transformers causal LM, in eval mode.
         name: its name in errors.
+        recurrent: whether layers with a recurrent state can be read.
 
     Attributes:
         windows: the kinds of attention mask that the model builds.
@@ -154,14 +155,17 @@ class Probe:
         UserError: the model cannot be read piece by piece.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
+    def __init__(self, model: Any, name: str, *, recurrent: bool = False) -> None:
         self._model, self._name = model, name
         try:
             self.windows: Windows = windows_of(model)
         except Exception as cause:
             raise UserError(f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}") from cause
-        if self.windows.foreign:
-            raise UserError(f"{name} has {', '.join(self.windows.foreign)} layers, which cannot roll back: {ADVICE}")
+        foreign = [kind for kind in self.windows.foreign if kind != LINEAR]
+        if foreign:
+            raise UserError(f"{name} has {', '.join(foreign)} layers, which cannot roll back: {ADVICE}")
+        if LINEAR in self.windows.foreign and not recurrent:
+            raise UserError(f"{name} has {SNAPSHOTS}")
         self._scenarios = [self._scenario(_SHORT)]
         self._untested: list[Limit] = []
         limits = limits_of(model)
@@ -234,13 +238,20 @@ class Probe:
 
     # --- the comparison -------------------------------------------------------------------------------------------
 
+    def error(self, backend: Checked) -> float:
+        """How far a backend that reads in pieces is from the model, apart from what limits change."""
+        try:
+            return _chain_error(backend, self._scenarios[0])
+        except Exception:  # noqa: BLE001 - whatever is raised, it does not compute the same
+            return math.inf
+
     def check(self, backend: Checked) -> None:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
         Raises:
             UserError: it does not compute what the model computes.
         """
-        tolerance = TOLERANCE.get(backend.dtype, TOLERANCE[torch.bfloat16])
+        tolerance = _tolerance(backend)
         right: list[Scenario] = []
         bounds: list[tuple[Limit, str]] = [(limit, "that far it can be checked here") for limit in self._untested]
         for scenario in self._scenarios:
@@ -307,6 +318,10 @@ class Probe:
         return ""
 
 
+def _tolerance(backend: Checked) -> float:
+    return TOLERANCE.get(backend.dtype, TOLERANCE[torch.bfloat16])
+
+
 @contextmanager
 def _at(limit: Limit | None, model: Any, lowered: int | None) -> Iterator[None]:
     with nullcontext() if limit is None or lowered is None else limit.lowered(model, lowered):
@@ -330,21 +345,28 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def _chain_error(backend: Backend, scenario: Scenario) -> float:
-    """The error of reading in pieces, with a wrong branch rolled back, and the last tokens as a drafted chain."""
+    """The error of reading in pieces, with wrong drafts rolled back, and the last tokens as a drafted chain.
+
+    One of the drafted tokens is kept, and the others are read again: a model with a recurrent state returns to the
+    root, and reads several tokens from there.
+    """
     tokens, rows, end = scenario.tokens, scenario.rows, len(scenario.tokens)
     root = end - 4 if end == _SHORT else end - 5
     cuts = [3, 5] if end == _SHORT else sorted({3, 5, end // 2, root})
     session = backend.open()
     try:
-        backend.forward([Feed(session, [*tokens[:3], tokens[-2], tokens[-3]])])
-        session.keep(3)
+        wrong = TokenTree.chain(torch.tensor([tokens[-2], tokens[-3]], device=backend.device))
+        backend.forward([Feed(session, tokens[:3], wrong)])
         found, places = [], []
-        for start, stop in itertools.pairwise(cuts):
-            found.append(backend.forward([Feed(session, tokens[start:stop])])[0].logits)
+        for _, stop in itertools.pairwise(cuts):
+            found.append(backend.forward([Feed(session, unread(session, tokens[:stop]))])[0].logits)
             places.append(stop - 1)
-        chain = TokenTree.chain(torch.tensor(tokens[root + 1 :], device=backend.device))
-        found.append(backend.forward([Feed(session, tokens[root : root + 1], chain)])[0].logits)
-        return distance(torch.cat(found), rows[[*places, *range(root, end)]])
+        for known in (root, root + 1):
+            chain = TokenTree.chain(torch.tensor(tokens[known + 1 :], device=backend.device))
+            pending = unread(session, tokens[: known + 1])
+            found.append(backend.forward([Feed(session, pending, chain)])[0].logits)
+            places += range(known, end)
+        return distance(torch.cat(found), rows[places])
     finally:
         session.close()
 

@@ -18,13 +18,14 @@ from unittest import mock
 
 import torch
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 KNOWN = {FULL, SLIDING}
+RECURRENT = (LINEAR, "conv")  # kinds of layers without a mask
 _FACTORIES = {
     "create_causal_mask": FULL,
     "create_sliding_window_causal_mask": SLIDING,
     "create_chunked_causal_mask": "chunked_attention",
-    "create_recurrent_attention_mask": "linear_attention",
+    "create_recurrent_attention_mask": LINEAR,
     "create_bidirectional_mask": "bidirectional attention",
     "create_bidirectional_sliding_window_mask": "bidirectional attention",
 }
@@ -49,8 +50,9 @@ class Windows:
         return sorted(self.kinds - KNOWN)
 
     def now(self) -> dict[str, int | None]:
-        """The window of each kind; None for full attention."""
-        return {kind: self.config.sliding_window if kind == SLIDING else None for kind in sorted(self.kinds)}
+        """The window of each kind of attention; None for full attention."""
+        attention = sorted(self.kinds & KNOWN) or [FULL]
+        return {kind: self.config.sliding_window if kind == SLIDING else None for kind in attention}
 
 
 def windows_of(model: Any) -> Windows:
