@@ -15,7 +15,7 @@ from draftproof.backends.mixers import STATES_ONLY, cache_name, mixers_of
 from draftproof.backends.probe import Probe
 from draftproof.backends.slot_cache import CacheView, SlotCache
 from draftproof.backends.slots import SlotBackend
-from draftproof.backends.windows import RECURRENT, windows_of
+from draftproof.backends.windows import FULL, RECURRENT, SLIDING, windows_of
 from draftproof.errors import UserError
 
 
@@ -33,7 +33,6 @@ class HFBackend(SlotBackend):
     """
 
     kind = "hf"
-    recurrent = False
 
     def __init__(
         self, model: Any, *, name: str | None = None, check: bool = True, cache: SlotCache | None = None
@@ -42,17 +41,17 @@ class HFBackend(SlotBackend):
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.embed = model.get_input_embeddings()
-        if not self.recurrent and cache_name(model) == STATES_ONLY:
+        if self.kind == HFBackend.kind and cache_name(model) == STATES_ONLY:
             own = "keeps its past in its own form (cache_params)"
             raise UserError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        probe = Probe(model, self.name, recurrent=self.recurrent) if check else None
+        probe = self._probe() if check else None
         self._windows = windows_of(model) if probe is None else probe.windows
         if probe is not None:
-            self._check_with(probe)
+            probe.check(self)
 
-    def _check_with(self, probe: Probe) -> None:
-        probe.check(self)
+    def _probe(self) -> Probe:
+        return Probe(self.model, self.name)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
@@ -83,4 +82,5 @@ class HFBackend(SlotBackend):
         made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.now().items()}
         if len(made) == 1:
             return next(iter(made.values()))
-        return {**dict.fromkeys(RECURRENT), **made}
+        hybrid = {f"hybrid{name}": made.get(kind) for name, kind in (("", FULL), ("_sliding", SLIDING))}
+        return {**dict.fromkeys(RECURRENT), **hybrid, **made}

@@ -8,19 +8,23 @@ mixer ever reads padding.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftproof.backends.slot_cache import SlotCache, WritePlan
-from draftproof.backends.states import Group, StateView
+from draftproof.backends.states import Group, Key, StateView
 
 STATES_ONLY = "cache_params"  # the name of the cache in models without attention
 _CACHE_NAMES = ("past_key_values", STATES_ONLY)
+_SHORT = 9  # tokens that mixers read when they are compared
+_SAME = 1e-4  # relative difference in float32 that rounding explains
 
 
 def cache_name(model: Any) -> str | None:
@@ -44,51 +48,137 @@ def mixers_of(model: Any) -> tuple[nn.Module, ...]:
     def leave(*_: object) -> None:
         running.pop()
 
-    device = model.get_input_embeddings().weight.device
-    cache = SlotCache()
-    cache.acquire()
-    cache.reserve(2)
-    group = Group(rows=[0], cuts=(2,), mark=None, before=[None])
-    view = _Watching(cache, WritePlan((0,), (0,), (2,)), [group], lambda: found.append(running[-1]))
-    with ExitStack() as hooks, torch.inference_mode():
+    view = _Watching(2, lambda: found.append(running[-1]))
+    with ExitStack() as hooks:
         for module in model.modules():
             for handle in (module.register_forward_pre_hook(enter), module.register_forward_hook(leave)):
                 hooks.callback(handle.remove)
         try:
-            ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
-            model(input_ids=ids, use_cache=True, **{name: view})
+            _read(model, view, name)
         except Exception:  # noqa: BLE001 - the model needs another cache: no state of this kind can be kept for it
             return ()
-    outer = [each for each in dict.fromkeys(found) if not any(_inside(each, other) for other in found)]
-    return tuple(outer)
+    inner = {id(each) for module in found for each in module.modules() if each is not module}
+    return tuple(each for each in dict.fromkeys(found) if id(each) not in inner)
 
 
-def _inside(module: nn.Module, other: nn.Module) -> bool:
-    return module is not other and any(module is each for each in other.modules())
+@torch.inference_mode()
+def _read(model: Any, view: _Watching, name: str) -> None:
+    device = model.get_input_embeddings().weight.device
+    vocab = int(model.get_input_embeddings().weight.shape[0])
+    ids = torch.linspace(0, vocab - 1, view.width, device=device).long().unsqueeze(0)
+    model(input_ids=ids, use_cache=True, **{name: view})
 
 
 class _Watching(StateView):
-    """A cache that reports when a state is asked for or left."""
+    """A cache of one row that reports when a state is asked for or left.
 
-    def __init__(self, cache: SlotCache, plan: WritePlan, groups: Sequence[Group], report: Callable[[], None]) -> None:
-        super().__init__(cache, plan, groups)
-        self._report = report
+    Args:
+        width: tokens that are read.
+        report: called each time.
+        cuts: the pieces in which mixers read; by default one.
+    """
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def __init__(self, width: int, report: Callable[[], None] = lambda: None, cuts: Sequence[int] = ()) -> None:
+        cache = SlotCache()
+        group = Group(rows=[0], cuts=tuple(cuts) or (width,), mark=None, before=[None])
+        super().__init__(cache, WritePlan((cache.acquire(),), (0,), (width,)), [group])
+        cache.reserve(width)
+        self.width, self._report = width, report
+
+    def _get(self, key: Key) -> Tensor | None:
         self._report()
-        return super().get_conv_state(layer_idx, state_idx)
+        return super()._get(key)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def _put(self, key: Key, state: Tensor) -> None:
         self._report()
-        return super().get_recurrent_state(layer_idx, state_idx)
+        super()._put(key, state)
 
-    def update_conv_state(self, *args: Any, **options: Any) -> Tensor:
-        self._report()
-        return super().update_conv_state(*args, **options)
 
-    def update_recurrent_state(self, *args: Any, **options: Any) -> Tensor:
-        self._report()
-        return super().update_recurrent_state(*args, **options)
+@dataclass(frozen=True)
+class Continuation:
+    """How the mixers of a model go on from a state.
+
+    Attributes:
+        several: whether several tokens after a state are read as in one pass over everything.
+        single: whether single tokens are.
+    """
+
+    several: bool
+    single: bool
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether tokens after a state are to be read one by one, as transformers' own generation reads them."""
+        return not (self.several and self.single)
+
+    @property
+    def own(self) -> bool:
+        """Whether transformers' own generation differs from one pass over everything."""
+        return not self.single
+
+
+def continuation(model: Any, mixers: Sequence[nn.Module]) -> Continuation:
+    """Compare what each mixer computes in one pass, in two, and token by token, in float32.
+
+    A state that is left out is seen here in every dtype of the model. In the logits of a model in bfloat16 it could
+    hide behind rounding.
+    """
+    several = single = True
+    for mixer, (args, options) in _inputs(model, mixers):
+        twin = copy.deepcopy(mixer).float() if next(mixer.parameters()).dtype.itemsize < 4 else mixer
+        whole, pieces, steps = (
+            _output(twin.forward, cuts, args, options) for cuts in ((_SHORT,), (3, _SHORT), range(3, _SHORT + 1))
+        )
+        several &= _far(pieces, whole) < _SAME
+        single &= _far(steps, whole) < _SAME
+    return Continuation(several, single)
+
+
+def _inputs(model: Any, mixers: Sequence[nn.Module]) -> list[tuple[nn.Module, tuple[Any, Any]]]:
+    """What mixers get when the model reads a few tokens; floating-point numbers as float32 at least."""
+    found: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def enter(module: nn.Module, args: Any, options: Any) -> None:
+        found.setdefault(module, (args, options))
+
+    with ExitStack() as hooks:
+        for module in mixers:
+            hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+        _read(model, _Watching(_SHORT), cache_name(model) or "")
+    return [(module, _each_tensor(inputs, _widened)) for module, inputs in found.items()]
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize < 4 else tensor
+
+
+@torch.inference_mode()
+def _output(forward: Callable[..., Any], cuts: Sequence[int], args: Any, options: Any) -> list[Tensor]:
+    """The tensors that a mixer returns when it reads in pieces."""
+    view = _Watching(_SHORT, cuts=cuts)
+    args, options = _each_tensor((args, options), torch.clone, view)
+    found: list[Tensor] = []
+    _each_tensor(_Divided(forward, view, 1, _SHORT)(*args, **options), lambda each: (found.append(each), each)[1])
+    return found
+
+
+def _far(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative difference of two rows of tensors."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - other).norm() / other.norm().clamp(min=1e-12)) for one, other in pairs)
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor], view: StateView | None = None) -> Any:
+    """A mixer's inputs or outputs with every tensor changed, and the cache replaced where there is another."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, StateView):
+        return value if view is None else view
+    if isinstance(value, tuple | list):
+        return type(value)(_each_tensor(each, change, view) for each in value)
+    if isinstance(value, dict):
+        return {name: _each_tensor(each, change, view) for name, each in value.items()}
+    return value
 
 
 @contextmanager
@@ -141,14 +231,14 @@ class _Divided:
 
 def _cut(value: Any, chosen: list[int], rows: int, width: int, start: int, stop: int) -> Any:
     """The part of a mixer's input for some rows and some of their tokens; what has no tokens stays."""
-    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == width and value.shape[0] in (1, rows):
-        part = value[:, start:stop]
-        return part if value.shape[0] == 1 or len(chosen) == rows else part[chosen]
-    if isinstance(value, tuple | list):
-        return type(value)(_cut(each, chosen, rows, width, start, stop) for each in value)
-    if isinstance(value, dict):
-        return {name: _cut(each, chosen, rows, width, start, stop) for name, each in value.items()}
-    return value
+
+    def part_of(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != width or tensor.shape[0] not in (1, rows):
+            return tensor
+        part = tensor[:, start:stop]
+        return part if tensor.shape[0] == 1 or len(chosen) == rows else part[chosen]
+
+    return _each_tensor(value, part_of)
 
 
 def _tokens_dim(parts: Sequence[Tensor], widths: Sequence[int]) -> int | None:

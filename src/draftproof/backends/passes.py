@@ -11,7 +11,11 @@ PASS = 32  # positions that take as long to read as the weights do (two CPU core
 
 
 def in_passes(
-    feeds: Sequence[Feed], run: Callable[[Sequence[Feed]], list[FeedOutput]], *, ragged: bool = True
+    feeds: Sequence[Feed],
+    run: Callable[[Sequence[Feed]], list[FeedOutput]],
+    *,
+    ragged: bool = True,
+    chunk: int = PREFILL_CHUNK,
 ) -> list[FeedOutput]:
     """Outputs of feeds read in several passes: long prompts one by one in chunks, then groups of similar length.
 
@@ -19,14 +23,15 @@ def in_passes(
         feeds: of different sessions.
         run: reads some of them in one pass.
         ragged: whether rows that begin or end at different positions may share a pass.
+        chunk: tokens of a prompt that are read at once.
     """
     left = []
     for feed in feeds:
         tokens = feed.tokens
-        while len(tokens) > PREFILL_CHUNK:
-            run([Feed(feed.session, tokens[:PREFILL_CHUNK])])
+        while len(tokens) > chunk:
+            run([Feed(feed.session, tokens[:chunk])])
             feed.session.keep(feed.session.length)  # the beginning of a prompt stays
-            tokens = tokens[PREFILL_CHUNK:]
+            tokens = tokens[chunk:]
         left.append(Feed(feed.session, tokens, feed.tree))
     outputs: dict[int, FeedOutput] = {}
     for group in similar_lengths([len(feed) for feed in left]) if ragged else _equal_positions(left):

@@ -16,9 +16,9 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.facts import ADVICE, SNAPSHOTS
+from draftproof.backends.mixers import cache_name
 from draftproof.backends.windows import LINEAR, SLIDING, Windows, windows_of
 from draftproof.errors import UserError, reason
 from draftproof.tree import TokenTree
@@ -130,6 +131,7 @@ class Scenario:
         rows, other_rows: the model's logits after each token.
         limit: the limit that the tokens exceed; None for the check of every model.
         lowered: the limit's value during the check; None where it is not changed.
+        stepped: in place of `rows`, by the number of tokens that are read in one pass before the others.
     """
 
     tokens: list[int]
@@ -138,6 +140,11 @@ class Scenario:
     other_rows: Float[Tensor, "other vocab"]
     limit: Limit | None = None
     lowered: int | None = None
+    stepped: Mapping[int, Float[Tensor, "tokens vocab"]] = field(default_factory=dict)
+
+    def after(self, first: int) -> Float[Tensor, "tokens vocab"]:
+        """The model's logits if `first` tokens are read in one pass, then the others."""
+        return self.stepped.get(first, self.rows)
 
 
 class Probe:
@@ -147,6 +154,8 @@ class Probe:
         model: a transformers causal LM, in eval mode.
         name: its name in errors.
         recurrent: whether layers with a recurrent state can be read.
+        stepped: whether transformers' own generation, token by token after a prompt, is what to compare with: for
+            families whose code computes other numbers for one token than for several.
 
     Attributes:
         windows: the kinds of attention mask that the model builds.
@@ -155,8 +164,8 @@ class Probe:
         UserError: the model cannot be read piece by piece.
     """
 
-    def __init__(self, model: Any, name: str, *, recurrent: bool = False) -> None:
-        self._model, self._name = model, name
+    def __init__(self, model: Any, name: str, *, recurrent: bool = False, stepped: bool = False) -> None:
+        self._model, self._name, self._recurrent, self._stepped = model, name, recurrent, stepped
         try:
             self.windows: Windows = windows_of(model)
         except Exception as cause:
@@ -198,7 +207,21 @@ class Probe:
             rows = self._plain(tokens)
             if not rows.isfinite().all():
                 raise UserError(f"{self._name} computes logits that are not finite{_broken_weights(self._model)}")
-            return Scenario(tokens, other, rows, self._plain(other), limit, lowered)
+            other_rows = self._in_steps(other, 2) if self._stepped else self._plain(other)
+            stepped = {first: self._in_steps(tokens, first) for first in (3, length - 4)} if self._stepped else {}
+            return Scenario(tokens, other, rows, other_rows, limit, lowered, stepped)
+
+    @torch.inference_mode()
+    def _in_steps(self, tokens: Sequence[int], first: int) -> Float[Tensor, "tokens vocab"]:
+        """Logits as transformers' own generation computes them: after a prompt of `first` tokens, one by one."""
+        device = self._model.get_input_embeddings().weight.device
+        ids, name, cache, rows = torch.tensor([list(tokens)], device=device), cache_name(self._model), None, []
+        for start, stop in itertools.pairwise([0, *range(first, len(tokens) + 1)]):
+            mask = torch.ones((1, stop), dtype=torch.int64, device=device)
+            out = self._model(input_ids=ids[:, start:stop], attention_mask=mask, use_cache=True, **{name: cache})
+            cache = out[name]
+            rows.append(out.logits[0].clone())
+        return torch.cat(rows)
 
     def _prepare(self, limit: Limit) -> None:
         """Add a scenario past the limit, if the limit changes what the family computes."""
@@ -238,13 +261,6 @@ class Probe:
 
     # --- the comparison -------------------------------------------------------------------------------------------
 
-    def error(self, backend: Checked) -> float:
-        """How far a backend that reads in pieces is from the model, apart from what limits change."""
-        try:
-            return _chain_error(backend, self._scenarios[0])
-        except Exception:  # noqa: BLE001 - whatever is raised, it does not compute the same
-            return math.inf
-
     def check(self, backend: Checked) -> None:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
@@ -267,7 +283,9 @@ class Probe:
                 )
             bounds.append((scenario.limit, "it computes something else beyond that"))
         self._check_batches(backend, right, tolerance)
-        trees = all(self._measured(_tree_error, backend, each) < tolerance for each in right)
+        trees = backend.capabilities.trees and all(
+            self._measured(_tree_error, backend, each) < tolerance for each in right
+        )
         backend.capabilities = replace(backend.capabilities, trees=trees)
         for limit, why in bounds:
             self._bound(backend, limit, why)
@@ -313,7 +331,7 @@ class Probe:
             getattr(model, model.base_model_prefix, None), "build_alibi_tensor"
         ):
             return "its positions are ALiBi biases, which transformers derives from a mask without slots; "
-        if getattr(model, "_is_stateful", False):
+        if getattr(model, "_is_stateful", False) and not self._recurrent:
             return f"{type(model).__name__} keeps a recurrent state that cannot be rolled back; "
         return ""
 
@@ -350,7 +368,7 @@ def _chain_error(backend: Backend, scenario: Scenario) -> float:
     One of the drafted tokens is kept, and the others are read again: a model with a recurrent state returns to the
     root, and reads several tokens from there.
     """
-    tokens, rows, end = scenario.tokens, scenario.rows, len(scenario.tokens)
+    tokens, rows, end = scenario.tokens, scenario.after(3), len(scenario.tokens)
     root = end - 4 if end == _SHORT else end - 5
     cuts = [3, 5] if end == _SHORT else sorted({3, 5, end // 2, root})
     session = backend.open()
@@ -395,10 +413,11 @@ def _batch_error(backend: Backend, scenario: Scenario) -> float:
     than the same row is when the request has its passes to itself.
     """
     tokens, other, end = scenario.tokens, scenario.other, len(scenario.tokens)
+    rows = scenario.after(end - 4)
     expected = [
-        scenario.rows[end - 5 : end - 4],
-        scenario.rows[end - 4 : end - 3],
-        scenario.rows[end - 3 :],
+        rows[end - 5 : end - 4],
+        rows[end - 4 : end - 3],
+        rows[end - 3 :],
         scenario.other_rows[1:2],
         scenario.other_rows[3:4],
         scenario.other_rows[4:],
@@ -423,8 +442,8 @@ def _batch_error(backend: Backend, scenario: Scenario) -> float:
         return [outputs[row].logits for row in (0, 1) for outputs in made]
 
     shared, alone = passes(together=True), passes(together=False)
-    errors = [distance(found, rows) for found, rows in zip(shared, expected, strict=True)]
-    rounding = [distance(found, rows) for found, rows in zip(alone, expected, strict=True)]
+    errors = [distance(found, right) for found, right in zip(shared, expected, strict=True)]
+    rounding = [distance(found, right) for found, right in zip(alone, expected, strict=True)]
     step = 4 * torch.finfo(shared[0].dtype).eps
     return max(_beyond(error, max(least, step)) for error, least in zip(errors, rounding, strict=True))
 

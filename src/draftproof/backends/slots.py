@@ -13,7 +13,7 @@ from torch import Tensor
 from draftproof.backends.base import Capabilities, Feed, FeedOutput
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.layout import Layout, feed_depths
-from draftproof.backends.passes import in_passes
+from draftproof.backends.passes import PREFILL_CHUNK, in_passes
 from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError
@@ -34,6 +34,7 @@ class SlotBackend(ABC):
         capabilities: what it can do.
         embed: embeddings [*shape, dim] of token ids [*shape], as the first layer reads them.
         kind: name of the forward pass in BACKENDS.
+        prefill: tokens of a prompt that are read in one pass.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class SlotBackend(ABC):
         self.max_positions, self.bounded_by = facts.max_positions, ""
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache() if cache is None else cache
+        self.prefill = PREFILL_CHUNK
         self._records = False
 
     @property
@@ -78,7 +80,8 @@ class SlotBackend(ABC):
                 self._check(feed)
             if len({id(feed.session) for feed in feeds}) < len(feeds):
                 raise ValueError("a session was fed twice in one forward pass")
-            return in_passes(feeds, partial(self._run, hidden=hidden), ragged=self.capabilities.ragged)
+            run = partial(self._run, hidden=hidden)
+            return in_passes(feeds, run, ragged=self.capabilities.ragged, chunk=self.prefill)
 
     def _check(self, feed: Feed) -> None:
         feed.session.admit(len(feed.tokens), feed.tree)

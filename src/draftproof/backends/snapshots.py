@@ -11,18 +11,19 @@ together with the next drafts.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.layout import Layout
-from draftproof.backends.mixers import STATES_ONLY, cache_name, in_pieces, mixers_of
+from draftproof.backends.mixers import STATES_ONLY, cache_name, continuation, in_pieces, mixers_of
+from draftproof.backends.probe import Probe
 from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import CacheView, SlotCache
 from draftproof.backends.states import Group, State, StateView
@@ -104,41 +105,39 @@ class SnapshotBackend(HFBackend):
         name: its name in errors and reports.
         check: compare it with the model's plain forward pass now (`Probe`); costs a few short passes.
 
-    Attributes:
-        stepwise: whether recurrent layers read one token at a time, since they read several after a state wrongly.
-
     Raises:
         UserError: the model keeps no states in transformers' own cache, or its rows differ from those of its plain
             pass.
     """
 
     kind = "snapshot"
-    recurrent = True
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
-        self.stepwise = False
+        name = name or type(model).__name__
         self._mixers = mixers_of(model)
         if not self._mixers:
             raise UserError(
-                f"{name or type(model).__name__} keeps no recurrent state in transformers' own cache, which is what "
-                "backend snapshot is for: legal is backend auto"
+                f"{name} keeps no recurrent state in transformers' own cache, which is what backend snapshot is for: "
+                "legal is backend auto"
             )
+        self._goes_on = continuation(model, self._mixers)
         super().__init__(model, name=name, check=check)
-        self.capabilities = replace(self.capabilities, trees=False)
-
-    def _check_with(self, probe: Any) -> None:
-        """Check the model; where it reads several tokens after a state wrongly, let it read them one by one."""
-        together = probe.error(self)
-        self.stepwise = True
-        # what rounding explains is much less than a state that is left out, in every dtype
-        self.stepwise = together > max(3 * probe.error(self), 8 * torch.finfo(self.dtype).eps)
-        probe.check(self)
         if self.stepwise:
+            self.prefill = sys.maxsize  # only what a session reads first is read fast, and as transformers reads it
             _log.info(
-                "%s: its recurrent layers are wrong when they read several tokens after a state, so they read one at a "
-                "time; drafts gain little",
-                self.name,
+                "%s: transformers' code for its recurrent layers goes on from a state by single tokens only, so they "
+                "read drafts one by one, and drafts gain less",
+                name,
             )
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether recurrent layers read one token at a time after a state."""
+        return self._goes_on.stepwise
+
+    def _probe(self) -> Probe:
+        self.capabilities = replace(self.capabilities, trees=False)
+        return Probe(self.model, self.name, recurrent=True, stepped=self._goes_on.own)
 
     def open(self) -> SnapshotSession:
         """A fresh session."""
@@ -151,6 +150,11 @@ class SnapshotBackend(HFBackend):
             UserError: always; the first layers' states cannot be left to the whole model.
         """
         raise UserError(f"the first {layers} layers of {self.name} cannot draft: it keeps recurrent states")
+
+    def _check(self, feed: Feed) -> None:
+        super()._check(feed)
+        if feed.tree is not None and len(feed.tree) and not feed.tree.is_chain:
+            raise ValueError(f"{self.name} keeps recurrent states: it reads drafts that are whole chains, not trees")
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         groups = self._groups(layout.feeds)

@@ -110,6 +110,10 @@ class StateView(CacheView):
             found = self._group.now[key] = found.clone()
         return found
 
+    def _put(self, key: Key, state: Tensor) -> None:
+        self._touched.add(key)
+        self._group.now[key] = state
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The last inputs of a layer's convolution; None before the first token."""
         return self._get(Key("conv", layer_idx, state_idx))
@@ -134,7 +138,6 @@ class StateView(CacheView):
             conv_kernel_size: how many to keep; by default as many as these.
         """
         key = Key("conv", layer_idx, state_idx)
-        self._touched.add(key)
         known = self._group.now.get(key)
         size = conv_kernel_size or (conv_states if known is None else known).shape[-1]
         if known is None:
@@ -142,16 +145,14 @@ class StateView(CacheView):
             every = torch.nn.functional.pad(conv_states, (missing, 0))
         else:
             every = torch.cat([known, conv_states], dim=-1)
-        self._group.now[key] = every[..., -size:].clone()
+        self._put(key, every[..., -size:].clone())
         return every
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
     ) -> Tensor:
         """Take a layer's new recurrent state, and return it."""
-        key = Key("recurrent", layer_idx, state_idx)
-        self._touched.add(key)
-        self._group.now[key] = recurrent_states
+        self._put(Key("recurrent", layer_idx, state_idx), recurrent_states)
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -165,5 +166,5 @@ class StateView(CacheView):
         return False
 
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Always 0, like every length."""
-        return 0
+        """Position of the first token; a family that asks for it must get rows that begin at the same position."""
+        return self._plan.bases[0]
