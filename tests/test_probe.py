@@ -283,7 +283,7 @@ REFUSED = {
     ),
     "mamba": (
         lambda: transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
-        "keeps its past in its own form",
+        "has layers with a recurrent state.*legal is backend snapshot",
     ),
 }
 

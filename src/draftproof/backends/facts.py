@@ -12,7 +12,7 @@ import torch
 from draftproof.errors import UserError
 from draftproof.tokenization import end_tokens
 
-ADVICE = "speculative decoding needs a decoder-only transformer whose cache is addressed by position"
+ADVICE = "speculative decoding needs a decoder-only model whose keys, values and states are in transformers' own cache"
 
 SNAPSHOTS = "layers with a recurrent state, which this backend cannot take back: legal is backend snapshot, or auto"
 

@@ -33,14 +33,14 @@ def cache_name(model: Any) -> str | None:
     return next((name for name in _CACHE_NAMES if name in taken), None)
 
 
-def mixers_of(model: Any) -> tuple[nn.Module, ...]:
+def mixers_of(model: Any) -> tuple[nn.Module, ...] | None:
     """The modules of a model that keep recurrent states in the cache they are given; empty where none does.
 
-    The model is observed while it reads two tokens.
+    The model is observed while it reads two tokens. None if it cannot read with such a cache.
     """
     name, found, running = cache_name(model), list[nn.Module](), list[nn.Module]()
     if name is None:
-        return ()
+        return None
 
     def enter(module: nn.Module, _: object) -> None:
         running.append(module)
@@ -55,8 +55,8 @@ def mixers_of(model: Any) -> tuple[nn.Module, ...]:
                 hooks.callback(handle.remove)
         try:
             _read(model, view, name)
-        except Exception:  # noqa: BLE001 - the model needs another cache: no state of this kind can be kept for it
-            return ()
+        except Exception:  # noqa: BLE001 - the model needs another cache, whatever it raises without it
+            return None
     inner = {id(each) for module in found for each in module.modules() if each is not module}
     return tuple(each for each in dict.fromkeys(found) if id(each) not in inner)
 
@@ -155,10 +155,14 @@ def _widened(tensor: Tensor) -> Tensor:
 @torch.inference_mode()
 def _output(forward: Callable[..., Any], cuts: Sequence[int], args: Any, options: Any) -> list[Tensor]:
     """The tensors that a mixer returns when it reads in pieces."""
-    view = _Watching(_SHORT, cuts=cuts)
+    view, found = _Watching(_SHORT, cuts=cuts), list[Tensor]()
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
     args, options = _each_tensor((args, options), torch.clone, view)
-    found: list[Tensor] = []
-    _each_tensor(_Divided(forward, view, 1, _SHORT)(*args, **options), lambda each: (found.append(each), each)[1])
+    _each_tensor(_Divided(forward, view, 1, _SHORT)(*args, **options), collect)
     return found
 
 
@@ -190,7 +194,8 @@ def in_pieces(mixers: Sequence[nn.Module], view: StateView, rows: int, width: in
     Args:
         mixers: see `mixers_of`.
         view: the cache of the pass.
-        rows, width: of the padded pass.
+        rows: of the padded pass.
+        width: of the padded pass.
     """
     if len(view.groups) == 1 and view.groups[0].cuts == (width,):
         yield
@@ -244,9 +249,7 @@ def _cut(value: Any, chosen: list[int], rows: int, width: int, start: int, stop:
 def _tokens_dim(parts: Sequence[Tensor], widths: Sequence[int]) -> int | None:
     """The dimension of a mixer's outputs that counts tokens; None if there is none."""
     sizes = [part.shape for part in parts]
-    return next(
-        (dim for dim in range(1, parts[0].dim()) if [size[dim] for size in sizes] == list(widths)), None
-    )
+    return next((dim for dim in range(1, parts[0].dim()) if [size[dim] for size in sizes] == list(widths)), None)
 
 
 def _joined(parts: Sequence[Any], widths: Sequence[int]) -> Any:

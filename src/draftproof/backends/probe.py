@@ -27,8 +27,8 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.facts import ADVICE, SNAPSHOTS
-from draftproof.backends.mixers import cache_name
-from draftproof.backends.windows import LINEAR, SLIDING, Windows, windows_of
+from draftproof.backends.mixers import cache_name, mixers_of
+from draftproof.backends.windows import LINEAR, RECURRENT, SLIDING, Windows, windows_of
 from draftproof.errors import UserError, reason
 from draftproof.tree import TokenTree
 
@@ -170,11 +170,11 @@ class Probe:
             self.windows: Windows = windows_of(model)
         except Exception as cause:
             raise UserError(f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}") from cause
-        foreign = [kind for kind in self.windows.foreign if kind != LINEAR]
+        foreign = [kind for kind in self.windows.foreign if kind not in RECURRENT]
         if foreign:
             raise UserError(f"{name} has {', '.join(foreign)} layers, which cannot roll back: {ADVICE}")
-        if LINEAR in self.windows.foreign and not recurrent:
-            raise UserError(f"{name} has {SNAPSHOTS}")
+        if LINEAR in self.windows.kinds and not recurrent:
+            self._refuse_states()
         self._scenarios = [self._scenario(_SHORT)]
         self._untested: list[Limit] = []
         limits = limits_of(model)
@@ -188,6 +188,17 @@ class Probe:
     def sample(self) -> tuple[list[int], Float[Tensor, "tokens vocab"]]:
         """Some tokens, and the unchanged model's logits after each."""
         return self._scenarios[0].tokens, self._scenarios[0].rows
+
+    def _refuse_states(self) -> None:
+        """Refuse a model with recurrent states; a family may make a mask for such layers and have none."""
+        mixers = mixers_of(self._model)
+        if mixers is None:
+            raise UserError(
+                f"{self._name} ({type(self._model).__name__}) has layers with a recurrent state that is not in "
+                f"transformers' own cache, so that it cannot be taken back: {ADVICE}"
+            )
+        if mixers:
+            raise UserError(f"{self._name} has {SNAPSHOTS}")
 
     # --- expected rows --------------------------------------------------------------------------------------------
 
@@ -215,7 +226,8 @@ class Probe:
     def _in_steps(self, tokens: Sequence[int], first: int) -> Float[Tensor, "tokens vocab"]:
         """Logits as transformers' own generation computes them: after a prompt of `first` tokens, one by one."""
         device = self._model.get_input_embeddings().weight.device
-        ids, name, cache, rows = torch.tensor([list(tokens)], device=device), cache_name(self._model), None, []
+        ids, cache, rows = torch.tensor([list(tokens)], device=device), None, []
+        name = cache_name(self._model) or ""
         for start, stop in itertools.pairwise([0, *range(first, len(tokens) + 1)]):
             mask = torch.ones((1, stop), dtype=torch.int64, device=device)
             out = self._model(input_ids=ids[:, start:stop], attention_mask=mask, use_cache=True, **{name: cache})

@@ -114,7 +114,7 @@ class SnapshotBackend(HFBackend):
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
         name = name or type(model).__name__
-        self._mixers = mixers_of(model)
+        self._mixers = mixers_of(model) or ()
         if not self._mixers:
             raise UserError(
                 f"{name} keeps no recurrent state in transformers' own cache, which is what backend snapshot is for: "
@@ -185,9 +185,7 @@ class SnapshotBackend(HFBackend):
             ends = {mark or total, total}
             if self.stepwise:
                 ends |= set(range(chain if fresh else 1, total))
-            groups.append(
-                Group(rows, tuple(sorted(ends)), mark, [self._session(feeds[row]).state for row in rows])
-            )
+            groups.append(Group(rows, tuple(sorted(ends)), mark, [self._session(feeds[row]).state for row in rows]))
         return groups
 
     @staticmethod

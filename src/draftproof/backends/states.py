@@ -134,7 +134,8 @@ class StateView(CacheView):
 
         Args:
             conv_states: the new inputs.
-            layer_idx, state_idx: of the state.
+            layer_idx: number of the layer.
+            state_idx: number of the state in the layer.
             conv_kernel_size: how many to keep; by default as many as these.
         """
         key = Key("conv", layer_idx, state_idx)
@@ -157,9 +158,7 @@ class StateView(CacheView):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether a layer has read tokens before; without a layer, whether any has."""
-        return any(
-            layer_idx in (None, key.layer) and state_idx in (None, key.number) for key in self._group.now
-        )
+        return any(layer_idx in (None, key.layer) and state_idx in (None, key.number) for key in self._group.now)
 
     def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
         """Always False: layers may use their fastest way to read one token."""
