@@ -1,10 +1,11 @@
 """Check every architecture against transformers' own generation and write docs/results/architectures.md and .json.
 
-    python scripts/architectures_table.py [--only TYPE] [--variant VARIANT] [--again] [--keep-exact]
+    python scripts/architectures_table.py [--only TYPE] [--variant VARIANT] [--again] [--update] [--keep-exact]
 
 Records are appended to build/architectures.jsonl; a run that was stopped continues. Records from other sources (of
 draftproof, of the check, of the libraries) do not count, and the table is written once every configuration has a
-record. The exit code is 1 if a configuration is wrong, crashes, or is no longer exact.
+record. With --update it is written with the records that there are, and other rows stay as they were. The exit code is
+1 if a configuration is wrong, crashes, or is no longer exact.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ import torch
 import transformers
 
 from architectures.configurations import Configuration, configurations
-from architectures.table import OUTCOMES, check_quietly, exact_names, fingerprint, keep_exact, read_records, write
+from architectures.table import (
+    OUTCOMES,
+    check_quietly,
+    exact_names,
+    fingerprint,
+    keep_exact,
+    read_records,
+    write,
+    written,
+)
 
 RECORDS = Path(__file__).resolve().parent.parent / "build" / "architectures.jsonl"
 
@@ -57,17 +67,18 @@ def current(file: Path, source: str) -> dict[str, Any]:
     return {name: record for name, record in read_records(file).items() if record["source"] == source}
 
 
-def report(chosen: list[Configuration], file: Path, *, keep: bool) -> int:
-    """Print the outcomes, and write the table if every configuration has a record from these sources."""
+def report(chosen: list[Configuration], file: Path, *, keep: bool, update: bool) -> int:
+    """Print the outcomes, and write the table if every configuration has a record from these sources, or a row."""
     known = current(file, fingerprint())
     mine = [known[configuration.name] for configuration in chosen]
     for outcome in OUTCOMES:
         print(f"{outcome}: {sum(record['outcome'] == outcome for record in mine)}")
-    missing = [configuration.name for configuration in configurations() if configuration.name not in known]
+    rows = {**written(), **known} if update else known
+    missing = [configuration.name for configuration in configurations() if configuration.name not in rows]
     if missing:
         print(f"no table is written: {len(missing)} configurations have no record of these sources ({missing[0]}, ...)")
     else:
-        write([known[configuration.name] for configuration in configurations()])
+        write([rows[configuration.name] for configuration in configurations()])
     lost = [name for name in exact_names() if name in known and known[name]["outcome"] != "exact"]
     for name in lost:
         print(f"no longer exact: {name}")
@@ -82,6 +93,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", metavar="TYPE", help="a model type; may be given several times")
     parser.add_argument("--variant", help="one variant of the types")
     parser.add_argument("--again", action="store_true", help="also run what has a record from the same sources")
+    parser.add_argument("--update", action="store_true", help="keep the rows of the table that have no new record")
     parser.add_argument("--records", type=Path, default=RECORDS, help="the file of records")
     parser.add_argument("--keep-exact", action="store_true", help="add what is exact now to the list that must stay so")
     options = parser.parse_args()
@@ -94,7 +106,7 @@ def main() -> int:
         parser.error(f"no configuration {unknown or options.variant!r}: legal are transformers' model types")
     options.records.parent.mkdir(parents=True, exist_ok=True)
     run(chosen, options.records, again=options.again)
-    return report(chosen, options.records, keep=options.keep_exact)
+    return report(chosen, options.records, keep=options.keep_exact, update=options.update)
 
 
 if __name__ == "__main__":

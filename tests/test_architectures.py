@@ -139,4 +139,4 @@ def test_the_page_counts_outcomes_and_shows_details():
     }
     text = page([record, {**record, "outcome": "exact", "detail": ""}])
     assert "| wrong | 1 |" in text
-    assert "| llama | default | wrong | hf, alone: a \\| b; hf and lean; a note |" in text
+    assert "| llama | default | lean | wrong | hf, alone: a \\| b; a note |" in text

@@ -84,13 +84,15 @@ of every causal language model that transformers has. Made by `python scripts/ar
 Compositions: each prompt alone without a drafter; six prompts of 3 to 530 tokens, four at a time, where one that ends
 makes room for the next; the same with `ngram:4`; with a draft model that is the target with disturbed weights, and rule
 `block`; with two chains of that draft model (`chains:2`) and rule `trie_block`, where the backend reads trees. All on
-backend `hf`, and on `lean` where the model has a lean forward. Most prompts are longer than every window and every
-original context of a rotary embedding; one grows past both. Logits are compared along transformers' tokens, within 1e-3
-of the largest. Where transformers' generation with its own cache is not its generation without, the note says so; then
-all compositions must equal the one, or all the other.
+backend `hf`, and on `lean` where the model has a lean forward; on `snapshot` where it has recurrent layers. Most
+prompts are longer than every window and every original context of a rotary embedding; one grows past both. Logits are
+compared along transformers' tokens, within 1e-3 of the largest. Where transformers' generation with its own cache is not its
+generation without, the note says so; then all compositions must equal the one, or all the other.
 
-| type | variant | outcome | note |
-|---|---|---|---|
+Backend `snapshot` reads models with recurrent layers (linear attention, convolutions, state spaces); it reads no trees.
+
+| type | variant | backend | outcome | note |
+|---|---|---|---|---|
 """
 
 
@@ -108,16 +110,26 @@ def page(records):
         **counts,
     )
     return text + "".join(
-        f"| {record['type']} | {record['variant']} | {record['outcome']} | {cell(record)} |\n" for record in records
+        f"| {record['type']} | {record['variant']} | {backends(record)} | {record['outcome']} | {cell(record)} |\n"
+        for record in records
     )
+
+
+def backends(record):
+    """The backends that generated."""
+    return ", ".join(dict.fromkeys(name.partition(",")[0] for name in record["compositions"]))
 
 
 def cell(record):
     """The note of a row."""
-    lean = any(name.startswith("lean") for name in record["compositions"])
-    ran = ["hf and lean"] if lean else []
-    said = "; ".join([*([record["detail"]] if record["detail"] else []), *ran, *record["notes"]])
+    said = "; ".join([*([record["detail"]] if record["detail"] else []), *record["notes"]])
     return said.replace("|", "\\|").replace("\n", " ")
+
+
+def written():
+    """The rows of the table as it stands, by the name of the configuration."""
+    rows = json.loads(RESULTS.with_suffix(".json").read_text(encoding="utf-8"))
+    return {row["name"]: row for row in rows}
 
 
 def write(records):

@@ -77,7 +77,8 @@ class Engine(DecodingLoop):
             max_batch: sequences decoded together.
             trust_remote_code: run code that comes with a model; off unless asked for.
             check: probe each model for rollback at construction (a few short forward passes).
-            backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, else "hf".
+            backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, "snapshot" where
+                it has recurrent layers, else "hf".
             generation_config: "auto" takes the sampling parameters of the target's generation config as defaults, as
                 vLLM and transformers do (`default_params`); "none" leaves them alone.
 

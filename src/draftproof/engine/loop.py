@@ -89,7 +89,10 @@ class DecodingLoop:
             if why := misfit(self.drafter, rule):
                 raise UserError(why)
         if self.drafter.branching and not self.target.capabilities.trees:
-            raise UserError(f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them")
+            raise UserError(
+                f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them: legal are "
+                "drafters of single chains (model, ngram, suffix)"
+            )
         if self.max_batch < 1:
             raise UserError(f"max_batch is {self.max_batch}: legal is 1 or more")
 
