@@ -86,8 +86,8 @@ makes room for the next; the same with `ngram:4`; with a draft model that is the
 `block`; with two chains of that draft model (`chains:2`) and rule `trie_block`, where the backend reads trees. All on
 backend `hf`, and on `lean` where the model has a lean forward; on `snapshot` where it has recurrent layers. Most
 prompts are longer than every window and every original context of a rotary embedding; one grows past both. Logits are
-compared along transformers' tokens, within 1e-3 of the largest. Where transformers' generation with its own cache is not its
-generation without, the note says so; then all compositions must equal the one, or all the other.
+compared along transformers' tokens, within 1e-3 of the largest. Where transformers' generation with its own cache is
+not its generation without, the note says so; then all compositions must equal the one, or all the other.
 
 Backend `snapshot` reads models with recurrent layers (linear attention, convolutions, state spaces); it reads no trees.
 
