@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -45,6 +46,9 @@ class HFBackend(SlotBackend):
             own = "keeps its past in its own form (cache_params)"
             raise UserError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._counts = bool(getattr(self.config, "attn_temperature_tuning", False))
+        if self._counts:  # one position for all rows, and along a row
+            self.capabilities = replace(self.capabilities, trees=False, ragged=False)
         probe = self._probe() if check else None
         self._windows = windows_of(model) if probe is None else probe.windows
         if probe is not None:
@@ -64,7 +68,7 @@ class HFBackend(SlotBackend):
         return HFBackend(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        return self._call(layout, CacheView(self._cache, layout.plan), hidden=hidden)
+        return self._call(layout, CacheView(self._cache, layout.plan, counts=self._counts), hidden=hidden)
 
     def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         keep = {"logits_to_keep": layout.requested} if self._keeps_rows else {}

@@ -13,6 +13,7 @@ from draftproof.accelerator import sent
 from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import WritePlan
+from draftproof.backends.windows import Chunk
 from draftproof.tree import TokenTree
 
 
@@ -97,7 +98,8 @@ class Layout:
         """Additive attention mask: 0 where a token may attend, the dtype's minimum elsewhere.
 
         A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so
-        that no row of a softmax is empty. With a window only positions closer than `window` are seen.
+        that no row of a softmax is empty. With a window only positions closer than `window` are seen, with a `Chunk`
+        those in the same chunk.
         """
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
@@ -107,7 +109,8 @@ class Layout:
             if not self._is_straight(feed):
                 allowed[row], key_positions = self._open_tree(row, feed, allowed[row], key_positions)
         if window is not None:
-            allowed &= self.positions.unsqueeze(-1) - key_positions.unsqueeze(1) < window
+            ours, theirs = self.positions.unsqueeze(-1), key_positions.unsqueeze(1)
+            allowed &= ours // window == theirs // window if isinstance(window, Chunk) else ours - theirs < window
             allowed[..., 0] |= ~allowed.any(-1)
         blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
         return blocked.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)

@@ -28,7 +28,7 @@ from torch import Tensor
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.facts import ADVICE, SNAPSHOTS
 from draftproof.backends.mixers import cache_name, mixers_of
-from draftproof.backends.windows import LINEAR, RECURRENT, SLIDING, Windows, windows_of
+from draftproof.backends.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
 from draftproof.errors import UserError, reason
 from draftproof.tree import TokenTree
 
@@ -40,6 +40,7 @@ _TINY, _AFFORDABLE = (
     4e12,
 )  # floating-point operations of a pass that may always be made, and of one where it matters
 _ROPE = "original_max_position_embeddings"
+_LENGTHS = (_ROPE, "attention_chunk_size", "floor_scale")
 _SELECTING = ("keep_window_size",)  # past such a limit keys count by their content (Doge): no few tokens show all cases
 
 
@@ -117,7 +118,7 @@ def limits_of(model: Any) -> list[Limit]:
             counts = isinstance(value, int) and not isinstance(value, bool) and value > 0
             window = "window" in name and not name.startswith(("use_", "max_", "has_", "num_"))
             window &= not name.endswith("_pattern")  # every how many layers, not how many positions
-            if counts and (window or name in (_ROPE, "attention_chunk_size")):
+            if counts and (window or name in _LENGTHS):
                 found[name, value] = Limit(name, value)
     return list(found.values())
 
@@ -263,7 +264,8 @@ class Probe:
             kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
             names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
             return any(name == "longrope" or "dynamic" in name for name in names)
-        return limit.name in self._source() or (limit.name == "sliding_window" and SLIDING in self.windows.kinds)
+        masks = {"sliding_window": SLIDING, "attention_chunk_size": CHUNKED}
+        return limit.name in self._source() or masks.get(limit.name) in self.windows.kinds
 
     def _source(self) -> str:
         """The code of the modules that the model's own classes come from."""

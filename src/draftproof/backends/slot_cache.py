@@ -234,14 +234,21 @@ class CacheView:
 
     It has the methods of transformers' Cache: `update` writes and returns; lengths are reported as 0, because positions
     and mask are passed explicitly.
+
+    Args:
+        cache: the cache.
+        plan: of the pass.
+        counts: whether a length is reported all the same, that of the first row: for families that scale attention by a
+            position that they count from it. Rows that share a pass must begin at the same position then.
     """
 
     is_compileable = False
     is_sliding = (False,)
 
-    def __init__(self, cache: SlotCache, plan: WritePlan) -> None:
+    def __init__(self, cache: SlotCache, plan: WritePlan, *, counts: bool = False) -> None:
         self._cache = cache
         self._plan = plan
+        self._counts = counts
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
@@ -250,8 +257,8 @@ class CacheView:
         return self._cache.write(layer_idx, self._plan, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Always 0: positions are explicit, so nothing may be derived from a length."""
-        return 0
+        """By default always 0: positions are explicit, so nothing may be derived from a length."""
+        return self._plan.bases[0] if self._counts else 0
 
     def get_mask_sizes(self, query_length: object, layer_idx: int = 0) -> tuple[int, int]:  # noqa: ARG002
         """Length and offset of the keys a mask must cover."""

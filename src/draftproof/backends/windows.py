@@ -18,18 +18,22 @@ from unittest import mock
 
 import torch
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-KNOWN = {FULL, SLIDING}
+FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+KNOWN = {FULL, SLIDING, CHUNKED}
 RECURRENT = (LINEAR, "conv")  # kinds of layers without a mask
 _FACTORIES = {
     "create_causal_mask": FULL,
     "create_sliding_window_causal_mask": SLIDING,
-    "create_chunked_causal_mask": "chunked_attention",
+    "create_chunked_causal_mask": CHUNKED,
     "create_recurrent_attention_mask": LINEAR,
     "create_bidirectional_mask": "bidirectional attention",
     "create_bidirectional_sliding_window_mask": "bidirectional attention",
 }
 _ONE_AT_A_TIME = threading.Lock()  # functions of modules are replaced meanwhile
+
+
+class Chunk(int):
+    """The size of chunks, in place of a window: only positions in the same chunk are seen."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,12 @@ class Windows:
 
     def now(self) -> dict[str, int | None]:
         """The window of each kind of attention; None for full attention."""
-        attention = sorted(self.kinds & KNOWN) or [FULL]
-        return {kind: self.config.sliding_window if kind == SLIDING else None for kind in attention}
+        return {kind: self._window(kind) for kind in sorted(self.kinds & KNOWN) or [FULL]}
+
+    def _window(self, kind: str) -> int | None:
+        if kind == CHUNKED:
+            return Chunk(self.config.attention_chunk_size)
+        return self.config.sliding_window if kind == SLIDING else None
 
 
 def windows_of(model: Any) -> Windows:
@@ -62,7 +70,7 @@ def windows_of(model: Any) -> Windows:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_input_embeddings().weight.device)
         model(input_ids=ids, use_cache=False)
     text = model.config.get_text_config()
-    config = next((config for kind, config in found if kind == SLIDING), text)
+    config = next((config for kind, config in found if kind in (SLIDING, CHUNKED)), text)
     kinds = {kind for kind, _ in found}
     # A family may make masks that none of its layers use.
     if set(getattr(text, "layer_types", None) or {None}) <= KNOWN:
