@@ -27,6 +27,8 @@ FAMILIES = {
     "jamba": CHAINS,
     "lfm2": CHAINS,
     "llama, rope llama3": CHAINS,
+    "llama4_text": TREES,
+    "llama4_text, layers without rotary embedding, attention scaled by position": CHAINS,
     "mistral": TREES,
     "mixtral": CHAINS,
     "nemotron_h": CHAINS,
