@@ -130,6 +130,6 @@ class SlotBackend(ABC):
             UserError: it has no such form here, or not with this number of bits.
         """
         raise UserError(
-            f"{self.name} cannot be quantized to {bits} bits: legal is a model that backend lean reads on a CPU with "
-            f"native layers, and this is backend {self.kind}"
+            f"{self.name} cannot be quantized to {bits} bits: legal are transformers models on backends lean and hf, "
+            f"and this is backend {self.kind}"
         )
