@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -64,7 +65,7 @@ class HFBackend(SlotBackend):
             made = None
             if model is not None:
                 made = copy.copy(self)
-                made.model = model
+                made.model, made.facts = model, replace(self.facts, bits=bits)
             yield made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:

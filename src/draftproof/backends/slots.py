@@ -108,6 +108,16 @@ class SlotBackend(ABC):
     ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
         """Logits of every column or only of `layout.columns`, and if `hidden` last hidden states of every column."""
 
+    def quantized(self, bits: int) -> SlotBackend:
+        """The model with linear weights of 4 or 8 bits, in the same cache.
+
+        Raises:
+            UserError: as `quantizing`.
+        """
+        *_, made = self.quantizing(bits)
+        assert made is not None, "the last step gives the model"
+        return made
+
     @abstractmethod
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""

@@ -53,6 +53,9 @@ def run_(
     dtype: Annotated[
         list[str] | None, _models(help="Number format of all models: auto, float32, bfloat16 or float16.")
     ] = None,
+    draft_dtype: Annotated[
+        list[str] | None, _models(help="Another number format for drafts; int8 or int4 quantize a draft model or head.")
+    ] = None,
     backend: Annotated[list[str] | None, _models(help=BACKEND_HELP)] = None,
     device: Annotated[str | None, _models(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     trust_remote_code: Annotated[
@@ -96,6 +99,7 @@ def run_(
         target=target,
         draft=draft,
         dtype=dtype,
+        draft_dtype=draft_dtype,
         backend=backend,
         drafter=drafter,
         stopper=[*(stopper or []), *(f"fixed:{length}" for length in n or [])] or None,

@@ -39,6 +39,10 @@ def generate(
         str | None, _model(help=f"The draft model: {_NAMES}; without it an embedded target's, or none for others.")
     ] = None,
     dtype: Annotated[str, _model(help="Number format of both models: auto, float32, bfloat16 or float16.")] = "auto",
+    draft_dtype: Annotated[
+        str,
+        _model(help="Another number format for the draft; int8 or int4 quantize the draft model or feature head."),
+    ] = "auto",
     device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     backend: Annotated[str, _model(help=BACKEND_HELP)] = "auto",
     max_batch: Annotated[int, _model(help="Sequences decoded together.")] = 8,
@@ -95,6 +99,7 @@ def generate(
             dtype=dtype,
             device=device,
             backend=backend,
+            draft_dtype=draft_dtype,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
             max_batch=min(max_batch, sequences),
