@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DRAFTPROOF_TARGET", "embedded:stories")  # for `draftproof generate`
 os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/test_checked.py is about it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

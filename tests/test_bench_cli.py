@@ -48,6 +48,14 @@ def test_refused_compositions_are_named_and_left_out(tmp_path):
     assert not list((tmp_path / "x").glob("*.png"))
 
 
+def test_drafts_of_several_number_formats_are_told_apart(tmp_path):
+    formats = ("--draft-dtype", "auto", "--draft-dtype", "bfloat16")
+    result = bench("run", *SMALL, "--out", tmp_path / "x", *formats, "--temperature", 0, "--no-plots", "-q")
+    assert "[bfloat16]" in result.stdout.replace("\n", "")
+    assert "[auto]" not in (tmp_path / "x" / "report.md").read_text()
+    assert "[bfloat16]" in (tmp_path / "x" / "report.md").read_text()
+
+
 def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
     bench("run", *SMALL, "--out", tmp_path / "x", "--temperature", 0, "--no-plots", "-q")
     monkeypatch.setattr("draftproof.cli._results.find_spec", lambda name: None)  # noqa: ARG005
@@ -70,6 +78,7 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
         (("--temperature", "-1"), "temperature is -1"),
         (("--top-p", "2"), "top_p is 2"),
         (("--dtype", "float7"), "float7"),
+        (("--draft-dtype", "int2"), "draft_dtype is 'int2'"),
         (("--device", "abacus"), "abacus"),
         (("--competitor", "llamas"), "competitor is 'llamas': legal are transformers"),
         (("--competitor", "transformers-assisted", "--target", "embedded:fast-draft"), "needs a draft model"),

@@ -22,7 +22,8 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, files, models
 from draftproof.cli import app as draftproof
-from draftproof.cli._pulling import shown_pull
+from draftproof.cli._parts import default_draft
+from draftproof.cli._pulling import first_target, shown_pull
 from draftproof.cli.models import app
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.errors import UserError
@@ -526,3 +527,23 @@ def test_the_real_pull_answers_and_splits_digits():
     with torch.no_grad():
         p, q = (m(ids["input_ids"]).logits.softmax(-1) for m in (model, draft))
     assert torch.minimum(p, q).sum(-1).mean() > 0.3
+
+
+def test_the_first_target_is_pulled_or_replaced_by_an_embedded_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    assert first_target() == models.DEFAULT_TARGET, "nothing may be downloaded here"
+    said = capsys.readouterr().err
+    assert "forbids its download" in said
+    assert f"{models.DEFAULT_TARGET} continues the prompt" in said
+    assert len(said.splitlines()) == 1
+    assert first_target(quiet=True) == models.DEFAULT_TARGET
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(models, "pulled", lambda name: name == models.FIRST_TARGET)
+    assert first_target() == models.FIRST_TARGET
+    assert not capsys.readouterr().err
+
+
+def test_embedded_targets_bring_their_draft_models():
+    assert default_draft("embedded:stories", None) == "embedded:stories-draft"
+    assert default_draft("embedded:stories", "ngram:4") is None
+    assert default_draft("smollm2-135m", None) is None

@@ -27,10 +27,10 @@ def first_layers(model: Any, layers: int, name: str) -> Any:
     path = _layers_path(model, total)
     if path is None:
         raise UserError(f"early exit: the layers of {name} ({type(model).__name__}) are not one list of modules")
-    twin = _shallow(model)
+    twin = shallow(model)
     inner: Any = twin
     for part in path[:-1]:
-        setattr(inner, part, _shallow(getattr(inner, part)))
+        setattr(inner, part, shallow(getattr(inner, part)))
         inner = getattr(inner, part)
         if hasattr(inner, "config"):
             inner.config = _shortened(inner.config, layers)
@@ -49,7 +49,7 @@ def _layers_path(model: nn.Module, total: int) -> list[str] | None:
     return found[0] if found else None
 
 
-def _shallow(module: Any) -> Any:
+def shallow(module: Any) -> Any:
     """A module with its own dictionary of children and everything else shared."""
     twin = copy.copy(module)
     twin._modules = dict(module._modules)  # noqa: SLF001

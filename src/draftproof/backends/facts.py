@@ -55,6 +55,7 @@ class ModelFacts:
         layers: number of decoder layers.
         max_positions: longest sequence; None when unbounded.
         dtype, device: of the weights; the device is where tokens are fed.
+        bits: of a quantized weight; None where weights have the dtype.
         eos_token_ids: tokens that end a text.
         sampling_defaults: the fields that the generation config sets.
     """
@@ -66,13 +67,16 @@ class ModelFacts:
     max_positions: int | None
     dtype: torch.dtype
     device: torch.device
+    bits: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Bytes of the weights that a pass reads, estimated from width and depth."""
-        return (12 * self.layers * self.hidden_size + self.vocab_size) * self.hidden_size * self.dtype.itemsize
+        weights = (12 * self.layers * self.hidden_size + self.vocab_size) * self.hidden_size
+        # Beside its bits, a quantized weight has one more, its share of the scale and the offset of its group.
+        return weights * (8 * self.dtype.itemsize if self.bits is None else self.bits + 1) // 8
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> ModelFacts:

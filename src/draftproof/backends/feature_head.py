@@ -17,7 +17,8 @@ from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.layout import Layout
 from draftproof.backends.lean_layers import Layer, Norm, Rope, in_order
-from draftproof.backends.packed import Product
+from draftproof.backends.native_layers import native_layers
+from draftproof.backends.packed import HEAD_BITS, Product
 from draftproof.backends.passes import in_passes
 from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import SlotCache
@@ -80,14 +81,25 @@ class LeanNet:
 
     Args:
         net: on its device, in its dtype.
+        bits: of quantized weights; None for weights of its dtype.
+
+    Raises:
+        UserError: it cannot be quantized here.
     """
 
-    def __init__(self, net: FeatureNet) -> None:
+    def __init__(self, net: FeatureNet, bits: int | None = None) -> None:
         config = net.config
         self._window = config.window
         self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
         self._fuse = Product(net.fuse.weight.detach())
         layer = Layer(_llama_layer(net), 0, _KIND)
+        if bits is not None:
+            if native_layers([layer]) is None or self._fuse.layout != "native":
+                raise UserError(
+                    f"the feature head of {config.target} cannot be quantized, because its products are not native "
+                    f"here: legal are float types, and DRAFTPROOF_NATIVE must not be 0"
+                )
+            layer, self._fuse = layer.quantized(bits), self._fuse.quantized(bits)
         self._attention, self._run_layers = layer.attention, in_order([layer])
         self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
 
@@ -147,12 +159,13 @@ class FeatureBackend:
     Args:
         target: a backend of a transformers model; its sessions keep their states from now on.
         net: the head; moved to the target's device and dtype.
+        bits: of quantized weights, 4 or 8; its output layer has `HEAD_BITS` then. None for weights of its dtype.
 
     Raises:
-        UserError: made for a target of another name, width or vocabulary.
+        UserError: made for a target of another name, width or vocabulary, or it cannot be quantized here.
     """
 
-    def __init__(self, target: SlotBackend, net: FeatureNet) -> None:
+    def __init__(self, target: SlotBackend, net: FeatureNet, bits: int | None = None) -> None:
         refuse_other_target(net, target)
         self.name = f"feature head of {target.name}"
         self.vocab_size = target.vocab_size
@@ -163,8 +176,10 @@ class FeatureBackend:
         self.ids = net.ids
         self._dtype = target.dtype
         self._embed = target.embed
-        self._run_net = LeanNet(net)
+        self._run_net = LeanNet(net, bits)
         self._output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
+        if bits is not None:
+            self._output = self._output.quantized(HEAD_BITS)
         self._ids = None if net.config.ids == self.vocab_size else net.ids
         self._cache = SlotCache()
         target.record_states()

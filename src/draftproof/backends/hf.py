@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +16,7 @@ from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
 from draftproof.backends.mixers import STATES_ONLY, cache_name, mixers_of
 from draftproof.backends.probe import Probe
+from draftproof.backends.quantized_modules import quantizing
 from draftproof.backends.slot_cache import CacheView, SlotCache
 from draftproof.backends.slots import SlotBackend
 from draftproof.backends.windows import FULL, RECURRENT, SLIDING, windows_of
@@ -66,6 +69,15 @@ class HFBackend(SlotBackend):
         """The model's first layers on the same weights and in the same cache, checked like any model."""
         name = f"{self.name}, first {layers} layers"
         return HFBackend(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
+
+    def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
+        """See `SlotBackend.quantizing`; everything but linear weights is shared."""
+        for model in quantizing(self.model, bits, self.name):
+            made = None
+            if model is not None:
+                made = copy.copy(self)
+                made.model, made.facts = model, replace(self.facts, bits=bits)
+            yield made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self._call(layout, CacheView(self._cache, layout.plan, counts=self._counts), hidden=hidden)

@@ -8,6 +8,7 @@ still computes the same logits, by way of the moved weights, but cannot be train
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,7 +136,8 @@ class LeanForward(SlotBackend):
     def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
         """See `SlotBackend.quantizing`; embeddings and norms are shared."""
         for lean in self.lean.quantizing(bits, self.name):
-            made = None if lean is None else LeanForward(self.facts, lean, cache=self._cache)
+            facts = replace(self.facts, bits=bits)
+            made = None if lean is None else LeanForward(facts, lean, cache=self._cache)
             if made is not None:
                 made.capabilities = self.capabilities
             yield made

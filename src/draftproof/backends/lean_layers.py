@@ -22,14 +22,13 @@ from draftproof.backends.attention import Heads, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.layout import Layout
 from draftproof.backends.native_layers import PRODUCTS, native_layers
-from draftproof.backends.packed import Product, fuse, give_back
+from draftproof.backends.packed import HEAD_BITS, Product, fuse, give_back
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.windows import Windows
 from draftproof.errors import UserError
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
 
-HEAD_BITS = 8  # of the output layer, whose errors are errors of logits: 4 bits there cost more than in all other layers
 _FIRST_POSITIONS = 512
 
 

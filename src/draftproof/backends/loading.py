@@ -15,6 +15,7 @@ from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.mixers import mixers_of
 from draftproof.backends.snapshots import SnapshotBackend
 from draftproof.errors import UserError, reason
+from draftproof.kernels.operations import BITS
 from draftproof.models.download import INSTALL_GGUF
 
 BACKENDS = {
@@ -27,6 +28,12 @@ BACKENDS = {
     "on CUDA lean by CUDA graphs",
 }
 
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 Loaded = HFBackend | LeanBackend
 _BACKENDS: dict[str, Any] = {
     "hf": HFBackend,
@@ -155,16 +162,33 @@ def _gguf_options(path: Path) -> dict[str, Any]:
     return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
 
 
+def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
+    """The dtype in which a draft model is loaded, and the bits to which its weights are quantized then.
+
+    Args:
+        name: a name of a dtype, or "int8" or "int4".
+        dtype: the target's, which "auto" stands for.
+
+    Raises:
+        UserError: unknown name.
+    """
+    quantized = {f"int{bits}": bits for bits in BITS}
+    if name in quantized:
+        return dtype, quantized[name]
+    if name not in DTYPES:
+        raise UserError(f"draft_dtype is {name!r}: legal are {', '.join((*DTYPES, *quantized))}")
+    return (dtype if name == "auto" else name), None
+
+
 def parse_dtype(name: str) -> torch.dtype | str:
     """The torch dtype of a name; "auto" stays.
 
     Raises:
         UserError: unknown name.
     """
-    legal = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in legal:
-        raise UserError(f"dtype is {name!r}: legal are {', '.join(legal)}")
-    return legal[name]  # type: ignore[return-value]
+    if name not in DTYPES:
+        raise UserError(f"dtype is {name!r}: legal are {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def parse_device(name: str | None) -> torch.device:

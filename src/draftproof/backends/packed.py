@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from draftproof.kernels import native
 from draftproof.kernels.operations import Interleaved, Quantized
 
+HEAD_BITS = (
+    8  # of a quantized output layer: errors there are errors of logits, and 4 bits cost more than in all other layers
+)
 GROUP = 32  # inputs that share a scale in a quantized weight
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
 

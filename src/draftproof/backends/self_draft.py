@@ -90,10 +90,7 @@ class QuantizedBackend(SelfDraftBackend):
     """
 
     def __init__(self, whole: SlotBackend, bits: int, part: SlotBackend | None = None) -> None:
-        if part is None:
-            *_, part = whole.quantizing(bits)
-        assert part is not None, "the last step gives the model"
-        super().__init__(whole, part, f"{whole.name}, {bits} bits")
+        super().__init__(whole, part or whole.quantized(bits), f"{whole.name}, {bits} bits")
 
 
 class BorrowedSession(SlotSession):

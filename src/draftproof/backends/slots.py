@@ -111,6 +111,16 @@ class SlotBackend(ABC):
     ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
         """Logits of every column or only of `layout.columns`, and if `hidden` last hidden states of every column."""
 
+    def quantized(self, bits: int) -> SlotBackend:
+        """The model with linear weights of 4 or 8 bits, in the same cache.
+
+        Raises:
+            UserError: as `quantizing`.
+        """
+        *_, made = self.quantizing(bits)
+        assert made is not None, "the last step gives the model"
+        return made
+
     @abstractmethod
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
@@ -133,6 +143,6 @@ class SlotBackend(ABC):
             UserError: it has no such form here, or not with this number of bits.
         """
         raise UserError(
-            f"{self.name} cannot be quantized to {bits} bits: legal is a model that backend lean reads on a CPU with "
-            f"native layers, and this is backend {self.kind}"
+            f"{self.name} cannot be quantized to {bits} bits: legal are transformers models on backends lean and hf, "
+            f"and this is backend {self.kind}"
         )

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from draftproof.backends.loading import BACKENDS
+from draftproof.backends.loading import draft_dtype as read_draft_dtype
 from draftproof.engine.registry import (
     DEFAULT_CONSTANT_STOPPER,
     DEFAULT_TREE_VERIFIER,
@@ -51,6 +52,7 @@ class Cell:
         engine: a name of ENGINES.
         setting: options of another engine beside its defaults, as "name=value,name=value".
         dtype, backend: of the models; only our engine has a backend.
+        draft_dtype: of the draft model or head, where it has another one; "int8" and "int4" quantize its weights.
         dataset: name of the questions.
         temperature, top_k, top_p, max_tokens, seed: as in SamplingParams.
 
@@ -66,6 +68,7 @@ class Cell:
     engine: str = OURS
     setting: str = ""
     dtype: str = "auto"
+    draft_dtype: str = "auto"
     backend: str = "auto"
     dataset: str = ""
     temperature: float = 0.0
@@ -75,6 +78,7 @@ class Cell:
     seed: int = 1
 
     def __post_init__(self) -> None:
+        read_draft_dtype(self.draft_dtype, self.dtype)
         if self.engine not in ENGINES:
             raise UserError(f"engine is {self.engine!r}: legal are {', '.join(ENGINES)}")
         if self.backend not in BACKENDS:
@@ -212,15 +216,22 @@ def canonical(cell: Cell) -> Cell:
     if cell.engine != OURS:
         assisted = cell.engine == "transformers-assisted"
         return replace(
-            cell, draft=cell.draft if assisted else None, drafter="none", stopper="", verifier="", backend="auto"
+            cell,
+            draft=cell.draft if assisted else None,
+            drafter="none",
+            stopper="",
+            verifier="",
+            backend="auto",
+            draft_dtype="auto",
         )
     part, argument = find_drafter(cell.drafter)
     if part.name == "none":
-        return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="")
+        return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="", draft_dtype="auto")
     rule = cell.verifier or (DEFAULT_TREE_VERIFIER if part.several(argument) else DEFAULT_VERIFIER)
     stopper = (cell.stopper or DEFAULT_CONSTANT_STOPPER) if part.stops else ""
     draft = cell.draft if part.reads_draft else None
-    return replace(cell, draft=draft, stopper=stopper, verifier=rule, setting="")
+    dtype = cell.draft_dtype if part.reads_draft or part.name == "feature_head" else "auto"
+    return replace(cell, draft=draft, stopper=stopper, verifier=rule, setting="", draft_dtype=dtype)
 
 
 def refused(cell: Cell) -> str | None:

@@ -11,6 +11,7 @@ import torch
 
 from draftproof import models
 from draftproof.backends.loading import Loaded, load_backend, load_model, parse_device
+from draftproof.backends.loading import draft_dtype as read_draft_dtype
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
@@ -83,7 +84,8 @@ class ModelCache:
         Raises:
             UserError: models that cannot be loaded or do not fit together.
         """
-        key = (cell.target, cell.draft, cell.drafter, cell.stopper, cell.verifier, cell.dtype, cell.backend)
+        parts = (cell.drafter, cell.stopper, cell.verifier)
+        key = (cell.target, cell.draft, *parts, cell.dtype, cell.draft_dtype, cell.backend)
         if key not in self._engines or find_drafter(cell.drafter)[0].learns:
             self._engines[key] = self._assembled(cell)
         return self._engines[key]
@@ -92,9 +94,10 @@ class ModelCache:
         # A feature head makes its target keep every hidden state, which would slow down all other cells.
         purpose = "states" if find_drafter(cell.drafter)[0].reads_states else ""
         tokenizer, draft = self.tokenizer(cell.target), None
+        dtype, bits = read_draft_dtype(cell.draft_dtype, cell.dtype)
         if cell.draft is not None:
             self.check_same_tokenizer(cell.target, cell.draft)
-            draft = self.backend(cell.draft, cell.dtype, cell.backend)
+            draft = self.backend(cell.draft, dtype, cell.backend)
         return Engine.assemble(
             self.backend(cell.target, cell.dtype, cell.backend, purpose),
             draft,
@@ -102,6 +105,7 @@ class ModelCache:
             drafter=cell.drafter,
             stopper=cell.stopper or DEFAULT_CONSTANT_STOPPER,
             rule=make_verifier(cell.verifier) if cell.verifier else None,
+            draft_bits=bits,
             max_batch=1,
         )
 

@@ -29,7 +29,8 @@ class BenchOptions:
 
     Attributes:
         target, draft: names of the models.
-        dtype, backend, drafter, stopper, verifier, temperature, top_k, top_p, seed: lists of values of `Cell`'s fields.
+        dtype, draft_dtype, backend, drafter, stopper, verifier, temperature, top_k, top_p, seed: lists of values of
+            `Cell`'s fields.
         competitor: other engines, names of `ENGINES`.
         dataset: names that `read_questions` takes.
         questions: how many of each data set.
@@ -40,6 +41,7 @@ class BenchOptions:
     target: str | None = None
     draft: str | None = None
     dtype: Sequence[str] | None = None
+    draft_dtype: Sequence[str] | None = None
     backend: Sequence[str] | None = None
     drafter: Sequence[str] | None = None
     stopper: Sequence[str] | None = None
@@ -63,6 +65,7 @@ class BenchOptions:
 DEFAULTS = BenchOptions(
     target=models.DEFAULT_TARGET,
     dtype=("auto",),
+    draft_dtype=("auto",),
     backend=("auto",),
     drafter=("model",),
     stopper=("fixed:4",),
@@ -273,7 +276,7 @@ def _shared_lists(part: BenchOptions) -> dict[str, Any]:
 
 def _own_lists(part: BenchOptions) -> dict[str, Any]:
     """Lists of values for our engine alone; plain decoding is always among them."""
-    names = ("draft", "backend", "stopper", "verifier")
+    names = ("draft", "draft_dtype", "backend", "stopper", "verifier")
     return {"drafter": ["none", *(part.drafter or ())], **{name: getattr(part, name) for name in names}}
 
 

@@ -17,7 +17,12 @@ from draftproof.bench.run import read_metadata
 
 PLAIN = "plain"
 BASES = (PLAIN, "transformers", "transformers-assisted", "transformers-lookup")
-_WHERE_THEY_DIFFER = ("draft", "dtype", "backend")  # in a method's name only where they differ within a table
+_WHERE_THEY_DIFFER = (
+    "draft",
+    "dtype",
+    "draft_dtype",
+    "backend",
+)  # in a method's name only where they differ within a table
 
 
 @dataclass(frozen=True)
@@ -149,8 +154,10 @@ def _names(cells: Sequence[Cell]) -> dict[Cell, str]:
     vary = [name for name in _WHERE_THEY_DIFFER if len({getattr(cell, name) for cell in cells} - {None}) > 1]
     made = {}
     for cell in cells:
-        also = [str(getattr(cell, name)) for name in vary if name != "backend" or cell.engine == OURS]
-        made[cell] = " ".join([cell.method, *(f"[{word}]" for word in also if word != "None")])
+        also = {name: str(getattr(cell, name)) for name in vary if name != "backend" or cell.engine == OURS}
+        if also.get("draft_dtype") == "auto":
+            del also["draft_dtype"]
+        made[cell] = " ".join([cell.method, *(f"[{word}]" for word in also.values() if word != "None")])
     same_name: dict[str, set[Cell]] = {}
     for cell, name in made.items():
         same_name.setdefault(name, set()).add(replace(cell, seed=0))
@@ -197,7 +204,7 @@ def _gain(cell: Cell, own: Sequence[Record], table: Mapping[str, Sequence[Record
     """Tokens per target call divided by those of token verification of one chain with the same drafter and stopper."""
     if cell.engine != OURS or cell.plain:
         return None
-    shared = ("target", "draft", "stopper", "dtype", "backend")
+    shared = ("target", "draft", "stopper", "dtype", "draft_dtype", "backend")
     single = cell.drafter if cell.drafts == 1 and not cell.drafter.startswith("tree") else "model"
     for records in table.values():
         other = records[0].cell

@@ -17,6 +17,8 @@ _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TQDM_DISABLE": "1",
 }
+# What loading torchao logs, which transformers does where it is installed: of kernels for other machines, and of enums
+_QUIET_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def set_quiet_variables() -> None:
@@ -31,6 +33,8 @@ def quiet_libraries() -> Iterator[None]:
     set_quiet_variables()
     if "transformers" in sys.modules:  # it has read its variables already
         _silence_transformers()
+    for name in _QUIET_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():
         if not sys.warnoptions:
             warnings.simplefilter("ignore")

@@ -23,6 +23,6 @@ BACKEND_HELP = f"Implementation of the forward pass: {', '.join(BACKENDS)}."
 HEADED = tuple(name for name, part in OFFERED_STOPPERS.items() if part.head)  # stoppers with a trained head
 
 
-def default_draft(target: str | None, drafter: str | None) -> str | None:
-    """The draft model of the default target, where no target is named and the drafter reads a draft model."""
-    return models.DEFAULT_DRAFT if target is None and reads_draft(drafter) else None
+def default_draft(target: str, drafter: str | None) -> str | None:
+    """The draft model that an embedded target has, where the drafter reads a draft model."""
+    return models.EMBEDDED_DRAFTS.get(target) if reads_draft(drafter) else None

@@ -24,7 +24,7 @@ def round_(
         str, _model(help="The target: registered name, hub id, directory or .gguf file.")
     ] = models.DEFAULT_TARGET,
     draft: Annotated[
-        str | None, _model(help="The draft model; without it the default target's, or none for any other target.")
+        str | None, _model(help="The draft model; without it an embedded target's, or none for others.")
     ] = None,
     drafter: Annotated[str | None, _model(help=f"{DRAFTER_HELP} Without it model.")] = None,
     draft_length: Annotated[int, _model("--draft-length", "-n", help="Drafted tokens of a round.")] = 4,
@@ -44,7 +44,7 @@ def round_(
 
     options = RoundOptions(
         target=target,
-        draft=draft or default_draft(None if target == models.DEFAULT_TARGET else target, drafter),
+        draft=draft or default_draft(target, drafter),
         drafter=drafter or "model",
         verifier=verifier or "",
         dtype=dtype,

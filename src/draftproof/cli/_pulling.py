@@ -29,6 +29,22 @@ def obtain(*names: str | None, quiet: bool = False) -> None:
             models.obtain(name, report=report, progress=progress)
 
 
+def first_target(*, quiet: bool = False) -> str:
+    """The target of `generate` where none is named: a registered model, or the embedded one where it cannot be had."""
+    from draftproof import models
+    from draftproof.errors import UserError, reason
+
+    try:
+        obtain(models.FIRST_TARGET, quiet=quiet)
+    except UserError as cause:
+        if not quiet:
+            note(
+                f"draftproof: {reason(cause)}; until then the small model {models.DEFAULT_TARGET} continues the prompt"
+            )
+        return models.DEFAULT_TARGET
+    return models.FIRST_TARGET
+
+
 @contextmanager
 def shown_pull(*, quiet: bool = False) -> Iterator[tuple[Report, Progress]]:
     """What `models.pull` reports to: a line for each step, and on a terminal a bar below them.

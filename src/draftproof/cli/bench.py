@@ -53,6 +53,9 @@ def run_(
     dtype: Annotated[
         list[str] | None, _models(help="Number format of all models: auto, float32, bfloat16 or float16.")
     ] = None,
+    draft_dtype: Annotated[
+        list[str] | None, _models(help="Another number format for drafts; int8 or int4 quantize a draft model or head.")
+    ] = None,
     backend: Annotated[list[str] | None, _models(help=BACKEND_HELP)] = None,
     device: Annotated[str | None, _models(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     trust_remote_code: Annotated[
@@ -96,6 +99,7 @@ def run_(
         target=target,
         draft=draft,
         dtype=dtype,
+        draft_dtype=draft_dtype,
         backend=backend,
         drafter=drafter,
         stopper=[*(stopper or []), *(f"fixed:{length}" for length in n or [])] or None,
@@ -157,6 +161,7 @@ def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
 def _print_table(title: str, own: list[Summary]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from draftproof.bench import measures
 
@@ -164,11 +169,11 @@ def _print_table(title: str, own: list[Summary]) -> None:
     for place, head in enumerate(TERMINAL_HEADS):
         options: dict[str, Any] = {"overflow": "fold"} if place == 0 else {"justify": "right", "no_wrap": True}
         shown.add_column(head, **options)
-    for one in own:
+    for one in own:  # as Text, since rich takes words in brackets for markup
         calls = measures.block_efficiency(one.records).value
         rate = measures.tokens_per_second(one.records).value
         ratios = (_short(one.speed.get(base)) for base in ("plain", "transformers"))
-        shown.add_row(one.method, f"{calls:.2f}", f"{rate:.1f}", *ratios)
+        shown.add_row(Text(one.method), f"{calls:.2f}", f"{rate:.1f}", *ratios)
     Console().print(shown)
 
 

@@ -14,7 +14,7 @@ from draftproof.cli._continue import GenerateRun, as_inputs
 from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP, default_draft
 from draftproof.cli._prompts import gather
-from draftproof.cli._pulling import obtain
+from draftproof.cli._pulling import first_target, obtain
 from draftproof.cli._sampling import merged_params, sampling_options
 from draftproof.engine.engine import Engine
 
@@ -22,6 +22,7 @@ app = typer.Typer(add_completion=False)
 _model = partial(typer.Option, rich_help_panel="Models")
 _speculation = partial(typer.Option, rich_help_panel="Speculation")
 _NAMES = "a registered name, hub id, directory or .gguf file"
+_FIRST = f"without it {models.FIRST_TARGET}, or {models.DEFAULT_TARGET} where that cannot be downloaded"
 
 
 @app.command()
@@ -33,12 +34,15 @@ def generate(
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Many prompts: one a line, or in .jsonl one object a line.")
     ] = None,
-    target: Annotated[str | None, _model(help=f"The target: {_NAMES}; without it {models.DEFAULT_TARGET}.")] = None,
+    target: Annotated[str | None, _model(envvar="DRAFTPROOF_TARGET", help=f"The target: {_NAMES}; {_FIRST}.")] = None,
     draft: Annotated[
-        str | None,
-        _model(help=f"The draft model: {_NAMES}; without it {models.DEFAULT_DRAFT}, or none if --target is given."),
+        str | None, _model(help=f"The draft model: {_NAMES}; without it an embedded target's, or none for others.")
     ] = None,
     dtype: Annotated[str, _model(help="Number format of both models: auto, float32, bfloat16 or float16.")] = "auto",
+    draft_dtype: Annotated[
+        str,
+        _model(help="Another number format for the draft; int8 or int4 quantize the draft model or feature head."),
+    ] = "auto",
     device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     backend: Annotated[str, _model(help=BACKEND_HELP)] = "auto",
     max_batch: Annotated[int, _model(help="Sequences decoded together.")] = 8,
@@ -74,7 +78,7 @@ def generate(
     """Continue a prompt, fast, and say what speculation gained.
 
     The text goes to stdout as it is made, one summary line to stderr.
-    A tiny pair of models ships with draftproof, for trying it.
+    Without a target, a small model is downloaded at the first use.
     """
     if prompt and len(prompt) > 1:  # typer would refuse them too, and show them
         raise typer.BadParameter(f"PROMPT is {len(prompt)} words: put it in quotes")
@@ -82,17 +86,20 @@ def generate(
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     sources = gather(prompt[0] if prompt else None, prompts)
     sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would not be used
-    names = target or models.DEFAULT_TARGET, draft or default_draft(target, drafter)
     with quiet_libraries(), logged_lines(quiet=quiet):
-        obtain(*names, quiet=quiet)
+        target = target or first_target(quiet=quiet)
+        draft = draft or default_draft(target, drafter)
+        obtain(target, draft, quiet=quiet)
         engine = Engine.load(
-            *names,
+            target,
+            draft,
             drafter=drafter,
             stopper=stopper,
             verifier=verifier,
             dtype=dtype,
             device=device,
             backend=backend,
+            draft_dtype=draft_dtype,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
             max_batch=min(max_batch, sequences),

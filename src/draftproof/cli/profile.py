@@ -29,12 +29,9 @@ _workload = partial(typer.Option, rich_help_panel="Workload")
 @app.command()
 def memory(
     *,
-    target: Annotated[
-        str | None,
-        _model(help=f"Registered name, hub id, directory or .gguf file; without it {models.DEFAULT_TARGET}."),
-    ] = None,
+    target: Annotated[str, _model(help="Registered name, hub id, directory or .gguf file.")] = models.DEFAULT_TARGET,
     draft: Annotated[
-        str | None, _model(help=f"The draft model; without it {models.DEFAULT_DRAFT}, or none if --target is given.")
+        str | None, _model(help="The draft model; without it an embedded target's, or none for others.")
     ] = None,
     dtype: Annotated[str, _model(help="Number format of both models: auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
@@ -64,7 +61,7 @@ def memory(
 
     def make() -> Engine:
         return Engine.load(
-            target or models.DEFAULT_TARGET,
+            target,
             small,
             drafter=f"{drafter}:{draft_length}" if own_length else drafter,
             stopper=f"fixed:{draft_length}",
@@ -78,7 +75,7 @@ def memory(
         obtain(target, small)
         warm_up(**options)
         found = measure(make, workload, where)
-    named = {"target": without_directory(target or models.DEFAULT_TARGET), "draft": small and without_directory(small)}
+    named = {"target": without_directory(target), "draft": small and without_directory(small)}
     show(memory_report(found, named | options, facts), out, as_json=as_json)
 
 

@@ -24,17 +24,25 @@ class FeatureModel(DraftModel):
         net: the head, trained for this target.
         temperature: temperature of the draft; None for the request's.
         top_k: top_k of the draft; None for the request's.
+        bits: of quantized weights of the head; None for weights of the target's dtype.
 
     Raises:
-        UserError: the head was trained for another target, or the temperature or top_k is out of range.
+        UserError: the head was trained for another target, the temperature or top_k is out of range, or the head cannot
+            be quantized here.
     """
 
     steady = False  # in the next round it reads the target's states of the tokens that were accepted
 
     def __init__(
-        self, target: SlotBackend, net: FeatureNet, *, temperature: float | None = None, top_k: int | None = None
+        self,
+        target: SlotBackend,
+        net: FeatureNet,
+        *,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        bits: int | None = None,
     ) -> None:
-        self._backend = FeatureBackend(target, net)
+        self._backend = FeatureBackend(target, net, bits)
         super().__init__(self._backend, vocab_size=target.vocab_size, temperature=temperature, top_k=top_k)
 
     @property

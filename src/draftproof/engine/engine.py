@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof import models
+from draftproof.backends.loading import draft_dtype as read_draft_dtype
 from draftproof.backends.slots import SlotBackend
 from draftproof.engine.checked import ModelSource
 from draftproof.engine.kept_costs import KeptCosts
@@ -50,6 +51,7 @@ class Engine(DecodingLoop):
         stopper: str | None = None,
         dtype: str = "auto",
         device: str | None = None,
+        draft_dtype: str = "auto",
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         max_batch: int = 8,
@@ -71,6 +73,8 @@ class Engine(DecodingLoop):
             stopper: when a chain of drafted tokens ends; "fixed:4" is four tokens. Default "auto": as many as pay, by
                 the time of the rounds so far; "fixed:4" for rules that want constant lengths.
             dtype: "auto", "float32", "bfloat16" or "float16", for both models.
+            draft_dtype: another one for the draft model; "int8" and "int4" quantize the weights of the draft model or
+                of the feature head.
             device: for both models; default an accelerator when there is one.
             draft_temperature: of the draft, when it is not each request's own; the output stays the target's.
             draft_top_k: of the draft, likewise.
@@ -97,10 +101,13 @@ class Engine(DecodingLoop):
             "check": check,
             "backend": backend,
         }
+        loaded_in, bits = read_draft_dtype(draft_dtype, dtype)
+        if draft is None and bits is None and draft_dtype != "auto":
+            raise UserError(f"draft_dtype is {draft_dtype!r}, and there is no draft model: leave it out, or name one")
         source = ModelSource(target, **options)
         tokenizer, small = source.tokenizer, None
         if draft is not None:
-            other = ModelSource(draft, **options)
+            other = ModelSource(draft, **{**options, "dtype": loaded_in})
             refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=draft)
             small = None if drafter == "none" else other.backend()
         main = source.backend()
@@ -111,6 +118,7 @@ class Engine(DecodingLoop):
             drafter=drafter,
             stopper=stopper,
             rule=chosen,
+            draft_bits=bits,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
             max_batch=max_batch,
@@ -127,6 +135,7 @@ class Engine(DecodingLoop):
         drafter: str | None = None,
         stopper: str | None = None,
         rule: Verifier | None = None,
+        draft_bits: int | None = None,
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         max_batch: int = 8,
@@ -141,6 +150,7 @@ class Engine(DecodingLoop):
             drafter: as in `load`.
             stopper: as in `load`.
             rule: made by `make_verifier`; default as in `load`.
+            draft_bits: to which the weights of the draft model or of the feature head are quantized; None leaves them.
             draft_temperature: as in `load`.
             draft_top_k: as in `load`.
             max_batch: as in `load`.
@@ -152,10 +162,11 @@ class Engine(DecodingLoop):
         part = make_drafter(
             drafter,
             target=target,
-            draft=draft,
+            draft=draft if draft is None or draft_bits is None else draft.quantized(draft_bits),
             stopper=stopper or default_stopper(rule),
             temperature=draft_temperature,
             top_k=draft_top_k,
+            bits=draft_bits,
             rule=rule,
         )
         chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)

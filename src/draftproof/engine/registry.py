@@ -96,6 +96,7 @@ class Materials:
         stopper: its specification.
         spec: the drafter's own specification.
         changes: temperature and top_k of the draft, where they differ from the request's.
+        bits: of the weights of a head, where they are quantized; the draft model is quantized already.
         rule: that will verify the drafts; None where it is not known.
         ready: the stopper itself, where it is made already.
     """
@@ -105,6 +106,7 @@ class Materials:
     stopper: str
     spec: str
     changes: dict[str, Any]
+    bits: int | None = None
     rule: Verifier | None = None
     ready: Stopper | None = None
 
@@ -313,7 +315,7 @@ def _feature_head(parts: Materials, argument: str) -> Drafter:
             f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
             f"{parts.target.name} (legal without one: {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
         )
-    model = FeatureModel(parts.own_model("feature_head"), load_net(where), **parts.changes)
+    model = FeatureModel(parts.own_model("feature_head"), load_net(where), bits=parts.bits, **parts.changes)
     return feature_drafter(model, parts.ends(), chains=int(chains))
 
 
@@ -842,12 +844,23 @@ def make_drafter(
     stopper: str,
     temperature: float | None = None,
     top_k: int | None = None,
+    bits: int | None = None,
     rule: Verifier | None = None,
 ) -> Drafter:
     """A drafter by name; without a name, what is at hand for the target (`auto`).
 
+    Args:
+        name: with its argument.
+        target: loaded.
+        draft: loaded, where there is one; with quantized weights if `bits` is given.
+        stopper: a specification.
+        temperature: of the draft; None for the request's.
+        top_k: of the draft; None for the request's.
+        bits: of quantized weights of the draft model or the head; None for weights of a float type.
+        rule: that will verify, where it is known.
+
     Raises:
-        UserError: unknown name, or a draft model missing or left over.
+        UserError: unknown name, a draft model missing or left over, or bits where nothing has weights of its own.
     """
     spec = name or DEFAULT_DRAFTER
     part, argument = find_drafter(spec)
@@ -857,5 +870,11 @@ def make_drafter(
         raise UserError(
             f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
         )
+    heads = part.name == "feature_head" or (part.takes_draft and target.name in SHIPPED_FEATURE_HEADS)
+    if bits is not None and draft is None and not heads:
+        raise UserError(
+            f"draft_dtype int{bits} is for a draft model or a feature head, and drafter {spec} has none: leave it out, "
+            f"or choose drafter quantized:{bits}, the target with such weights"
+        )
     changes = {"temperature": temperature, "top_k": top_k}
-    return part.make(Materials(target, draft, stopper, spec, changes, rule), argument)
+    return part.make(Materials(target, draft, stopper, spec, changes, bits, rule), argument)

@@ -1,0 +1,192 @@
+"""A transformers model whose linear layers have 4- or 8-bit weights, as a second model beside it.
+
+The second model is a shallow copy: everything but the quantized weights is shared with the first. On a CPU the products
+are our own (`packed`); on an accelerator they are those of the library torchao.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from draftproof.backends.cutting import shallow
+from draftproof.backends.packed import GROUP, HEAD_BITS, Product
+from draftproof.errors import UserError, reason
+from draftproof.kernels import native
+from draftproof.kernels.operations import BITS
+
+TORCHAO = "pip install torchao"
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer that multiplies with a quantized copy of its weight, on a CPU.
+
+    Args:
+        weight: of the layer; still shown as its weight, for modules that look at it.
+        bias: if there is one.
+        bits: of a quantized weight.
+    """
+
+    def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None, bits: int) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        self._product = Product(weight.detach(), None if bias is None else bias.detach()).quantized(bits)
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The layer's outputs."""
+        return self._product(x)
+
+
+def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
+    """A copy of a model with quantized linear layers, made in steps: None after each step, and at last the copy.
+
+    Args:
+        model: a transformers causal LM, in eval mode.
+        bits: of a weight; of the output layer `HEAD_BITS`.
+        name: the model's, for errors.
+
+    Raises:
+        UserError: another number of bits, weights that are quantized already or spread over devices, layers for which
+            there is no quantized product; nearly always before the first step.
+    """
+    if bits not in BITS:
+        raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
+    layers = _linear_layers(model)
+    why = _why_not(model, layers)
+    if why is not None:
+        raise UserError(f"{name} cannot be quantized: {why}; it can be drafted for by another drafter")
+    head = model.get_output_embeddings()
+    on_cpu = next(iter(layers.values())).weight.device.type == "cpu"
+    quantized = _native if on_cpu else _torchao(bits, name)
+    yield None
+    twin = shallow(model)
+    copied: dict[str, Any] = {"": twin}
+    made: dict[nn.Module, nn.Module] = {}
+    for path, layer in layers.items():
+        if layer not in made:
+            made[layer] = quantized(layer, HEAD_BITS if layer is head else bits)
+            yield None
+        _put(copied, path, made[layer])
+    try:
+        with torch.inference_mode():
+            twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as cause:
+        raise UserError(
+            f"{name} does not work with quantized layers ({type(cause).__name__}: {reason(cause)})"
+        ) from cause
+    yield twin
+
+
+def _linear_layers(model: nn.Module) -> dict[str, Any]:
+    """Modules that are plain linear layers, by path: of a class whose first member multiplies as one does."""
+    plain: dict[type, bool] = {}
+    found = {}
+    for path, module in model.named_modules():
+        matrix = _matrix(module)
+        if matrix is None:
+            continue
+        if type(module) not in plain:
+            plain[type(module)] = type(module) is nn.Linear or _multiplies(module, matrix)
+        if plain[type(module)]:
+            found[path] = module
+    return found
+
+
+def _matrix(module: Any) -> Float[Tensor, "out in"] | None:
+    """The weight of a module that looks like a linear layer; None for all others."""
+    transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    if not (transposed or isinstance(module, nn.Linear)) or type(module.weight) is not nn.Parameter:
+        return None
+    weight = module.weight.detach()
+    if not weight.is_floating_point() or weight.dim() != 2 or weight.is_meta:
+        return None
+    return weight.t() if transposed else weight
+
+
+def _multiplies(module: Any, matrix: Float[Tensor, "out in"]) -> bool:
+    """Whether a module gives x W^T + b for a row, as rounding allows."""
+    row = torch.linspace(-1, 1, matrix.shape[1], device=matrix.device, dtype=matrix.dtype).unsqueeze(0)
+    try:
+        with torch.inference_mode():
+            made, expected = module(row), F.linear(row, matrix, module.bias)
+            return made.shape == expected.shape and bool(torch.allclose(made, expected, rtol=0.01, atol=0.01))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _why_not(model: Any, layers: dict[str, Any]) -> str | None:
+    """Why a model has no quantized copy here."""
+    if not layers:
+        return "none of its layers is a plain linear layer (its weights may be quantized already)"
+    if any(hasattr(each, "_hf_hook") for each in model.modules()):
+        return "its layers are spread over devices or moved while it runs"
+    weights = [each.weight for each in layers.values()]
+    kinds = {(each.device.type, each.dtype) for each in weights}
+    if len(kinds) > 1:
+        shown = ", ".join(sorted(f"{device} {dtype}" for device, dtype in kinds))
+        return f"its linear layers have several kinds of weights ({shown})"
+    if weights[0].device.type != "cpu":
+        return None
+    operations = native.operations(weights[0])
+    if operations is None:
+        return f"there are no native products of {weights[0].dtype} here (and DRAFTPROOF_NATIVE must not be 0)"
+    ins = {matrix.shape[1] for each in layers.values() if (matrix := _matrix(each)) is not None}
+    unfit = sorted(each for each in ins if not operations.multiplies(each))
+    return f"native products do not take {unfit[0]} inputs" if unfit else None
+
+
+def _native(layer: Any, bits: int) -> nn.Module:
+    matrix = _matrix(layer)
+    assert matrix is not None, "the caller chose linear layers"
+    return QuantizedLinear(matrix.detach(), layer.bias, bits)
+
+
+def _torchao(bits: int, name: str) -> Callable[[Any, int], nn.Module]:
+    """Quantized copies of linear layers by torchao, which has products for accelerators.
+
+    Raises:
+        UserError: it is not installed, or lacks what is needed.
+    """
+    try:
+        torchao = importlib.import_module("torchao.quantization")
+        eight = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+        configs = {8: eight}
+        if bits == 4:
+            packing = {"int4_packing_format": "tile_packed_to_4d", "set_inductor_config": False}
+            configs[4] = torchao.Int4WeightOnlyConfig(group_size=GROUP, **packing)
+    except (ImportError, AttributeError, TypeError, ValueError) as cause:
+        raise UserError(
+            f"quantized weights of {name} on its device need torchao ({reason(cause)}): {TORCHAO}"
+        ) from cause
+
+    def quantized(layer: Any, bits: int) -> nn.Module:
+        matrix = _matrix(layer)
+        assert matrix is not None, "the caller chose linear layers"
+        outs, ins = matrix.shape
+        made = nn.Linear(ins, outs, bias=False, device="meta")
+        made.weight = nn.Parameter(matrix.detach(), requires_grad=False)
+        made.bias = layer.bias
+        torchao.quantize_(made, configs[bits])
+        return made
+
+    return quantized
+
+
+def _put(copied: dict[str, Any], path: str, layer: nn.Module) -> None:
+    """Replace the module at a path of the copy, and every module above it by a copy of its own."""
+    *above, last = path.split(".")
+    owner, here = copied[""], ""
+    for part in above:
+        here = f"{here}.{part}" if here else part
+        if here not in copied:
+            copied[here] = shallow(owner.get_submodule(part))
+            owner.add_module(part, copied[here])
+        owner = copied[here]
+    owner.add_module(last, layer)

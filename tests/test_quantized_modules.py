@@ -1,0 +1,177 @@
+"""Any transformers model with quantized linear layers: what is copied, what is shared, and that outputs are exact."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.packed import HEAD_BITS
+from draftproof.backends.quantized_modules import QuantizedLinear, _torchao, quantizing
+from draftproof.backends.self_draft import QuantizedBackend
+from draftproof.drafters.self_draft import QuantizedModel, self_drafter
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.stoppers.fixed import FixedLength
+from helpers import CONFIGS, RANGE, ROPE, random_model
+from test_quantized import drafted, needs_native
+
+FAMILIES = {
+    **{name: CONFIGS[name] for name in ("gpt2", "gemma3", "gpt_neox", "opt", "llama")},
+    "phi": lambda: transformers.PhiConfig(**ROPE, tie_word_embeddings=False),
+    "falcon": lambda: transformers.FalconConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **RANGE, alibi=False
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**ROPE, num_local_experts=3, num_experts_per_tok=2),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **ROPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1
+    ),
+}
+
+
+def last(steps):
+    *_, made = steps
+    return made
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_copy_is_the_model_with_the_weights_that_its_products_have(family, bits):
+    model, tokens = random_model(FAMILIES[family]()), torch.tensor([[5, 9, 2, 7, 11, 3]])
+    before = model(input_ids=tokens, use_cache=False).logits
+    modules = dict(model.named_modules())
+    made = last(quantizing(model, bits, family))
+    rows = made(input_ids=tokens, use_cache=False).logits
+    assert dict(model.named_modules()) == modules, "the model itself has what it had"
+    assert torch.equal(model(input_ids=tokens, use_cache=False).logits, before)
+    expected = copy.deepcopy(model)
+    layers = {path: each for path, each in made.named_modules() if isinstance(each, QuantizedLinear)}
+    assert layers
+    left = [path for path, each in made.named_modules() if isinstance(each, nn.Linear)]
+    assert not left, "all of them are replaced, classes of the family's own, too"
+    for path, layer in layers.items():
+        assert layer._product.weight.bits == (HEAD_BITS if layer is made.get_output_embeddings() else bits)
+        plain = expected.get_submodule(path)
+        dense = layer._product.weight.to_dense()
+        plain.weight = nn.Parameter(dense if isinstance(plain, nn.Linear) else dense.t())
+    twin = expected(input_ids=tokens, use_cache=False).logits
+    error = (rows - twin).norm() / twin.norm()
+    assert error < 0.04, "only inputs are rounded besides"
+    if bits == 4:
+        assert (rows - before).norm() / before.norm() > 1.5 * error, "the weights are not the plain ones"
+
+
+@needs_native
+def test_everything_but_linear_weights_is_shared():
+    model = random_model(CONFIGS["gemma3"]())
+    made = last(quantizing(model, 4, "gemma3"))
+    own = {each.data_ptr() for each in model.state_dict().values()}
+    assert all(each.data_ptr() in own for each in made.state_dict().values())
+    assert made.get_input_embeddings() is model.get_input_embeddings()
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "mixtral"])
+def test_greedy_output_is_the_targets(family, dtype):
+    """Prompts of uneven lengths in one batch, one of them past every window."""
+    target = HFBackend(random_model(FAMILIES[family]()).to(dtype), name=family)
+    prompts, greedy = [[1, 2, 3], [7], [5, 9, 11, 4, 2, 8] * 7], SamplingParams(max_tokens=20, temperature=0)
+    outs = Engine(target, drafted(target, 8)).generate(prompts, greedy)
+    alone = [Engine(target).generate([prompt], greedy)[0] for prompt in prompts]
+    assert sum(out.stats.num_accepted_tokens for out in outs) > 0
+    if dtype == torch.float32:
+        assert [out.token_ids for out in outs] == [out.token_ids for out in alone]
+
+
+@needs_native
+def test_the_target_overwrites_what_the_draft_wrote():
+    target = HFBackend(random_model(CONFIGS["gemma3"]()), name="gemma3")
+    made, tokens = QuantizedBackend(target, 4), [5, 9, 2, 7, 11]
+    own, alone = target.open(), target.open()
+    target.forward([Feed(own, tokens[:3])])
+    borrowed = made.borrow(own)
+    made.forward([Feed(borrowed, [*tokens[3:], 1, 2])])
+    borrowed.close()
+    target.forward([Feed(alone, tokens[:3])])
+    rows = [target.forward([Feed(session, tokens[3:])])[0].logits for session in (own, alone)]
+    assert torch.equal(*rows)
+
+
+def test_models_without_plain_linear_layers_are_refused():
+    model = random_model(CONFIGS["opt"]())
+
+    class Other(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    for each in model.modules():
+        if type(each) is nn.Linear:
+            each.__class__ = Other
+    with pytest.raises(UserError, match="its weights may be quantized already"):
+        next(quantizing(model, 4, "opt"))
+
+
+def test_layers_that_move_are_refused():
+    model = random_model(CONFIGS["gpt2"]())
+    model.transformer.h[1]._hf_hook = object()
+    with pytest.raises(UserError, match="spread over devices"):
+        next(quantizing(model, 4, "gpt2"))
+
+
+def test_types_without_native_products_are_refused():
+    model = random_model(CONFIGS["gpt2"]()).half()
+    with pytest.raises(UserError, match=r"no native products of torch.float16"):
+        next(quantizing(model, 4, "gpt2"))
+    with pytest.raises(UserError, match="legal are 4 and 8"):
+        next(quantizing(model, 5, "gpt2"))
+
+
+@needs_native
+def test_a_model_that_does_not_run_with_such_layers_is_refused_in_one_line():
+    model = random_model(CONFIGS["opt"]())
+    layers = model.model.decoder.layers
+    layers[0].forward = lambda *_, **__: model.model.decoder.layers[0].fc1.extra
+    with pytest.raises(UserError, match=r"opt does not work with quantized layers \(AttributeError"):
+        list(quantizing(model, 4, "opt"))
+
+
+@needs_native
+def test_it_is_at_hand_for_drafter_auto():
+    target = HFBackend(random_model(CONFIGS["gpt2"]()), name="gpt2")
+    assert [source.name for source in make_drafter("auto", target=target, draft=None, stopper="auto").sources] == [
+        "quantized:4"
+    ]
+
+
+def test_torchao_makes_the_same_layers_with_weights_of_its_own():
+    """What an accelerator gets, tried on the CPU with 8 bits; 4 bits need CUDA."""
+    pytest.importorskip("torchao")
+    layer, rows = nn.Linear(64, 48), torch.randn(3, 64)
+    made = _torchao(8, "llama")(layer, 8)
+    assert type(made.weight) is not type(layer.weight)
+    assert made.bias is layer.bias
+    expected = layer(rows)
+    error = (made(rows) - expected).norm() / expected.norm()
+    assert 1e-5 < error < 0.02
+
+
+def test_without_torchao_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
+    with pytest.raises(UserError, match="pip install torchao"):
+        _torchao(4, "llama")
+
+
+@needs_native
+def test_chains_of_it_compose():
+    target = HFBackend(random_model(CONFIGS["gemma3"]()), name="gemma3")
+    drafter = self_drafter(QuantizedModel(target, 8), FixedLength(3), chains=3)
+    params = SamplingParams(max_tokens=20, temperature=0)
+    (out,) = Engine(target, drafter, make_verifier("trie_block")).generate([[5, 2]], params)
+    (plain,) = Engine(target).generate([[5, 2]], params)
+    assert out.token_ids == plain.token_ids
+    assert out.stats.num_accepted_tokens > 0
