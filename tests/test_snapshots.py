@@ -21,9 +21,11 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.none import NoDrafter
+from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
+from test_quantized import needs_native
 
 TYPES = ("lfm2", "qwen3_next", "falcon_h1", "mamba")  # convolution; delta rule; beside attention; token by token
 LENGTHS = (3, 60, 17, 41)
@@ -150,6 +152,36 @@ def test_recurrent_and_attention_models_draft_for_each_other(target, draft):
     made = {name: HFBackend(model(name), name=name) if name == "llama" else backend(name) for name in (target, draft)}
     own = DraftModel(made[draft], vocab_size=VOCAB)
     assert generate(made[target], ModelDrafter(own, FixedLength(4))) == reference(target)
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", TYPES)
+def test_the_target_with_fewer_bits_drafts_from_the_targets_own_states(name, bits):
+    target = backend(name)
+    drafter = self_drafter(QuantizedModel(target, bits), FixedLength(4))
+    outputs = Engine(target, drafter, make_verifier("block")).generate(prompts(), GREEDY)
+    assert [output.token_ids for output in outputs] == reference(name)
+    drafted, accepted = (
+        sum(getattr(output.stats, each) for output in outputs) for each in ("num_draft_tokens", "num_accepted_tokens")
+    )
+    assert accepted / drafted > (0.7 if bits == 8 else 0.3), "a draft that began with another state would be refused"
+
+
+@needs_native
+def test_a_lent_session_that_shares_no_state_is_seen(monkeypatch):
+    target = backend("lfm2")
+    monkeypatch.setattr(
+        SnapshotSession,
+        "state",
+        property(lambda self: None if self._is_lent else self._marks[-1].state if self._marks else None),
+    )
+    drafter = self_drafter(QuantizedModel(target, 8), FixedLength(4))
+    outputs = Engine(target, drafter, make_verifier("block")).generate(prompts(), GREEDY)
+    assert [output.token_ids for output in outputs] == reference("lfm2"), "drafts change no output"
+    assert sum(output.stats.num_accepted_tokens for output in outputs) < 0.5 * sum(
+        output.stats.num_draft_tokens for output in outputs
+    )
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -298,7 +330,7 @@ def test_trees_are_refused_when_the_engine_is_built(drafter):
     session.close()
 
 
-@pytest.mark.parametrize(("drafter", "why"), [("quantized:4", "backend snapshot"), ("early_exit:1", "cannot draft")])
+@pytest.mark.parametrize(("drafter", "why"), [("early_exit:1", "cannot draft")])
 def test_drafters_inside_the_target_are_refused_with_a_reason(drafter, why):
     with pytest.raises(UserError, match=why):
         make_drafter(drafter, target=backend("lfm2"), draft=None, stopper="fixed:4")

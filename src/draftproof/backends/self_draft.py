@@ -31,7 +31,7 @@ class SelfDraftBackend(SlotBackend):
     def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
         super().__init__(whole.facts, cache=whole.cache)
         self.name, self.part = name, part
-        self.embed = part.embed
+        self.embed, self.prefill = part.embed, part.prefill
         self.capabilities, self.max_positions = part.capabilities, whole.max_positions
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
@@ -49,10 +49,10 @@ class SelfDraftBackend(SlotBackend):
         """This part with quantized weights."""
         return self.part.quantizing(bits)
 
-    def borrow(self, owner: Session) -> BorrowedSession:
+    def borrow(self, owner: Session) -> SlotSession:
         """A session in the slot of the whole model's session, which has read the same tokens."""
         assert isinstance(owner, SlotSession), "the owner is a session of the whole model's backend"
-        return BorrowedSession(owner)
+        return owner.lend()
 
 
 class EarlyExitBackend(SelfDraftBackend):
@@ -91,23 +91,3 @@ class QuantizedBackend(SelfDraftBackend):
 
     def __init__(self, whole: SlotBackend, bits: int, part: SlotBackend | None = None) -> None:
         super().__init__(whole, part or whole.quantized(bits), f"{whole.name}, {bits} bits")
-
-
-class BorrowedSession(SlotSession):
-    """A session that continues another one in its slot; valid until that one reads or rolls back.
-
-    Args:
-        owner: without a tail; call `unread` on it first.
-    """
-
-    def __init__(self, owner: SlotSession) -> None:
-        Session.__init__(self)
-        assert owner.stem == owner.length, "a borrowed session continues a chain"
-        self.cache = owner.cache
-        self.slot = owner.slot
-        self._tokens = list(owner.tokens)
-        self._length = owner.length
-
-    def close(self) -> None:
-        """The slot stays with its owner."""
-        self.slot = -1

@@ -13,21 +13,34 @@ class SlotSession(Session):
 
     Args:
         cache: of the backend; its lock is held while a slot is acquired, moved or released.
+        lender: a session without a tail that this one continues in its slot; by default, it has a slot of its own.
     """
 
-    def __init__(self, cache: SlotCache) -> None:
+    def __init__(self, cache: SlotCache, lender: SlotSession | None = None) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self._is_lent = cache, lender is not None
+        self.slot = -1
+        if lender is not None:
+            assert lender.stem == lender.length, "a lent session continues a chain"
+            self.slot, self._tokens, self._length = lender.slot, list(lender.tokens), lender.length
+            return
         with cache.lock:
             self.slot = cache.acquire()
+
+    def lend(self) -> SlotSession:
+        """A session that continues this one in its slot; valid until this one reads or rolls back.
+
+        Call `unread` on this one first: it must have no tail.
+        """
+        return SlotSession(self.cache, self)
 
     def _gather(self, base: int, slots: Sequence[int]) -> None:
         with self.cache.lock:
             self.cache.gather(self.slot, base, slots)
 
     def close(self) -> None:
-        """Release the slot."""
+        """Release the slot; a lent one stays with its owner."""
         with self.cache.lock:
-            if self.slot >= 0:
+            if self.slot >= 0 and not self._is_lent:
                 self.cache.release(self.slot)
             self.slot = -1

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,9 +46,10 @@ class SnapshotSession(SlotSession):
     `keep` goes back to the last state that is kept, so it may keep less than it is asked to.
     """
 
-    def __init__(self, cache: SlotCache) -> None:
-        super().__init__(cache)
-        self._marks: list[_Mark] = []  # at the root, and at the end if that is another place
+    def __init__(self, cache: SlotCache, lender: SnapshotSession | None = None) -> None:
+        super().__init__(cache, lender)
+        # At the root, and at the end if that is another place.
+        self._marks: list[_Mark] = [] if lender is None else lender._marks[-1:]  # noqa: SLF001 - of this class
         self._settled = True  # whether everything that was read is known to stay
         self._staged: tuple[State | None, State] | None = None
 
@@ -88,6 +89,10 @@ class SnapshotSession(SlotSession):
         self._marks = [mark for mark in self._marks if mark.length <= length][-1:]
         self._settled = True
         return self._marks[-1].length if self._marks else 0
+
+    def lend(self) -> SnapshotSession:
+        """See SlotSession; states are shared, since none is ever changed."""
+        return SnapshotSession(self.cache, self)
 
     def close(self) -> None:
         """Release the slot and the states."""
@@ -162,6 +167,16 @@ class SnapshotBackend(HFBackend):
             UserError: always; the first layers' states cannot be left to the whole model.
         """
         raise UserError(f"the first {layers} layers of {self.name} cannot draft: it keeps recurrent states")
+
+    def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
+        """See `SlotBackend.quantizing`."""
+        steps, made = super().quantizing(bits), None
+        while made is None:
+            with self._cache.lock:  # modules are changed while a pass is read in pieces
+                made = next(steps)
+                if isinstance(made, SnapshotBackend):
+                    made._mixers = mixers_of(made.model) or ()  # noqa: SLF001 - of this class
+            yield made
 
     def _check(self, feed: Feed) -> None:
         super()._check(feed)
