@@ -143,6 +143,6 @@ class SlotBackend(ABC):
             UserError: it has no such form here, or not with this number of bits.
         """
         raise UserError(
-            f"{self.name} cannot be quantized to {bits} bits: legal are transformers models on backends lean, hf and snapshot, "
-            f"and this is backend {self.kind}"
+            f"{self.name} cannot be quantized to {bits} bits: legal are transformers models on backends lean, hf and "
+            f"snapshot, and this is backend {self.kind}"
         )
