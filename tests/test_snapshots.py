@@ -155,7 +155,7 @@ def test_recurrent_and_attention_models_draft_for_each_other(target, draft):
 @pytest.mark.parametrize("name", TYPES)
 def test_sampled_alone_is_sampled_in_a_batch(name):
     own = DraftModel(SnapshotBackend(disturbed(model(name)), name="draft", check=False), vocab_size=VOCAB)
-    seeds = [SamplingParams(max_tokens=NEW, seed=seed, ignore_eos=True) for seed in range(len(LENGTHS))]
+    seeds = [SamplingParams(max_tokens=10, seed=seed, ignore_eos=True) for seed in range(len(LENGTHS))]
     together = generate(backend(name), ModelDrafter(own, FixedLength(4)), seeds, max_batch=3)
     alone = generate(backend(name), ModelDrafter(own, FixedLength(4)), seeds, max_batch=1)
     assert together == alone
