@@ -25,7 +25,7 @@ FAMILIES = {
     "granitemoehybrid": CHAINS,
     "jamba": CHAINS,
     "llama, rope llama3": CHAINS,
-    "llama4_text": TREES,
+    "llama4_text": CHAINS,
     "llama4_text, layers without rotary embedding, attention scaled by position": CHAINS,
     "mistral": TREES,
     "mixtral": CHAINS,
