@@ -18,16 +18,14 @@ CHAINS, TREES = ("ngram:4", "model"), ("batch", "chains:2")
 FAMILIES = {
     "cohere2": CHAINS,
     "deepseek_v3": CHAINS,
-    "falcon_h1": CHAINS,
     "gemma2": TREES,
     "gpt_bigcode": CHAINS,
     "gpt2": TREES,
     "gptj": CHAINS,
     "granitemoehybrid": CHAINS,
     "jamba": CHAINS,
-    "lfm2": CHAINS,
     "llama, rope llama3": CHAINS,
-    "llama4_text": TREES,
+    "llama4_text": CHAINS,
     "llama4_text, layers without rotary embedding, attention scaled by position": CHAINS,
     "mistral": TREES,
     "mixtral": CHAINS,
@@ -36,7 +34,6 @@ FAMILIES = {
     "opt": CHAINS,
     "phi3": CHAINS,
     "qwen3, window from layer 1": CHAINS,
-    "qwen3_next": CHAINS,
     "zamba2": CHAINS,
 }
 

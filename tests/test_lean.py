@@ -369,7 +369,7 @@ def test_the_family_is_read_lean_unless_hf_is_asked_for(tmp_path):
     random_model(CONFIGS["llama"]()).save_pretrained(tmp_path)
     assert type(load_backend(str(tmp_path))) is LeanBackend
     assert type(load_backend(str(tmp_path), backend="hf")) is HFBackend
-    with pytest.raises(UserError, match="backend is 'fast': legal are auto, hf, lean"):
+    with pytest.raises(UserError, match="backend is 'fast': legal are auto, hf, snapshot, lean"):
         load_backend(str(tmp_path), backend="fast")
     made = Engine.load("embedded:target", "embedded:draft")
     assert type(made.target) is LeanBackend

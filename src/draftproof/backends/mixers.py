@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -200,13 +201,11 @@ def in_pieces(mixers: Sequence[nn.Module], view: StateView, rows: int, width: in
     if len(view.groups) == 1 and view.groups[0].cuts == (width,):
         yield
         return
-    for module in mixers:
-        module.forward = _Divided(module.forward, view, rows, width)
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module in mixers:
-            del module.forward
+            divided = _Divided(module.forward, view, rows, width)
+            stack.enter_context(mock.patch.object(module, "forward", divided))
+        yield
 
 
 class _Divided:

@@ -118,21 +118,21 @@ class SnapshotBackend(HFBackend):
     kind = "snapshot"
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
-        name = name or type(model).__name__
         self._mixers = mixers_of(model) or ()
         if not self._mixers:
             raise UserError(
-                f"{name} keeps no recurrent state in transformers' own cache, which is what backend snapshot is for: "
-                "legal is backend auto"
+                f"{name or type(model).__name__} keeps no recurrent state in transformers' own cache, which is what "
+                "backend snapshot is for: legal is backend auto"
             )
         self._goes_on = continuation(model, self._mixers)
         super().__init__(model, name=name, check=check)
+        self.capabilities = replace(self.capabilities, trees=False)
         if self.stepwise:
             self.prefill = sys.maxsize  # only what a session reads first is read fast, and as transformers reads it
             _log.info(
                 "%s: transformers' code for its recurrent layers goes on from a state by single tokens only, so they "
                 "read drafts one by one, and drafts gain less",
-                name,
+                self.name,
             )
 
     @property
