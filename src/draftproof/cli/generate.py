@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from draftproof import models
 from draftproof.cli import _terminal
 from draftproof.cli._continue import GenerateRun, as_inputs
+from draftproof.cli._engine import engine_options, load_engine
 from draftproof.cli._libraries import logged_lines, quiet_libraries
-from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP, default_draft
 from draftproof.cli._prompts import gather
-from draftproof.cli._pulling import obtain
 from draftproof.cli._sampling import merged_params, sampling_options
-from draftproof.engine.engine import Engine
 
 app = typer.Typer(add_completion=False)
-_model = partial(typer.Option, rich_help_panel="Models")
-_speculation = partial(typer.Option, rich_help_panel="Speculation")
-_NAMES = "a registered name, hub id, directory or .gguf file"
 
 
 @app.command()
 @sampling_options
+@engine_options
 def generate(
     prompt: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]", help="Text to continue; - or nothing reads stdin.")
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Many prompts: one a line, or in .jsonl one object a line.")
-    ] = None,
-    target: Annotated[str | None, _model(help=f"The target: {_NAMES}; without it {models.DEFAULT_TARGET}.")] = None,
-    draft: Annotated[
-        str | None,
-        _model(help=f"The draft model: {_NAMES}; without it {models.DEFAULT_DRAFT}, or none if --target is given."),
-    ] = None,
-    dtype: Annotated[str, _model(help="Number format of both models: auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
-    backend: Annotated[str, _model(help=BACKEND_HELP)] = "auto",
-    max_batch: Annotated[int, _model(help="Sequences decoded together.")] = 8,
-    trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with a model.")] = False,
-    generation_config: Annotated[
-        str,
-        _model(help="auto takes sampling defaults from the target's generation config; none leaves the file aside."),
-    ] = "auto",
-    drafter: Annotated[str | None, _speculation(help=DRAFTER_HELP)] = None,
-    stopper: Annotated[str | None, _speculation(help=f"{STOPPER_HELP}; without it auto.")] = None,
-    verifier: Annotated[str | None, _speculation(help=f"{VERIFIER_HELP}; without it the drafter's default.")] = None,
-    draft_temperature: Annotated[
-        float | None,
-        _speculation(help="Temperature of the draft alone; the output distribution stays the target's."),
-    ] = None,
-    draft_top_k: Annotated[
-        int | None, _speculation(help="Top-k of the draft alone; the output distribution stays the target's.")
     ] = None,
     chat: Annotated[
         bool | None, typer.Option(help="Apply the chat template; without this option it is applied if there is one.")
@@ -69,6 +39,7 @@ def generate(
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Leave out the summary and notes on stderr.")] = False,
     *,
+    engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
     """Continue a prompt, fast, and say what speculation gained.
@@ -82,27 +53,12 @@ def generate(
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     sources = gather(prompt[0] if prompt else None, prompts)
     sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would not be used
-    names = target or models.DEFAULT_TARGET, draft or default_draft(target, drafter)
     with quiet_libraries(), logged_lines(quiet=quiet):
-        obtain(*names, quiet=quiet)
-        engine = Engine.load(
-            *names,
-            drafter=drafter,
-            stopper=stopper,
-            verifier=verifier,
-            dtype=dtype,
-            device=device,
-            backend=backend,
-            draft_temperature=draft_temperature,
-            draft_top_k=draft_top_k,
-            max_batch=min(max_batch, sequences),
-            trust_remote_code=trust_remote_code,
-            generation_config=generation_config,
-        )
-        if with_plain and engine.drafter.name == "none":
+        loaded = load_engine(engine | {"max_batch": min(engine["max_batch"], sequences)}, quiet=quiet)
+        if with_plain and loaded.drafter.name == "none":
             raise typer.BadParameter("--compare needs a drafter, and none is in effect: name one with --draft")
-        params = merged_params(sampling, engine.default_params)
-        inputs, notice = as_inputs(engine, sources, chat=chat, system=system)
+        params = merged_params(sampling, loaded.default_params)
+        inputs, notice = as_inputs(loaded, sources, chat=chat, system=system)
         if notice and not quiet and not as_json:
             _terminal.note(f"draftproof: {notice}")
-        GenerateRun(engine, inputs, params, set(sampling), as_json=as_json, with_plain=with_plain, quiet=quiet)()
+        GenerateRun(loaded, inputs, params, set(sampling), as_json=as_json, with_plain=with_plain, quiet=quiet)()

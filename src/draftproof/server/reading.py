@@ -1,0 +1,151 @@
+"""From bodies of requests to what the engine takes: prompts as token ids, and SamplingParams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from draftproof.engine.loop import DecodingLoop
+from draftproof.engine.prompts import Prompt
+from draftproof.errors import UserError
+from draftproof.sampling import SamplingParams
+from draftproof.server.errors import ApiError
+from draftproof.server.schemas import ChatBody, CompletionBody, Message, SamplingFields, TextPart
+from draftproof.server.settings import Settings
+
+_MOST_LOGPROBS = 20
+_COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number; OpenAI's default
+_FIELDS = {field.name for field in fields(SamplingParams)}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a request asks of the engine.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        texts: of the prompts; None for one that was token ids.
+        params: of all of them.
+        prediction: token ids that the answer may repeat.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    texts: tuple[str | None, ...]
+    params: SamplingParams
+    prediction: tuple[int, ...] = ()
+
+
+class Reader:
+    """Reads bodies for one engine.
+
+    Args:
+        engine: its tokenizer and its defaults are used, from one thread at a time.
+        settings: with the limits.
+        shown: makes a message of the engine fit for clients.
+    """
+
+    def __init__(self, engine: DecodingLoop, settings: Settings, shown: Callable[[str], str]) -> None:
+        self._engine, self._settings, self._shown = engine, settings, shown
+
+    def completion(self, body: CompletionBody) -> Question:
+        """The question of a request to /v1/completions.
+
+        Raises:
+            ApiError: a value that cannot be used; it names the field.
+        """
+        params = self._params(body, body.max_tokens or _COMPLETION_TOKENS, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            raise ApiError("echo with logprobs is not supported: leave one of them out", param="echo")
+        read = [self.encode(prompt, "prompt") for prompt in _several(body.prompt)]
+        return Question(tuple(ids for _, ids in read), tuple(text for text, _ in read), params)
+
+    def chat(self, body: ChatBody) -> Question:
+        """The question of a request to /v1/chat/completions.
+
+        Raises:
+            ApiError: as above.
+        """
+        if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+            raise ApiError(
+                f"max_tokens is {body.max_tokens} and max_completion_tokens is {body.max_completion_tokens}: they mean "
+                "the same, so give one of them",
+                param="max_completion_tokens",
+            )
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
+        most = body.max_completion_tokens or body.max_tokens or self._settings.max_tokens_limit
+        params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None)
+        text, ids = self.encode(messages_of(body.messages), "messages")
+        return Question((ids,), (text,), params)
+
+    def encode(self, prompt: Prompt, param: str) -> tuple[str | None, tuple[int, ...]]:
+        """Text and token ids of a prompt.
+
+        Raises:
+            ApiError: it is empty, too long, or not to be read.
+        """
+        try:
+            text, ids = self._engine.encode(prompt)
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param=param) from error
+        most = self._settings.max_prompt_tokens
+        if most is not None and len(ids) > most:
+            raise ApiError(
+                f"the prompt has {len(ids)} tokens: legal are up to {most} here",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return text, tuple(ids)
+
+    def _params(self, body: SamplingFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        given: dict[str, Any] = {
+            name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
+        }
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        if body.logit_bias is not None:
+            given["logit_bias"] = _bias(body.logit_bias)
+        _refuse_above("max_tokens", max_tokens, self._settings.max_tokens_limit)
+        if logprobs is not None:
+            _refuse_above("logprobs", logprobs, _MOST_LOGPROBS)
+        try:
+            return replace(self._engine.default_params, **given)
+        except UserError as error:
+            name = str(error).partition(" ")[0]
+            raise ApiError(str(error), param=name if name in _FIELDS else None) from error
+
+
+def messages_of(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as chat templates take them; OpenAI's developer messages are what others call system messages."""
+    return [
+        {"role": "system" if each.role == "developer" else each.role, "content": text_of(each.content)}
+        for each in messages
+    ]
+
+
+def text_of(content: str | Sequence[TextPart]) -> str:
+    """A text, or the texts of its parts, a line each."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def _several(prompt: Any) -> list[Prompt]:
+    """The prompts of a body: one text, the token ids of one, or a list of either."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise ApiError("the prompt is empty: give some text, or token ids", param="prompt")
+    return list(prompt)
+
+
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in given.items()}
+    except ValueError:
+        raise ApiError(
+            "logit_bias has a key that is no token id: legal are whole numbers", param="logit_bias"
+        ) from None
+
+
+def _refuse_above(name: str, value: int, most: int) -> None:
+    if value > most:
+        raise ApiError(f"{name} is {value}: legal are up to {most} here", param=name)
