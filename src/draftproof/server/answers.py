@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi.sse import format_sse_event
 
@@ -107,9 +107,9 @@ class TokenText:
         self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
-        """Of one token, special ones included."""
+        """Of one token inside a text, special ones included: some tokenizers leave out a blank at the start."""
         if token not in self._known:
-            self._known[token] = self.joined([token])
+            self._known[token] = self.joined([token, token])[len(self.joined([token])) :]
         return self._known[token]
 
     def joined(self, tokens: Sequence[int]) -> str:
@@ -117,6 +117,7 @@ class TokenText:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+@runtime_checkable
 class Form(Protocol):
     """How one of the two endpoints words its answers."""
 

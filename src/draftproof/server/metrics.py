@@ -83,7 +83,7 @@ class Metrics:
     def _counter(self, name: str, about: str) -> Counter:
         return Counter(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
 
-    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, name: str, about: str, buckets: Sequence[float | int]) -> Histogram:
         made = Histogram(f"draftproof:{name}", about, ("model_name",), registry=self.registry, buckets=buckets)
         return made.labels(self._model)
 

@@ -54,7 +54,7 @@ class Reader:
         Raises:
             ApiError: a value that cannot be used; it names the field.
         """
-        params = self._params(body, body.max_tokens or _COMPLETION_TOKENS, body.logprobs)
+        params = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
             raise ApiError("echo with logprobs is not supported: leave one of them out", param="echo")
         read = [self.encode(prompt, "prompt") for prompt in _several(body.prompt)]
@@ -74,7 +74,7 @@ class Reader:
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
-        most = body.max_completion_tokens or body.max_tokens or self._settings.max_tokens_limit
+        most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
         params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None)
         text, ids = self.encode(messages_of(body.messages), "messages")
         return Question((ids,), (text,), params)
@@ -144,6 +144,11 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
         raise ApiError(
             "logit_bias has a key that is no token id: legal are whole numbers", param="logit_bias"
         ) from None
+
+
+def _first(*values: int | None) -> int:
+    """The first of these that is given."""
+    return next(value for value in values if value is not None)
 
 
 def _refuse_above(name: str, value: int, most: int) -> None:

@@ -47,6 +47,21 @@ def served_name(target: str, given: str | None) -> str:
     return path.resolve().name if path.exists() else target
 
 
+def prepared(app: FastAPI, settings: Settings) -> uvicorn.Server:
+    """What speaks HTTP for an application."""
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ws="none",
+        timeout_graceful_shutdown=settings.drain_timeout,
+    )
+    return uvicorn.Server(config)
+
+
 def serve(app: FastAPI, listener: socket.socket, settings: Settings) -> None:
     """Serve until SIGTERM or Ctrl-C: then no connection is accepted, and running requests may end.
 
@@ -58,19 +73,9 @@ def serve(app: FastAPI, listener: socket.socket, settings: Settings) -> None:
     Raises:
         KeyboardInterrupt: after Ctrl-C, when everything has ended.
     """
-    config = uvicorn.Config(
-        app,
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        ws="none",
-        timeout_graceful_shutdown=settings.drain_timeout,
-    )
     before = signal.signal(signal.SIGTERM, _ended)  # uvicorn raises the signal again when it has drained
     try:
-        uvicorn.Server(config).run(sockets=[listener])
+        prepared(app, settings).run(sockets=[listener])
     finally:
         signal.signal(signal.SIGTERM, before)
         listener.close()
