@@ -22,7 +22,7 @@ from draftproof.engine.composition import misfit
 from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
-from draftproof.errors import RequestError, UserError, blamed_on
+from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
@@ -167,7 +167,7 @@ class DecodingLoop:
         if self._context_left(len(ids)) < 1:
             longest = len(ids) + self._context_left(len(ids)) - 1
             bounded_by = getattr(self.target, "bounded_by", "")
-            raise UserError(
+            raise ContextError(
                 f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
                 + (f" ({bounded_by})" if bounded_by else "")
             )

@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from draftproof.errors import UserError
 from draftproof.server.errors import ApiError
 
-VARIABLE = "DRAFTPROOF_KEYS"
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
 _SHORTEST = 16
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -34,15 +33,16 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         UserError: the file cannot be read or holds no key, or a key is too short.
     """
     keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
-    where = f"the variable {VARIABLE}"
+    where = "the variable DRAFTPROOF_KEYS"
     if file is not None:
         where = str(file)
         try:
-            keys += file.read_text(encoding="utf-8").split()
+            found = file.read_text(encoding="utf-8").split()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read API keys from {file}: {getattr(error, 'strerror', None) or error}") from error
-        if not keys:
+        if not found:
             raise UserError(f"{file} holds no API key: legal is one a line")
+        keys += found
     if any(len(key) < _SHORTEST for key in keys):
         raise UserError(f"{where} holds an API key of less than {_SHORTEST} characters: legal are longer ones")
     return tuple(keys)
@@ -71,10 +71,11 @@ class Access:
     Args:
         app: what serves the requests.
         keys: one of them is needed; empty lets everybody in.
+        max_body: bytes; a longer body is refused by its declared length, others while they are read.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self._app, self._keys = app, Keys(keys)
+    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int) -> None:
+        self._app, self._keys, self._max_body = app, Keys(keys), max_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -95,19 +96,25 @@ class Access:
             await send(message)
 
         try:
-            if self._keys and scope["path"] not in OPEN and not self._keys.allow(given.get("authorization", "")):
-                await _refusal(scope, receive, noting)
-                return
-            await self._app(scope, receive, noting)
+            error = self._refused(scope["path"], given)
+            answer = self._app if error is None else JSONResponse(error.body(), error.status, error.headers)
+            await answer(scope, receive, noting)
         finally:
             facts["seconds"] = round(time.perf_counter() - start, 6)
             _log.info("request", extra={"facts": facts})
 
-
-async def _refusal(scope: Scope, receive: Receive, send: Send) -> None:
-    error = ApiError("an API key is needed, as: Authorization: Bearer KEY", status=401, code="invalid_api_key")
-    answer = JSONResponse(error.body(), error.status, {"WWW-Authenticate": "Bearer"})
-    await answer(scope, receive, send)
+    def _refused(self, path: str, given: Headers) -> ApiError | None:
+        if self._keys and path not in OPEN and not self._keys.allow(given.get("authorization", "")):
+            return ApiError(
+                "an API key is needed, as: Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = given.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body:
+            return ApiError(f"the body has {length} bytes: legal are up to {self._max_body} here", status=413)
+        return None
 
 
 def note(scope: Mapping[str, Any], **facts: Any) -> None:

@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.sse import EventSourceResponse, format_sse_event
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
@@ -25,7 +26,7 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.server import schemas
 from draftproof.server.access import Access, note
 from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
-from draftproof.server.errors import ApiError, stopping
+from draftproof.server.errors import ApiError, failed, stopping
 from draftproof.server.metrics import Metrics
 from draftproof.server.reading import Question, Reader, messages_of
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
@@ -286,12 +287,12 @@ def make_app(server: Server, keys: Sequence[str] = ()) -> FastAPI:
         lifespan=running,
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
-        max_body_size=server.settings.max_body,
         telemetry={"tracing": False, "metrics": False, "logs": False},
         responses=_ERRORS,
     )
     app.state.server = server
-    app.add_middleware(Access, keys=keys)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=server.settings.max_body)
+    app.add_middleware(Access, keys=keys, max_body=server.settings.max_body)
     app.add_exception_handler(ApiError, _shown_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
@@ -403,6 +404,4 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, _: Exception) -> Response:
-    from draftproof.server.errors import failed
-
     return await _shown_error(request, failed())

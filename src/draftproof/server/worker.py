@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
-from draftproof.errors import RequestError, UserError
+from draftproof.errors import ContextError, RequestError, UserError
 from draftproof.sampling import SamplingParams, TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
 from draftproof.server.metrics import Counted, Metrics
@@ -238,7 +238,8 @@ class EngineWorker:
             _log.error("%s", error)
             return failed()
         if isinstance(error, UserError):
-            return ApiError(self._shown(str(error)))
+            code = "context_length_exceeded" if isinstance(error, ContextError) else None
+            return ApiError(self._shown(str(error)), code=code)
         _log.error("a request failed", exc_info=error)
         return failed()
 
