@@ -147,6 +147,36 @@ def test_the_asynchronous_client(base, alone):
     assert asyncio.run(asked(base)) == text(alone, max_tokens=8, seed=2)
 
 
+def test_a_prediction(client, alone):
+    options = {"model": "story", "prompt": STORY, "max_tokens": 60, "temperature": 0}
+    plain = client.completions.create(**options)
+    body = {"prediction": {"type": "content", "content": plain.choices[0].text}}
+    made = client.completions.create(**options, extra_body=body)
+    assert made.choices[0].text == plain.choices[0].text
+    assert plain.usage.completion_tokens_details is None
+    details, size = made.usage.completion_tokens_details, len(alone.prompts.plain(plain.choices[0].text))
+    assert details.accepted_prediction_tokens > 30
+    assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == size
+    stream = client.completions.create(**options, extra_body=body, stream=True, stream_options={"include_usage": True})
+    assert list(stream)[-1].usage.completion_tokens_details == details
+
+
+def test_a_prediction_of_a_chat(client, alone):
+    options = {"model": "story", "messages": MESSAGES, "max_tokens": 30, "seed": 3}
+    expected = text(alone, MESSAGES, max_tokens=30, seed=3)
+    parts = [{"type": "text", "text": expected}]
+    made = client.chat.completions.create(**options, prediction={"type": "content", "content": parts})
+    assert made.choices[0].message.content == expected, "a seed gives one text, whatever is predicted"
+    assert made.usage.completion_tokens_details.accepted_prediction_tokens > 5
+
+
+def test_a_drafter_that_cannot_use_a_prediction():
+    with running(small_engine(drafter="none")) as (base, _):
+        answer = post(base, prediction={"type": "content", "content": "x"})
+    assert answer.status_code == 400
+    assert error_of(answer)["param"] == "prediction"
+
+
 # --- fields -----------------------------------------------------------------------------------------------------------
 
 FIELDS = {

@@ -148,6 +148,7 @@ class ModelBacked:
     """
 
     point_masses = False
+    reads_predictions = False
 
     def __init__(self, model: DraftModel, stopper: Stopper) -> None:
         refuse_misfit(stopper, model.backend)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,17 +109,30 @@ class DecodingLoop:
         """
         return self.prompts.read(prompt)
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Request]:
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | Sequence[int] | None = None,
+    ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
+
+        Args:
+            prompt: a text, token ids or chat messages.
+            params: default `default_params`.
+            prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
+                about the output distribution.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
 
         Raises:
-            UserError: the prompt is empty, too long, or cannot be read.
+            UserError: the prompt is empty, too long, or cannot be read; a prediction that the drafter cannot use.
         """
         params = params or self.default_params
         text, ids = self.encode(prompt)
+        predicted = self._predicted(prediction)
         self._check_prompt(ids)
         left = self._context_left(len(ids))
         limit = left if params.max_tokens is None else min(params.max_tokens, left)
@@ -142,11 +156,24 @@ class DecodingLoop:
                     cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
                     max_tokens=limit,
                     rule=self._rule(params),
+                    prediction=predicted,
                 )
                 for index in range(params.n)
             ]
             self._waiting.extend(made)
         return made
+
+    def _predicted(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        """The token ids of a prediction."""
+        if not prediction:
+            return ()
+        if not self.drafter.reads_predictions:
+            raise UserError(
+                f"drafter {self.drafter.name} cannot use a prediction: leave it out, or use the drafter auto or suffix"
+            )
+        if isinstance(prediction, str):
+            return tuple(self.prompts.plain(prediction))
+        return tuple(self.encode(prediction)[1])
 
     def _context_left(self, length: int) -> int:
         """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft until the end."""
@@ -294,7 +321,16 @@ class DecodingLoop:
         if row.finished:
             self._retire(row)
         finish = row.cutter.finish
-        row.chunks.append(Chunk(cut.text, verdict.emitted[: cut.kept], None if finish is None else str(finish)))
+        row.chunks.append(
+            Chunk(
+                cut.text,
+                verdict.emitted[: cut.kept],
+                None if finish is None else str(finish),
+                drafted=len(draft),
+                accepted=min(len(verdict.path), cut.kept),
+                origin=draft.origin,
+            )
+        )
 
     def _fail(self, error: RequestError) -> None:
         """End one request with an error."""
@@ -328,13 +364,18 @@ class DecodingLoop:
     # --- whole generations ----------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        predictions: str | Sequence[str | Sequence[int] | None] | None = None,
     ) -> list[Output]:
         """Continue every prompt; blocks until all are finished.
 
         Args:
             prompts: one prompt or several; a prompt is a text, token ids or chat messages.
             params: for all prompts, or one for each; default `default_params`.
+            predictions: a text for all prompts, or a text, token ids or None for each; see `add`.
 
         Returns:
             For each prompt its n continuations, in order.
@@ -347,10 +388,13 @@ class DecodingLoop:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise UserError(f"{len(each)} SamplingParams for {len(many)} prompts: give one, or one for each")
+        texts = [predictions] * len(many) if predictions is None or isinstance(predictions, str) else list(predictions)
+        if len(texts) != len(many):
+            raise UserError(f"{len(texts)} predictions for {len(many)} prompts: give one text, or one for each")
         requests: list[Request] = []
         try:
-            for prompt, own in zip(many, each, strict=True):
-                requests.extend(self.add(prompt, own))
+            for prompt, own, text in zip(many, each, texts, strict=True):
+                requests.extend(self.add(prompt, own, prediction=text))
             while not all(request.finished for request in requests):
                 self.step()
         finally:
@@ -362,7 +406,13 @@ class DecodingLoop:
             raise failed
         return [self.output(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | Sequence[int] | None = None,
+    ) -> Iterator[Chunk]:
         """Continue one prompt and yield each round's text as it is committed; the last chunk has the Output.
 
         Raises:
@@ -371,7 +421,7 @@ class DecodingLoop:
         """
         if params is not None and params.n != 1:
             raise UserError(f"n is {params.n}: a stream has one continuation; use generate")
-        (request,) = self.add(prompt, params)
+        (request,) = self.add(prompt, params, prediction=prediction)
         try:
             while not request.finished or request.chunks:
                 if not request.chunks:
@@ -379,9 +429,7 @@ class DecodingLoop:
                 while request.chunks:
                     chunk = request.chunks.popleft()
                     last = request.finished and not request.chunks
-                    yield Chunk(
-                        chunk.text, chunk.token_ids, chunk.finish_reason, self.output(request) if last else None
-                    )
+                    yield replace(chunk, output=self.output(request) if last else None)
         finally:
             self.abort(request)
 

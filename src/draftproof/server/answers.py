@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from fastapi.sse import format_sse_event
 
+from draftproof.draft import Origin
 from draftproof.sampling import TokenLogprob
 from draftproof.server.reading import Question
 from draftproof.server.schemas import (
@@ -19,6 +20,7 @@ from draftproof.server.schemas import (
     ChatLogprobs,
     CompletionAnswer,
     CompletionChoice,
+    CompletionDetails,
     CompletionLogprobs,
     TokenLogprobAnswer,
     TopLogprob,
@@ -39,12 +41,15 @@ class Continuation:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: int | str | None = None
+    predicted: int = 0
 
     def add(self, piece: Piece) -> None:
         """Add a piece."""
         self.text += piece.text
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
+        if piece.origin is Origin.PREDICTION:
+            self.predicted += piece.accepted
         if piece.finish_reason is not None:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
@@ -84,7 +89,24 @@ class Answer:
         """Tokens so far."""
         read = sum(map(len, self.question.prompts))
         made = sum(len(each.token_ids) for each in self.continuations)
-        return Usage(prompt_tokens=read, completion_tokens=made, total_tokens=read + made)
+        return Usage(
+            prompt_tokens=read,
+            completion_tokens=made,
+            total_tokens=read + made,
+            completion_tokens_details=self._details,
+        )
+
+    @property
+    def _details(self) -> CompletionDetails | None:
+        """How much of the prediction came true, in all continuations together."""
+        size = len(self.question.prediction)
+        if not size:
+            return None
+        accepted = [each.predicted for each in self.continuations]
+        return CompletionDetails(
+            accepted_prediction_tokens=sum(accepted),
+            rejected_prediction_tokens=sum(max(size - each, 0) for each in accepted),
+        )
 
     def prompt_of(self, index: int) -> int:
         """The number of the prompt of a continuation."""

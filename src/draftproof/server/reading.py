@@ -11,7 +11,7 @@ from draftproof.engine.prompts import Prompt
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 from draftproof.server.errors import ApiError
-from draftproof.server.schemas import ChatBody, CompletionBody, Message, SamplingFields, TextPart
+from draftproof.server.schemas import ChatBody, CompletionBody, Message, Prediction, SamplingFields, TextPart
 from draftproof.server.settings import Settings
 
 _MOST_LOGPROBS = 20
@@ -58,7 +58,8 @@ class Reader:
         if body.echo and body.logprobs is not None:
             raise ApiError("echo with logprobs is not supported: leave one of them out", param="echo")
         read = [self.encode(prompt, "prompt") for prompt in _several(body.prompt)]
-        return Question(tuple(ids for _, ids in read), tuple(text for text, _ in read), params)
+        texts = tuple(text for text, _ in read)
+        return Question(tuple(ids for _, ids in read), texts, params, self._prediction(body.prediction))
 
     def chat(self, body: ChatBody) -> Question:
         """The question of a request to /v1/chat/completions.
@@ -77,7 +78,7 @@ class Reader:
         most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
         params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None)
         text, ids = self.encode(messages_of(body.messages), "messages")
-        return Question((ids,), (text,), params)
+        return Question((ids,), (text,), params, self._prediction(body.prediction))
 
     def encode(self, prompt: Prompt, param: str) -> tuple[str | None, tuple[int, ...]]:
         """Text and token ids of a prompt.
@@ -97,6 +98,19 @@ class Reader:
                 code="context_length_exceeded",
             )
         return text, tuple(ids)
+
+    def _prediction(self, given: Prediction | None) -> tuple[int, ...]:
+        """The token ids of a prediction."""
+        if given is None:
+            return ()
+        drafter = self._engine.drafter
+        if not drafter.reads_predictions:
+            raise ApiError(
+                f"prediction is not supported by the drafter {self._shown(drafter.name)}, with which this server was "
+                "started: legal are the drafters auto and suffix",
+                param="prediction",
+            )
+        return tuple(self._engine.prompts.plain(text_of(given.content)))
 
     def _params(self, body: SamplingFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
         given: dict[str, Any] = {

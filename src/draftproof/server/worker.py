@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from draftproof.draft import Origin
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
@@ -38,7 +39,9 @@ class Piece:
         logprobs: of these tokens; empty if not requested.
         finish_reason: None while it goes on.
         stop_reason: the stop string or token id that ended it.
-        stats: of the whole continuation, with its last piece.
+        drafted: number of tokens that were drafted in the round.
+        accepted: how many of `token_ids`, from the first on, were drafted.
+        origin: where the drafted tokens came from.
     """
 
     index: int
@@ -47,7 +50,9 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    stats: Stats | None = None
+    drafted: int = 0
+    accepted: int = 0
+    origin: Origin = Origin.DRAFTER
 
 
 @dataclass(eq=False)
@@ -224,7 +229,7 @@ class EngineWorker:
         made: list[Request] = []
         try:
             for prompt in job.prompts:
-                made += self._engine.add(list(prompt), job.params)
+                made += self._engine.add(list(prompt), job.params, prediction=job.prediction)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's
             for request in made:
                 self._engine.abort(request)
@@ -301,7 +306,9 @@ class EngineWorker:
                     logprobs,
                     chunk.finish_reason,
                     request.cutter.stop_reason if last else None,
-                    request.stats if last else None,
+                    chunk.drafted,
+                    chunk.accepted,
+                    chunk.origin,
                 )
             )
         if request.finished:
