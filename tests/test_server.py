@@ -1,11 +1,14 @@
 """The server's API: OpenAI's official client unchanged, what each field does, and what is refused."""
 
 import json
+import re
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+import draftproof.server
 from draftproof import SamplingParams
 from draftproof.sampling import SamplingParams as Params
 from draftproof.server import schemas
@@ -394,3 +397,13 @@ def metrics_of(base):
             name, value = line.rsplit(" ", 1)
             found[name.removeprefix("draftproof:").replace('{model_name="story"}', "")] = float(value)
     return found
+
+
+def test_the_dashboard_shows_metrics_that_exist(base):
+    known = post(base, max_tokens=40, temperature=0).json()["choices"][0]["text"]
+    post(base, max_tokens=40, temperature=0, prediction={"type": "content", "content": known})  # accepted tokens
+    file = Path(draftproof.server.__file__).parent / "grafana.json"
+    shown = set(re.findall(r"draftproof:(\w+)", file.read_text(encoding="utf-8")))
+    known = {name.partition("{")[0] for name in metrics_of(base)}
+    assert len(shown) > 10
+    assert shown <= known
