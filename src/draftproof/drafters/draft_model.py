@@ -20,6 +20,9 @@ from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabi
 from draftproof.stoppers.base import RoundTime, Stopper
 
 
+_UNLIKELY = -1e4  # stands for -inf
+
+
 class DraftModel:
     """A draft model with the sessions and transforms of all requests.
 
@@ -125,6 +128,8 @@ class DraftModel:
         if columns is not None:
             narrow = shaped(fitted.to(torch.promote_types(fitted.dtype, torch.float32)), transforms.params)
             return native.spread(narrow, columns, self._vocab_size)
+        if transforms.constraint is not None:  # a head for some tokens only may have none that fits the grammar
+            fitted = fitted.clamp(min=_UNLIKELY)
         outputs = request.tokens[request.prompt_length :] if transforms.path_dependent else []
         return probabilities(fitted, transforms, outputs, paths)
 

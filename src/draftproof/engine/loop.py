@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import threading
@@ -24,6 +25,7 @@ from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
+from draftproof.grammar import Grammars
 from draftproof.finish import Cutter, Finish
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
@@ -99,6 +101,15 @@ class DecodingLoop:
         """The tokenizer, or None."""
         return self.prompts.tokenizer
 
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """What compiles the grammars of requests.
+
+        Raises:
+            UserError: no grammar can be used with this model.
+        """
+        return Grammars.of(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -142,6 +153,7 @@ class DecodingLoop:
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
             encode=None if self.tokenizer is None else self.prompts.plain,
+            constraint=None if params.grammar is None else self.grammars.constraint(params.grammar),
         )
         with self._lock:
             made = [
@@ -152,7 +164,7 @@ class DecodingLoop:
                     tokens=list(ids),
                     prompt_length=len(ids),
                     seed=seed if index == 0 else fold(seed, index) >> 1,
-                    transforms=transforms,
+                    transforms=transforms.fresh(),
                     cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
                     max_tokens=limit,
                     rule=self._rule(params),
