@@ -86,11 +86,11 @@ def model(target, **options):
 
 
 DRAFTERS = {
-    "none": lambda target: None,
+    "none": lambda _: None,
     "model": model,
     "hot": lambda target: model(target, temperature=3.0),
-    "suffix": lambda target: SuffixDrafter(3, threshold=0.0, shared=False),
-    "tree": lambda target: SampledTreeDrafter(DraftModel(TableModel(4, 9), vocab_size=4), FixedLength(1), chains=2),
+    "suffix": lambda _: SuffixDrafter(3, threshold=0.0, shared=False),
+    "tree": lambda _: SampledTreeDrafter(DraftModel(TableModel(4, 9), vocab_size=4), FixedLength(1), chains=2),
 }
 
 
@@ -141,7 +141,7 @@ def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
                 return masks
 
         class Broken:
-            def constraint(self, spec):
+            def constraint(self, _):
                 return RootOnly()
 
         engine.grammars = Broken()

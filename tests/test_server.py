@@ -3,9 +3,11 @@
 import json
 import re
 from pathlib import Path
+from typing import Annotated, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 
 import draftproof.server
@@ -150,6 +152,50 @@ def test_the_asynchronous_client(base, alone):
     assert asyncio.run(asked(base)) == text(alone, max_tokens=8, seed=2)
 
 
+class Pet(pydantic.BaseModel):
+    """A form for answers."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: Literal["Tom", "Ada", "Rex"]
+    age: Annotated[int, pydantic.Field(ge=0, le=20)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_is_parsed_by_the_official_client(client, seed):
+    made = client.chat.completions.parse(
+        model="story", messages=MESSAGES, response_format=Pet, max_tokens=60, seed=seed
+    )
+    assert isinstance(made.choices[0].message.parsed, Pet)
+    assert made.choices[0].finish_reason == "stop"
+
+
+def test_forms_of_a_completion(base):
+    def made(**fields):
+        return post(base, **{"max_tokens": 80, "seed": 1, **fields}).json()["choices"][0]["text"]
+
+    assert made(response_format={"type": "json_object"}).startswith("{")
+    assert re.fullmatch("[0-9]{4}", made(structured_outputs={"regex": "[0-9]{4}"}))
+    assert made(structured_outputs={"choice": ["a+b", "c.d"]}) in ("a+b", "c.d")
+    assert made(structured_outputs={"grammar": 'start: "x" "y"'}) == "xy"
+    assert json.loads(made(structured_outputs={"json": {"enum": [1, 2]}})) in (1, 2)
+    assert made(response_format={"type": "text"})
+
+
+def test_a_form_in_a_stream(client, alone):
+    schema = {"name": "pet", "schema": Pet.model_json_schema()}
+    options = {"max_tokens": 60, "seed": 4}
+    stream = client.chat.completions.create(
+        model="story",
+        messages=MESSAGES,
+        stream=True,
+        response_format={"type": "json_schema", "json_schema": schema},
+        **options,
+    )
+    found = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    Pet.model_validate_json(found)
+    assert found == text(alone, MESSAGES, grammar=f"json_schema:{json.dumps(schema['schema'])}", **options)
+
+
 def test_a_prediction(client, alone):
     options = {"model": "story", "prompt": STORY, "max_tokens": 60, "temperature": 0}
     plain = client.completions.create(**options)
@@ -214,7 +260,7 @@ def test_logit_bias_has_token_ids_as_keys(base, alone):
 
 
 def test_every_sampling_parameter_is_a_field():
-    assert set(Params.__dataclass_fields__) <= set(schemas.CompletionBody.model_fields)
+    assert set(Params.__dataclass_fields__) - {"grammar"} <= set(schemas.CompletionBody.model_fields)
 
 
 def test_echo_gives_the_prompt_too(base, alone):
@@ -271,7 +317,18 @@ REFUSED = [
     ({"prompt": 5}, "prompt"),
     ({"prompt": "a" * 20_000}, None),
     ({"stop": [""]}, "stop"),
-    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "blub"}}}},
+        "response_format",
+    ),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+    ({"structured_outputs": {"regex": "a("}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"chunks": 1}}, "chunks"),
 ]

@@ -2,8 +2,8 @@
 
 Penalties depend on the drafted path above a row. Where a generation ends is decided in `finish`.
 
-Order, as vLLM's V1 sampler: cast to float32; grammar; bad words; min_tokens; logit bias; repetition, frequency and presence
-penalties; temperature; min-p; top-k; top-p; softmax. Masks are -inf, so they commute with the bias.
+Order, as vLLM's V1 sampler: cast to float32; grammar; bad words; min_tokens; logit bias; repetition, frequency and
+presence penalties; temperature; min-p; top-k; top-p; softmax. Masks are -inf, so they commute with the bias.
 """
 
 from __future__ import annotations

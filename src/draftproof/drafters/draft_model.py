@@ -19,7 +19,6 @@ from draftproof.kernels import native
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import RoundTime, Stopper
 
-
 _UNLIKELY = -1e4  # stands for -inf
 
 

@@ -25,8 +25,8 @@ from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
-from draftproof.grammar import Grammars
 from draftproof.finish import Cutter, Finish
+from draftproof.grammar import Grammars
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -386,7 +387,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError), "registered for it"
     first = error.errors()[0]
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in _FIELDS]
-    param = ".".join(names) or None
+    param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
         param = str(first["loc"][-1])[:100]
         message = f"{'.'.join([*names, param])} is not supported: /openapi.json lists the fields that are"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -11,7 +13,17 @@ from draftproof.engine.prompts import Prompt
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 from draftproof.server.errors import ApiError
-from draftproof.server.schemas import ChatBody, CompletionBody, Message, Prediction, SamplingFields, TextPart
+from draftproof.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    Message,
+    ObjectFormat,
+    Prediction,
+    SamplingFields,
+    SchemaFormat,
+    TextFormat,
+    TextPart,
+)
 from draftproof.server.settings import Settings
 
 _MOST_LOGPROBS = 20
@@ -117,16 +129,49 @@ class Reader:
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        grammar, param = _grammar(body)
+        if grammar is not None:
+            given["grammar"] = grammar
         if body.logit_bias is not None:
             given["logit_bias"] = _bias(body.logit_bias)
         _refuse_above("max_tokens", max_tokens, self._settings.max_tokens_limit)
         if logprobs is not None:
             _refuse_above("logprobs", logprobs, _MOST_LOGPROBS)
         try:
+            if grammar is not None:
+                SamplingParams(grammar=grammar)
+                self._engine.grammars.constraint(grammar)  # it takes time, and the engine's thread has none
             return replace(self._engine.default_params, **given)
         except UserError as error:
             name = str(error).partition(" ")[0]
+            if name in ("grammar", "grammars", "a"):
+                raise ApiError(self._shown(str(error)), param=param) from error
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
+
+
+def _grammar(body: SamplingFields) -> tuple[str | None, str]:
+    """The grammar that a body asks for, as SamplingParams take it, and the field that it comes from."""
+    wanted, asked = body.response_format, body.structured_outputs
+    if asked is None:
+        if isinstance(wanted, SchemaFormat):
+            return f"json_schema:{json.dumps(wanted.json_schema.schema_)}", "response_format"
+        return ("json_object" if isinstance(wanted, ObjectFormat) else None), "response_format"
+    if not (wanted is None or isinstance(wanted, TextFormat)):
+        raise ApiError("response_format and structured_outputs exclude each other", param="structured_outputs")
+    made = []
+    if asked.json_ is not None:
+        made.append(f"json_schema:{asked.json_ if isinstance(asked.json_, str) else json.dumps(asked.json_)}")
+    if asked.json_object:
+        made.append("json_object")
+    if asked.regex is not None:
+        made.append(f"regex:{asked.regex}")
+    if asked.choice is not None:
+        made.append(f"regex:({'|'.join(re.escape(each) for each in asked.choice)})")
+    if asked.grammar is not None:
+        made.append(f"lark:{asked.grammar}")
+    if len(made) != 1:
+        raise ApiError(f"structured_outputs has {len(made)} forms: legal is one", param="structured_outputs")
+    return made[0], "structured_outputs"
 
 
 def messages_of(messages: Sequence[Message]) -> list[dict[str, str]]:

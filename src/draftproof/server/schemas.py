@@ -48,9 +48,41 @@ class Prediction(Body):
 
 
 class TextFormat(Body):
-    """An answer without a form; other forms are not supported."""
+    """An answer without a form."""
 
     type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """An answer that is a JSON object."""
+
+    type: Literal["json_object"]
+
+
+class Schema(Body):
+    """A JSON schema and its name, which changes nothing here."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default={"type": "object"}, alias="schema")
+    strict: bool = True
+
+
+class SchemaFormat(Body):
+    """An answer that fits a JSON schema; it always does, `strict` or not."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to ask for a form: one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Annotated[list[str] | None, Field(min_length=1, max_length=1024)] = None
+    grammar: str | None = None
 
 
 class Message(Body):
@@ -85,7 +117,8 @@ class SamplingFields(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
-    response_format: TextFormat | None = None
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
     user: str | None = None
 
