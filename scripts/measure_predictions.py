@@ -61,7 +61,7 @@ def main() -> None:
     )
     print("|---|---|---|---|---|---|")
     for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, max_tokens=160, seed=None if temperature == 0 else 1)
+        params = SamplingParams(temperature=temperature, max_tokens=128, seed=None if temperature == 0 else 1)
         nothing: list[str | None] = [None] * len(prompts)
         answers = [output.text for output in run(plain, prompts, params, nothing)]
         cases: dict[str, tuple[Engine, list[str | None]]] = {

@@ -331,6 +331,7 @@ REFUSED = [
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"chunks": 1}}, "chunks"),
+    ({"stream": False, "return_drafts": True}, "return_drafts"),
 ]
 
 
@@ -464,3 +465,26 @@ def test_the_dashboard_shows_metrics_that_exist(base):
     known = {name.partition("{")[0] for name in metrics_of(base)}
     assert len(shown) > 10
     assert shown <= known
+
+
+def test_a_stream_says_what_was_drafted(base, alone):
+    known = text(alone, max_tokens=40, temperature=0)
+    body = {"prompt": STORY, "max_tokens": 40, "temperature": 0, "stream": True, "return_drafts": True}
+    answer = httpx.post(f"{base}/v1/completions", json={**body, "prediction": {"type": "content", "content": known}})
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    drafts = [json.loads(line[6:])["choices"][0]["draft"] for line in lines]
+    assert "".join(token for draft in drafts for token in draft["tokens"]) == known
+    assert sum(draft["accepted"] for draft in drafts if draft["origin"] == "prediction") > 10
+    assert all(draft["accepted"] <= min(draft["drafted"], len(draft["tokens"])) for draft in drafts)
+
+
+def test_the_page_loads_nothing_from_elsewhere(base):
+    answer = httpx.get(base)
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+    assert not re.findall(r"https?://|(?:src|href)=\"(?!data:)", answer.text)
+    asked = set(re.findall(r"<(?:input|select|textarea) name=\"(\w+)\"", answer.text))
+    assert asked
+    assert asked <= set(schemas.CompletionBody.model_fields)
+    assert asked <= set(schemas.ChatBody.model_fields)

@@ -64,6 +64,7 @@ class Answer:
         question: what was asked.
         token_text: text of a token, for log-probabilities.
         with_ids: whether token ids are asked for.
+        with_drafts: whether a stream's chunks say which tokens were drafted.
         echo: whether the prompt's text comes first.
     """
 
@@ -72,6 +73,7 @@ class Answer:
     question: Question
     token_text: TokenText
     with_ids: bool
+    with_drafts: bool = False
     echo: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     continuations: list[Continuation] = field(default_factory=list)
@@ -194,16 +196,14 @@ class CompletionForm:
         """See Form."""
         offset = len(answer.continuations[piece.index].text)
         found = _completion_logprobs(answer, piece.logprobs, offset)
-        choice: dict[str, Any] = {
+        return {
             "index": piece.index,
             "text": piece.text,
             "logprobs": None if found is None else found.model_dump(),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
+            **_asked_for(answer, piece),
         }
-        if answer.with_ids:
-            choice["token_ids"] = piece.token_ids
-        return choice
 
 
 class ChatForm:
@@ -242,16 +242,14 @@ class ChatForm:
     def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
         """See Form."""
         found = _chat_logprobs(answer, piece.logprobs)
-        choice: dict[str, Any] = {
+        return {
             "index": piece.index,
             "delta": {"content": piece.text} if piece.text or found is not None else {},
             "logprobs": None if found is None else found.model_dump(),
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
+            **_asked_for(answer, piece),
         }
-        if answer.with_ids:
-            choice["token_ids"] = piece.token_ids
-        return choice
 
 
 def event(answer: Answer, form: Form, choices: Sequence[dict[str, Any]], usage: Usage | None = None) -> bytes:
@@ -266,6 +264,21 @@ def event(answer: Answer, form: Form, choices: Sequence[dict[str, Any]], usage: 
     if usage is not None:
         chunk["usage"] = usage.model_dump(exclude_none=True)
     return format_sse_event(data_str=json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+
+
+def _asked_for(answer: Answer, piece: Piece) -> dict[str, Any]:
+    """What a chunk has only where the request asks for it."""
+    made: dict[str, Any] = {}
+    if answer.with_ids:
+        made["token_ids"] = piece.token_ids
+    if answer.with_drafts:
+        made["draft"] = {
+            "drafted": piece.drafted,
+            "accepted": piece.accepted,
+            "origin": str(piece.origin),
+            "tokens": [answer.token_text(token) for token in piece.token_ids],
+        }
+    return made
 
 
 def _completion_logprobs(answer: Answer, found: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:

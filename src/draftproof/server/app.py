@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import anyio
@@ -19,7 +20,7 @@ from fastapi.sse import EventSourceResponse, format_sse_event
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Send
 
 from draftproof._version import __version__
@@ -116,8 +117,9 @@ class Server:
     async def answer(self, request: Request, body: SamplingFields, form: Form, kind: str) -> Any:
         """Answer a request for completions, whole or as a stream."""
         self.check_model(body.model)
-        if body.stream_options is not None and not body.stream:
-            raise ApiError("stream_options needs stream true", param="stream_options")
+        for option in ("stream_options", "return_drafts"):
+            if getattr(body, option) and not body.stream:
+                raise ApiError(f"{option} needs stream true", param=option)
         question = await self.question(body)
         seconds = self.settings.request_timeout or float("inf")
         job = Job(question.prompts, question.params, seconds, question.prediction)
@@ -127,7 +129,7 @@ class Server:
             )
         name = f"{kind}-{request.scope['state']['facts']['request_id']}"
         echo = isinstance(body, CompletionBody) and body.echo
-        answer = Answer(name, self.model, question, self.token_text, body.return_token_ids, echo)
+        answer = Answer(name, self.model, question, self.token_text, body.return_token_ids, body.return_drafts, echo)
         self.worker.submit(job)
         if not body.stream:
             return await self._whole(request, job, answer, form)
@@ -263,6 +265,7 @@ def _server(request: Request) -> Server:
     return found
 
 
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]
 
 
@@ -301,6 +304,7 @@ def make_app(server: Server, keys: Sequence[str] = ()) -> FastAPI:
     _add_completions(app)
     _add_tokens(app)
     _add_state(app)
+    _add_page(app)
     return app
 
 
@@ -346,6 +350,15 @@ def _add_tokens(app: FastAPI) -> None:
         if bad is not None:
             raise ApiError(f"tokens holds {bad}: legal ids are 0 to {size - 1}", param="tokens")
         return schemas.Text(prompt=await server.aside(partial(server.token_text.joined, body.tokens)))
+
+
+def _add_page(app: FastAPI) -> None:
+    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def show() -> HTMLResponse:
+        """A page for people."""
+        return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY})
 
 
 def _add_state(app: FastAPI) -> None:

@@ -120,6 +120,7 @@ class SamplingFields(Body):
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
+    return_drafts: bool = False
     user: str | None = None
 
 
