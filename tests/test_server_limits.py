@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import anyio
 import httpx
@@ -169,22 +170,64 @@ def test_a_stream_that_nobody_reads_is_given_up():
     closed = []
 
     async def events():
-        try:
-            while True:
-                yield b"data: x\n\n"
-        finally:
-            closed.append(True)
+        while True:
+            yield b"data: x\n\n"
 
-    async def run():
+    async def run(kind):
         async def send(message):
-            if message["type"] == "http.response.body":
+            if message["type"] == kind:
                 await anyio.sleep_forever()
 
         with anyio.fail_after(5):
-            await Stream(events(), seconds=0.05).stream_response(send)
+            await Stream(events(), lambda: closed.append(kind), seconds=0.05).stream_response(send)
 
-    anyio.run(run)
-    assert closed == [True]
+    for kind in ("http.response.start", "http.response.body"):
+        anyio.run(run, kind)
+    assert closed == ["http.response.start", "http.response.body"]
+
+
+def descriptors():
+    """Number of open files of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_mixed_crowd_leaves_nothing_behind():
+    """Answers, streams, clients that leave, errors and forms at once: every answer is right, and all is given back."""
+    alone, engine = small_engine(), small_engine(max_batch=4)
+    expected = {seed: alone.generate(STORY, SamplingParams(seed=seed, max_tokens=30))[0].text for seed in range(8)}
+    wrong = []
+
+    def one(base, number):
+        seed = number % 8
+        body = {"prompt": STORY, "seed": seed, "max_tokens": 30}
+        kind = number % 5
+        if kind == 0 and post(base, **body, temperature=-1).status_code != 400:
+            wrong.append(number)
+        elif kind == 1:
+            with connected(base) as connection:
+                connection.sendall(raw(**body, stream=True))
+                connection.recv(200)
+        elif kind == 2:
+            made = post(base, seed=seed, structured_outputs={"regex": "[0-9]{3}"}).json()["choices"][0]["text"]
+            if not (len(made) == 3 and made.isdigit()):
+                wrong.append(number)
+        elif kind == 3:
+            made = post(base, **body, stream=True)
+            chunks = [json.loads(line[6:]) for line in made.text.splitlines() if line.startswith("data: {")]
+            if "".join(chunk["choices"][0]["text"] for chunk in chunks) != expected[seed]:
+                wrong.append(number)
+        elif kind == 4 and post(base, **body).json()["choices"][0]["text"] != expected[seed]:
+            wrong.append(number)
+
+    with running(engine) as (base, server):
+        before = descriptors()
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda number: one(base, number), range(120)))
+        until(lambda: not engine.busy and not server.worker._open)
+        assert not server.worker._rows
+        assert engine.target.cache.in_use == 0
+        until(lambda: descriptors() <= before + 2)
+    assert wrong == []
 
 
 # --- failures -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import time
@@ -140,8 +141,13 @@ class Server:
         except BaseException:
             self.worker.close(job)
             raise
-        events = self._events(request, job, answer, form, options, first, pieces)
-        return Stream(events, seconds=self.settings.write_timeout)
+
+        def ended() -> None:
+            self.worker.close(job)
+            _note_usage(request, answer)
+
+        events = self._events(answer, form, options, first, pieces)
+        return Stream(events, ended, seconds=self.settings.write_timeout)
 
     async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Any:
         async def collect() -> None:
@@ -157,8 +163,6 @@ class Server:
 
     async def _events(
         self,
-        request: Request,
-        job: Job,
         answer: Answer,
         form: Form,
         options: schemas.StreamOptions,
@@ -184,21 +188,18 @@ class Server:
                 yield event(answer, form, [], answer.usage)
             yield END
         except ApiError as error:
-            yield format_sse_event(data_str=JSONResponse(error.body()).body.decode())  # type: ignore[union-attr]
-        finally:
-            self.worker.close(job)
-            _note_usage(request, answer)
+            yield format_sse_event(data_str=json.dumps(error.body()))
 
 
 class Stream(EventSourceResponse):
     """A stream that is given up when its client reads nothing for some seconds."""
 
-    def __init__(self, events: AsyncIterator[bytes], *, seconds: float) -> None:
+    def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None], *, seconds: float) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._events, self._seconds = events, seconds
+        self._ended, self._seconds = ended, seconds
 
     async def stream_response(self, send: Send) -> None:
-        """Send the events; the iterator is closed however this ends."""
+        """Send the events; `ended` is called however this ends."""
 
         async def limited(message: Any) -> None:
             with anyio.fail_after(self._seconds or None):
@@ -209,8 +210,7 @@ class Stream(EventSourceResponse):
         except TimeoutError:
             _log.info("a client stopped reading its stream")
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._events.aclose()  # type: ignore[attr-defined]
+            self._ended()
 
 
 async def _unless_gone(request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
