@@ -9,6 +9,7 @@ import torch
 from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
+from draftproof.draft import Origin
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
@@ -177,6 +178,32 @@ def test_a_mask_depends_on_its_context_alone(pattern):
         assert torch.equal(moved.allowed([], [context]), fresh)
 
 
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_the_distribution_where_forced_tokens_are_drafted(rule):
+    target, prompt, origins = TableModel(4, 1), [0, 1, 0, 2], set()
+    params = SamplingParams(max_tokens=5, grammar="regex:(abba|bab)(bab)?")
+
+    def make(round_rng):
+        drafter = SuffixDrafter(3, threshold=0.0, shared=False)
+        propose = drafter.propose
+
+        def noting(requests, rng):
+            drafts = propose(requests, rng)
+            origins.update(draft.origin for draft in drafts if len(draft))
+            return drafts
+
+        drafter.propose = noting
+        return toy(drafter, rule, round_rng, target)
+
+    def plain(round_rng):
+        return toy(None, "block", round_rng, target)
+
+    with checks_off():
+        found, expected = (engine_distribution(one, prompt, params) for one in (make, plain))
+    assert total_variation(found, expected) < 1e-12
+    assert Origin.GRAMMAR in origins
+
+
 # --- with a real tokenizer --------------------------------------------------------------------------------------------
 
 SCHEMA = {
@@ -218,6 +245,14 @@ def test_requests_with_and_without_a_grammar_share_rounds(engine):
     alone = [engine.generate([one], [own])[0] for one, own in zip(["Once", "My number is "], params, strict=True)]
     assert [each.text for each in together] == [each.text for each in alone]
     assert re.fullmatch("[0-9]{5}", together[1].text)
+
+
+def test_forced_stretches_cost_few_calls():
+    params = SamplingParams(grammar="regex:the answer is forty-two, and nothing else is", temperature=0)
+    (made,) = Engine.load("embedded:stories", drafter="suffix").generate("Once", params)
+    assert made.text == "the answer is forty-two, and nothing else is"
+    assert made.stats.num_target_calls <= made.stats.num_tokens / 3
+    assert made.stats.num_accepted_tokens == made.stats.num_draft_tokens
 
 
 def test_json_of_any_kind_and_lark(engine):

@@ -17,6 +17,7 @@ class Origin(StrEnum):
     """Where drafted tokens come from."""
 
     DRAFTER = "drafter"
+    GRAMMAR = "grammar"
     LOOKUP = "lookup"
     PREDICTION = "prediction"
 

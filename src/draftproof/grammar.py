@@ -51,6 +51,10 @@ class Matcher:
             self._masks.clear()
         return torch.stack([self._mask(output_ids, tuple(path)) for path in paths])
 
+    def forced(self, output_ids: Sequence[int]) -> list[int]:
+        """See Constraint."""
+        return list(self._matcher.compute_ff_tokens()) if self._move(list(output_ids)) else []
+
     def _mask(self, output_ids: Sequence[int], path: tuple[int, ...]) -> Bool[Tensor, " vocab"]:
         if path not in self._masks:
             self._masks[path] = self._computed([*output_ids, *path])

@@ -297,6 +297,10 @@ class Constraint(Protocol):
         """For each path after the committed tokens a mask of the tokens that may follow; any, where none can be."""
         ...
 
+    def forced(self, output_ids: Sequence[int]) -> list[int]:
+        """The tokens that must follow the committed ones, as far as there is no choice."""
+        ...
+
 
 @dataclass(frozen=True)
 class Transforms:

@@ -37,7 +37,8 @@ LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
 LOOKUP_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 LOOKUP_PAUSE = 32  # rounds after which a long match is tried again, though such drafts were not accepted
 LOOKUP_PATIENCE = 4  # largest factor of that pause, after repeated failure
-PREDICTED = 64  # added to the class of a match in a predicted text
+PREDICTED, FORCED = 64, 128  # added to the class of a match in a predicted text, and of tokens that a grammar forces
+_CLASSES = {Origin.LOOKUP: 0, Origin.PREDICTION: PREDICTED, Origin.GRAMMAR: FORCED}
 LOOKUP_RATES = {  # assumed, by length of the match
     1: AcceptanceRates(0.15, 0.5),
     2: AcceptanceRates(0.35, 0.7),
@@ -49,6 +50,7 @@ LOOKUP_RATES = {  # assumed, by length of the match
     PREDICTED + 4: AcceptanceRates(0.8, 0.95),
     PREDICTED + 8: AcceptanceRates(0.9, 0.97),
     PREDICTED + 16: AcceptanceRates(0.9, 0.98),
+    FORCED + LOOKUP: AcceptanceRates(0.99, 0.99),
 }
 
 
@@ -83,7 +85,7 @@ class Source:
 
 def _kind(found: Found) -> int:
     """The class of a match, for its rates."""
-    return min(size_class(found.matched), LOOKUP) + (PREDICTED if found.origin is Origin.PREDICTION else 0)
+    return min(size_class(found.matched), LOOKUP) + _CLASSES[found.origin]
 
 
 @dataclass

@@ -111,7 +111,11 @@ class SuffixDrafter:
         return row
 
     def _best(self, request: DraftRequest, row: _Indexed) -> Found:
-        """A draft from the predicted text or from a known suffix, whichever follows more tokens."""
+        """What the grammar forces; else the predicted text or a known suffix, whichever follows more tokens."""
+        constraint = request.transforms.constraint
+        forced = [] if constraint is None else constraint.forced(request.tokens[request.prompt_length :])
+        if forced:
+            return Found(forced[: min(self.limit, request.limit)], self._context, Origin.GRAMMAR)
         found, predicted = self._follow(request, row), row.predicted
         if predicted is None or predicted.matched < found.matched:
             return found
@@ -180,7 +184,7 @@ class Found:
     Attributes:
         tokens: to draft.
         matched: the length of the known suffix that they follow.
-        origin: whether they are from known text or from the request's prediction.
+        origin: whether they are from known text, from the request's prediction, or forced by its grammar.
     """
 
     tokens: list[int]

@@ -185,7 +185,9 @@ class DecodingLoop:
             )
         if isinstance(prediction, str):
             return tuple(self.prompts.plain(prediction))
-        return tuple(self.encode(prediction)[1])
+        ids = tuple(self.encode(prediction)[1])
+        self._check_ids(ids, "prediction")
+        return ids
 
     def _context_left(self, length: int) -> int:
         """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft until the end."""
@@ -195,14 +197,17 @@ class DecodingLoop:
         most = min((bound for bound in bounds if bound is not None), default=_UNBOUNDED)
         return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
 
-    def _check_prompt(self, ids: list[int]) -> None:
-        if not ids:
-            raise UserError("the prompt is empty: a request needs at least one token")
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
         for place, token in enumerate(ids):
             if not 0 <= token < self.target.vocab_size:
                 raise UserError(
-                    f"token {place} of the prompt is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
+                    f"token {place} of the {what} is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
                 )
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise UserError("the prompt is empty: a request needs at least one token")
+        self._check_ids(ids, "prompt")
         if self._context_left(len(ids)) < 1:
             longest = len(ids) + self._context_left(len(ids)) - 1
             bounded_by = getattr(self.target, "bounded_by", "")
