@@ -23,11 +23,11 @@ class EngineOptions:
         target: the target.
         draft: the draft model.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, cuda:1; without it an accelerator if there is one.
+        device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one.
         backend: implementation of the forward pass.
         max_batch: sequences decoded together.
         trust_remote_code: run code that comes with a model.
-        generation_config: auto takes sampling defaults from the target's generation config; none leaves the file aside.
+        generation_config: where sampling defaults come from: auto reads the target's generation config, none does not.
         drafter: where drafts come from.
         stopper: when a draft ends.
         verifier: the verification rule.

@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 @engine_options
-@with_options(server=(Options(Settings, "Server"),))
+@with_options(server=(Options(Settings, "Server", metavars={"api_key_file": "FILE"}),))
 def serve(
     *,
     server: dict[str, Any],
@@ -37,7 +37,7 @@ def serve(
     from draftproof.server.access import read_keys
     from draftproof.server.app import Server, make_app
     from draftproof.server.logs import start_logging
-    from draftproof.server.run import bind, served_name
+    from draftproof.server.run import address, bind, served_name
     from draftproof.server.run import serve as serve_app
 
     settings = Settings(**server)
@@ -50,8 +50,7 @@ def serve(
         name = served_name(target, settings.served_model_name)
         made = make_app(Server(loaded, settings, name, hidden=[target, engine["draft"] or target]), keys)
         start_logging(as_json=settings.json_logs)
-        host, port = listener.getsockname()[:2]
-        _terminal.note(f"draftproof: serving {name} at http://{host}:{port}/v1")
+        _terminal.note(f"draftproof: serving {name} at {address(listener)}/v1")
         serve_app(made, listener, settings)
     finally:
         listener.close()

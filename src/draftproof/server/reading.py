@@ -115,11 +115,9 @@ class Reader:
         """The token ids of a prediction."""
         if given is None:
             return ()
-        drafter = self._engine.drafter
-        if not drafter.reads_predictions:
+        if not self._engine.drafter.reads_predictions:
             raise ApiError(
-                f"prediction is not supported by the drafter {self._shown(drafter.name)}, with which this server was "
-                "started: legal are the drafters auto and suffix",
+                "prediction is not supported by the drafter of this server: its operator can use auto or suffix",
                 param="prediction",
             )
         return tuple(self._engine.prompts.plain(text_of(given.content)))

@@ -39,6 +39,12 @@ def bind(settings: Settings) -> socket.socket:
     return made
 
 
+def address(listener: socket.socket) -> str:
+    """Where a socket listens, as a URL."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def served_name(target: str, given: str | None) -> str:
     """The model's name in the API: the given one, else the target's without its directory."""
     if given:
