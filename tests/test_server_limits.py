@@ -15,9 +15,12 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draftproof import SamplingParams, UserError
 from draftproof.errors import RequestError
+from draftproof.server import schemas
 from draftproof.server.access import Keys, read_keys
 from draftproof.server.app import Stream
 from draftproof.server.run import bind, served_name
@@ -26,6 +29,13 @@ from serving import STORY, error_of, post, running, small_engine, until
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "seed": 1}
 MARK = "my-own-prompt"
+BODIES = {
+    "/v1/completions": schemas.CompletionBody,
+    "/v1/chat/completions": schemas.ChatBody,
+    "/tokenize": schemas.TokenizeBody,
+    "/detokenize": schemas.DetokenizeBody,
+}
+FIELDS = {"type", "text", "content", "role", "regex", "schema", "json_schema", "include_usage", "1"}
 
 
 class Slow:
@@ -498,3 +508,51 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_loaded():
         other.listen()
         with pytest.raises(UserError, match=r"cannot listen on .*--port"):
             bind(Settings(port=other.getsockname()[1]))
+
+
+# --- anything at all ------------------------------------------------------------------------------------------------
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.integers(-2, 5)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["content", "text", "json_object", "json_schema", "system", "user", "regex"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(FIELDS)), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    with running(small_engine()) as (base, server):
+        yield base, server
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": STORY, "max_tokens": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}),
+        ("/tokenize", {"prompt": STORY}),
+        ("/detokenize", {"tokens": [1, 2]}),
+    ],
+    ids=["completions", "chat", "tokenize", "detokenize"],
+)
+def test_no_body_breaks_the_server(fuzzed, path, body):
+    base, server = fuzzed
+    names = sorted(BODIES[path].model_fields)
+
+    @settings(max_examples=120)
+    @given(st.dictionaries(st.sampled_from([*names, "x"]), VALUES, max_size=3))
+    def send(fields):
+        answer = httpx.post(base + path, json={**body, **fields}, timeout=60)
+        assert answer.status_code in (200, 400, 404, 429), answer.text
+        if answer.status_code != 200:
+            assert len(error_of(answer)["message"]) < 500
+
+    send()
+    until(lambda: not server.worker._open)
+    assert server.worker.ready
