@@ -21,6 +21,7 @@ from draftproof.errors import UserError
 from draftproof.server.errors import ApiError
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
+_POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
 _SHORTEST = 16
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("draftproof.access")
@@ -101,7 +102,8 @@ class Access:
             await answer(scope, receive, noting)
         finally:
             facts["seconds"] = round(time.perf_counter() - start, 6)
-            _log.info("request", extra={"facts": facts})
+            usual = scope["path"] in _POLLED and facts.get("status") == 200
+            _log.log(logging.DEBUG if usual else logging.INFO, "request", extra={"facts": facts})
 
     def _refused(self, path: str, given: Headers) -> ApiError | None:
         if self._keys and path not in OPEN and not self._keys.allow(given.get("authorization", "")):
