@@ -2,8 +2,9 @@
 
     python scripts/measure_predictions.py [TARGET]
 
-The target repeats passages of this repository's code. Its plain answer is the first prediction; the second has every
-twentieth word replaced, the third is the passage itself. Prints a table in Markdown.
+The target repeats passages of this repository's code. Its answer is the first prediction; the second has every
+twentieth word replaced, the third is the passage itself, the fourth one that has nothing to do with it. Prints a table
+in Markdown.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from draftproof.engine.request import Output
 
 SOURCES = ("tree.py", "files.py", "sampling.py", "finish.py", "draft.py", "rng.py")
 ROUNDS = 3
+COUNTED = ("num_draft_tokens", "num_accepted_tokens", "num_accepted_prediction_tokens")
 PACKAGE = Path(__file__).parent.parent / "src" / "draftproof"
 
 
@@ -56,20 +58,20 @@ def main() -> None:
     auto = Engine.load(target, dtype="bfloat16")
     passages = [passage(name) for name in SOURCES]
     prompts = [[{"role": "user", "content": f"Repeat this code:\n\n{text}"}] for text in passages]
-    print(
-        "| temperature | prediction | tokens a second | beside plain | tokens per target call | accepted of predicted |"
-    )
-    print("|---|---|---|---|---|---|")
+    heads = ("temperature", "case", "tokens a second", "beside plain", "tokens per call", *COUNTED)
+    print(f"| {' | '.join(heads)} |")
+    print("|---" * len(heads) + "|")
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_tokens=128, seed=None if temperature == 0 else 1)
         nothing: list[str | None] = [None] * len(prompts)
-        answers = [output.text for output in run(plain, prompts, params, nothing)]
+        answers = [output.text for output in run(auto, prompts, params, nothing)]  # a seed gives them again
         cases: dict[str, tuple[Engine, list[str | None]]] = {
             "plain decoding": (plain, nothing),
             "auto, no prediction": (auto, nothing),
             "auto, the answer": (auto, list(answers)),
             "auto, the answer with 1 of 20 words replaced": (auto, [edited(text) for text in answers]),
             "auto, the passage": (auto, list(passages)),
+            "auto, another text": (auto, [passages[place - 1] for place in range(len(passages))]),
         }
         for engine, texts in cases.values():
             run(engine, prompts[:2], params, texts[:2])
@@ -82,8 +84,10 @@ def main() -> None:
             found = median(map(speed, rounds))
             stats = [each.stats for each in rounds[0]]
             calls = sum(each.num_tokens for each in stats) / sum(each.num_target_calls for each in stats)
-            accepted = sum(each.num_accepted_prediction_tokens for each in stats)
-            print(f"| {temperature:g} | {name} | {found:.1f} | {found / base:.2f} | {calls:.2f} | {accepted} |")
+            counts = " | ".join(str(sum(getattr(each, name) for each in stats)) for name in COUNTED)
+            print(
+                f"| {temperature:g} | {name} | {found:.1f} | {found / base:.2f} | {calls:.2f} | {counts} |", flush=True
+            )
 
 
 if __name__ == "__main__":
