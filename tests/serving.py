@@ -23,12 +23,15 @@ def small_engine(**options):
 
 
 @contextmanager
-def running(engine, *, keys=(), hidden=(), **settings):
+def running(engine, *, keys=(), hidden=(), extend=None, **settings):
     """A server at a free port; its base address and the `Server`."""
     settings = Settings(port=0, **settings)
     server = Server(engine, settings, "story", hidden)
     listener = bind(settings)
-    speaks = prepared(make_app(server, keys), settings)
+    app = make_app(server, keys)
+    if extend is not None:
+        extend(app)
+    speaks = prepared(app, settings)
     thread = threading.Thread(target=speaks.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not speaks.started:
