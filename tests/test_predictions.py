@@ -1,5 +1,6 @@
 """Predicted outputs: where an answer stands in the text, its output distribution, and what is counted."""
 
+import json
 from functools import partial
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import call
 from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.draft import Draft, Origin
@@ -236,3 +238,16 @@ def test_predictions_are_one_or_one_for_each():
     engine = Engine(TARGET, suffix())
     with pytest.raises(UserError, match="2 predictions for 1 prompts"):
         engine.generate([[0, 1]], predictions=[[1], [2]])
+
+
+def test_on_the_command_line(tmp_path):
+    asked = ("generate", "Once upon a time", "--temperature", 0, "--max-tokens", 40)
+    plain = call(*asked, "-q").stdout
+    file = tmp_path / "text"
+    file.write_text(plain)
+    made = json.loads(call(*asked, "--json", "--compare", "--prediction", file).stdout)
+    assert made["text"] == plain.removesuffix("\n")
+    assert made["stats"]["num_accepted_prediction_tokens"] > 20
+    assert made["compare"]["identical"]
+    assert "cannot read" in call(*asked, "--prediction", tmp_path / "none", code=1).stderr
+    assert "cannot use a prediction" in call(*asked, "--drafter", "ngram:4", "--prediction", file, code=1).stderr

@@ -11,7 +11,7 @@ from draftproof.cli import _terminal
 from draftproof.cli._continue import GenerateRun, as_inputs
 from draftproof.cli._engine import engine_options, load_engine
 from draftproof.cli._libraries import logged_lines, quiet_libraries
-from draftproof.cli._prompts import gather
+from draftproof.cli._prompts import gather, read_text
 from draftproof.cli._sampling import merged_params, sampling_options
 
 app = typer.Typer(add_completion=False)
@@ -31,6 +31,10 @@ def generate(
         bool | None, typer.Option(help="Apply the chat template; without this option it is applied if there is one.")
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chat.")] = None,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A text that much of the answer may repeat: it is drafted from."),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a line for each continuation.")
     ] = False,
@@ -51,6 +55,7 @@ def generate(
         raise typer.BadParameter(f"PROMPT is {len(prompt)} words: put it in quotes")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
+    predicted = read_text(prediction)
     sources = gather(prompt[0] if prompt else None, prompts)
     sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would not be used
     with quiet_libraries(), logged_lines(quiet=quiet):
@@ -61,4 +66,13 @@ def generate(
         inputs, notice = as_inputs(loaded, sources, chat=chat, system=system)
         if notice and not quiet and not as_json:
             _terminal.note(f"draftproof: {notice}")
-        GenerateRun(loaded, inputs, params, set(sampling), as_json=as_json, with_plain=with_plain, quiet=quiet)()
+        GenerateRun(
+            loaded,
+            inputs,
+            params,
+            set(sampling),
+            as_json=as_json,
+            with_plain=with_plain,
+            quiet=quiet,
+            prediction=predicted,
+        )()
