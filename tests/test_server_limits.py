@@ -479,6 +479,15 @@ def test_sigterm_gives_up_requests_that_take_too_long():
     assert process.returncode == 0
 
 
+def test_ctrl_c_ends_it_with_the_usual_code():
+    process = serve("--target", "embedded:target")
+    address(process)
+    process.send_signal(signal.SIGINT)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in log
+
+
 @pytest.mark.parametrize(
     ("options", "cause"),
     [

@@ -55,7 +55,8 @@ class Server:
 
     def __init__(self, engine: DecodingLoop, settings: Settings, model: str, hidden: Sequence[str] = ()) -> None:
         self.engine, self.settings, self.model = engine, settings, model
-        self._hidden = [name for name in hidden if name != model]
+        # a name without a place in a file system is no secret, and may be part of other words
+        self._hidden = [name for name in hidden if name != model and {*name} & {"/", "\\", ":"}]
         self.metrics = Metrics(model)
         self.worker = EngineWorker(engine, self.metrics, max_waiting=settings.max_waiting, shown=self.shown)
         self._reader = Reader(engine, settings, self.shown)
