@@ -26,6 +26,7 @@ from starlette.types import Send
 
 from draftproof._version import __version__
 from draftproof.engine.loop import DecodingLoop
+from draftproof.errors import UserError
 from draftproof.server import schemas
 from draftproof.server.access import Access, note
 from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
@@ -122,6 +123,7 @@ class Server:
         for option in ("stream_options", "return_drafts"):
             if getattr(body, option) and not body.stream:
                 raise ApiError(f"{option} needs stream true", param=option)
+        self.worker.refuse_without_room()  # before the work of reading a long prompt
         question = await self.question(body)
         seconds = self.settings.request_timeout or float("inf")
         job = Job(question.prompts, question.params, seconds, question.prediction)
@@ -299,6 +301,7 @@ def make_app(server: Server, keys: Sequence[str] = ()) -> FastAPI:
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=server.settings.max_body)
     app.add_middleware(Access, keys=keys, max_body=server.settings.max_body)
     app.add_exception_handler(ApiError, _shown_error)
+    app.add_exception_handler(UserError, _mistake)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
@@ -394,6 +397,10 @@ def _add_state(app: FastAPI) -> None:
 async def _shown_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "registered for it"
     return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _mistake(request: Request, error: Exception) -> Response:
+    return await _shown_error(request, ApiError(_server(request).shown(str(error))))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

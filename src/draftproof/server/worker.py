@@ -172,12 +172,20 @@ class EngineWorker:
         Raises:
             ApiError: the queue is full, or nothing runs any more.
         """
-        if not self.ready:
-            raise stopping()
-        if sum(each.size for each in self._open) + job.size > self.capacity:
-            raise overloaded(self._wait())
+        self.refuse_without_room(job.size)
         self._open.add(job)
         self._inbox.put(lambda: self._add(job))
+
+    def refuse_without_room(self, size: int = 1) -> None:
+        """Refuse a job of so many continuations where it cannot be queued now.
+
+        Raises:
+            ApiError: see `submit`.
+        """
+        if not self.ready:
+            raise stopping()
+        if sum(each.size for each in self._open) + size > self.capacity:
+            raise overloaded(self._wait())
 
     def close(self, job: Job) -> None:
         """Forget a job, and drop what is left of it: its answer is complete, or nobody waits for it."""
