@@ -2,8 +2,10 @@
 
     python scripts/measure_server.py [TARGET] [REQUESTS] [TOKENS]
 
-Clients are in a process of their own, on the same cores. Each concurrency is measured in turns: the engine alone, the
-server with whole answers, the server with streams. Prints a table in Markdown.
+Clients are in a process of their own, on the same cores. Each concurrency is measured in turns of changing order: the
+engine alone, in a thread as the server has it, the server with whole answers, the server with streams. Decoding is
+plain, so that every turn does the same work. Prints a table in Markdown: the medians, and the medians of the ratios of
+neighbouring turns.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from draftproof.server.app import Server, make_app
 from draftproof.server.run import bind, prepared
 from draftproof.server.settings import Settings
 
-ROUNDS = 3
+ROUNDS = 4
 TOPICS = ("a dog", "the sea", "an old clock", "bread", "a long road", "two friends", "snow", "a red kite")
 
 
@@ -56,9 +58,18 @@ def clients(pipe: Connection) -> None:
         pipe.send(asyncio.run(ask(base, texts, concurrency, tokens, stream=stream)))
 
 
+def in_a_thread(engine: Engine, texts: list[str], params: list[SamplingParams]) -> float:
+    """Seconds of the engine alone, not in the main thread."""
+    start = time.perf_counter()
+    thread = threading.Thread(target=engine.generate, args=(texts, params))
+    thread.start()
+    thread.join()
+    return time.perf_counter() - start
+
+
 def measure(target: str, count: int, tokens: int, concurrency: int, pipe: Connection) -> str:
     """A row of the table."""
-    engine = Engine.load(target, dtype="bfloat16", max_batch=concurrency)
+    engine = Engine.load(target, dtype="bfloat16", drafter="none", max_batch=concurrency)
     settings = Settings(port=0)
     listener = bind(settings)
     speaks = prepared(make_app(Server(engine, settings, "model"), ()), settings)
@@ -71,17 +82,20 @@ def measure(target: str, count: int, tokens: int, concurrency: int, pipe: Connec
     params = [SamplingParams(max_tokens=tokens, ignore_eos=True, seed=place) for place in range(count)]
     engine.generate(texts[:concurrency], params[:concurrency])
     found: dict[str, list[float]] = {"engine": [], "whole": [], "stream": []}
-    for _ in range(ROUNDS):
-        start = time.perf_counter()
-        engine.generate(texts, params)
-        found["engine"].append(time.perf_counter() - start)
-        for name in ("whole", "stream"):
-            pipe.send((base, texts, concurrency, tokens, name == "stream"))
-            found[name].append(pipe.recv())
+    for turn in range(ROUNDS):
+        for name in list(found) if turn % 2 else list(found)[::-1]:
+            if name == "engine":
+                found[name].append(in_a_thread(engine, texts, params))
+            else:
+                pipe.send((base, texts, concurrency, tokens, name == "stream"))
+                found[name].append(pipe.recv())
     speaks.should_exit = True
     thread.join()
     speeds = {name: count * tokens / median(seconds) for name, seconds in found.items()}
-    ratios = [f"{speeds[name] / speeds['engine']:.3f}" for name in ("whole", "stream")]
+    ratios = [
+        f"{median(alone / served for alone, served in zip(found['engine'], found[name], strict=True)):.3f}"
+        for name in ("whole", "stream")
+    ]
     return f"| {concurrency} | {' | '.join(f'{speed:.0f}' for speed in speeds.values())} | {' | '.join(ratios)} |"
 
 
