@@ -83,7 +83,7 @@ def timed(monkeypatch):
     def run(engine_seconds, plain_seconds):
         clock, calls, generate = Clock(), [], Engine.generate
 
-        def slow(self, prompts, params):
+        def slow(self, prompts, params, predictions=None):
             calls.append(self.drafter.name)
             clock.now += plain_seconds if self.drafter.name == "none" else engine_seconds
             return generate(self, prompts, params)

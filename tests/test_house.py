@@ -16,7 +16,7 @@ FLOORS = (
     {"_version", "errors", "embedded", "accelerator"},
     {"files", "tree", "kernels"},
     {"rng", "progress", "peak"},
-    {"draft", "sampling", "heads", "models", "tokenization", "fast_tokenizer"},
+    {"draft", "sampling", "grammar", "heads", "models", "tokenization", "fast_tokenizer"},
     {"functional", "reference", "provenance", "results"},
     {"verifiers", "finish", "theory"},
     {"stoppers", "backends"},
@@ -24,7 +24,7 @@ FLOORS = (
     {"engine"},
     {"testing", "training"},
     {"audit", "bench"},
-    {"reproduction", "profiling"},
+    {"reproduction", "profiling", "server"},
     {"cli"},
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cache
 
 import torch
@@ -10,6 +11,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.tree import ROOT, TokenTree
+
+
+class Origin(StrEnum):
+    """Where drafted tokens come from."""
+
+    DRAFTER = "drafter"
+    GRAMMAR = "grammar"
+    LOOKUP = "lookup"
+    PREDICTION = "prediction"
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +33,13 @@ class Draft:
             is listed m times; the draws at a node are the entries for its children. For K chains this is their paths of
             nodes one after another; for a prefix tree (SpecTr, arXiv 2310.15141, Algorithm 5) the draws level by level.
             None: every node was drawn once, in the order of the nodes.
+        origin: where the tokens come from.
     """
 
     tree: TokenTree
     probs: Float[Tensor, "nodes vocab"] | None
     draws: tuple[int, ...] | None = None
+    origin: Origin = Origin.DRAFTER
 
     def __post_init__(self) -> None:
         if self.probs is not None and self.probs.shape[0] != len(self.tree):
@@ -95,4 +107,4 @@ class DraftStep:
     logits: Float[Tensor, "drawn width"] | None = None
 
 
-__all__ = ["ROOT", "Draft", "DraftStep", "TokenTree", "Verdict"]
+__all__ = ["ROOT", "Draft", "DraftStep", "Origin", "TokenTree", "Verdict"]

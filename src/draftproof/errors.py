@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class ContextError(UserError):
+    """A prompt is too long for the model's context."""
+
+
 class RequestError(UserError):
     """One request failed; other requests in the same rounds go on.
 

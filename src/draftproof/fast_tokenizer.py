@@ -96,6 +96,11 @@ class FastTokenizer:
             return self._original().convert_ids_to_tokens(ids, **options)
         return self._tokenizer.id_to_token(ids)
 
+    @property
+    def backend_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the library `tokenizers`, as transformers' class calls it."""
+        return self._tokenizer
+
     def get_vocab(self) -> dict[str, int]:
         """Ids by token, added tokens among them."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))

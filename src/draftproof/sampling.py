@@ -2,29 +2,31 @@
 
 Penalties depend on the drafted path above a row. Where a generation ends is decided in `finish`.
 
-Order, as vLLM's V1 sampler: cast to float32; bad words; min_tokens; logit bias; repetition, frequency and presence
-penalties; temperature; min-p; top-k; top-p; softmax. Masks are -inf, so they commute with the bias.
+Order, as vLLM's V1 sampler: cast to float32; grammar; bad words; min_tokens; logit bias; repetition, frequency and
+presence penalties; temperature; min-p; top-k; top-p; softmax. Masks are -inf, so they commute with the bias.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, no_type_check
+from typing import Any, Protocol, no_type_check, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
 
 _NEVER = -math.inf
+_GRAMMAR = re.compile(r"json_object\Z|(json_schema|regex|lark):.", re.DOTALL)
 # A float32 reciprocal outside these overflows or vanishes; inside, temperatures change nothing more.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 # The nucleus is first looked for among this many candidates: at usual settings it is far smaller.
@@ -146,6 +148,8 @@ class SamplingParams:
         seed: of this request's draws; None lets the engine choose.
         logprobs: how many of the best tokens to report with each emitted one; None reports nothing.
         skip_special_tokens: leave special tokens out of the text.
+        grammar: what the answer fits, from its first token to its end: json_object, json_schema:SCHEMA, regex:PATTERN
+            or lark:GRAMMAR (see `draftproof.grammar`).
 
     Raises:
         UserError: a value of the wrong type or range; the message names field, value and what is legal.
@@ -170,6 +174,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high, legal) in _INTEGERS.items():
@@ -192,8 +197,18 @@ class SamplingParams:
         self._set(
             "stop_token_ids", _token_ids("stop_token_ids", () if self.stop_token_ids is None else self.stop_token_ids)
         )
+        if self.grammar is not None:
+            self._check_grammar()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _illegal("min_tokens", self.min_tokens, f"0 <= min_tokens <= max_tokens, which is {self.max_tokens}")
+
+    def _check_grammar(self) -> None:
+        grammar: object = self.grammar
+        if not isinstance(grammar, str) or not _GRAMMAR.match(grammar):
+            raise _illegal("grammar", grammar, "json_object, json_schema:SCHEMA, regex:PATTERN or lark:GRAMMAR")
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                raise _illegal(name, getattr(self, name), "with a grammar, which says itself where an answer ends, off")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -205,6 +220,7 @@ class SamplingParams:
         eos_token_ids: Sequence[int] = (),
         prompt_ids: Sequence[int] = (),
         encode: Callable[[str], Sequence[int]] | None = None,
+        constraint: Constraint | None = None,
     ) -> Transforms:
         """These parameters for one prompt and one model: what the engine builds once for each request.
 
@@ -213,12 +229,13 @@ class SamplingParams:
             eos_token_ids: the model's end-of-sequence ids.
             prompt_ids: the prompt.
             encode: text to token ids without special tokens; needed by `bad_words` only.
+            constraint: the grammar at its beginning, where these parameters have one.
 
         Raises:
             UserError: a token id outside the vocabulary; bad words without a tokenizer, or that encode to nothing.
         """
         words = bad_word_ids(self.bad_words, encode)
-        return Transforms(self, vocab_size, tuple(eos_token_ids), tuple(prompt_ids), words)
+        return Transforms(self, vocab_size, tuple(eos_token_ids), tuple(prompt_ids), words, constraint)
 
 
 _GENERATION_CONFIG = {  # a generation config's names for these
@@ -268,6 +285,23 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | 
     return tuple(found)
 
 
+@runtime_checkable
+class Constraint(Protocol):
+    """What tokens may follow each context of one continuation."""
+
+    def fresh(self) -> Constraint:
+        """The same, for another continuation."""
+        ...
+
+    def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
+        """For each path after the committed tokens a mask of the tokens that may follow; any, where none can be."""
+        ...
+
+    def forced(self, output_ids: Sequence[int]) -> list[int]:
+        """The tokens that must follow the committed ones, as far as there is no choice."""
+        ...
+
+
 @dataclass(frozen=True)
 class Transforms:
     """Sampling parameters bound to one request: everything `probabilities` needs but the tokens generated so far.
@@ -278,6 +312,7 @@ class Transforms:
         eos_token_ids: end-of-sequence ids; those outside the vocabulary cannot occur and are dropped.
         prompt_ids: the prompt; only the repetition penalty looks at it.
         bad_word_ids: token sequences that the output never completes.
+        constraint: masks what does not fit the request's grammar; None without one.
 
     Raises:
         UserError: a token id outside the vocabulary.
@@ -288,6 +323,7 @@ class Transforms:
     eos_token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         eos = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
@@ -301,6 +337,10 @@ class Transforms:
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise UserError(f"{name} holds token id {token}: legal is 0 <= id < {self.vocab_size}")
+
+    def fresh(self) -> Transforms:
+        """The same for another continuation of the prompt."""
+        return self if self.constraint is None else replace(self, constraint=self.constraint.fresh())
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
@@ -326,7 +366,8 @@ class Transforms:
     @cached_property
     def path_dependent(self) -> bool:
         """Whether `probabilities` reads output_ids and paths; if not, callers need not make them."""
-        return self.penalised or bool(self.bad_sequences) or (self.params.min_tokens > 0 and bool(self.stop_ids))
+        early = self.params.min_tokens > 0 and bool(self.stop_ids)
+        return self.penalised or bool(self.bad_sequences) or early or self.constraint is not None
 
     @cached_property
     def edits(self) -> bool:
@@ -405,6 +446,10 @@ def _mask(
 ) -> tuple[str, ...]:
     """Writes -inf for bad words and for early stops; returns the names of the options that did."""
     causes = []
+    if transforms.constraint is not None:
+        allowed = transforms.constraint.allowed(output_ids, paths)
+        scores.masked_fill_(~allowed.to(scores.device), _NEVER)
+        causes.append("grammar")
     if transforms.banned_ids:
         scores[:, torch.tensor(transforms.banned_ids, device=scores.device)] = _NEVER
         causes.append("bad_words")

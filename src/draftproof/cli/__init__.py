@@ -22,6 +22,7 @@ from draftproof.errors import UserError
 
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
+    "serve": "Serve a model by OpenAI's API.",
     "bench": "Measure compositions and other engines on the same questions.",
     "reproduce": "Reproduce tables and figures of the papers, their numbers beside ours.",
     "profile": "Measure what a composition costs on this machine: memory, rounds, forward passes, rules.",

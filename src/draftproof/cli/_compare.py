@@ -89,7 +89,11 @@ class Comparison:
 
 
 def compare(
-    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], known: Sequence[Output]
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    known: Sequence[Output],
+    prediction: str | None = None,
 ) -> Comparison:
     """Time `engine` and plain decoding in pairs, on the prompts and parameters that gave `known`.
 
@@ -106,7 +110,8 @@ def compare(
     start = time.perf_counter()
     while _more(len(pairs), time.perf_counter() - start):
         first, second = (plain, engine) if len(pairs) % 2 else (engine, plain)
-        timings = {id(each): _timed(each, prompts, params) for each in (first, second)}
+        texts = {id(engine): prediction, id(plain): None}
+        timings = {id(each): _timed(each, prompts, params, texts[id(each)]) for each in (first, second)}
         pairs.append((timings[id(engine)], timings[id(plain)]))
     same = [output.token_ids for output in known] == [output.token_ids for output in reference]
     greedy = all(each.temperature == 0 for each in params)
@@ -123,10 +128,12 @@ def _more(pairs: int, seconds: float) -> bool:
     return pairs < MOST and seconds < ENOUGH
 
 
-def _timed(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> Timing:
+def _timed(
+    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams], prediction: str | None
+) -> Timing:
     """Time all prompts together."""
     start = time.perf_counter()
-    outputs = engine.generate(list(prompts), list(params))
+    outputs = engine.generate(list(prompts), list(params), predictions=prediction)
     seconds = time.perf_counter() - start
     tokens = sum(len(output.token_ids) for output in outputs)
     return Timing(tokens / seconds, sum(output.stats.num_draft_tokens for output in outputs))

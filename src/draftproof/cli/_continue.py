@@ -82,6 +82,7 @@ class GenerateRun:
         as_json: print objects in place of text.
         with_plain: compare with plain decoding.
         quiet: leave out the summary.
+        prediction: a text that the continuations may repeat.
     """
 
     engine: Engine
@@ -91,6 +92,7 @@ class GenerateRun:
     as_json: bool
     with_plain: bool
     quiet: bool
+    prediction: str | None = None
 
     def __call__(self) -> None:
         """Print results on stdout, then the summary and the comparison on stderr.
@@ -115,7 +117,7 @@ class GenerateRun:
     def stream(self) -> Output:
         """Print the text of the one continuation as it is made."""
         output = None
-        for chunk in self.engine.stream(self.inputs[0].prompt, self.params):
+        for chunk in self.engine.stream(self.inputs[0].prompt, self.params, prediction=self.prediction):
             _terminal.write(chunk.text)
             output = chunk.output
         _terminal.write("\n")
@@ -166,7 +168,7 @@ class GenerateRun:
     def add(self, each: PromptInput) -> list[Request]:
         """Queue a prompt."""
         try:
-            return self.engine.add(each.prompt, self.params)
+            return self.engine.add(each.prompt, self.params, prediction=self.prediction)
         except ValueError as error:
             raise UserError(f"{each.where}: {error}" if each.where else str(error)) from error
 
@@ -193,7 +195,7 @@ class GenerateRun:
         outputs = [each for place in whole for each in groups[place] if isinstance(each, Output)]
         params = [replace(self.params, seed=output.seed) for output in outputs if output.index == 0]
         prompts = [self.inputs[place].prompt for place in whole]
-        found = compare(self.engine, prompts, params, outputs) if outputs else None
+        found = compare(self.engine, prompts, params, outputs, self.prediction) if outputs else None
         if self.as_json:
             values = None if found is None else found.to_dict()
             for place, result in enumerate(results):

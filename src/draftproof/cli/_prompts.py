@@ -51,16 +51,29 @@ def read_prompts(file: Path) -> list[PromptText]:
     Raises:
         UserError: naming the file and the line.
     """
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
-    lines = enumerate(_decode(raw, str(file)).split("\n"), 1)  # not splitlines: JSON text may hold its other line ends
+    # not splitlines: JSON text may hold its other line ends
+    lines = enumerate(_decode(_bytes(file), str(file)).split("\n"), 1)
     places = [(f"{file}, line {number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
     if not places:
         raise UserError(f"{file} holds no prompt: legal is one a line, or objects with {', '.join(_KEYS)} in .jsonl")
     json_lines = file.suffix == ".jsonl"
     return [_checked(_of_json(line, where) if json_lines else line, where) for where, line in places]
+
+
+def read_text(file: Path | None) -> str | None:
+    """The text of a file; None without one.
+
+    Raises:
+        UserError: it cannot be read, or is no text.
+    """
+    return None if file is None else _decode(_bytes(file), str(file))
+
+
+def _bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from error
 
 
 def _decode(raw: bytes, where: str) -> str:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from draftproof.draft import Draft
+from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import point_chain
-from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.drafters.suffix import Found, SuffixDrafter
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
 from draftproof.stoppers.auto import CATCH_UP, GAIN, Auto, Plan
@@ -37,12 +37,20 @@ LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
 LOOKUP_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 LOOKUP_PAUSE = 32  # rounds after which a long match is tried again, though such drafts were not accepted
 LOOKUP_PATIENCE = 4  # largest factor of that pause, after repeated failure
+PREDICTED, FORCED = 64, 128  # added to the class of a match in a predicted text, and of tokens that a grammar forces
+_CLASSES = {Origin.LOOKUP: 0, Origin.PREDICTION: PREDICTED, Origin.GRAMMAR: FORCED}
 LOOKUP_RATES = {  # assumed, by length of the match
     1: AcceptanceRates(0.15, 0.5),
     2: AcceptanceRates(0.35, 0.7),
     4: AcceptanceRates(0.55, 0.8),
     8: AcceptanceRates(0.75, 0.9),
     16: AcceptanceRates(0.9, 0.95),
+    PREDICTED + 1: AcceptanceRates(0.4, 0.8),
+    PREDICTED + 2: AcceptanceRates(0.65, 0.9),
+    PREDICTED + 4: AcceptanceRates(0.8, 0.95),
+    PREDICTED + 8: AcceptanceRates(0.9, 0.97),
+    PREDICTED + 16: AcceptanceRates(0.9, 0.98),
+    FORCED + LOOKUP: AcceptanceRates(0.99, 0.99),
 }
 
 
@@ -75,17 +83,9 @@ class Source:
         return self.drafter is not None or self.failed
 
 
-@dataclass
-class _Found:
-    """What the lookup found for a request: tokens, and the length of the match."""
-
-    tokens: list[int]
-    matched: int
-
-    @property
-    def kind(self) -> int:
-        """The class of the match, for its rates."""
-        return min(size_class(self.matched), LOOKUP)
+def _kind(found: Found) -> int:
+    """The class of a match, for its rates."""
+    return min(size_class(found.matched), LOOKUP) + _CLASSES[found.origin]
 
 
 @dataclass
@@ -95,12 +95,12 @@ class _Choice:
     Attributes:
         source: drafts for the requests that are not in `looked`; None for nobody.
         plan: the source's.
-        looked: tokens that were looked up, by request.
+        looked: what was looked up, by request.
     """
 
     source: Source | None = None
     plan: Plan = field(default_factory=Plan)
-    looked: dict[int, list[int]] = field(default_factory=dict)
+    looked: dict[int, Found] = field(default_factory=dict)
 
 
 class AutoDrafter:
@@ -119,6 +119,7 @@ class AutoDrafter:
     constant = False
     max_positions = None
     timed = True
+    reads_predictions = True
 
     def __init__(
         self, sources: Sequence[Source], lookup: SuffixDrafter | None, passes: PassCosts, *, masses: bool = True
@@ -154,8 +155,8 @@ class AutoDrafter:
         drafts = [Draft.empty() for _ in requests] if choice.source is None else self._drawn(choice, requests, rng)
         device = drafts[0].tree.tokens.device
         for row, request in enumerate(requests):
-            if (tokens := choice.looked.get(request.id)) is not None:
-                drafts[row] = point_chain(tokens[: request.limit]).to(device)
+            if (found := choice.looked.get(request.id)) is not None:
+                drafts[row] = point_chain(found.tokens[: request.limit], found.origin).to(device)
         if not self._masses or choice.source is not None:
             dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
             drafts = [_with_probabilities(each, one, dtype) for each, one in zip(drafts, requests, strict=True)]
@@ -210,11 +211,11 @@ class AutoDrafter:
         """The choice, or one with looked up drafts where these promise more."""
         if self.lookup is None:
             return best
-        found = {one.id: _Found(*each) for one, each in zip(able, self.lookup.look(able), strict=True)}
+        found = dict(zip([one.id for one in able], self.lookup.look(able), strict=True))
         found = {row: each for row, each in found.items() if each.tokens}
         if not found:
             return best
-        self._matched = {row: each.kind for row, each in found.items()}
+        self._matched = {row: _kind(each) for row, each in found.items()}
         expected = {row: self._expected(row, each) for row, each in found.items()}
         others, costs = batch - len(found), self._lookup_costs.at(batch)
         choice, most = best, max(best.plan.speed, GAIN)
@@ -223,7 +224,7 @@ class AutoDrafter:
             speed = made / batch / costs.of(n)
             if speed > most:
                 most = speed
-                choice = _Choice(None, Plan(n, 1, speed), {row: each.tokens[:n] for row, each in found.items()})
+                choice = _Choice(None, Plan(n, 1, speed), {row: _first(each, n) for row, each in found.items()})
         if best.source is not None and len(able) > 1:
             choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
         if choice is best and (tried := self._retried(found)):
@@ -237,7 +238,7 @@ class AutoDrafter:
         best: _Choice,
         choice: _Choice,
         expected: dict[int, tuple[float, ...]],
-        found: dict[int, _Found],
+        found: dict[int, Found],
         limits: dict[int, int],
     ) -> _Choice:
         """Looked up drafts for the requests where they promise more than the source's, if that is the best of all."""
@@ -245,23 +246,23 @@ class AutoDrafter:
         n, stopper = best.plan.length, best.source.stopper
         drawn = {row: stopper.tokens(row)[min(n, limit)] for row, limit in limits.items()}
         gained = {row: tokens[min(n, len(tokens) - 1)] - drawn[row] for row, tokens in expected.items()}
-        better = {row: found[row].tokens[:n] for row, gain in gained.items() if gain > 0}
+        better = {row: _first(found[row], n) for row, gain in gained.items() if gain > 0}
         speed = best.plan.speed * (1 + sum(gained[row] for row in better) / sum(drawn.values()))
         if not better or speed <= choice.plan.speed:
             return choice
         return _Choice(best.source, replace(best.plan, speed=speed), better)
 
-    def _retried(self, found: dict[int, _Found]) -> dict[int, list[int]]:
+    def _retried(self, found: dict[int, Found]) -> dict[int, Found]:
         """Long matches of requests that were not looked up for long."""
         return {
-            row: each.tokens[:4]
+            row: _first(each, 4)
             for row, each in found.items()
             if each.matched >= 4 and (state := self._rates(row)).idle >= LOOKUP_PAUSE * state.patience
         }
 
-    def _expected(self, row: int, found: _Found) -> tuple[float, ...]:
+    def _expected(self, row: int, found: Found) -> tuple[float, ...]:
         """Expected tokens of a round with 0, 1, 2, ... of the tokens that were looked up."""
-        return expected_tokens(*self._rates(row).expected(found.kind), len(found.tokens))
+        return expected_tokens(*self._rates(row).expected(_kind(found)), len(found.tokens))
 
     def _rates(self, row: int) -> RequestRates:
         return self._requests.setdefault(row, RequestRates(self.lookup_rates))
@@ -316,6 +317,11 @@ class AutoDrafter:
         for source in self.sources:
             if source.name in found:
                 source.stopper.restore(found[source.name])
+
+
+def _first(found: Found, n: int) -> Found:
+    """The first tokens of what was found."""
+    return replace(found, tokens=found.tokens[:n])
 
 
 def _with_probabilities(draft: Draft, request: DraftRequest, dtype: torch.dtype) -> Draft:

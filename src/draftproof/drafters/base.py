@@ -24,6 +24,7 @@ class DraftRequest:
         limit: length of the longest chain that can be used this round; 0 for no draft.
         transforms: the request's sampling parameters, which also apply to the draft.
         session: the target's session of the request, for drafters that share the target's cache.
+        prediction: tokens that the answer may repeat; empty without a prediction.
     """
 
     id: int
@@ -32,6 +33,7 @@ class DraftRequest:
     limit: int
     transforms: Transforms
     session: Session | None = None
+    prediction: Sequence[int] = ()
 
 
 @runtime_checkable
@@ -61,6 +63,11 @@ class Drafter(Protocol):
     @property
     def timed(self) -> bool:
         """Whether its drafts depend on the time of earlier rounds."""
+        ...
+
+    @property
+    def reads_predictions(self) -> bool:
+        """Whether it drafts from texts that are predicted for an answer."""
         ...
 
     @property

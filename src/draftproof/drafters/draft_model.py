@@ -19,6 +19,8 @@ from draftproof.kernels import native
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import RoundTime, Stopper
 
+_UNLIKELY = -1e4  # stands for -inf
+
 
 class DraftModel:
     """A draft model with the sessions and transforms of all requests.
@@ -125,6 +127,8 @@ class DraftModel:
         if columns is not None:
             narrow = shaped(fitted.to(torch.promote_types(fitted.dtype, torch.float32)), transforms.params)
             return native.spread(narrow, columns, self._vocab_size)
+        if transforms.constraint is not None:  # a head for some tokens only may have none that fits the grammar
+            fitted = fitted.clamp(min=_UNLIKELY)
         outputs = request.tokens[request.prompt_length :] if transforms.path_dependent else []
         return probabilities(fitted, transforms, outputs, paths)
 
@@ -148,6 +152,7 @@ class ModelBacked:
     """
 
     point_masses = False
+    reads_predictions = False
 
     def __init__(self, model: DraftModel, stopper: Stopper) -> None:
         refuse_misfit(stopper, model.backend)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from draftproof.draft import Draft
+from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
@@ -35,6 +35,7 @@ class NgramDrafter:
     constant = False
     max_positions = None
     timed = False
+    reads_predictions = False
     stopper = None
 
     def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:
@@ -69,9 +70,9 @@ class NgramDrafter:
         self._seen.pop(request_id, None)
 
 
-def point_chain(tokens: Sequence[int]) -> Draft:
+def point_chain(tokens: Sequence[int], origin: Origin = Origin.LOOKUP) -> Draft:
     """A draft with these tokens as one chain of point masses; empty without tokens."""
-    return Draft(TokenTree.chain(torch.tensor(tokens, dtype=torch.int64)), None)
+    return Draft(TokenTree.chain(torch.tensor(tokens, dtype=torch.int64)), None, origin=origin)
 
 
 class _NgramIndex:

@@ -20,6 +20,7 @@ class NoDrafter:
     limit = 0
     max_positions = None
     timed = False
+    reads_predictions = False
     stopper = None
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from draftproof.draft import Draft
+from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain
+from draftproof.drafters.predicted import PredictedText
 from draftproof.errors import UserError
 from draftproof.rng import RoundRng
 from draftproof.stoppers.base import RoundTime
@@ -57,6 +59,7 @@ class SuffixDrafter:
     constant = False
     max_positions = None
     timed = False
+    reads_predictions = True
     stopper = None
 
     def __init__(
@@ -87,21 +90,38 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
         """See Drafter."""
-        return [point_chain(tokens) for tokens, _ in self.look(requests)]
+        return [point_chain(found.tokens, found.origin) for found in self.look(requests)]
 
-    def look(self, requests: Sequence[DraftRequest]) -> list[tuple[list[int], int]]:
-        """For each request the tokens to draft, and the length of the known suffix that they follow.
-
-        All requests are read before the first draft is made.
-        """
-        rows = [self._running.setdefault(request.id, _Indexed()) for request in requests]
-        for request, row in zip(requests, rows, strict=True):
-            row.tokens = request.tokens
+    def look(self, requests: Sequence[DraftRequest]) -> list[Found]:
+        """What each request's last tokens are followed by; all requests are read before the first draft is made."""
+        rows = [self._row(request) for request in requests]
+        for row in rows:
             self._read(row)
         return [
-            self._follow(request, row) if request.limit > 0 else ([], 0)
+            self._best(request, row) if request.limit > 0 else Found([], 0)
             for request, row in zip(requests, rows, strict=True)
         ]
+
+    def _row(self, request: DraftRequest) -> _Indexed:
+        if request.id not in self._running:
+            predicted = PredictedText(request.prediction, self._context) if request.prediction else None
+            self._running[request.id] = _Indexed(request.prompt_length, predicted)
+        row = self._running[request.id]
+        row.tokens = request.tokens
+        return row
+
+    def _best(self, request: DraftRequest, row: _Indexed) -> Found:
+        """What the grammar forces; else the predicted text or a known suffix, whichever follows more tokens."""
+        constraint = request.transforms.constraint
+        forced = [] if constraint is None else constraint.forced(request.tokens[request.prompt_length :])
+        if forced:
+            return Found(forced[: min(self.limit, request.limit)], self._context, Origin.GRAMMAR)
+        found, predicted = self._follow(request, row), row.predicted
+        if predicted is None or predicted.matched < found.matched:
+            return found
+        most = min(self.limit, request.limit, int(self._factor * predicted.matched) + 1)
+        tokens = predicted.following(most)
+        return Found(tokens, predicted.matched, Origin.PREDICTION) if tokens else found
 
     def _read(self, row: _Indexed) -> None:
         """Count the tokens that the request committed since the last call."""
@@ -111,8 +131,10 @@ class SuffixDrafter:
             row.own.add(key, token)
             if self._memory is not None:
                 self._memory.index.add(key, token)
+        if row.predicted is not None and len(row.read) > row.prompt_length:
+            row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
-    def _follow(self, request: DraftRequest, row: _Indexed) -> tuple[list[int], int]:
+    def _follow(self, request: DraftRequest, row: _Indexed) -> Found:
         """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
         others = self._memory.index if self._memory is not None and _may_share(request) else None
         near = tuple(row.read[-self._context :][::-1])
@@ -133,7 +155,7 @@ class SuffixDrafter:
                 break
             draft.append(known.best)
             near = (known.best, *near[: self._context - 1])
-        return draft, matched
+        return Found(draft, matched)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Does nothing: drafts depend on committed tokens only."""
@@ -155,10 +177,26 @@ def _may_share(request: DraftRequest) -> bool:
     return params.seed is None or params.temperature == 0
 
 
-class _Indexed:
-    """A running request: all its tokens, those that were counted, and its own index."""
+@dataclass(frozen=True)
+class Found:
+    """What a lookup gives for a request.
 
-    def __init__(self) -> None:
+    Attributes:
+        tokens: to draft.
+        matched: the length of the known suffix that they follow.
+        origin: whether they are from known text, from the request's prediction, or forced by its grammar.
+    """
+
+    tokens: list[int]
+    matched: int
+    origin: Origin = Origin.LOOKUP
+
+
+class _Indexed:
+    """A running request: all its tokens, those that were counted, its own index, and the text predicted for it."""
+
+    def __init__(self, prompt_length: int, predicted: PredictedText | None) -> None:
+        self.prompt_length, self.predicted = prompt_length, predicted
         self.tokens: list[int] = []
         self.read: list[int] = []
         self.own = _ContextTree()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from draftproof.engine.composition import misfit
 from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
-from draftproof.errors import RequestError, UserError, blamed_on
+from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
+from draftproof.grammar import Grammars
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
@@ -101,6 +104,15 @@ class DecodingLoop:
         """The tokenizer, or None."""
         return self.prompts.tokenizer
 
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """What compiles the grammars of requests.
+
+        Raises:
+            UserError: no grammar can be used with this model.
+        """
+        return Grammars.of(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
+
     # --- requests -------------------------------------------------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -111,17 +123,30 @@ class DecodingLoop:
         """
         return self.prompts.read(prompt)
 
-    def add(self, prompt: Prompt, params: SamplingParams | None = None) -> list[Request]:
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | Sequence[int] | None = None,
+    ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
+
+        Args:
+            prompt: a text, token ids or chat messages.
+            params: default `default_params`.
+            prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
+                about the output distribution.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
 
         Raises:
-            UserError: the prompt is empty, too long, or cannot be read.
+            UserError: the prompt is empty, too long, or cannot be read; a prediction that the drafter cannot use.
         """
         params = params or self.default_params
         text, ids = self.encode(prompt)
+        predicted = self._predicted(prediction)
         self._check_prompt(ids)
         left = self._context_left(len(ids))
         limit = left if params.max_tokens is None else min(params.max_tokens, left)
@@ -131,6 +156,7 @@ class DecodingLoop:
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
             encode=None if self.tokenizer is None else self.prompts.plain,
+            constraint=None if params.grammar is None else self.grammars.constraint(params.grammar),
         )
         with self._lock:
             made = [
@@ -141,15 +167,30 @@ class DecodingLoop:
                     tokens=list(ids),
                     prompt_length=len(ids),
                     seed=seed if index == 0 else fold(seed, index) >> 1,
-                    transforms=transforms,
+                    transforms=transforms.fresh(),
                     cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
                     max_tokens=limit,
                     rule=self._rule(params),
+                    prediction=predicted,
                 )
                 for index in range(params.n)
             ]
             self._waiting.extend(made)
         return made
+
+    def _predicted(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
+        """The token ids of a prediction."""
+        if not prediction:
+            return ()
+        if not self.drafter.reads_predictions:
+            raise UserError(
+                f"drafter {self.drafter.name} cannot use a prediction: leave it out, or use the drafter auto or suffix"
+            )
+        if isinstance(prediction, str):
+            return tuple(self.prompts.plain(prediction))
+        ids = tuple(self.encode(prediction)[1])
+        self._check_ids(ids, "prediction")
+        return ids
 
     def _context_left(self, length: int) -> int:
         """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft until the end."""
@@ -159,18 +200,21 @@ class DecodingLoop:
         most = min((bound for bound in bounds if bound is not None), default=_UNBOUNDED)
         return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
 
-    def _check_prompt(self, ids: list[int]) -> None:
-        if not ids:
-            raise UserError("the prompt is empty: a request needs at least one token")
+    def _check_ids(self, ids: Sequence[int], what: str) -> None:
         for place, token in enumerate(ids):
             if not 0 <= token < self.target.vocab_size:
                 raise UserError(
-                    f"token {place} of the prompt is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
+                    f"token {place} of the {what} is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
                 )
+
+    def _check_prompt(self, ids: list[int]) -> None:
+        if not ids:
+            raise UserError("the prompt is empty: a request needs at least one token")
+        self._check_ids(ids, "prompt")
         if self._context_left(len(ids)) < 1:
             longest = len(ids) + self._context_left(len(ids)) - 1
             bounded_by = getattr(self.target, "bounded_by", "")
-            raise UserError(
+            raise ContextError(
                 f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
                 + (f" ({bounded_by})" if bounded_by else "")
             )
@@ -297,7 +341,16 @@ class DecodingLoop:
         if row.finished:
             self._retire(row)
         finish = row.cutter.finish
-        row.chunks.append(Chunk(cut.text, verdict.emitted[: cut.kept], None if finish is None else str(finish)))
+        row.chunks.append(
+            Chunk(
+                cut.text,
+                verdict.emitted[: cut.kept],
+                None if finish is None else str(finish),
+                drafted=len(draft),
+                accepted=min(len(verdict.path), cut.kept),
+                origin=draft.origin,
+            )
+        )
 
     def _fail(self, error: RequestError) -> None:
         """End one request with an error."""
@@ -331,13 +384,18 @@ class DecodingLoop:
     # --- whole generations ----------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        predictions: str | Sequence[str | Sequence[int] | None] | None = None,
     ) -> list[Output]:
         """Continue every prompt; blocks until all are finished.
 
         Args:
             prompts: one prompt or several; a prompt is a text, token ids or chat messages.
             params: for all prompts, or one for each; default `default_params`.
+            predictions: a text for all prompts, or a text, token ids or None for each; see `add`.
 
         Returns:
             For each prompt its n continuations, in order.
@@ -350,10 +408,13 @@ class DecodingLoop:
         each = [params] * len(many) if params is None or isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise UserError(f"{len(each)} SamplingParams for {len(many)} prompts: give one, or one for each")
+        texts = [predictions] * len(many) if predictions is None or isinstance(predictions, str) else list(predictions)
+        if len(texts) != len(many):
+            raise UserError(f"{len(texts)} predictions for {len(many)} prompts: give one text, or one for each")
         requests: list[Request] = []
         try:
-            for prompt, own in zip(many, each, strict=True):
-                requests.extend(self.add(prompt, own))
+            for prompt, own, text in zip(many, each, texts, strict=True):
+                requests.extend(self.add(prompt, own, prediction=text))
             while not all(request.finished for request in requests):
                 self.step()
         finally:
@@ -365,7 +426,13 @@ class DecodingLoop:
             raise failed
         return [self.output(request) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        prediction: str | Sequence[int] | None = None,
+    ) -> Iterator[Chunk]:
         """Continue one prompt and yield each round's text as it is committed; the last chunk has the Output.
 
         Raises:
@@ -374,7 +441,7 @@ class DecodingLoop:
         """
         if params is not None and params.n != 1:
             raise UserError(f"n is {params.n}: a stream has one continuation; use generate")
-        (request,) = self.add(prompt, params)
+        (request,) = self.add(prompt, params, prediction=prediction)
         try:
             while not request.finished or request.chunks:
                 if not request.chunks:
@@ -382,9 +449,7 @@ class DecodingLoop:
                 while request.chunks:
                     chunk = request.chunks.popleft()
                     last = request.finished and not request.chunks
-                    yield Chunk(
-                        chunk.text, chunk.token_ids, chunk.finish_reason, self.output(request) if last else None
-                    )
+                    yield replace(chunk, output=self.output(request) if last else None)
         finally:
             self.abort(request)
 

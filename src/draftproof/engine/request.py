@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Session
-from draftproof.draft import Draft, Verdict
+from draftproof.draft import Draft, Origin, Verdict
 from draftproof.drafters.base import DraftRequest
 from draftproof.engine.stats import Stats
 from draftproof.errors import RequestError
@@ -29,12 +29,18 @@ class Chunk:
         token_ids: tokens committed in the round.
         finish_reason: None until the last chunk.
         output: the whole answer, in the last chunk.
+        drafted: number of tokens that were drafted for the round.
+        accepted: how many of `token_ids`, from the first on, were drafted.
+        origin: where the drafted tokens came from.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     output: Output | None = None
+    drafted: int = 0
+    accepted: int = 0
+    origin: Origin = Origin.DRAFTER
 
 
 @dataclass(frozen=True)
@@ -113,6 +119,7 @@ class Request:
         verifier_state: the rule's state, passed to it with the next draft; None for rules without state.
         chunks: committed pieces that a stream has not taken yet.
         error: why it failed, or None.
+        prediction: tokens that the answer may repeat.
     """
 
     id: int
@@ -132,6 +139,7 @@ class Request:
     chunks: deque[Chunk] = field(default_factory=deque)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: RequestError | None = None
+    prediction: tuple[int, ...] = ()
 
     @property
     def params(self) -> SamplingParams:
@@ -160,7 +168,9 @@ class Request:
 
     def draft_request(self, limit: int) -> DraftRequest:
         """The part of the request that the drafter gets."""
-        return DraftRequest(self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session)
+        return DraftRequest(
+            self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session, self.prediction
+        )
 
     def contexts(self, draft: Draft) -> tuple[list[int], Sequence[Sequence[int]]]:
         """Output tokens, and the drafted path above each row of logits; empty if no transform reads them."""
@@ -187,4 +197,6 @@ class Request:
         self.verifier_state = verdict.state
         depth = max(draft.tree.depths, default=0)
         self.stats.record(drafted=len(draft), depth=depth, accepted=len(accepted), emitted=len(kept))
+        if draft.origin is Origin.PREDICTION:
+            self.stats.num_accepted_prediction_tokens += len(accepted)
         return cut

@@ -10,6 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PARTS = ("draft", "target", "verify")
+COUNTS = (
+    "num_tokens",
+    "num_target_calls",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "num_accepted_prediction_tokens",
+)
 
 
 @dataclass
@@ -57,6 +65,7 @@ class Stats:
         num_accepted_tokens: drafted tokens that were emitted.
         num_accepted_tokens_per_pos: accepted tokens at each position of the draft.
         num_drafts_per_pos: rounds whose draft reached each position, accepted or not.
+        num_accepted_prediction_tokens: accepted tokens that were drafted from a predicted text.
         seconds: time by part.
     """
 
@@ -67,6 +76,7 @@ class Stats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_drafts_per_pos: list[int] = field(default_factory=list)
+    num_accepted_prediction_tokens: int = 0
     seconds: Seconds = field(default_factory=Seconds)
 
     def record(self, *, drafted: int, depth: int, accepted: int, emitted: int) -> None:
@@ -83,7 +93,7 @@ class Stats:
 
     def add(self, other: Stats) -> None:
         """Add the counts and times of another request to these."""
-        for name in ("num_tokens", "num_target_calls", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("num_accepted_tokens_per_pos", "num_drafts_per_pos"):
             pairs = itertools.zip_longest(getattr(self, name), getattr(other, name), fillvalue=0)
@@ -120,6 +130,7 @@ class Stats:
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
             "num_drafts_per_pos": list(self.num_drafts_per_pos),
+            "num_accepted_prediction_tokens": self.num_accepted_prediction_tokens,
             "block_efficiency": self.block_efficiency,
             "discard_rate": self.discard_rate,
             "verification_rate": self.verification_rate,

@@ -1,0 +1,56 @@
+"""`draftproof serve`: an OpenAI-compatible server for one target."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import typer
+
+from draftproof import models
+from draftproof.cli import _terminal
+from draftproof.cli._engine import engine_options, load_engine, named_target
+from draftproof.cli._libraries import logged_lines, quiet_libraries
+from draftproof.cli._options import Options, with_options
+from draftproof.errors import UserError
+from draftproof.server.settings import Settings
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+@engine_options
+@with_options(server=(Options(Settings, "Server", metavars={"api_key_file": "FILE"}),))
+def serve(
+    *,
+    server: dict[str, Any],
+    engine: dict[str, Any],
+) -> None:
+    """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /metrics, and others.
+
+    Only this machine reaches it, unless --host says otherwise. Ctrl-C or SIGTERM ends it when running requests are
+    answered. Without --target it serves a tiny model that ships with draftproof, for trying it.
+    """
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serve needs {', '.join(missing)}: pip install 'draftproof[serve]'")
+    from draftproof.server.access import read_keys
+    from draftproof.server.app import Server, make_app
+    from draftproof.server.logs import start_logging
+    from draftproof.server.run import address, bind, served_name
+    from draftproof.server.run import serve as serve_app
+
+    settings = Settings(**server)
+    keys = read_keys(settings.api_key_file)
+    listener = bind(settings)
+    try:
+        with quiet_libraries(), logged_lines(quiet=False):
+            target = named_target(engine) or models.DEFAULT_TARGET
+            loaded = load_engine(target, engine, quiet=False)
+        name = served_name(target, settings.served_model_name)
+        made = make_app(Server(loaded, settings, name, hidden=[target, engine["draft"] or target]), keys)
+        start_logging(as_json=settings.json_logs)
+        _terminal.note(f"draftproof: serving {name} at {address(listener)}/v1")
+        serve_app(made, listener, settings)
+    finally:
+        listener.close()

@@ -1,0 +1,124 @@
+"""Who is let in: API keys, compared in constant time; and what is noted of every request: its id, status and time."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftproof.errors import UserError
+from draftproof.server.errors import ApiError
+
+OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
+_POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
+_SHORTEST = 16
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_log = logging.getLogger("draftproof.access")
+
+
+def read_keys(file: Path | None) -> tuple[str, ...]:
+    """The API keys of a file and of the variable DRAFTPROOF_KEYS.
+
+    Raises:
+        UserError: the file cannot be read or holds no key, or a key is too short.
+    """
+    keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
+    where = "the variable DRAFTPROOF_KEYS"
+    if file is not None:
+        where = str(file)
+        try:
+            found = file.read_text(encoding="utf-8").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read API keys from {file}: {getattr(error, 'strerror', None) or error}") from error
+        if not found:
+            raise UserError(f"{file} holds no API key: legal is one a line")
+        keys += found
+    if any(len(key) < _SHORTEST for key in keys):
+        raise UserError(f"{where} holds an API key of less than {_SHORTEST} characters: legal are longer ones")
+    return tuple(keys)
+
+
+class Keys:
+    """A set of keys that says nothing by the time that a comparison takes."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def allow(self, header: str) -> bool:
+        """Whether an Authorization header has one of the keys; every key is compared."""
+        scheme, _, given = header.partition(" ")
+        digest = sha256(given.strip().encode()).digest()
+        found = [hmac.compare_digest(digest, each) for each in self._digests]
+        return scheme.lower() == "bearer" and any(found)
+
+
+class Access:
+    """Gives every request an id, refuses those without a key, and writes a line of each to the log.
+
+    Args:
+        app: what serves the requests.
+        keys: one of them is needed; empty lets everybody in.
+        max_body: bytes; a longer body is refused by its declared length, others while they are read.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int) -> None:
+        self._app, self._keys, self._max_body = app, Keys(keys), max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope)
+        name = given.get("x-request-id", "")
+        request_id = name if _ID.fullmatch(name) else uuid.uuid4().hex
+        facts: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
+        scope.setdefault("state", {})["facts"] = facts
+        start = time.perf_counter()
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                facts["status"] = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            error = self._refused(scope["path"], given)
+            answer = self._app if error is None else JSONResponse(error.body(), error.status, error.headers)
+            await answer(scope, receive, noting)
+        finally:
+            facts["seconds"] = round(time.perf_counter() - start, 6)
+            usual = scope["path"] in _POLLED and facts.get("status") == 200
+            _log.log(logging.DEBUG if usual else logging.INFO, "request", extra={"facts": facts})
+
+    def _refused(self, path: str, given: Headers) -> ApiError | None:
+        if self._keys and path not in OPEN and not self._keys.allow(given.get("authorization", "")):
+            return ApiError(
+                "an API key is needed, as: Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = given.get("content-length", "0")
+        if length.isdecimal() and int(length) > self._max_body:
+            return ApiError(f"the body has {length} bytes: legal are up to {self._max_body} here", status=413)
+        return None
+
+
+def note(scope: Mapping[str, Any], **facts: Any) -> None:
+    """Add facts to the line that the log will get of a request."""
+    scope["state"]["facts"].update(facts)

@@ -1,0 +1,313 @@
+"""From pieces of continuations to the bodies that the API answers with, whole and as a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from fastapi.sse import format_sse_event
+
+from draftproof.draft import Origin
+from draftproof.sampling import TokenLogprob
+from draftproof.server.reading import Question
+from draftproof.server.schemas import (
+    AnswerMessage,
+    ChatAnswer,
+    ChatChoice,
+    ChatLogprobs,
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionDetails,
+    CompletionLogprobs,
+    TokenLogprobAnswer,
+    TopLogprob,
+    Usage,
+)
+from draftproof.server.worker import Piece
+
+_LEAST = -9999.0  # JSON has no -inf; vLLM's figure
+END = format_sse_event(data_str="[DONE]")
+
+
+@dataclass
+class Continuation:
+    """One continuation as far as it has come."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    predicted: int = 0
+
+    def add(self, piece: Piece) -> None:
+        """Add a piece."""
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        if piece.origin is Origin.PREDICTION:
+            self.predicted += piece.accepted
+        if piece.finish_reason is not None:
+            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+
+
+@dataclass
+class Answer:
+    """What all answers to one request share, and its continuations.
+
+    Attributes:
+        id: of the answer.
+        model: its name in the API.
+        question: what was asked.
+        token_text: text of a token, for log-probabilities.
+        with_ids: whether token ids are asked for.
+        with_drafts: whether a stream's chunks say which tokens were drafted.
+        echo: whether the prompt's text comes first.
+    """
+
+    id: str
+    model: str
+    question: Question
+    token_text: TokenText
+    with_ids: bool
+    with_drafts: bool = False
+    echo: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    continuations: list[Continuation] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.continuations = [Continuation() for _ in range(len(self.question.prompts) * self.question.params.n)]
+
+    def add(self, pieces: Sequence[Piece]) -> None:
+        """Add pieces."""
+        for piece in pieces:
+            self.continuations[piece.index].add(piece)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        read = sum(map(len, self.question.prompts))
+        made = sum(len(each.token_ids) for each in self.continuations)
+        return Usage(
+            prompt_tokens=read,
+            completion_tokens=made,
+            total_tokens=read + made,
+            completion_tokens_details=self._details,
+        )
+
+    @property
+    def _details(self) -> CompletionDetails | None:
+        """How much of the prediction came true, in all continuations together."""
+        size = len(self.question.prediction)
+        if not size:
+            return None
+        accepted = [each.predicted for each in self.continuations]
+        return CompletionDetails(
+            accepted_prediction_tokens=sum(accepted),
+            rejected_prediction_tokens=sum(max(size - each, 0) for each in accepted),
+        )
+
+    def prompt_of(self, index: int) -> int:
+        """The number of the prompt of a continuation."""
+        return index // self.question.params.n
+
+    def echoed(self, index: int) -> str:
+        """What stands before a continuation's text."""
+        place = self.prompt_of(index)
+        if not self.echo:
+            return ""
+        text = self.question.texts[place]
+        return self.token_text.joined(self.question.prompts[place]) if text is None else text
+
+
+class TokenText:
+    """The text of single tokens and of several."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        """Of one token inside a text, special ones included: some tokenizers leave out a blank at the start."""
+        if token not in self._known:
+            self._known[token] = self.joined([token, token])[len(self.joined([token])) :]
+        return self._known[token]
+
+    def joined(self, tokens: Sequence[int]) -> str:
+        """Of several in a row."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+@runtime_checkable
+class Form(Protocol):
+    """How one of the two endpoints words its answers."""
+
+    def whole(self, answer: Answer) -> CompletionAnswer | ChatAnswer:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """The chunks before the first piece."""
+        ...
+
+    def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
+        """The choice of the chunk for a piece; it is added to the answer afterwards."""
+        ...
+
+    @property
+    def object(self) -> str:
+        """OpenAI's name of a chunk."""
+        ...
+
+
+class CompletionForm:
+    """Answers of /v1/completions."""
+
+    object = "text_completion"
+
+    def whole(self, answer: Answer) -> CompletionAnswer:
+        """See Form."""
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=answer.echoed(index) + each.text,
+                logprobs=_completion_logprobs(answer, each.logprobs, 0),
+                finish_reason=each.finish_reason,
+                stop_reason=each.stop_reason,
+                token_ids=each.token_ids if answer.with_ids else None,
+                prompt_token_ids=list(answer.question.prompts[answer.prompt_of(index)]) if answer.with_ids else None,
+            )
+            for index, each in enumerate(answer.continuations)
+        ]
+        return CompletionAnswer(
+            id=answer.id, created=answer.created, model=answer.model, choices=choices, usage=answer.usage
+        )
+
+    def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """See Form."""
+        for index in range(len(answer.continuations)):
+            if answer.echo:
+                yield {"index": index, "text": answer.echoed(index), "logprobs": None, "finish_reason": None}
+
+    def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
+        """See Form."""
+        offset = len(answer.continuations[piece.index].text)
+        found = _completion_logprobs(answer, piece.logprobs, offset)
+        return {
+            "index": piece.index,
+            "text": piece.text,
+            "logprobs": None if found is None else found.model_dump(),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+            **_asked_for(answer, piece),
+        }
+
+
+class ChatForm:
+    """Answers of /v1/chat/completions."""
+
+    object = "chat.completion.chunk"
+
+    def whole(self, answer: Answer) -> ChatAnswer:
+        """See Form."""
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AnswerMessage(content=each.text),
+                logprobs=_chat_logprobs(answer, each.logprobs),
+                finish_reason=each.finish_reason,
+                stop_reason=each.stop_reason,
+                token_ids=each.token_ids if answer.with_ids else None,
+            )
+            for index, each in enumerate(answer.continuations)
+        ]
+        return ChatAnswer(
+            id=answer.id,
+            created=answer.created,
+            model=answer.model,
+            choices=choices,
+            usage=answer.usage,
+            prompt_token_ids=list(answer.question.prompts[0]) if answer.with_ids else None,
+        )
+
+    def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        """See Form."""
+        for index in range(len(answer.continuations)):
+            delta = {"role": "assistant", "content": ""}
+            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
+        """See Form."""
+        found = _chat_logprobs(answer, piece.logprobs)
+        return {
+            "index": piece.index,
+            "delta": {"content": piece.text} if piece.text or found is not None else {},
+            "logprobs": None if found is None else found.model_dump(),
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+            **_asked_for(answer, piece),
+        }
+
+
+def event(answer: Answer, form: Form, choices: Sequence[dict[str, Any]], usage: Usage | None = None) -> bytes:
+    """A chunk of a stream as a server-sent event."""
+    chunk: dict[str, Any] = {
+        "id": answer.id,
+        "object": form.object,
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+    }
+    if usage is not None:
+        chunk["usage"] = usage.model_dump(exclude_none=True)
+    return format_sse_event(data_str=json.dumps(chunk, ensure_ascii=False, separators=(",", ":")))
+
+
+def _asked_for(answer: Answer, piece: Piece) -> dict[str, Any]:
+    """What a chunk has only where the request asks for it."""
+    made: dict[str, Any] = {}
+    if answer.with_ids:
+        made["token_ids"] = piece.token_ids
+    if answer.with_drafts:
+        made["draft"] = {
+            "drafted": piece.drafted,
+            "accepted": piece.accepted,
+            "origin": str(piece.origin),
+            "tokens": [answer.token_text(token) for token in piece.token_ids],
+        }
+    return made
+
+
+def _completion_logprobs(answer: Answer, found: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
+    if answer.question.params.logprobs is None:
+        return None
+    texts = [answer.token_text(each.token_id) for each in found]
+    offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
+    return CompletionLogprobs(
+        tokens=texts,
+        token_logprobs=[max(each.logprob, _LEAST) for each in found],
+        top_logprobs=[{answer.token_text(token): max(value, _LEAST) for token, value in each.top} for each in found],
+        text_offset=offsets,
+    )
+
+
+def _chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+    if answer.question.params.logprobs is None:
+        return None
+    return ChatLogprobs(
+        content=[
+            TokenLogprobAnswer(
+                **_entry(answer, each.token_id, each.logprob),
+                top_logprobs=[TopLogprob(**_entry(answer, token, value)) for token, value in each.top],
+            )
+            for each in found
+        ]
+    )
+
+
+def _entry(answer: Answer, token: int, logprob: float) -> dict[str, Any]:
+    text = answer.token_text(token)
+    return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}

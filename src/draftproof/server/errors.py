@@ -1,0 +1,73 @@
+"""Errors as the API shows them: OpenAI's body, without paths, tracebacks or anything that a client sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ApiError(Exception):
+    """What a request is answered with when it cannot be served.
+
+    Args:
+        message: for the client: cause, offending value, what is legal.
+        status: of the HTTP answer.
+        param: the field of the request that is to blame; None for none.
+        code: a word for programs; None for none.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's `type`."""
+        return _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def overloaded(seconds: int) -> ApiError:
+    """The queue is full."""
+    return ApiError(
+        f"the queue is full: try again in {seconds} s",
+        status=429,
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(seconds)},
+    )
+
+
+def too_late(seconds: float) -> ApiError:
+    """The request's time is over; clients are told not to repeat it, since it would take as long again."""
+    return ApiError(
+        f"the answer was not finished within {seconds:g} s, the longest time of a request here: ask for fewer tokens",
+        status=504,
+        code="timeout",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def stopping() -> ApiError:
+    """The server ends, or its engine did."""
+    return ApiError("the server is shutting down", status=503, code="unavailable", headers={"Retry-After": "5"})
+
+
+def failed() -> ApiError:
+    """Something went wrong here; what it was is in the log, under the request's id."""
+    return ApiError("the request failed inside the server: its log says why, under this request's id", status=500)

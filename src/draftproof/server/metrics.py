@@ -1,0 +1,99 @@
+"""Prometheus metrics of a server, with vLLM's names after the prefix `draftproof:`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from draftproof.engine.stats import Stats
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10)
+_LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own; threads may share it.
+
+    Args:
+        model: its name, which labels every metric.
+    """
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self.running = self._gauge("num_requests_running", "Continuations that are decoded.")
+        self.waiting = self._gauge("num_requests_waiting", "Continuations that wait for a place in the batch.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were read.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
+        self.drafts = self._counter("spec_decode_num_drafts", "Rounds that verified a drafted token, by continuation.")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
+        self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
+        self.target_calls = self._counter("num_target_calls", "Forward passes of the target, by continuation.")
+        self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
+        self.between_tokens = self._histogram(
+            "time_per_output_token_seconds", "Seconds of a round, for each token that it made.", _SHORT
+        )
+        self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to a place in the batch.", _LONG)
+        self.whole_time = self._histogram("e2e_request_latency_seconds", "From arrival to the last token.", _LONG)
+        self.prompt_sizes = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.answer_sizes = self._histogram("request_generation_tokens", "Tokens of a continuation.", _TOKENS)
+        self._ends = Counter(
+            "draftproof:request_success",
+            "Continuations that ended, by reason.",
+            ("model_name", "finished_reason"),
+            registry=self.registry,
+        )
+        self._by_place = Counter(
+            "draftproof:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that were accepted, by their place in the draft.",
+            ("model_name", "position"),
+            registry=self.registry,
+        )
+
+    def ended(self, reason: str, seconds: float, tokens: int) -> None:
+        """Count a continuation that ended: stop, length, abort or error."""
+        self._ends.labels(self._model, reason).inc()
+        self.whole_time.observe(seconds)
+        self.answer_sizes.observe(tokens)
+
+    def decoded(self, before: Counted, stats: Stats) -> Counted:
+        """Count what a continuation's statistics have gained since they were counted last."""
+        now = Counted(stats)
+        self.generation_tokens.inc(now.tokens - before.tokens)
+        self.target_calls.inc(now.calls - before.calls)
+        if now.draft_tokens > before.draft_tokens:
+            self.drafts.inc(now.drafts - before.drafts)
+            self.draft_tokens.inc(now.draft_tokens - before.draft_tokens)
+            self.accepted_tokens.inc(now.accepted - before.accepted)
+            for place, count in enumerate(now.by_place):
+                gained = count - (before.by_place[place] if place < len(before.by_place) else 0)
+                if gained:
+                    self._by_place.labels(self._model, str(place)).inc(gained)
+        return now
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(f"draftproof:{name}", about, ("model_name",), registry=self.registry).labels(self._model)
+
+    def _histogram(self, name: str, about: str, buckets: Sequence[float | int]) -> Histogram:
+        made = Histogram(f"draftproof:{name}", about, ("model_name",), registry=self.registry, buckets=buckets)
+        return made.labels(self._model)
+
+
+class Counted:
+    """The statistics of a continuation that are in the metrics already."""
+
+    __slots__ = ("accepted", "by_place", "calls", "draft_tokens", "drafts", "tokens")
+
+    def __init__(self, stats: Stats) -> None:
+        self.tokens, self.calls, self.drafts = stats.num_tokens, stats.num_target_calls, stats.num_drafts
+        self.draft_tokens, self.accepted = stats.num_draft_tokens, stats.num_accepted_tokens
+        self.by_place = tuple(stats.num_accepted_tokens_per_pos)

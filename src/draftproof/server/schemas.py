@@ -1,0 +1,312 @@
+"""Bodies of requests and answers: OpenAI's fields that are served, and vLLM's further ones. Any other field is refused.
+
+Values are checked here for their types only; ranges are checked by SamplingParams, where they mean the same for Python
+and the command line. A field with the value null counts as not given.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TokenIds = Annotated[list[int], Field(max_length=1_000_000)]
+
+
+class Body(BaseModel):
+    """A part of a request: its types are meant exactly, and other fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        return (
+            {key: value for key, value in values.items() if value is not None} if isinstance(values, dict) else values
+        )
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class TextPart(Body):
+    """A text among the parts of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """A text that much of the answer is expected to repeat."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class TextFormat(Body):
+    """An answer without a form."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    """An answer that is a JSON object."""
+
+    type: Literal["json_object"]
+
+
+class Schema(Body):
+    """A JSON schema and its name, which changes nothing here."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(default={"type": "object"}, alias="schema")
+    strict: bool = True
+
+
+class SchemaFormat(Body):
+    """An answer that fits a JSON schema; it always does, `strict` or not."""
+
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to ask for a form: one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: Annotated[list[str] | None, Field(min_length=1, max_length=1024)] = None
+    grammar: str | None = None
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+
+
+class SamplingFields(Body):
+    """What both kinds of completions have in common: names and meanings of SamplingParams, and how it is answered."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=4096)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=1024)] = None
+    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int] | None, Field(max_length=1024)] = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    prediction: Prediction | None = None
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    return_token_ids: bool = False
+    return_drafts: bool = False
+    user: str | None = None
+
+
+class CompletionBody(SamplingFields):
+    """A request to /v1/completions."""
+
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(max_length=1024)]
+        | Annotated[list[TokenIds], Field(max_length=1024)]
+    )
+    logprobs: int | None = None
+    echo: bool = False
+
+
+class ChatBody(SamplingFields):
+    """A request to /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+
+class TokenizeBody(Body):
+    """A request to /tokenize: a text, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=4096)] = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """A request to /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+class CompletionDetails(BaseModel):
+    """How many tokens of a prediction were used."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(BaseModel):
+    """Counts of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    completion_tokens_details: CompletionDetails | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities of the tokens of a completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One continuation of a prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionAnswer(BaseModel):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TopLogprob(BaseModel):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobAnswer(TopLogprob):
+    """An emitted token with the likeliest ones at its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log-probabilities of the tokens of an answer."""
+
+    content: list[TokenLogprobAnswer]
+
+
+class AnswerMessage(BaseModel):
+    """The message that the model wrote."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatAnswer(BaseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "draftproof"
+    max_model_len: int | None
+
+
+class ModelList(BaseModel):
+    """The models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    """The answer of /tokenize."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    """The answer of /detokenize."""
+
+    prompt: str

@@ -1,0 +1,55 @@
+"""What a server is started with: address, limits, keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftproof.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a server listens, and what it lets requests ask for.
+
+    Attributes:
+        host: the address to listen on; other machines reach 0.0.0.0 only with a network that lets them.
+        port: 0 takes a free one.
+        served_model_name: the model's name in the API; without it the last part of the target's name.
+        api_key_file: a file with one API key a line; the variable DRAFTPROOF_KEYS holds keys between blanks. With
+            neither, everybody who reaches the port is served.
+        max_waiting: continuations that may wait for a place in the batch; further requests get 429.
+        request_timeout: seconds until a request is given up, waiting included; 0 is no limit.
+        write_timeout: seconds until a client that reads nothing of its stream is given up; 0 is no limit.
+        drain_timeout: seconds that running requests get after SIGTERM.
+        max_body: bytes of a request's body.
+        max_prompt_tokens: tokens of a prompt; without it the model's context.
+        max_tokens_limit: the most tokens that a request may ask for, and a chat's default.
+        json_logs: a JSON object a line on stderr, in place of text.
+
+    Raises:
+        UserError: a number out of range.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key_file: Path | None = None
+    max_waiting: int = 64
+    request_timeout: float = 600.0
+    write_timeout: float = 60.0
+    drain_timeout: int = 30
+    max_body: int = 4_194_304
+    max_prompt_tokens: int | None = None
+    max_tokens_limit: int = 16_384
+    json_logs: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise UserError(f"port is {self.port}: legal are 0 to 65535")
+        least = {"max_waiting": 0, "drain_timeout": 0, "max_body": 1, "max_prompt_tokens": 1, "max_tokens_limit": 1}
+        for name, low in {**least, "request_timeout": 0, "write_timeout": 0}.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value < math.inf:
+                raise UserError(f"{name} is {value}: legal is {low} or more")

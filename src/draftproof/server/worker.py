@@ -1,0 +1,370 @@
+"""The thread that owns the engine: requests come to it through a queue, pieces of answers go back to the event loop.
+
+Nothing that a client does makes the thread wait: pieces are handed over once a round, and a handler takes them when its
+client reads. Requests of clients that left are dropped before the next round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+from draftproof.draft import Origin
+from draftproof.engine.loop import DecodingLoop
+from draftproof.engine.request import Request
+from draftproof.engine.stats import Stats
+from draftproof.errors import ContextError, RequestError, UserError
+from draftproof.sampling import SamplingParams, TokenLogprob
+from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
+from draftproof.server.metrics import Counted, Metrics
+
+_log = logging.getLogger(__name__)
+_ROUNDS_TRIED = 2  # failures of a round in a row after which requests are given up
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one round added to one continuation.
+
+    Attributes:
+        index: of the continuation, over all prompts of the job.
+        text: text that no later token can change.
+        token_ids: tokens.
+        logprobs: of these tokens; empty if not requested.
+        finish_reason: None while it goes on.
+        stop_reason: the stop string or token id that ended it.
+        drafted: number of tokens that were drafted in the round.
+        accepted: how many of `token_ids`, from the first on, were drafted.
+        origin: where the drafted tokens came from.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    drafted: int = 0
+    accepted: int = 0
+    origin: Origin = Origin.DRAFTER
+
+
+@dataclass(eq=False)
+class Job:
+    """One HTTP request for completions: its prompts, and the pieces of its answer.
+
+    Attributes:
+        prompts: token ids of each.
+        params: of all of them.
+        seconds: it is given up after this time.
+        prediction: token ids that the answer may repeat.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    seconds: float = math.inf
+    prediction: Sequence[int] = ()
+    arrival: float = field(default_factory=time.monotonic)
+    _pieces: list[Piece] = field(default_factory=list)
+    _error: ApiError | None = None
+    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def size(self) -> int:
+        """Number of its continuations."""
+        return len(self.prompts) * self.params.n
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """The pieces that came since the last ones, until every continuation has ended.
+
+        Raises:
+            ApiError: it failed.
+        """
+        left = self.size
+        while left:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._error is not None:
+                raise self._error
+            taken, self._pieces = self._pieces, []
+            left -= sum(piece.finish_reason is not None for piece in taken)
+            if taken:
+                yield taken
+
+    def put(self, pieces: Sequence[Piece], error: ApiError | None) -> None:
+        """Add pieces, or the error that ends the job; in the event loop's thread."""
+        self._pieces += pieces
+        self._error = self._error or error
+        self._wake.set()
+
+
+@dataclass(eq=False)
+class _Continuation:
+    """One request of the engine, and what was done with it."""
+
+    job: Job
+    request: Request
+    index: int
+    started: bool = False
+    dropped: bool = False
+    last: float = 0.0
+    logprobs: int = 0
+    counted: Counted = field(default_factory=lambda: Counted(Stats()))
+
+
+class EngineWorker:
+    """Runs an engine in a thread of its own.
+
+    Args:
+        engine: nobody else may use it while the worker runs.
+        metrics: what happens is counted there.
+        max_waiting: continuations that may wait for a place in the batch.
+        shown: makes a message of the engine fit for clients.
+    """
+
+    def __init__(
+        self,
+        engine: DecodingLoop,
+        metrics: Metrics,
+        *,
+        max_waiting: int = 64,
+        shown: Callable[[str], str] = str,
+    ) -> None:
+        self._engine, self._metrics, self._shown = engine, metrics, shown
+        self.capacity = engine.max_batch + max_waiting
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._open: set[Job] = set()  # in the event loop's thread
+        self._rows: list[_Continuation] = []
+        self._out: dict[Job, tuple[list[Piece], ApiError | None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._failures = 0
+        self._ends = False
+        self.dead = False
+
+    # --- in the event loop's thread -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; pieces go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Drop what still runs, and end the thread."""
+        self._inbox.put(self._end)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request would be served."""
+        return self._thread.is_alive() and not self.dead and not self._ends
+
+    def submit(self, job: Job) -> None:
+        """Queue a job.
+
+        Raises:
+            ApiError: the queue is full, or nothing runs any more.
+        """
+        self.refuse_without_room(job.size)
+        self._open.add(job)
+        self._inbox.put(lambda: self._add(job))
+
+    def refuse_without_room(self, size: int = 1) -> None:
+        """Refuse a job of so many continuations where it cannot be queued now.
+
+        Raises:
+            ApiError: see `submit`.
+        """
+        if not self.ready:
+            raise stopping()
+        if sum(each.size for each in self._open) + size > self.capacity:
+            raise overloaded(self._wait())
+
+    def close(self, job: Job) -> None:
+        """Forget a job, and drop what is left of it: its answer is complete, or nobody waits for it."""
+        if job in self._open:
+            self._open.remove(job)
+            self._inbox.put(lambda: self._drop(job, "abort"))
+
+    def _wait(self) -> int:
+        """Seconds after which a place may be free: half the time that the open jobs have been here."""
+        now = time.monotonic()
+        ages = [now - job.arrival for job in self._open]
+        return max(1, min(30, round(sum(ages) / max(len(ages), 1) / 2)))
+
+    def _hand_over(self, out: dict[Job, tuple[list[Piece], ApiError | None]]) -> None:
+        for job, (pieces, error) in out.items():
+            job.put(pieces, error)
+
+    # --- in the engine's thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._ends:
+                self._take()
+                self._expire()
+                if self._rows:
+                    self._round()
+                self._deliver()
+        except Exception:  # noqa: BLE001 - whatever it is, clients get an answer
+            _log.exception("the engine's thread ended")
+        self.dead = True
+        for row in list(self._rows):
+            self._fail(row.job, stopping())
+        self._deliver()
+
+    def _take(self) -> None:
+        """Do what was asked for; waits where there is nothing else to do."""
+        if not self._rows:
+            self._inbox.get()()
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except Empty:
+                return
+
+    def _end(self) -> None:
+        self._ends = True
+
+    def _add(self, job: Job) -> None:
+        made: list[Request] = []
+        try:
+            for prompt in job.prompts:
+                made += self._engine.add(list(prompt), job.params, prediction=job.prediction)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's
+            for request in made:
+                self._engine.abort(request)
+            self._fail(job, self._explained(error))
+            return
+        self._rows += [_Continuation(job, request, index) for index, request in enumerate(made)]
+
+    def _explained(self, error: Exception) -> ApiError:
+        """What the client is told of an error."""
+        if isinstance(error, RequestError):
+            _log.error("%s", error)
+            return failed()
+        if isinstance(error, UserError):
+            code = "context_length_exceeded" if isinstance(error, ContextError) else None
+            return ApiError(self._shown(str(error)), code=code)
+        _log.error("a request failed", exc_info=error)
+        return failed()
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for job in {row.job: None for row in self._rows}:
+            if now - job.arrival > job.seconds:
+                self._fail(job, too_late(job.seconds))
+
+    def _round(self) -> None:
+        begin = time.monotonic()
+        try:
+            self._engine.step()
+        except Exception:  # noqa: BLE001 - whatever it is, clients get an answer
+            self._failures += 1
+            _log.exception("a round failed")
+            self._give_up()
+            return
+        self._failures = 0
+        now = time.monotonic()
+        for row in list(self._rows):
+            self._collect(row, begin, now)
+        self._count()
+
+    def _give_up(self) -> None:
+        """After failures in a row: requests that have not had a round yet are to blame, and if there are none, all.
+
+        The engine rolls back what a failed round did, so the first failure is only tried again.
+        """
+        if self._failures < _ROUNDS_TRIED:
+            return
+        blamed = [row for row in self._rows if not row.request.round] or self._rows
+        for row in list(blamed):
+            self._fail(row.job, failed())
+        self._failures = 0
+
+    def _collect(self, row: _Continuation, begin: float, now: float) -> None:
+        """Take what a round made of a continuation."""
+        request, job = row.request, row.job
+        if row.dropped:  # another continuation of its job failed in this round
+            return
+        if request.error is not None:
+            self._fail(job, self._explained(request.error))
+            return
+        if not request.chunks:
+            return
+        self._observe(row, begin, now)
+        pieces, _ = self._out.setdefault(job, ([], None))
+        while request.chunks:
+            chunk = request.chunks.popleft()
+            last = request.finished and not request.chunks
+            logprobs = tuple(request.logprobs[row.logprobs : row.logprobs + len(chunk.token_ids)])
+            row.logprobs += len(logprobs)
+            pieces.append(
+                Piece(
+                    row.index,
+                    chunk.text,
+                    chunk.token_ids,
+                    logprobs,
+                    chunk.finish_reason,
+                    request.cutter.stop_reason if last else None,
+                    chunk.drafted,
+                    chunk.accepted,
+                    chunk.origin,
+                )
+            )
+        if request.finished:
+            self._rows.remove(row)
+            self._metrics.ended(str(request.cutter.finish), now - job.arrival, request.stats.num_tokens)
+
+    def _observe(self, row: _Continuation, begin: float, now: float) -> None:
+        """Count a continuation's round in the metrics."""
+        if not row.started:
+            row.started = True
+            self._metrics.queue_time.observe(begin - row.job.arrival)
+            self._metrics.first_token.observe(now - row.job.arrival)
+            self._metrics.prompt_sizes.observe(row.request.prompt_length)
+            self._metrics.prompt_tokens.inc(row.request.prompt_length)
+        else:
+            made = row.request.stats.num_tokens - row.counted.tokens
+            self._metrics.between_tokens.observe((now - row.last) / max(made, 1))
+        row.last = now
+        row.counted = self._metrics.decoded(row.counted, row.request.stats)
+
+    def _count(self) -> None:
+        started = sum(row.started for row in self._rows)
+        self._metrics.running.set(started)
+        self._metrics.waiting.set(len(self._rows) - started)
+
+    def _fail(self, job: Job, error: ApiError) -> None:
+        """End a job with an error; its other continuations are dropped."""
+        self._drop(job, "error")
+        pieces, earlier = self._out.get(job, ([], None))
+        self._out[job] = pieces, earlier or error
+
+    def _drop(self, job: Job, reason: str) -> None:
+        """Release what the engine holds of a job."""
+        now = time.monotonic()
+        for row in [row for row in self._rows if row.job is job]:
+            self._engine.abort(row.request)
+            self._rows.remove(row)
+            row.dropped = True
+            self._metrics.ended(reason, now - job.arrival, row.request.stats.num_tokens)
+        self._count()
+
+    def _deliver(self) -> None:
+        """Hand the pieces over to the event loop, all at once."""
+        if not self._out:
+            return
+        out, self._out = self._out, {}
+        assert self._loop is not None, "set by start"
+        try:
+            self._loop.call_soon_threadsafe(self._hand_over, out)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            self._ends = True

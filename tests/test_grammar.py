@@ -1,0 +1,309 @@
+"""Grammars: the output distribution is that of the target with a mask, with every drafter and rule, and answers fit."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from distributions import checks_off
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.draft import Origin
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.sampled_tree import SampledTreeDrafter
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.engine.registry import make_verifier
+from draftproof.grammar import Grammars
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.testing import TableModel, engine_distribution, total_variation
+from draftproof.tree import TokenTree
+
+llguidance = pytest.importorskip("llguidance", reason="the extra serve is not installed")
+VOCAB, END = ("a", "b", "ab", "#"), 3
+PATTERN = "(ab)*a?b?a"
+
+
+class Letters:
+    """A tokenizer of a few letters."""
+
+    eos_token_id, bos_token_id, special_token_ids = END, None, (END,)
+    tokens = tuple(each.encode() for each in VOCAB)
+
+    def __call__(self, text):
+        return ["ab".index(chr(each)) for each in text if chr(each) in "ab"]
+
+
+GRAMMARS = Grammars(llguidance.LLTokenizer(llguidance.TokenizerWrapper(Letters())), len(VOCAB))
+
+
+def toy(drafter, rule, round_rng, target):
+    engine = Engine(target, drafter, make_verifier(rule), eos_token_ids=[END], round_rng=round_rng)
+    engine.grammars = GRAMMARS
+    return engine
+
+
+# --- by hand: a token is legal if some text that fits begins with it -------------------------------------------------
+
+TEXTS = [
+    text
+    for size in range(12)
+    for number in range(2**size)
+    if re.fullmatch(PATTERN, text := "".join("ab"[number >> place & 1] for place in range(size)))
+]
+
+
+def legal(text):
+    """Which tokens may follow a text."""
+    found = [any(each.startswith(text + token) for each in TEXTS) for token in VOCAB[:END]]
+    return torch.tensor([*found, text in TEXTS])
+
+
+def row(target, tokens):
+    """The target's logits after tokens."""
+    session = target.open()
+    return target.forward([Feed(session, list(tokens), None)])[0].logits[-1].double()
+
+
+def by_hand(target, prompt, temperature, most):
+    """Answers and their probabilities, by walking through all of them."""
+    found, open_ = {}, [((), "", 1.0)]
+    while open_:
+        answer, text, weight = open_.pop()
+        if len(answer) == most or (answer and answer[-1] == END):
+            found[answer] = weight
+            continue
+        logits = row(target, [*prompt, *answer]) / temperature
+        probs = logits.masked_fill(~legal(text), -torch.inf).softmax(-1)
+        for token, prob in enumerate(probs.tolist()):
+            if prob > 0:
+                open_.append(((*answer, token), text + VOCAB[token].replace("#", ""), weight * prob))
+    return found
+
+
+def model(target, **options):
+    return ModelDrafter(DraftModel(TableModel(4, 9), vocab_size=4, **options), FixedLength(2))
+
+
+DRAFTERS = {
+    "none": lambda _: None,
+    "model": model,
+    "hot": lambda target: model(target, temperature=3.0),
+    "suffix": lambda _: SuffixDrafter(3, threshold=0.0, shared=False),
+    "tree": lambda _: SampledTreeDrafter(DraftModel(TableModel(4, 9), vocab_size=4), FixedLength(1), chains=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("none", "block"),
+        ("model", "block"),
+        ("model", "token"),
+        ("hot", "block"),
+        ("suffix", "block"),
+        ("suffix", "token"),
+        ("tree", "trie_block"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_distribution_is_the_targets_with_the_mask(name, rule, temperature):
+    target, prompt = TableModel(4, 1), [0, 1, 0, 2]
+    most = 3 if name == "tree" else 4
+    params = SamplingParams(max_tokens=most, temperature=temperature, grammar=f"regex:{PATTERN}")
+
+    def make(round_rng):
+        return toy(DRAFTERS[name](target), rule, round_rng, target)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    expected = by_hand(target, prompt, temperature, most)
+    assert total_variation(found, expected) < 1e-9
+    assert len(expected) > 5
+
+
+def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
+    """What engines do that apply the grammar at the root of a draft and nowhere else."""
+    target, prompt = TableModel(4, 1), [0, 1, 0, 2]
+    params = SamplingParams(max_tokens=4, grammar=f"regex:{PATTERN}")
+
+    def make(round_rng):
+        engine = toy(model(target), "block", round_rng, target)
+        compiled = GRAMMARS.constraint(params.grammar)
+
+        class RootOnly:
+            def fresh(self):
+                return self
+
+            def allowed(self, outputs, paths):
+                masks = compiled.allowed(outputs, paths)
+                masks[[bool(path) for path in paths]] = True
+                return masks
+
+        class Broken:
+            def constraint(self, _):
+                return RootOnly()
+
+        engine.grammars = Broken()
+        return engine
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    assert total_variation(found, by_hand(target, prompt, 1.0, 4)) > 0.01
+
+
+def test_masks_are_those_found_by_hand_wherever_the_matcher_was_before():
+    constraint = GRAMMARS.constraint(f"regex:{PATTERN}")
+    contexts = [[], [0], [0, 1], [2], [2, 0], [0, 1, 0], [0], [2, 2], [], [2, 0, 0], [0, 1, 0, 1]]
+    for context in contexts:
+        for split in range(len(context) + 1):
+            text = "".join(VOCAB[token] for token in context)
+            found = constraint.allowed(context[:split], [context[split:], context[split:]])
+            if any(each.startswith(text) for each in TEXTS):
+                assert found.tolist() == [legal(text).tolist()] * 2
+            else:
+                assert found.all(), "nothing can be there, so nothing is masked"
+    constraint.allowed([2, 0, END], [()])
+    assert constraint.allowed([2], [()])[0].tolist() == legal("ab").tolist(), "an end token is taken back too"
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, "ababab", "a(bab)*bb", "(abab|abba)a*"])
+def test_a_mask_depends_on_its_context_alone(pattern):
+    moved = GRAMMARS.constraint(f"regex:{pattern}")
+    contexts = [[], [0], [0, 1], [2], [0, 1, 0, 1], [0, 1], [2, 2], [0], [2, 0, 1], [], [0, 1, 2]]
+    for context in contexts:
+        fresh = GRAMMARS.constraint(f"regex:{pattern}").allowed(context, [()])
+        assert torch.equal(moved.allowed(context, [()]), fresh)
+        assert torch.equal(moved.allowed([], [context]), fresh)
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_the_distribution_where_forced_tokens_are_drafted(rule):
+    target, prompt, origins = TableModel(4, 1), [0, 1, 0, 2], set()
+    params = SamplingParams(max_tokens=5, grammar="regex:(abba|bab)(bab)?")
+
+    def make(round_rng):
+        drafter = SuffixDrafter(3, threshold=0.0, shared=False)
+        propose = drafter.propose
+
+        def noting(requests, rng):
+            drafts = propose(requests, rng)
+            origins.update(draft.origin for draft in drafts if len(draft))
+            return drafts
+
+        drafter.propose = noting
+        return toy(drafter, rule, round_rng, target)
+
+    def plain(round_rng):
+        return toy(None, "block", round_rng, target)
+
+    with checks_off():
+        found, expected = (engine_distribution(one, prompt, params) for one in (make, plain))
+    assert total_variation(found, expected) < 1e-12
+    assert Origin.GRAMMAR in origins
+
+
+# --- with a real tokenizer --------------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+SPEC = f"json_schema:{json.dumps(SCHEMA)}"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine.load("embedded:stories", "embedded:stories-draft", drafter="model", stopper="fixed:4")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_fit_their_schema(engine, temperature):
+    params = SamplingParams(grammar=SPEC, max_tokens=100, temperature=temperature, seed=1, n=4)
+    for output in engine.generate("Once upon a time", params):
+        assert output.finish_reason == "stop"
+        made = json.loads(output.text)
+        assert set(made) == {"name", "age"}
+        assert 0 <= made["age"] <= 99
+
+
+def test_the_text_is_that_of_plain_decoding(engine):
+    params = SamplingParams(grammar=SPEC, max_tokens=100, temperature=0)
+    plain = Engine.load("embedded:stories", drafter="none")
+    prompts = ["Once upon a time", "The little dog"]
+    assert [each.text for each in engine.generate(prompts, params)] == [
+        each.text for each in plain.generate(prompts, params)
+    ]
+
+
+def test_requests_with_and_without_a_grammar_share_rounds(engine):
+    params = [SamplingParams(max_tokens=30, seed=3), SamplingParams(grammar="regex:[0-9]{5}", seed=3)]
+    together = engine.generate(["Once", "My number is "], params)
+    alone = [engine.generate([one], [own])[0] for one, own in zip(["Once", "My number is "], params, strict=True)]
+    assert [each.text for each in together] == [each.text for each in alone]
+    assert re.fullmatch("[0-9]{5}", together[1].text)
+
+
+def test_forced_stretches_cost_few_calls():
+    params = SamplingParams(grammar="regex:the answer is forty-two, and nothing else is", temperature=0)
+    (made,) = Engine.load("embedded:stories", drafter="suffix").generate("Once", params)
+    assert made.text == "the answer is forty-two, and nothing else is"
+    assert made.stats.num_target_calls <= made.stats.num_tokens / 3
+    assert made.stats.num_accepted_tokens == made.stats.num_draft_tokens
+
+
+def test_json_of_any_kind_and_lark(engine):
+    made = engine.generate("Once", SamplingParams(grammar='lark:start: "yes" | "no"', seed=1))[0]
+    assert made.text in ("yes", "no")
+    params = SamplingParams(grammar="json_object", seed=2, max_tokens=200, temperature=0.3)
+    made = engine.generate("Once", params)[0]
+    assert made.text.lstrip().startswith("{")
+    assert made.finish_reason == "length" or isinstance(json.loads(made.text), dict)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ("xml", "legal is json_object"),
+        ("regex:", "legal is json_object"),
+        (5, "legal is json_object"),
+        ("regex:a(", "grammar regex cannot be read"),
+        ("lark:nothing", "grammar lark cannot be read"),
+        ("json_schema:{", "grammar json_schema cannot be read"),
+        ("json_schema:[]", "grammar json_schema cannot be read"),
+        ('json_schema:{"type": "blub"}', "grammar json_schema cannot be read"),
+    ],
+)
+def test_grammars_that_are_none(engine, grammar, message):
+    with pytest.raises(UserError, match=message) as error:
+        engine.add("Once", SamplingParams(grammar=grammar))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_does_not_go_with_a_grammar():
+    with pytest.raises(UserError, match="ignore_eos is True"):
+        SamplingParams(grammar="json_object", ignore_eos=True)
+    with pytest.raises(UserError, match="min_tokens is 3"):
+        SamplingParams(grammar="json_object", min_tokens=3)
+    with pytest.raises(UserError, match="a tokenizer and an end token"):
+        Engine(TableModel(3, 1)).add([0], SamplingParams(grammar="json_object"))
+
+
+def test_a_grammar_that_leaves_nothing_fails_alone(engine):
+    ids = engine.encode("Once")[1]
+    (bad,) = engine.add(ids, SamplingParams(grammar="regex:[0-9]", bad_words=[str(n) for n in range(10)]))
+    (good,) = engine.add(ids, SamplingParams(max_tokens=3, seed=1))
+    while not (bad.finished and good.finished):
+        engine.step()
+    assert "masked by grammar and bad_words" in str(bad.error)
+    assert good.error is None
+
+
+def test_a_draft_below_an_illegal_token_masks_nothing():
+    constraint = GRAMMARS.constraint("regex:(ab)*")
+    chain = TokenTree.chain(torch.tensor([1, 0]))
+    paths = [(), *[[chain.ids[node] for node in path] for path in chain.paths]]
+    assert constraint.allowed([], paths).tolist() == [[True, False, True, True], [True] * 4, [True] * 4]
