@@ -131,3 +131,34 @@ def test_they_can_be_left_alone(with_defaults):
     assert Engine.load(with_defaults, generation_config="none").default_params == SamplingParams()
     with pytest.raises(UserError, match="generation_config is 'vllm': legal are auto and none"):
         Engine.load(with_defaults, generation_config="vllm")
+
+
+# --- a context of one's own choice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "early_exit:1", "ngram"])
+def test_a_shorter_context_ends_texts_and_refuses_prompts(drafter):
+    draft = "embedded:draft" if drafter == "model" else None
+    engine = Engine.load("embedded:target", draft, drafter=drafter, max_model_len=24)
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    (out,) = engine.generate([[1, 80, 90, 11]], greedy)
+    (whole,) = Engine.load("embedded:target", drafter="none").generate([[1, 80, 90, 11]], greedy)
+    assert (len(out.token_ids), out.finish_reason) == (20, "length")
+    assert out.token_ids == whole.token_ids[:20]
+    with pytest.raises(UserError, match=r"legal are 1 to 23 \(max_model_len is 24\)"):
+        engine.generate([[1] * 24], greedy)
+
+
+@pytest.mark.parametrize("length", [0, 1, -3, 100_000])
+def test_a_context_that_is_none_is_refused_with_both_numbers(length):
+    own = Engine.load("embedded:target", drafter="none").target.max_positions
+    with pytest.raises(UserError, match=f"max_model_len is {length}, and embedded:target reads at most {own} .*2 to"):
+        Engine.load("embedded:target", max_model_len=length)
+    assert Engine.load("embedded:target", max_model_len=own).target.bounded_by == ""
+
+
+def test_a_draft_model_with_a_shorter_context_keeps_its_own(embedded_copy):
+    config = json.loads((embedded_copy / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (embedded_copy / "config.json").write_text(json.dumps(config))
+    engine = Engine.load("embedded:target", str(embedded_copy), drafter="model", max_model_len=48)
+    assert (engine.target.max_positions, engine.drafter.max_positions) == (48, 32)

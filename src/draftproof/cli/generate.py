@@ -45,6 +45,9 @@ def generate(
     ] = "auto",
     device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     backend: Annotated[str, _model(help=BACKEND_HELP)] = "auto",
+    max_model_len: Annotated[
+        int | None, _model(help="Longest sequence, prompt and text together; without it the target's own context.")
+    ] = None,
     max_batch: Annotated[int, _model(help="Sequences decoded together.")] = 8,
     trust_remote_code: Annotated[bool, _model("--trust-remote-code", help="Run code that comes with a model.")] = False,
     generation_config: Annotated[
@@ -102,6 +105,7 @@ def generate(
             draft_dtype=draft_dtype,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
+            max_model_len=max_model_len,
             max_batch=min(max_batch, sequences),
             trust_remote_code=trust_remote_code,
             generation_config=generation_config,

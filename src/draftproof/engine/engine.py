@@ -58,6 +58,7 @@ class Engine(DecodingLoop):
         trust_remote_code: bool = False,
         check: bool = True,
         backend: str = "auto",
+        max_model_len: int | None = None,
         generation_config: str = "auto",
     ) -> Engine:
         """An engine from names; registered models that are not on this machine are downloaded (`models.obtain`).
@@ -83,6 +84,8 @@ class Engine(DecodingLoop):
             check: probe each model for rollback at construction (a few short forward passes).
             backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, "snapshot" where
                 it has recurrent layers, else "hf".
+            max_model_len: the longest sequence, prompt and text together; at most what the target reads, which is the
+                default. A draft model with a shorter context drafts up to its own.
             generation_config: "auto" takes the sampling parameters of the target's generation config as defaults, as
                 vLLM and transformers do (`default_params`); "none" leaves them alone.
 
@@ -111,6 +114,10 @@ class Engine(DecodingLoop):
             refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=draft)
             small = None if drafter == "none" else other.backend()
         main = source.backend()
+        if max_model_len is not None:
+            main.use_context(max_model_len)
+            if small is not None:
+                small.use_context(min(max_model_len, small.max_positions or max_model_len))
         return cls.assemble(
             main,
             small,
