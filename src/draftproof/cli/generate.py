@@ -45,6 +45,12 @@ def generate(
     ] = "auto",
     device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
     backend: Annotated[str, _model(help=BACKEND_HELP)] = "auto",
+    adapter: Annotated[
+        str | None, _model(metavar="DIR_OR_HUB_ID", help="A PEFT adapter (LoRA) for the target.")
+    ] = None,
+    attn_implementation: Annotated[
+        str | None, _model(help="Attention of backend hf: eager or sdpa; without it transformers' choice.")
+    ] = None,
     max_model_len: Annotated[
         int | None, _model(help="Longest sequence, prompt and text together; without it the target's own context.")
     ] = None,
@@ -105,6 +111,8 @@ def generate(
             draft_dtype=draft_dtype,
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
+            adapter=adapter,
+            attn_implementation=attn_implementation,
             max_model_len=max_model_len,
             max_batch=min(max_batch, sequences),
             trust_remote_code=trust_remote_code,
