@@ -24,6 +24,7 @@ from draftproof.tree import TokenTree
 from test_lean import VARIANTS, lively_model
 
 OPTIONS = {"dtype": "auto", "device": "cpu", "trust_remote_code": False, "check": True, "backend": "auto"}
+OPTIONS |= {"adapter": None, "attn_implementation": None}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 

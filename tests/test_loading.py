@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from draftproof import Engine, UserError
 from draftproof.backends import loading
+from draftproof.backends.base import Feed
 from draftproof.backends.loading import load_backend, load_model
 from draftproof.sampling import SamplingParams, default_params
 from helpers import CONFIGS, random_model
@@ -131,3 +132,91 @@ def test_they_can_be_left_alone(with_defaults):
     assert Engine.load(with_defaults, generation_config="none").default_params == SamplingParams()
     with pytest.raises(UserError, match="generation_config is 'vllm': legal are auto and none"):
         Engine.load(with_defaults, generation_config="vllm")
+
+
+# --- a context of one's own choice ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "early_exit:1", "ngram"])
+def test_a_shorter_context_ends_texts_and_refuses_prompts(drafter):
+    draft = "embedded:draft" if drafter == "model" else None
+    engine = Engine.load("embedded:target", draft, drafter=drafter, max_model_len=24)
+    greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    (out,) = engine.generate([[1, 80, 90, 11]], greedy)
+    (whole,) = Engine.load("embedded:target", drafter="none").generate([[1, 80, 90, 11]], greedy)
+    assert (len(out.token_ids), out.finish_reason) == (20, "length")
+    assert out.token_ids == whole.token_ids[:20]
+    with pytest.raises(UserError, match=r"legal are 1 to 23 \(max_model_len is 24\)"):
+        engine.generate([[1] * 24], greedy)
+
+
+@pytest.mark.parametrize("length", [0, 1, -3, 100_000])
+def test_a_context_that_is_none_is_refused_with_both_numbers(length):
+    own = Engine.load("embedded:target", drafter="none").target.max_positions
+    with pytest.raises(UserError, match=f"max_model_len is {length}, and embedded:target reads at most {own} .*2 to"):
+        Engine.load("embedded:target", max_model_len=length)
+    assert Engine.load("embedded:target", max_model_len=own).target.bounded_by == ""
+
+
+def test_a_draft_model_with_a_shorter_context_keeps_its_own(embedded_copy):
+    config = json.loads((embedded_copy / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (embedded_copy / "config.json").write_text(json.dumps(config))
+    engine = Engine.load("embedded:target", str(embedded_copy), drafter="model", max_model_len=48)
+    assert (engine.target.max_positions, engine.drafter.max_positions) == (48, 32)
+
+
+# --- shards, attention, ends of texts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["lean", "hf"])
+def test_shards_give_the_same_rows_as_one_file(tmp_path, backend):
+    model = random_model(CONFIGS["qwen2"]())
+    for folder, size in (("one", "1GB"), ("many", "9KB")):
+        model.save_pretrained(tmp_path / folder, max_shard_size=size)
+    assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 3
+    one, many = (load_backend(str(tmp_path / folder), backend=backend) for folder in ("one", "many"))
+    tokens = [i * i % 97 for i in range(40)]
+    rows = [each.forward([Feed(each.open(), tokens)])[0].logits for each in (one, many)]
+    assert torch.equal(*rows)
+
+
+def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
+    random_model(CONFIGS["llama"]()).save_pretrained(tmp_path, max_shard_size="9KB")
+    first, *_ = sorted(tmp_path.glob("model-*.safetensors"))
+    first.unlink()
+    with pytest.raises(UserError, match=f"cannot load a model from .*{first.name}"):
+        load_backend(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+def test_an_attention_of_transformers_can_be_chosen(tmp_path, name):
+    model = random_model(CONFIGS["gemma3"]())
+    model.save_pretrained(tmp_path)
+    made = load_backend(str(tmp_path), attn_implementation=name)
+    assert made.model.config._attn_implementation == name
+    session, tokens = made.open(), [i * i % 97 for i in range(40)]
+    found = torch.cat([made.forward([Feed(session, part)])[0].logits for part in (tokens[:30], tokens[30:])])
+    expected = model(input_ids=torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(found, expected[[29, 39]], rtol=1e-3, atol=1e-3)
+
+
+def test_attention_that_is_none_or_without_effect_is_refused(saved):
+    with pytest.raises(UserError, match="attn_implementation is 'flash_attention_2': legal are eager, sdpa"):
+        load_backend(str(saved), attn_implementation="flash_attention_2")
+    with pytest.raises(UserError, match="is read by backend lean, which has its own attention: leave it out, or name"):
+        load_backend(str(saved), attn_implementation="eager")
+    assert load_backend(str(saved), attn_implementation="eager", backend="hf").kind == "hf"
+
+
+def test_every_end_token_ends_a_text(embedded_copy):
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    (plain,) = Engine.load("embedded:target", drafter="none").generate([[1, 80, 90, 11]], greedy)
+    at = {plain.token_ids.index(token): token for token in plain.token_ids}
+    place, other = sorted(at.items())[5]
+    file = embedded_copy / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [2, 95, other]}))
+    engine = Engine.load(str(embedded_copy), "embedded:draft", stopper="fixed:4")
+    assert set(engine.eos_token_ids) >= {2, 95, other}
+    (out,) = engine.generate([[1, 80, 90, 11]], greedy)
+    assert (out.finish_reason, list(out.token_ids)[:place]) == ("stop", list(plain.token_ids)[:place])
+    assert len(out.token_ids) in (place, place + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from draftproof import models
+from draftproof.backends.adapters import base_of, with_adapter
 from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
@@ -34,6 +36,7 @@ DTYPES: dict[str, torch.dtype | str] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend
 _BACKENDS: dict[str, Any] = {
     "hf": HFBackend,
@@ -51,17 +54,31 @@ def load_backend(
     trust_remote_code: bool = False,
     check: bool = True,
     backend: str = "auto",
+    adapter: str | None = None,
+    attn_implementation: str | None = None,
 ) -> Loaded:
-    """A backend from a registered name, a hub id, a directory or a .gguf file.
+    """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
 
     Raises:
         UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
     """
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
-    where = models.resolve(source)
-    model = load_model(where, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
-    made: Loaded = _BACKENDS[suitable(model) if backend == "auto" else backend](model, name=source, check=check)
+    model = load_model(
+        models.resolve(source),
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        adapter=adapter,
+        attn_implementation=attn_implementation,
+    )
+    kind = suitable(model) if backend == "auto" else backend
+    if attn_implementation is not None and kind in ("lean", "compiled"):
+        raise UserError(
+            f"attn_implementation is {attn_implementation!r}, and {source} is read by backend {kind}, which has "
+            "its own attention: leave it out, or name backend hf"
+        )
+    made: Loaded = _BACKENDS[kind](model, name=source, check=check)
     return made
 
 
@@ -72,27 +89,53 @@ def suitable(model: Any) -> str:
     return "snapshot" if mixers_of(model) else "hf"
 
 
-def load_model(source: str, *, dtype: str = "auto", device: str | None = None, trust_remote_code: bool = False) -> Any:
+def load_model(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    adapter: str | None = None,
+    attn_implementation: str | None = None,
+) -> Any:
     """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
 
     Args:
-        source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`).
+        source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`). An adapter is loaded with
+            its base model.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
         device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one.
         trust_remote_code: run code that comes with the model.
+        adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
+        attn_implementation: one of ATTENTION; default transformers' own choice.
 
     Raises:
         UserError: nothing to load there, in one line.
     """
+    if attn_implementation not in (None, *ATTENTION):
+        raise UserError(f"attn_implementation is {attn_implementation!r}: legal are {', '.join(ATTENTION)}")
+    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    where = parse_device(device)
+    base = base_of(source)
+    if base is not None and adapter is not None:
+        raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
+    whole = partial(_load_whole, base or source, where, options)
+    named = adapter if base is None else source
+    return whole() if named is None else with_adapter(whole, named)
+
+
+def _load_whole(source: str, device: torch.device, options: dict[str, Any]) -> Any:
+    """Load a model with all its weights onto a device."""
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
     where = Path(source)
     if where.suffix == ".gguf":
         source, options = str(where.parent), {**options, **_gguf_options(where)}
     else:
         _refuse_what_cannot_be_read(where)
-        options["use_safetensors"] = True
+        options = {**options, "use_safetensors": True}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
     except Exception as cause:
@@ -102,7 +145,7 @@ def load_model(source: str, *, dtype: str = "auto", device: str | None = None, t
         ) from cause
     model, report = loaded
     _refuse_missing(str(where), model, report)
-    return model.to(device=parse_device(device))
+    return model.to(device=device)
 
 
 def _refuse_what_cannot_be_read(where: Path) -> None:

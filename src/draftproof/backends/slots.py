@@ -64,6 +64,21 @@ class SlotBackend(ABC):
         """A fresh session."""
         return SlotSession(self._cache)
 
+    def use_context(self, positions: int) -> None:
+        """From now on, read sequences of at most this many tokens.
+
+        Raises:
+            UserError: below 2, or longer than what the model reads.
+        """
+        most = self.max_positions
+        if positions < 2 or (most is not None and positions > most):
+            why = f" ({self.bounded_by})" if self.bounded_by else ""
+            reads = "has no limit of its own" if most is None else f"reads at most {most} positions{why}"
+            legal = "2 or more" if most is None else f"2 to {most}"
+            raise UserError(f"max_model_len is {positions}, and {self.name} {reads}: legal are {legal}")
+        if positions != most:
+            self.max_positions, self.bounded_by = positions, f"max_model_len is {positions}"
+
     def record_states(self) -> None:
         """From now on, record the last hidden state of each slot that a session reads (`Session.states`)."""
         self._records = True

@@ -27,6 +27,9 @@ class EngineOptions:
         draft_dtype: another number format for the draft; int8 or int4 quantize the draft model or feature head.
         device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one.
         backend: implementation of the forward pass.
+        adapter: a PEFT adapter (LoRA) for the target: a directory or hub id.
+        attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.
+        max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
         trust_remote_code: run code that comes with a model.
         generation_config: where sampling defaults come from: auto reads the target's generation config, none does not.
@@ -43,6 +46,9 @@ class EngineOptions:
     draft_dtype: str = "auto"
     device: str | None = None
     backend: str = "auto"
+    adapter: str | None = None
+    attn_implementation: str | None = None
+    max_model_len: int | None = None
     max_batch: int = 8
     trust_remote_code: bool = False
     generation_config: str = "auto"

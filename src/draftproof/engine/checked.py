@@ -25,6 +25,8 @@ from typing import Any
 import torch
 
 from draftproof import models
+from draftproof.backends.adapters import CONFIG as ADAPTER
+from draftproof.backends.adapters import tokenizer_of
 from draftproof.backends.base import Capabilities, Feed
 from draftproof.backends.checkpoint import Architecture, weight_files
 from draftproof.backends.facts import ModelFacts
@@ -58,6 +60,7 @@ class ModelSource:
     def __init__(self, source: str, **options: Any) -> None:
         self._source, self._options = source, options
         self._where = models.obtain(source)
+        self._words = tokenizer_of(self._where)
         self._key = _key(Path(self._where), options)
         self._place = None if self._key is None else _place(self._key)
         self._row = None if self._place is None else _row(self._place)
@@ -98,7 +101,7 @@ class ModelSource:
         return made
 
     def _original_tokenizer(self) -> Any:
-        return load_tokenizer(self._where, trust_remote_code=self._options["trust_remote_code"])
+        return load_tokenizer(self._words, trust_remote_code=self._options["trust_remote_code"])
 
     def _fast_tokenizer(self, row: dict[str, Any]) -> FastTokenizer:
         assert self._place is not None, "there is no row without a place"
@@ -119,7 +122,8 @@ def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
     """Everything that a check depends on; None where none can be kept."""
     if os.environ.get(VARIABLE) == "0" or options["trust_remote_code"] or not options["check"]:
         return None
-    if options["backend"] not in ("auto", "lean"):
+    altered = options["adapter"] or options["attn_implementation"] or (folder / ADAPTER).exists()
+    if altered or options["backend"] not in ("auto", "lean"):
         return None
     try:
         files: dict[str, Any] = {

@@ -58,6 +58,9 @@ class Engine(DecodingLoop):
         trust_remote_code: bool = False,
         check: bool = True,
         backend: str = "auto",
+        adapter: str | None = None,
+        attn_implementation: str | None = None,
+        max_model_len: int | None = None,
         generation_config: str = "auto",
     ) -> Engine:
         """An engine from names; registered models that are not on this machine are downloaded (`models.obtain`).
@@ -83,6 +86,12 @@ class Engine(DecodingLoop):
             check: probe each model for rollback at construction (a few short forward passes).
             backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, "snapshot" where
                 it has recurrent layers, else "hf".
+            adapter: a PEFT adapter for the target, a directory or hub id: merged into its weights where that gives the
+                same logits, else computed beside them by backend hf. A draft or target that is an adapter itself is
+                loaded with its base model.
+            attn_implementation: transformers' attention for both models, "eager" or "sdpa"; not for backend lean.
+            max_model_len: the longest sequence, prompt and text together; at most what the target reads, which is the
+                default. A draft model with a shorter context drafts up to its own.
             generation_config: "auto" takes the sampling parameters of the target's generation config as defaults, as
                 vLLM and transformers do (`default_params`); "none" leaves them alone.
 
@@ -100,17 +109,23 @@ class Engine(DecodingLoop):
             "trust_remote_code": trust_remote_code,
             "check": check,
             "backend": backend,
+            "adapter": None,
+            "attn_implementation": attn_implementation,
         }
         loaded_in, bits = read_draft_dtype(draft_dtype, dtype)
         if draft is None and bits is None and draft_dtype != "auto":
             raise UserError(f"draft_dtype is {draft_dtype!r}, and there is no draft model: leave it out, or name one")
-        source = ModelSource(target, **options)
+        source = ModelSource(target, **{**options, "adapter": adapter})
         tokenizer, small = source.tokenizer, None
         if draft is not None:
             other = ModelSource(draft, **{**options, "dtype": loaded_in})
             refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=draft)
             small = None if drafter == "none" else other.backend()
         main = source.backend()
+        if max_model_len is not None:
+            main.use_context(max_model_len)
+            if small is not None:
+                small.use_context(min(max_model_len, small.max_positions or max_model_len))
         return cls.assemble(
             main,
             small,
