@@ -126,7 +126,7 @@ class Server:
         self.worker.refuse_without_room()  # before the work of reading a long prompt
         question = await self.question(body)
         seconds = self.settings.request_timeout or float("inf")
-        job = Job(question.prompts, question.params, seconds, question.prediction)
+        job = Job(question.prompts, question.params, seconds, question.prediction, body.stream)
         if job.size > self.worker.capacity:
             raise ApiError(
                 f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"

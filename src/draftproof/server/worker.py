@@ -64,12 +64,15 @@ class Job:
         params: of all of them.
         seconds: it is given up after this time.
         prediction: token ids that the answer may repeat.
+        streams: whether pieces are wanted after each round; else they come when a continuation ends, which spares the
+            event loop the work of waking up.
     """
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     seconds: float = math.inf
     prediction: Sequence[int] = ()
+    streams: bool = True
     arrival: float = field(default_factory=time.monotonic)
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
@@ -344,13 +347,14 @@ class EngineWorker:
 
     def _fail(self, job: Job, error: ApiError) -> None:
         """End a job with an error; its other continuations are dropped."""
+        _, earlier = self._out.get(job, ([], None))
         self._drop(job, "error")
-        pieces, earlier = self._out.get(job, ([], None))
-        self._out[job] = pieces, earlier or error
+        self._out[job] = [], earlier or error
 
     def _drop(self, job: Job, reason: str) -> None:
         """Release what the engine holds of a job."""
         now = time.monotonic()
+        self._out.pop(job, None)
         for row in [row for row in self._rows if row.job is job]:
             self._engine.abort(row.request)
             self._rows.remove(row)
@@ -360,11 +364,17 @@ class EngineWorker:
 
     def _deliver(self) -> None:
         """Hand the pieces over to the event loop, all at once."""
-        if not self._out:
+        out = {job: found for job, found in self._out.items() if _wanted(job, *found)}
+        if not out:
             return
-        out, self._out = self._out, {}
+        self._out = {job: found for job, found in self._out.items() if job not in out}
         assert self._loop is not None, "set by start"
         try:
             self._loop.call_soon_threadsafe(self._hand_over, out)
         except RuntimeError:  # the loop is closed: nobody waits any more
             self._ends = True
+
+
+def _wanted(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
+    """Whether a job's handler is woken for these pieces."""
+    return job.streams or error is not None or any(piece.finish_reason is not None for piece in pieces)
