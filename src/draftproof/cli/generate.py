@@ -43,7 +43,10 @@ def generate(
         str,
         _model(help="Another number format for the draft; int8 or int4 quantize the draft model or feature head."),
     ] = "auto",
-    device: Annotated[str | None, _model(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
+    device: Annotated[
+        str | None,
+        _model(help="cpu, cuda:1, or auto (several, and the disk); without it an accelerator."),
+    ] = None,
     backend: Annotated[str, _model(help=BACKEND_HELP)] = "auto",
     adapter: Annotated[
         str | None, _model(metavar="DIR_OR_HUB_ID", help="A PEFT adapter (LoRA) for the target.")
