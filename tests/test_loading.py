@@ -256,3 +256,28 @@ def test_drafts_that_read_weights_on_the_disk_are_refused(embedded_copy):
     places = PLACES | {"model.layers": "disk", "lm_head": "cpu"}
     with pytest.raises(UserError, match="spread over devices"):
         Engine.load(str(embedded_copy), device=places, drafter="quantized:8")
+
+
+# --- quantized checkpoints --------------------------------------------------------------------------------------------
+
+QUANTIZED = {
+    "bitsandbytes": ("bitsandbytes", {"load_in_4bit": True}),
+    "gptq": ("optimum", {"bits": 4, "group_size": 32}),
+    "awq": ("gptqmodel", {"bits": 4, "group_size": 32}),
+    "compressed-tensors": ("compressed_tensors", {"format": "int-quantized", "config_groups": {}}),
+    "torchao": ("torchao", {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}),
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_checkpoints_name_the_package_that_is_missing(saved, method):
+    package, fields = QUANTIZED[method]
+    if loading.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **fields}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"(?i)cannot load a model from .*{package.replace('_', '.')}") as caught:
+        load_backend(str(saved))
+    assert "install" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -187,6 +187,8 @@ def _hint(cause: Exception) -> str:
     said = str(cause)
     if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
         return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
+    if isinstance(cause, ModuleNotFoundError) and cause.name:
+        return f": pip install {cause.name}"
     return ""
 
 
