@@ -220,3 +220,64 @@ def test_every_end_token_ends_a_text(embedded_copy):
     (out,) = engine.generate([[1, 80, 90, 11]], greedy)
     assert (out.finish_reason, list(out.token_ids)[:place]) == ("stop", list(plain.token_ids)[:place])
     assert len(out.token_ids) in (place, place + 1)
+
+
+# --- spread over devices and the disk ---------------------------------------------------------------------------------
+
+PLACES = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}  # the output layer is tied
+
+
+@pytest.mark.parametrize("first", ["cpu", "disk"])
+@pytest.mark.parametrize("drafter", ["none", "ngram:3", "model", "early_exit:1"])
+def test_a_model_on_cpu_and_disk_generates_what_the_whole_one_does(embedded_copy, drafter, first):
+    options = {"drafter": drafter, "dtype": "float32", "draft": "embedded:draft" if drafter == "model" else None}
+    layers = json.loads((embedded_copy / "config.json").read_text())["num_hidden_layers"]
+    places = PLACES | {f"model.layers.{n}": "disk" if n % 2 else "cpu" for n in range(layers)}
+    places |= {"model.embed_tokens": first, "lm_head": first}
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [[1, 80, 90, 11], [1, 30, 31, 32, 33, 34, 35]]
+    spread, whole = (Engine.load(str(embedded_copy), device=each, **options) for each in (places, "cpu"))
+    assert any(weights.is_meta for weights in spread.target.model.parameters())
+    assert (spread.target.kind, whole.target.kind) == ("hf", "lean")
+    texts = [[out.token_ids for out in engine.generate(prompts, greedy)] for engine in (spread, whole)]
+    assert texts[0] == texts[1]
+
+
+def test_auto_takes_one_device_where_the_model_fits(embedded_copy, monkeypatch):
+    assert Engine.load(str(embedded_copy), device="auto", drafter="none").target.kind == "lean"
+    with pytest.raises(UserError, match="cannot load a model from"):
+        Engine.load(str(embedded_copy), device={"": "cuda:99"}, drafter="none")
+    monkeypatch.setattr(loading, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="'auto' spreads a model, which needs the package accelerate: pip install"):
+        Engine.load(str(embedded_copy), device="auto")
+
+
+def test_drafts_that_read_weights_on_the_disk_are_refused(embedded_copy):
+    places = PLACES | {"model.layers": "disk", "lm_head": "cpu"}
+    with pytest.raises(UserError, match="spread over devices"):
+        Engine.load(str(embedded_copy), device=places, drafter="quantized:8")
+
+
+# --- quantized checkpoints --------------------------------------------------------------------------------------------
+
+QUANTIZED = {
+    "bitsandbytes": ("bitsandbytes", {"load_in_4bit": True}),
+    "gptq": ("optimum", {"bits": 4, "group_size": 32}),
+    "awq": ("gptqmodel", {"bits": 4, "group_size": 32}),
+    "compressed-tensors": ("compressed_tensors", {"format": "int-quantized", "config_groups": {}}),
+    "torchao": ("torchao", {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}),
+}
+
+
+@pytest.mark.parametrize("method", QUANTIZED)
+def test_quantized_checkpoints_name_the_package_that_is_missing(saved, method):
+    package, fields = QUANTIZED[method]
+    if loading.find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, **fields}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"(?i)cannot load a model from .*{package.replace('_', '.')}") as caught:
+        load_backend(str(saved))
+    assert "install" in str(caught.value)
+    assert "\n" not in str(caught.value)

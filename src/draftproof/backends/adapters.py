@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof import models
+from draftproof.backends.facts import input_device
 from draftproof.backends.probe import TOLERANCE, distance
 from draftproof.errors import UserError, reason
 
@@ -99,8 +100,8 @@ def _compared(made: Any, expected: Float[Tensor, "tokens vocab"], adapter: str) 
 @torch.inference_mode()
 def _rows(model: Any) -> Float[Tensor, "tokens vocab"]:
     """Logits of some tokens."""
-    weight = model.get_input_embeddings().weight
-    ids = torch.linspace(1, weight.shape[0] - 1, 9, device=weight.device).long()
+    vocab = model.get_input_embeddings().weight.shape[0]
+    ids = torch.linspace(1, vocab - 1, 9, device=input_device(model)).long()
     logits: Tensor = model(input_ids=ids.unsqueeze(0), use_cache=False).logits
     return logits[0].clone()
 

@@ -44,6 +44,17 @@ def refuse_unsuitable(model: Any, name: str) -> None:
         raise UserError(f"{name}: transformers' {kind} {kept}: {ADVICE}")
 
 
+def input_device(model: Any) -> torch.device:
+    """Where a model takes its tokens; an embedding that is kept on the disk has another device while it runs."""
+    embedding = model.get_input_embeddings()
+    device: torch.device = embedding.weight.device
+    if device.type != "meta":
+        return device
+    hooks = (getattr(each, "_hf_hook", None) for each in (embedding, model))
+    places = (getattr(hook, "execution_device", None) for hook in hooks)
+    return torch.device(next((place for place in places if place is not None), "cpu"))
+
+
 @dataclass(frozen=True)
 class ModelFacts:
     """Facts of a causal language model.
@@ -96,7 +107,7 @@ class ModelFacts:
             layers=int(config.num_hidden_layers),
             max_positions=getattr(config, "max_position_embeddings", None),
             dtype=model.dtype,
-            device=model.get_input_embeddings().weight.device,
+            device=input_device(model),
             eos_token_ids=end_tokens(getattr(generation, "eos_token_id", None))
             or end_tokens(getattr(config, "eos_token_id", None)),
             sampling_defaults={} if generation is None else generation.to_diff_dict(),

@@ -63,6 +63,8 @@ class HFBackend(SlotBackend):
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
         weight: Tensor = self.model.get_output_embeddings().weight
+        if weight.is_meta:
+            raise UserError(f"{self.name} has its output layer on the disk, so nothing else can read it: load it whole")
         return weight.detach()[ids.to(weight.device)]
 
     def first_layers(self, layers: int) -> HFBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,7 +51,7 @@ def load_backend(
     source: str,
     *,
     dtype: str = "auto",
-    device: str | None = None,
+    device: str | Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     check: bool = True,
     backend: str = "auto",
@@ -93,7 +94,7 @@ def load_model(
     source: str,
     *,
     dtype: str = "auto",
-    device: str | None = None,
+    device: str | Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     adapter: str | None = None,
     attn_implementation: str | None = None,
@@ -104,7 +105,8 @@ def load_model(
         source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`). An adapter is loaded with
             its base model.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one.
+        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one. "auto", or a device or "disk" for
+            each part by its name, spreads the model (needs accelerate).
         trust_remote_code: run code that comes with the model.
         adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
         attn_implementation: one of ATTENTION; default transformers' own choice.
@@ -117,19 +119,21 @@ def load_model(
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    where = parse_device(device)
+    options |= _placed(device)
     base = base_of(source)
     if base is not None and adapter is not None:
         raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
-    whole = partial(_load_whole, base or source, where, options)
+    whole = partial(_load_whole, base or source, options)
     named = adapter if base is None else source
     return whole() if named is None else with_adapter(whole, named)
 
 
-def _load_whole(source: str, device: torch.device, options: dict[str, Any]) -> Any:
-    """Load a model with all its weights onto a device."""
+def _load_whole(source: str, options: dict[str, Any]) -> Any:
+    """Load a model with all its weights."""
     from transformers import AutoModelForCausalLM
 
+    device = options.get("device")
+    options = {name: value for name, value in options.items() if name != "device"}
     where = Path(source)
     if where.suffix == ".gguf":
         source, options = str(where.parent), {**options, **_gguf_options(where)}
@@ -145,7 +149,18 @@ def _load_whole(source: str, device: torch.device, options: dict[str, Any]) -> A
         ) from cause
     model, report = loaded
     _refuse_missing(str(where), model, report)
-    return model.to(device=device)
+    return model if device is None else model.to(device=device)
+
+
+def _placed(device: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options that put a model onto a device, or spread it over several."""
+    if device is None or (isinstance(device, str) and device != "auto"):
+        return {"device": parse_device(device)}
+    if find_spec("accelerate") is None:
+        raise UserError(
+            f"device {device!r} spreads a model, which needs the package accelerate: pip install accelerate"
+        )
+    return {"device_map": device if isinstance(device, str) else dict(device)}
 
 
 def _refuse_what_cannot_be_read(where: Path) -> None:
@@ -172,6 +187,8 @@ def _hint(cause: Exception) -> str:
     said = str(cause)
     if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
         return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
+    if isinstance(cause, ModuleNotFoundError) and cause.name:
+        return f": pip install {cause.name}"
     return ""
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from draftproof.backends.facts import input_device
 from draftproof.backends.slot_cache import SlotCache, WritePlan
 from draftproof.backends.states import Group, Key, StateView
 
@@ -64,7 +65,7 @@ def mixers_of(model: Any) -> tuple[nn.Module, ...] | None:
 
 @torch.inference_mode()
 def _read(model: Any, view: _Watching, name: str) -> None:
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     vocab = int(model.get_input_embeddings().weight.shape[0])
     ids = torch.linspace(0, vocab - 1, view.width, device=device).long().unsqueeze(0)
     model(input_ids=ids, use_cache=True, **{name: view})

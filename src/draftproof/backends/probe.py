@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
-from draftproof.backends.facts import ADVICE, SNAPSHOTS
+from draftproof.backends.facts import ADVICE, SNAPSHOTS, input_device
 from draftproof.backends.mixers import cache_name, mixers_of
 from draftproof.backends.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
 from draftproof.errors import UserError, reason
@@ -204,7 +204,7 @@ class Probe:
     # --- expected rows --------------------------------------------------------------------------------------------
 
     def _plain(self, tokens: Sequence[int]) -> Float[Tensor, "tokens vocab"]:
-        device = self._model.get_input_embeddings().weight.device
+        device = input_device(self._model)
         with torch.inference_mode():
             logits: Tensor = self._model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False).logits
         return logits[0].clone()
@@ -226,7 +226,7 @@ class Probe:
     @torch.inference_mode()
     def _in_steps(self, tokens: Sequence[int], first: int) -> Float[Tensor, "tokens vocab"]:
         """Logits as transformers' own generation computes them: after a prompt of `first` tokens, one by one."""
-        device = self._model.get_input_embeddings().weight.device
+        device = input_device(self._model)
         ids, cache, rows = torch.tensor([list(tokens)], device=device), None, []
         name = cache_name(self._model) or ""
         for start, stop in itertools.pairwise([0, *range(first, len(tokens) + 1)]):

@@ -18,6 +18,8 @@ from unittest import mock
 
 import torch
 
+from draftproof.backends.facts import input_device
+
 FULL, SLIDING, CHUNKED, LINEAR = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 KNOWN = {FULL, SLIDING, CHUNKED}
 RECURRENT = (LINEAR, "conv")  # kinds of layers without a mask
@@ -67,7 +69,7 @@ def windows_of(model: Any) -> Windows:
     """The kinds of mask that a model builds when it reads two tokens; full attention where it builds none."""
     found: list[tuple[str, Any]] = []
     with _ONE_AT_A_TIME, _watched(model, found), torch.inference_mode():
-        ids = torch.zeros((1, 2), dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=input_device(model))
         model(input_ids=ids, use_cache=False)
     text = model.config.get_text_config()
     config = next((config for kind, config in found if kind in (SLIDING, CHUNKED)), text)

@@ -25,7 +25,7 @@ class EngineOptions:
         draft: the draft model.
         dtype: number format of both models: auto, float32, bfloat16 or float16.
         draft_dtype: another number format for the draft; int8 or int4 quantize the draft model or feature head.
-        device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one.
+        device: where both models are: cpu, cuda, cuda:1, or auto (several, and the disk); without it an accelerator.
         backend: implementation of the forward pass.
         adapter: a PEFT adapter (LoRA) for the target: a directory or hub id.
         attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Engine(DecodingLoop):
         verifier: str | None = None,
         stopper: str | None = None,
         dtype: str = "auto",
-        device: str | None = None,
+        device: str | Mapping[str, Any] | None = None,
         draft_dtype: str = "auto",
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
@@ -78,7 +79,9 @@ class Engine(DecodingLoop):
             dtype: "auto", "float32", "bfloat16" or "float16", for both models.
             draft_dtype: another one for the draft model; "int8" and "int4" quantize the weights of the draft model or
                 of the feature head.
-            device: for both models; default an accelerator when there is one.
+            device: for both models; default an accelerator when there is one. "auto", or a device or "disk" for each
+                part of the model by its name, spreads the target over several (needs accelerate); the draft model is
+                on one then.
             draft_temperature: of the draft, when it is not each request's own; the output stays the target's.
             draft_top_k: of the draft, likewise.
             max_batch: sequences decoded together.
@@ -115,10 +118,11 @@ class Engine(DecodingLoop):
         loaded_in, bits = read_draft_dtype(draft_dtype, dtype)
         if draft is None and bits is None and draft_dtype != "auto":
             raise UserError(f"draft_dtype is {draft_dtype!r}, and there is no draft model: leave it out, or name one")
+        one = device is None or (isinstance(device, str) and device != "auto")
         source = ModelSource(target, **{**options, "adapter": adapter})
         tokenizer, small = source.tokenizer, None
         if draft is not None:
-            other = ModelSource(draft, **{**options, "dtype": loaded_in})
+            other = ModelSource(draft, **{**options, "dtype": loaded_in, "device": device if one else None})
             refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=draft)
             small = None if drafter == "none" else other.backend()
         main = source.backend()
