@@ -269,6 +269,14 @@ QUANTIZED = {
 }
 
 
+def test_quantization_that_transformers_does_not_know_is_refused(saved):
+    config = json.loads((saved / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "of tomorrow", "bits": 3}
+    (saved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="quantized by the method 'of tomorrow', which this version of transformers"):
+        load_backend(str(saved))
+
+
 @pytest.mark.parametrize("method", QUANTIZED)
 def test_quantized_checkpoints_name_the_package_that_is_missing(saved, method):
     package, fields = QUANTIZED[method]

@@ -149,6 +149,7 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
         ) from cause
     model, report = loaded
     _refuse_missing(str(where), model, report)
+    _refuse_unknown_quantization(str(where), model)
     return model if device is None else model.to(device=device)
 
 
@@ -209,6 +210,21 @@ def _refuse_missing(source: str, model: Any, report: Any) -> None:
         raise UserError(
             f"the checkpoint {source!r} {kind} {len(missing + other)} tensors of {type(model).__name__}: {listed}. The "
             "model would compute with random numbers there: download it again, or save it with all its weights"
+        )
+
+
+def _refuse_unknown_quantization(source: str, model: Any) -> None:
+    """Refuse weights quantized by a method that transformers does not know: it loads them as they are, with a warning.
+
+    Raises:
+        UserError: naming the method.
+    """
+    given = getattr(model.config, "quantization_config", None)
+    if isinstance(given, dict):  # transformers makes an object of what it knows
+        method = given.get("quant_method")
+        raise UserError(
+            f"the weights in {source!r} are quantized by the method {method!r}, which this version of transformers "
+            "does not know: install one that does, or take the model's weights before they were quantized"
         )
 
 
