@@ -7,6 +7,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DRAFTPROOF_TARGET", "embedded:stories")  # for `draftproof generate`
 os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/test_checked.py is about it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, while triton is imported, which peft does too
 
 from jaxtyping import install_import_hook
 

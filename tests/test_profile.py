@@ -123,7 +123,7 @@ def test_every_rule_is_timed_beside_a_softmax(tmp_path):
         (("round", "--drafter", "telepathy"), "drafter is 'telepathy'"),
         (("round", "--backend", "abacus"), "backend is 'abacus'"),
         (("round", "--dataset", "nothing"), "no data set 'nothing'"),
-        (("round", "--target", "embedded:target"), "needs a draft model"),
+        (("round", "--target", "embedded:fast-draft"), "needs a draft model"),
         (("forward", "--context", 0), "context is 0"),
         (("forward", "--new-tokens", 0), "new tokens is 0"),
         (("forward", "--context", 400, "--new-tokens", 400), "the context of embedded:stories"),
