@@ -7,9 +7,11 @@ import torch
 import transformers
 
 from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends import packed
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
+from draftproof.backends.packed import RESCORED, Product, largest
 from draftproof.backends.self_draft import QuantizedBackend
 from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier, why_not
@@ -97,6 +99,33 @@ def test_products(rows, outs, ins, bits, group, dtype):  # noqa: F811
         assert not near(product(x, shifted), expected, size), "groups in another order are seen"
 
 
+@pytest.mark.parametrize("outs", [128, 4096, 5003, 20000])
+def test_the_largest_outputs_are_found_by_pieces(outs):
+    logits = torch.randn(3, outs, generator=torch.Generator().manual_seed(outs))
+    logits[1, :70], logits[2, -5:] = 9 + torch.arange(70) / 100, 7  # many in one piece; behind the last whole piece
+    for count in (1, 5, 64):
+        found = logits.gather(-1, largest(logits, count)).sort(descending=True).values
+        assert torch.equal(found, logits.topk(count).values)
+        assert all(len(set(row)) == count for row in largest(logits, count).tolist()), "each once"
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_largest_outputs_of_a_4_bit_output_layer_are_the_whole_layers(with_bias, tied, dtype):  # noqa: F811
+    outs, ins = 9001, 66
+    weight, bias, x = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate([(outs, ins), (outs,), (5, ins)]))
+    whole = Product(weight, bias if with_bias else None)
+    rough, made = whole.quantized(4)(x), whole.quantized_output(4, weight if tied else None)(x)
+    chosen = torch.zeros(5, outs, dtype=torch.bool).scatter_(-1, largest(rough, RESCORED), True)
+    assert torch.equal(made[~chosen], rough[~chosen])
+    exact, step = whole(x), 2 * torch.finfo(dtype).eps
+    assert torch.allclose(made[chosen].float(), exact[chosen].float(), rtol=step, atol=step)
+    assert not torch.allclose(rough[chosen].float(), exact[chosen].float(), rtol=step, atol=step), "rough ones are seen"
+    assert torch.equal(whole.quantized_output(8)(x), whole.quantized(8)(x)), "8 bits are near enough"
+
+
 def test_inputs_of_any_size_and_zeros(dtype):  # noqa: F811
     made, product = quantized(drawn(1, 20, 64, dtype=dtype), 4, 32), OPERATIONS[dtype].quantized_product
     assert torch.equal(product(torch.zeros(2, 64, dtype=dtype), made), torch.zeros(2, 20, dtype=dtype))
@@ -151,13 +180,15 @@ def dense_twin(config, target, bits):
                 rows = product.weight.to_dense().split([module.out_features for module in modules])
                 for module, weight in zip(modules, rows, strict=True):
                     module.weight.copy_(weight)
-        twin.lm_head.weight = torch.nn.Parameter(part.head.weight.to_dense())
+        if bits == 8:  # with 4, all outputs are computed again
+            twin.lm_head.weight = torch.nn.Parameter(part.head.weight.to_dense())
     return twin
 
 
 @needs_native
 @pytest.mark.parametrize("bits", BITS)
-def test_all_weights_are_quantized_and_the_rest_is_the_models(bits):
+def test_all_weights_are_quantized_and_the_rest_is_the_models(bits, monkeypatch):
+    monkeypatch.setattr(packed, "RESCORED", 97)  # all outputs
     config = lambda: transformers.LlamaConfig(**WIDE)  # noqa: E731
     target = LeanBackend(random_model(config()), name="llama")
     made, tokens = QuantizedBackend(target, bits), [5, 9, 2, 7, 11, 3]

@@ -18,7 +18,7 @@ from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rota
 from draftproof.backends.layout import Layout
 from draftproof.backends.lean_layers import Layer, Norm, Rope, in_order
 from draftproof.backends.native_layers import native_layers
-from draftproof.backends.packed import HEAD_BITS, Product
+from draftproof.backends.packed import Product
 from draftproof.backends.passes import in_passes
 from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import SlotCache
@@ -159,7 +159,7 @@ class FeatureBackend:
     Args:
         target: a backend of a transformers model; its sessions keep their states from now on.
         net: the head; moved to the target's device and dtype.
-        bits: of quantized weights, 4 or 8; its output layer has `HEAD_BITS` then. None for weights of its dtype.
+        bits: of quantized weights, 4 or 8. None for weights of its dtype.
 
     Raises:
         UserError: made for a target of another name, width or vocabulary, or it cannot be quantized here.
@@ -177,9 +177,8 @@ class FeatureBackend:
         self._dtype = target.dtype
         self._embed = target.embed
         self._run_net = LeanNet(net, bits)
-        self._output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
-        if bits is not None:
-            self._output = self._output.quantized(HEAD_BITS)
+        output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
+        self._output = output if bits is None else output.quantized_output(bits)
         self._ids = None if net.config.ids == self.vocab_size else net.ids
         self._cache = SlotCache()
         target.record_states()

@@ -22,7 +22,7 @@ from draftproof.backends.attention import Heads, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.layout import Layout
 from draftproof.backends.native_layers import PRODUCTS, native_layers
-from draftproof.backends.packed import HEAD_BITS, Product, fuse, give_back
+from draftproof.backends.packed import Product, fuse, give_back
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.windows import Windows
 from draftproof.errors import UserError
@@ -48,6 +48,7 @@ class Lean:
         inner = model.model
         tied = model.lm_head.weight is inner.embed_tokens.weight
         self.embed = Embedding(inner.embed_tokens.weight)
+        self.tied = tied
         self.head = Product(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
         self.rope = Rope(inner.rotary_emb, self.embed.weight)
         self.windows = windows
@@ -69,7 +70,7 @@ class Lean:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
         Args:
-            bits: of a weight; of the output layer `HEAD_BITS`.
+            bits: of a weight.
             name: the model's, for errors.
 
         Raises:
@@ -88,7 +89,7 @@ class Lean:
         for layer in self.layers:
             made.layers.append(layer.quantized(bits))
             yield None
-        made.head = self.head.quantized(HEAD_BITS)
+        made.head = self.head.quantized_output(bits, self.embed.weight if self.tied else None)
         made.run_layers = in_order(made.layers)
         yield made
 

@@ -12,19 +12,19 @@ import ctypes
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from draftproof.kernels import native
 from draftproof.kernels.operations import Interleaved, Quantized
 
-HEAD_BITS = (
-    8  # of a quantized output layer: errors there are errors of logits, and 4 bits cost more than in all other layers
-)
+RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
+_PIECE = 64  # outputs whose maximum is taken at once
 GROUP = 32  # inputs that share a scale in a quantized weight
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
 
@@ -104,6 +104,19 @@ class Product:
         made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
         return made
 
+    def quantized_output(self, bits: int, table: Float[Tensor, "out in"] | None = None) -> Product:
+        """`quantized` for an output layer: with 4 bits its largest outputs are computed again.
+
+        Args:
+            bits: of a weight.
+            table: the plain weight, where there is one (that of a tied embedding); else rows are copied from this one.
+        """
+        made = self.quantized(bits)
+        if bits > 4:
+            return made
+        assert isinstance(self.weight, Interleaved), "checked by `quantized`"
+        return RescoredProduct(made, self.weight.rows if table is None else partial(_embedded, table))
+
     @property
     def packed(self) -> bool:
         """Whether the weight has a layout for the CPU."""
@@ -129,6 +142,55 @@ class Product:
         whole = latest[1] if latest is not None and latest[0] is x and start else self(x)
         self._latest = (x, whole) if stop < whole.shape[-1] else None
         return whole[..., start:stop]
+
+
+class RescoredProduct(Product):
+    """A quantized output layer whose largest outputs are computed again with the whole weights.
+
+    Errors of an output layer are errors of logits, and those of the likely tokens matter. So a few whole rows are read
+    for each token, and the others cost as little as 4 bits do.
+
+    Args:
+        rough: the quantized product.
+        rows: gives the whole weights of some outputs.
+    """
+
+    def __init__(self, rough: Product, rows: Callable[[Int[Tensor, "*some"]], Float[Tensor, "*some in"]]) -> None:
+        self.weight, self.bias, self.layout = rough.weight, rough.bias, rough.layout
+        self._rough, self._rows = rough, rows
+
+    def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The outputs of every row."""
+        made = self._rough(x)
+        logits = made.view(-1, made.shape[-1])
+        chosen = largest(logits, min(RESCORED, logits.shape[-1]))
+        again = torch.bmm(self._rows(chosen).float(), x.reshape(len(logits), x.shape[-1], 1).float()).squeeze(-1)
+        if self.bias is not None:
+            again += self.bias[chosen]
+        logits.scatter_(-1, chosen, again.to(logits.dtype))
+        return made
+
+
+def _embedded(table: Float[Tensor, "out in"], chosen: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
+    return F.embedding(chosen, table)
+
+
+def largest(logits: Float[Tensor, "rows out"], count: int) -> Int[Tensor, "rows count"]:
+    """Places of the largest entries of each row, in no order.
+
+    They lie in the `count` pieces of the row with the largest maxima: only a fast operation reads the whole row.
+    """
+    rows, outs = logits.shape
+    pieces = outs // _PIECE
+    if pieces <= count:
+        return logits.topk(count, -1, sorted=False).indices
+    whole = logits[:, : pieces * _PIECE].view(rows, pieces, _PIECE)
+    best = whole.amax(-1).topk(count, -1, sorted=False).indices
+    places = (best.unsqueeze(-1) * _PIECE + torch.arange(_PIECE, device=best.device)).flatten(1)
+    if outs > pieces * _PIECE:
+        rest = torch.arange(pieces * _PIECE, outs, device=best.device)
+        places = torch.cat((places, rest.expand(rows, -1)), -1)
+    return places.gather(-1, logits.gather(-1, places).topk(count, -1, sorted=False).indices)
 
 
 class Part(nn.Module):

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof.backends.cutting import shallow
-from draftproof.backends.packed import GROUP, HEAD_BITS, Product
+from draftproof.backends.packed import GROUP, Product
 from draftproof.errors import UserError, reason
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
@@ -31,13 +31,17 @@ class QuantizedLinear(nn.Module):
         weight: of the layer; still shown as its weight, for modules that look at it.
         bias: if there is one.
         bits: of a quantized weight.
+        output: whether it is the model's output layer (`Product.quantized_output`).
     """
 
-    def __init__(self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None, bits: int) -> None:
+    def __init__(
+        self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None, bits: int, *, output: bool = False
+    ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
-        self._product = Product(weight.detach(), None if bias is None else bias.detach()).quantized(bits)
+        whole = Product(weight.detach(), None if bias is None else bias.detach())
+        self._product = whole.quantized_output(bits, weight.detach()) if output else whole.quantized(bits)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
@@ -49,7 +53,7 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
 
     Args:
         model: a transformers causal LM, in eval mode.
-        bits: of a weight; of the output layer `HEAD_BITS`.
+        bits: of a weight.
         name: the model's, for errors.
 
     Raises:
@@ -71,7 +75,7 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
     made: dict[nn.Module, nn.Module] = {}
     for path, layer in layers.items():
         if layer not in made:
-            made[layer] = quantized(layer, HEAD_BITS if layer is head else bits)
+            made[layer] = quantized(layer, bits, layer is head)
             yield None
         _put(copied, path, made[layer])
     try:
@@ -142,13 +146,13 @@ def _why_not(model: Any, layers: dict[str, Any]) -> str | None:
     return f"native products do not take {unfit[0]} inputs" if unfit else None
 
 
-def _native(layer: Any, bits: int) -> nn.Module:
+def _native(layer: Any, bits: int, output: bool) -> nn.Module:
     matrix = _matrix(layer)
     assert matrix is not None, "the caller chose linear layers"
-    return QuantizedLinear(matrix.detach(), layer.bias, bits)
+    return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output)
 
 
-def _torchao(bits: int, name: str) -> Callable[[Any, int], nn.Module]:
+def _torchao(bits: int, name: str) -> Callable[[Any, int, bool], nn.Module]:
     """Quantized copies of linear layers by torchao, which has products for accelerators.
 
     Raises:
@@ -166,14 +170,14 @@ def _torchao(bits: int, name: str) -> Callable[[Any, int], nn.Module]:
             f"quantized weights of {name} on its device need torchao ({reason(cause)}): {TORCHAO}"
         ) from cause
 
-    def quantized(layer: Any, bits: int) -> nn.Module:
+    def quantized(layer: Any, bits: int, output: bool) -> nn.Module:
         matrix = _matrix(layer)
         assert matrix is not None, "the caller chose linear layers"
         outs, ins = matrix.shape
         made = nn.Linear(ins, outs, bias=False, device="meta")
         made.weight = nn.Parameter(matrix.detach(), requires_grad=False)
         made.bias = layer.bias
-        torchao.quantize_(made, configs[bits])
+        torchao.quantize_(made, configs[8 if output else bits])  # errors of the output layer are errors of logits
         return made
 
     return quantized

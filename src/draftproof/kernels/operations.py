@@ -80,6 +80,10 @@ class Interleaved:
         """Address, bits of a quantized weight (0: it is not), and inputs of a group, as `LinearArguments` has them."""
         return self.blocks.data_ptr(), 0, 0
 
+    def rows(self, chosen: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
+        """Plain copies of some rows."""
+        return self.blocks[chosen // LANES, :, chosen % LANES].flatten(-2)
+
     def to_dense(self) -> Float[Tensor, "out in"]:
         """A plain copy."""
         return self.blocks.transpose(1, 2).reshape(-1, self.ins)[: self.outs]
