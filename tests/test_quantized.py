@@ -48,14 +48,28 @@ def test_weights_are_near_their_numbers(outs, ins, bits, group, dtype):  # noqa:
         assert (error**2).mean() < (1.6 if bits == 8 else 1.02) * plain, "narrower ranges have less error"
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_weights_on_a_grid_are_kept(bits, dtype):  # noqa: F811
+def test_weights_on_a_grid_of_8_bits_are_kept(dtype):  # noqa: F811
     draw = torch.Generator().manual_seed(0)
-    numbers = torch.randint(0, 2**bits, (32, 4, 32), generator=draw)
-    numbers[..., 0], numbers[..., 1] = 0, 2**bits - 1
+    numbers = torch.randint(0, 256, (32, 4, 32), generator=draw)
+    numbers[..., 0], numbers[..., 1] = 0, 255
     scales = 2.0 ** torch.randint(-6, 0, (32, 4, 1), generator=draw)
-    weight = (scales * (numbers - 2 ** (bits - 1))).flatten(1)
-    assert torch.equal(quantized(weight.to(dtype), bits, 32).to_dense(), weight.to(dtype).float())
+    weight = (scales * (numbers - 128)).flatten(1)
+    assert torch.equal(quantized(weight.to(dtype), 8, 32).to_dense(), weight.to(dtype).float())
+
+
+def test_weights_on_a_grid_of_4_bits_are_kept(level):  # noqa: F811
+    draw = torch.Generator().manual_seed(0)
+    numbers, scales = (
+        torch.randint(1, most, size, generator=draw) for most, size in ((15, (32, 5, 32)), (255, (32, 5)))
+    )
+    offsets = torch.randint(-127, 128, (32, 5), generator=draw)
+    numbers[..., 0], numbers[..., 1], scales[:, 2], offsets[:, 3] = 0, 15, 255, -127
+    weight = (
+        offsets.unsqueeze(-1) / 16 + scales.unsqueeze(-1) / 256 * numbers
+    )  # a byte each, in steps of the output's own
+    assert torch.allclose(quantized(weight.flatten(1), 4, 32).to_dense(), weight.flatten(1), rtol=0, atol=1e-5)
+    beside = quantized((weight + scales.unsqueeze(-1) / 512).flatten(1), 4, 32)  # offsets between two bytes
+    assert not torch.allclose(beside.to_dense(), (weight + scales.unsqueeze(-1) / 512).flatten(1), rtol=0, atol=1e-3)
 
 
 def test_rows_of_one_value_are_kept(dtype):  # noqa: F811

@@ -93,17 +93,18 @@ class Interleaved:
 class Quantized:
     """A weight of 4 or 8 bits, in the order in which C reads it (quantized.h).
 
-    A weight is offset + scale * number. Each group of neighbouring inputs of an output has its own scale and offset.
+    A weight is offset + scale * number. Each group of neighbouring inputs of an output has its own scale and offset:
+    with 4 bits a byte each, in steps of the output's own, so that in groups of 32 a weight takes 4.5 bits.
 
     Attributes:
-        blocks: [outputs / 16, groups, bytes]; outputs and inputs are padded.
+        blocks: [outputs / 16, bytes]; outputs and inputs are padded.
         outs: number of outputs.
         ins: number of inputs.
         bits: of a number, 4 or 8.
         group: inputs of a group.
     """
 
-    blocks: UInt8[Tensor, "blocks groups bytes"]
+    blocks: UInt8[Tensor, "blocks bytes"]
     outs: int
     ins: int
     bits: int
@@ -115,20 +116,34 @@ class Quantized:
         return self.blocks.data_ptr(), self.bits, self.group
 
     @staticmethod
-    def shape(outs: int, ins: int, bits: int, group: int) -> tuple[int, int, int]:
+    def shape(outs: int, ins: int, bits: int, group: int) -> tuple[int, int]:
         """The shape of `blocks`."""
-        return -(-outs // LANES), -(-ins // group), 4 * LANES + LANES * group * bits // 8
+        pieces = -(-ins // (group * 8 // bits))  # of 8 / bits groups
+        return -(-outs // LANES), _head(bits) + pieces * (4 * LANES + LANES * group)
 
     def to_dense(self) -> Float32[Tensor, "out in"]:
         """The weights that the numbers stand for."""
-        ranges = self.blocks[..., : 4 * LANES].contiguous().view(torch.bfloat16).float()
-        scales, offsets = (each.unsqueeze(-1) for each in ranges.chunk(2, -1))
-        found = self.blocks[..., 4 * LANES :].reshape(*self.blocks.shape[:2], -1, LANES, 4)
+        head, together = _head(self.bits), 8 // self.bits
+        pieces = self.blocks[:, head:].reshape(len(self.blocks), -1, 4 * LANES + LANES * self.group)
+        ranges = pieces[..., : 4 * LANES].contiguous()
+        found = pieces[..., 4 * LANES :].reshape(*pieces.shape[:2], together, -1, LANES, 4)
         if self.bits == 4:
+            steps = self.blocks[:, :head].contiguous().view(torch.float32).view(-1, 1, 2, LANES)
+            each = ranges.view(*ranges.shape[:2], 2, 2, LANES)  # [blocks, pieces, groups, scale or offset, lanes]
+            parts = torch.stack((each[..., 0, :].float(), each[..., 1, :].view(torch.int8).float()), -2)
+            ranges = (parts * steps.unsqueeze(2)).flatten(1, 2)
             found = torch.stack((found & 15, found >> 4), -2).flatten(-2)
-        numbers = found.transpose(2, 3).flatten(3).float()  # [blocks, groups, lanes, inputs]
+        else:
+            ranges = ranges.view(torch.bfloat16).float().view(*ranges.shape[:2], 2, LANES)
+        scales, offsets = ranges[..., 0, :].unsqueeze(-1), ranges[..., 1, :].unsqueeze(-1)
+        numbers = found.flatten(1, 2).transpose(2, 3).flatten(3).float()  # [blocks, groups, lanes, inputs]
         dense: Tensor = (offsets + scales * numbers).transpose(1, 2).flatten(2).flatten(0, 1)
         return dense[: self.outs, : self.ins]
+
+
+def _head(bits: int) -> int:
+    """Bytes of a block's steps, before its pieces."""
+    return 8 * LANES if bits == 4 else 0
 
 
 class PassMask:
@@ -329,7 +344,7 @@ class Operations:
             return made
 
         self._product = function(f"product_{suffix}", [pointer] * 5 + [number] * 4)
-        self._quantize = function(f"quantize_{suffix}", [pointer] * 2 + [number] * 5)
+        self._quantize = function(f"quantize_{suffix}", [pointer] * 3 + [number] * 5)
         self._quantized_product = function(
             f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
         )
@@ -407,8 +422,10 @@ class Operations:
         shape = -(-weight.outs // LANES), ins // self._unit, LANES, self._unit
         require("weight", weight.blocks, self.dtype, shape)
         blocks = torch.empty(Quantized.shape(weight.outs, ins, bits, group), dtype=torch.uint8)
-        sizes = shape[0], ins, bits, group, torch.get_num_threads()
-        self._quantize(weight.blocks.data_ptr(), blocks.data_ptr(), *sizes)
+        threads = torch.get_num_threads()
+        memory = torch.empty(threads * -(-ins // group) * 2 * LANES, dtype=torch.float32)
+        addresses = weight.blocks.data_ptr(), blocks.data_ptr(), memory.data_ptr()
+        self._quantize(*addresses, shape[0], ins, bits, group, threads)
         return Quantized(blocks, weight.outs, ins, bits, group)
 
     def quantized_product(

@@ -140,6 +140,12 @@ INLINE units to_units(floats v) { return _mm512_cvtps_epi32(v); }
 INLINE floats from_units(units v) { return _mm512_cvtepi32_ps(v); }
 INLINE void store_units(void *at, units v) { _mm512_storeu_si512(at, v); }
 INLINE void store_bytes(int8_t *at, floats v) { _mm_storeu_si128((__m128i *)at, _mm512_cvtepi32_epi8(to_units(v))); }
+INLINE floats load_signed_bytes(const int8_t *at) {
+  return from_units(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)at)));
+}
+INLINE floats load_bytes(const uint8_t *at) {
+  return from_units(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at)));
+}
 /* Each byte's lower and upper half. */
 INLINE units lower_halves(units v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE units upper_halves(units v) { return lower_halves(_mm512_srli_epi32(v, 4)); }
@@ -461,6 +467,16 @@ INLINE void store_units(void *at, units v) { EACH_PART *(bits_part_at *)((char *
 INLINE void store_bytes(int8_t *at, floats v) {
   const units made = to_units(v);
   EACH_PART for (int lane = 0; lane < PART; lane++) at[PART * i + lane] = (int8_t)made.p[i][lane];
+}
+INLINE floats load_signed_bytes(const int8_t *at) {
+  floats r;
+  EACH_PART for (int lane = 0; lane < PART; lane++) r.p[i][lane] = at[PART * i + lane];
+  return r;
+}
+INLINE floats load_bytes(const uint8_t *at) {
+  floats r;
+  EACH_PART for (int lane = 0; lane < PART; lane++) r.p[i][lane] = at[PART * i + lane];
+  return r;
 }
 /* Each byte's lower and upper half. */
 INLINE units lower_halves(units v) {

@@ -20,6 +20,19 @@ static quantized_inputs inputs_in(void *memory, long rows, long groups) {
   return made;
 }
 
+/* Bytes before the pieces of a block, and of a whole block (quantized.h); Quantized.shape of operations.py is the same. */
+INLINE long quantized_head(long bits) { return bits == 4 ? 128 : 0; }
+INLINE long quantized_block_size(long groups, long group, long bits) {
+  const long together = 8 / bits;
+  return quantized_head(bits) + (groups + together - 1) / together * (64 + 16 * group);
+}
+
+/* Whole numbers of steps that are near to values, at most `most` in size. */
+INLINE floats steps_of(floats value, floats step, float most) {
+  const floats by = where_below(zeros(), step, quotient(splat(1), step), zeros());
+  return smaller(larger(nearest(mul(value, by)), splat(-most)), splat(most));
+}
+
 /* Numbers of a group for given scales and offsets, and the sum of squared errors that they leave. */
 INLINE floats errors_of(const floats *w, long count, floats scale, floats offset, floats most, floats *numbers) {
   const floats by = where_below(zeros(), scale, quotient(splat(1), scale), zeros());

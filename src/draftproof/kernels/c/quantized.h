@@ -1,12 +1,14 @@
 /* Products with weights of 4 or 8 bits, included once for each type of rows (see typed.h).
 
-   Weights lie as [out / 16][group of inputs], and a group as
+   A weight is offset + scale * number. Weights lie as [out / 16][piece], so that one pass reads all of them in order; with
+   4 bits, 16 steps of scales and 16 steps of offsets in float32 stand before a block's pieces. A piece is
 
-     16 scales and 16 offsets in bfloat16, for each output of the block: a weight is offset + scale * number
-     4 bits: [group / 8][16][4], a byte with the number of input k in its lower half, of input k + 4 in its upper one
-     8 bits: [group / 4][16][4], a byte for each number
+     4 bits: [2 groups][16 scales, 0 to 255, and 16 offsets, -127 to 127], in bytes, of the block's outputs, times their
+             steps; then [2 groups][group / 8][16][4], a byte with the number of input k in its lower half, of input k + 4
+             in its upper one
+     8 bits: 16 scales and 16 offsets in bfloat16; then [group / 4][16][4], a byte for each number
 
-   so that one pass reads all of it in order. Inputs are padded to whole groups with zeros.
+   that is 64 bytes and then 16 * group. Inputs are padded to whole groups with zeros.
 
    Inputs are quantized, too: to 8 bits, with a scale for each group of each row. Products inside a group are sums of whole
    numbers, and exact; the groups' sums are added in order in float32. So a row's output does not depend on the rows
@@ -44,25 +46,29 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
 /* Some rows' outputs of neighbouring blocks. */
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
-  const long places = p->groups * p->group, size = 64 + 2 * p->group * bits, next = p->groups * size;
-  const uint8_t *at = p->w + block * next;
+  const int together = 8 / bits; /* groups of a piece */
+  const long places = p->groups * p->group, size = 2 * p->group * bits;
+  const long next = quantized_block_size(p->groups, p->group, bits);
+  const uint8_t *start = p->w + block * next, *at = start + quantized_head(bits);
   const int8_t *x = p->inputs.numbers + row * places;
-  floats sum[4][2];
+  floats sum[4][2], offsets[4][2]; /* with 8 bits, the first one takes both */
 #pragma GCC unroll 4
-  for (int m = 0; m < rows; m++) sum[m][0] = sum[m][1] = zeros();
-  for (long g = 0; g < p->groups; g++, at += size) {
+  for (int m = 0; m < rows; m++) sum[m][0] = sum[m][1] = offsets[m][0] = offsets[m][1] = zeros();
+  for (long g = 0; g < p->groups; g++) {
+    const int half = (int)(g % together);
+    const uint8_t *range = at + 32 * half, *body = at + 64 + size * half;
     units low[4][2], high[4][2];
 #pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
 #pragma GCC unroll 2
       for (int b = 0; b < blocks; b++) low[m][b] = high[m][b] = no_units();
-    for (long k = 0, line = 64; line < size; k += 32 / bits, line += 64) {
+    for (long k = 0, line = 0; line < size; k += 32 / bits, line += 64) {
       const int8_t *here = x + g * p->group + k;
 #pragma GCC unroll 2
       for (int b = 0; b < blocks; b++) {
-        const units numbers = load_units(at + b * next + line);
+        const units numbers = load_units(body + b * next + line);
         const units lower = lower_halves(numbers), upper = upper_halves(numbers);
-        __builtin_prefetch(at + b * next + line + AHEAD);
+        __builtin_prefetch(body + b * next + line + AHEAD);
 #pragma GCC unroll 4
         for (int m = 0; m < rows; m++) {
           low[m][b] = add_dot(low[m][b], lower, splat_unit(here + m * places));
@@ -72,24 +78,34 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
     }
 #pragma GCC unroll 2
     for (int b = 0; b < blocks; b++) {
-      const bfloat16 *range = (const bfloat16 *)(at + b * next);
-      const floats scale = load_bfloat16(range), offset = load_bfloat16(range + LANES);
-      __builtin_prefetch((const char *)range + AHEAD);
+      const uint8_t *of_block = range + b * next;
+      const floats scale = bits == 4 ? load_bytes(of_block) : load_bfloat16((const bfloat16 *)of_block);
+      const floats offset = bits == 4 ? load_signed_bytes((const int8_t *)of_block + LANES)
+                                      : load_bfloat16((const bfloat16 *)of_block + LANES);
+      __builtin_prefetch(of_block + AHEAD);
 #pragma GCC unroll 4
       for (int m = 0; m < rows; m++) {
         const long number = (row + m) * p->groups + g;
         const floats whole =
             from_units(add_units(low[m][b], bits == 4 ? high[m][b] : shifted_up(high[m][b], 4)));
+        floats *to = bits == 4 ? &offsets[m][b] : &sum[m][b];
         sum[m][b] = multiply_add(mul(whole, scale), splat(p->inputs.scales[number]), sum[m][b]);
-        sum[m][b] = multiply_add(offset, splat(p->inputs.sums[number]), sum[m][b]);
+        *to = multiply_add(offset, splat(p->inputs.sums[number]), *to);
       }
     }
+    if (half == together - 1) at += 64 + size * together;
   }
 #pragma GCC unroll 2
-  for (int b = 0; b < blocks; b++)
+  for (int b = 0; b < blocks; b++) {
+    const float *steps = (const float *)(start + b * next);
 #pragma GCC unroll 4
-    for (int m = 0; m < rows; m++)
-      NAME(write)(sum[m][b], p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
+    for (int m = 0; m < rows; m++) {
+      floats made = sum[m][b];
+      if (bits == 4)
+        made = multiply_add(made, load_float(steps), mul(offsets[m][b], load_float(steps + LANES)));
+      NAME(write)(made, p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
+    }
+  }
 }
 
 typedef void (*NAME(quantized_fn))(const NAME(quantized_product) *, long, long);
@@ -138,33 +154,71 @@ typedef struct {
   const ELEM *w;
   uint8_t *to;
   long blocks, ins, group, bits;
+  float *memory; /* [threads, groups, 2, 16] */
 } NAME(quantizing);
+
+static long NAME(weights_of_group)(const NAME(quantizing) * q, long block, long g, floats *w) {
+  const long start = g * q->group, here = q->ins - start < q->group ? q->ins - start : q->group;
+  for (long k = 0; k < here; k += UNIT) NAME(spread)(w + k, q->w + (block * q->ins + start + k) * LANES);
+  return here;
+}
 
 static void NAME(share_quantizing)(void *given) {
   const NAME(quantizing) *q = given;
   const long number = thread_number(), count = thread_count(), groups = (q->ins + q->group - 1) / q->group;
-  const long size = 64 + 2 * q->group * q->bits, each = 32 / q->bits; /* inputs in 64 bytes */
+  const long together = 8 / q->bits, size = 2 * q->group * q->bits, next = quantized_block_size(groups, q->group, q->bits);
+  const floats most = splat(q->bits == 4 ? 15 : 255);
   floats w[MOST_GROUP], numbers[MOST_GROUP], scale, offset;
-  for (long block = q->blocks * number / count; block < q->blocks * (number + 1) / count; block++)
+  float *ranges = q->memory + number * groups * 2 * LANES;
+  for (long block = q->blocks * number / count; block < q->blocks * (number + 1) / count; block++) {
+    uint8_t *to = q->to + block * next;
+    memset(to, 0, next);
+    floats largest_scale = zeros(), largest_offset = zeros();
     for (long g = 0; g < groups; g++) {
-      const long start = g * q->group, here = q->ins - start < q->group ? q->ins - start : q->group;
-      uint8_t *to = q->to + (block * groups + g) * size;
-      for (long k = 0; k < here; k += UNIT) NAME(spread)(w + k, q->w + (block * q->ins + start + k) * LANES);
+      const long here = NAME(weights_of_group)(q, block, g, w);
       quantize_group(w, here, q->bits, numbers, &scale, &offset);
+      largest_scale = larger(largest_scale, scale);
+      largest_offset = larger(largest_offset, larger(offset, sub(zeros(), offset)));
+      store_float(ranges + g * 2 * LANES, scale);
+      store_float(ranges + g * 2 * LANES + LANES, offset);
+    }
+    const floats scale_step = mul(largest_scale, splat(1.0f / 255)), offset_step = mul(largest_offset, splat(1.0f / 127));
+    if (q->bits == 4) {
+      store_float((float *)to, scale_step);
+      store_float((float *)to + LANES, offset_step);
+    }
+    for (long g = 0; g < groups; g++) {
+      uint8_t *piece = to + quantized_head(q->bits) + g / together * (64 + size * together);
+      uint8_t *range = piece + g % together * 32, *body = piece + 64 + g % together * size;
+      const long here = NAME(weights_of_group)(q, block, g, w);
+      scale = load_float(ranges + g * 2 * LANES);
+      offset = load_float(ranges + g * 2 * LANES + LANES);
+      if (q->bits == 4) {
+        const floats scales = steps_of(scale, scale_step, 255), offsets = steps_of(offset, offset_step, 127);
+        store_bytes((int8_t *)range, scales);
+        store_bytes((int8_t *)range + LANES, offsets);
+        scale = mul(scales, scale_step);
+        offset = mul(offsets, offset_step);
+      } else {
+        store_bfloat16((bfloat16 *)range, scale);
+        store_bfloat16((bfloat16 *)range + LANES, offset);
+      }
+      errors_of(w, here, scale, offset, most, numbers);
       for (long k = here; k < q->group; k++) numbers[k] = zeros();
-      store_bfloat16((bfloat16 *)to, scale);
-      store_bfloat16((bfloat16 *)to + LANES, offset);
-      for (long k = 0; k < q->group; k += each) {
+      for (long k = 0, line = 0; line < size; line += 64) {
         units made = no_units();
-        for (long i = 0; i < each; i++) /* the byte of an input, and the half of it */
-          made = add_units(made, shifted_up(to_units(numbers[k + i]), (int)(i % 4 * 8 + i / 4 * 4)));
-        store_units(to + 64 + 64 * (k / each), made);
+        for (long i = 0; i < 32 / q->bits; i++, k++) /* the byte of an input, and the half of it */
+          made = add_units(made, shifted_up(to_units(numbers[k]), (int)(i % 4 * 8 + i / 4 * 4)));
+        store_units(body + line, made);
       }
     }
+  }
 }
 
-/* Quantize weights in the order in which products read them, [blocks][ins / UNIT][16][UNIT]. */
-void NAME(draftproof_quantize)(const ELEM *w, uint8_t *to, long blocks, long ins, long bits, long group, long threads) {
-  NAME(quantizing) q = {w, to, blocks, ins, group, bits};
+/* Quantize weights in the order in which products read them, [blocks][ins / UNIT][16][UNIT]; `memory` is for 32 float32
+   numbers for each thread and group. */
+void NAME(draftproof_quantize)(const ELEM *w, uint8_t *to, float *memory, long blocks, long ins, long bits, long group,
+                               long threads) {
+  NAME(quantizing) q = {w, to, blocks, ins, group, bits, memory};
   parallel(NAME(share_quantizing), &q, (unsigned)(threads > 1 ? threads : 1), 0);
 }
