@@ -18,7 +18,8 @@ from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfD
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.composition import misfit
 from draftproof.engine.materials import DrafterPart, Materials, assuming
-from draftproof.engine.parts import directory, numbers
+from draftproof.engine.parts import directory, numbers, own_chain_count
+from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, SHIPPED_FEATURE_HEADS, find_stopper
 from draftproof.engine.verifier_parts import find_verifier
 from draftproof.errors import UserError
@@ -81,14 +82,14 @@ def _inside(
 
 
 def _feature_head(parts: Materials, argument: str) -> Drafter:
-    where, chains = directory(argument) if argument else (SHIPPED_FEATURE_HEADS.get(parts.target.name), "1")
+    where, chains = directory(argument) if argument else (SHIPPED_FEATURE_HEADS.get(parts.target.name), 1)
     if where is None:
         raise UserError(
             f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
             f"{parts.target.name} (legal without one: {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
         )
     model = FeatureModel(parts.own_model("feature_head"), load_net(where), bits=parts.bits, **parts.changes)
-    return feature_drafter(model, parts.ends(), chains=int(chains))
+    return feature_drafter(model, parts.ends(), chains=chains)
 
 
 def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[Materials, str], Drafter]:
@@ -194,15 +195,9 @@ def _chain_count(argument: str) -> int:
     return (numbers(argument, "chains:4") or [4])[0]
 
 
-def _own_chain_count(argument: str) -> int:
-    """The K of LxK or DIRxK; 1 where there is none."""
-    _, times, chains = argument.rpartition("x")
-    return int(chains) if times and chains.isdecimal() else 1
-
-
 def _own_several(argument: str) -> bool:
     """Whether LxK or DIRxK names more than one chain."""
-    return _own_chain_count(argument) > 1
+    return own_chain_count(argument) > 1
 
 
 DRAFTERS: dict[str, DrafterPart] = {
@@ -252,7 +247,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             make=_inside("early_exit", EarlyExitModel, _layers_and_chains),
             inside=True,
             several=_own_several,
-            chains=_own_chain_count,
+            chains=own_chain_count,
             check=_layers_and_chains,
         ),
         DrafterPart(
@@ -266,7 +261,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             rates=QUANTIZED_RATES,
             share=_quantized_share,
             several=_own_several,
-            chains=_own_chain_count,
+            chains=own_chain_count,
             check=_bits_and_chains,
         ),
         DrafterPart(
@@ -281,8 +276,9 @@ DRAFTERS: dict[str, DrafterPart] = {
             covers=False,
             steady=False,
             several=_own_several,
-            chains=_own_chain_count,
+            chains=own_chain_count,
         ),
+        *PUBLISHED,
         DrafterPart(
             name="ngram",
             argument="N",

@@ -105,9 +105,21 @@ def is_number(text: str) -> bool:
     return True
 
 
-def directory(argument: str) -> tuple[Path, str]:
-    """The directory of DIR or DIRxK, and K."""
+def source(argument: str) -> tuple[str, int]:
+    """The directory or hub id of WHERE or WHERExK, and K; 1 where there is none."""
     where, _, chains = argument.rpartition("x")
     if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
-        where, chains = argument, "1"
+        return argument, 1
+    return where, int(chains)
+
+
+def directory(argument: str) -> tuple[Path, int]:
+    """The directory of DIR or DIRxK, and K; 1 where there is none."""
+    where, chains = source(argument)
     return Path(where).expanduser(), chains
+
+
+def own_chain_count(argument: str) -> int:
+    """The K of LxK or WHERExK; 1 where there is none."""
+    _, times, chains = argument.rpartition("x")
+    return int(chains) if times and chains.isdecimal() else 1

@@ -1,0 +1,303 @@
+"""Heads that others published: logits as `speculators` computes them, exact distributions, refusals by name."""
+
+import copy
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import published
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.lean import LeanBackend
+from draftproof.backends.published.eagle3 import eagle3_backend
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.tree import TokenTree
+from helpers import assert_output_distribution, embedded_model, tiny_llama, tokenizer
+from published import DATA
+
+PROVENANCE = json.loads((DATA / "provenance.json").read_text())
+IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
+EAGLE3 = ["eagle3_llama", "eagle3_residual", "eagle3_qwen3", "eagle3_sliding"]
+PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
+
+
+def tiny_target(make=HFBackend):
+    """The target of the reference heads."""
+    return make(AutoModelForCausalLM.from_pretrained(DATA / "target", dtype=torch.float32), name="tiny-target")
+
+
+def reference(name):
+    return load_file(DATA / name / "reference.safetensors")
+
+
+def drafted_rows(target, head, place, steps):
+    """Rows of a draft along the known tokens, after the target has read the tokens up to `place`."""
+    owner = target.open()
+    target.forward([Feed(owner, IDS[: place + 1])])
+    session = head.follow(owner)
+    known = IDS[1 : place + 2]
+    rows = [head.forward([Feed(session, known)])[0].logits[-1]]
+    for step in range(1, steps):
+        if place + 1 + step == len(IDS):
+            break
+        rows.append(head.forward([Feed(session, [IDS[place + 1 + step]])])[0].logits[-1])
+    return torch.stack(rows)
+
+
+# --- eagle3 as speculators computes it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3_logits_are_those_of_speculators_at_every_step(name, make):
+    """The target's states of its layers too. A window ends earlier in the package's later steps: those are left out."""
+    target, expected = tiny_target(make), reference(name)
+    head = eagle3_backend(str(DATA / name), target)
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:-1])])
+    scale = expected["features"].abs().max()
+    assert (owner.states_of(head.layers) - expected["features"]).abs().max() < 1e-5 * scale
+    logits = expected["logits"]
+    scale = logits.abs().max()
+    for place in range(logits.shape[1]):
+        rows = drafted_rows(target, head, place, STEPS)
+        seen = len(rows) if name != "eagle3_sliding" or place + STEPS <= 4 else 1
+        assert (rows[:seen] - logits[:seen, place][: len(rows)]).abs().max() < 1e-5 * scale, f"after {place + 1} tokens"
+
+
+def test_other_layers_or_another_map_change_the_logits(tmp_path):
+    """Negative control of the comparison above."""
+    target, expected = tiny_target(), reference("eagle3_llama")["logits"]
+    folder = tmp_path / "other"
+    shutil.copytree(DATA / "eagle3_llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [3, 2, 4]}))
+    rows = drafted_rows(target, eagle3_backend(str(folder), target), 5, 1)
+    assert (rows - expected[:1, 5]).abs().max() > 0.1
+
+
+def test_a_tree_of_an_eagle3_head_gives_the_rows_of_its_paths():
+    target = tiny_target()
+    head = eagle3_backend(str(DATA / "eagle3_residual"), target)
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:4])])
+    session = head.follow(owner)
+    head.forward([Feed(session, IDS[1:5])])
+    head.forward([Feed(session, (), TokenTree(torch.tensor([11, 6]), (-1, -1)))])
+    rows = head.forward([Feed(session, (), TokenTree(torch.tensor([3, 8]), (1, 0), 2))])[0].logits
+    for row, path in zip(rows, ([6, 3], [11, 8]), strict=True):
+        alone = head.follow(owner)
+        head.forward([Feed(alone, IDS[1:5])])
+        for token in path:
+            found = head.forward([Feed(alone, [token])])[0].logits[-1]
+        assert torch.allclose(row, found, atol=1e-4)
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_both_layouts_of_eagle3_are_one_head(tmp_path, original):
+    """SafeAILab's layout, whose first layer is called midlayer, gives the rows of the same weights in the other one."""
+    target = tiny_target()
+    head = eagle3_backend(str(published.eagle3(tmp_path / "a", target, ids=[1, 5, 6, 30], original=original)), target)
+    other = eagle3_backend(str(published.eagle3(tmp_path / "b", target, ids=[1, 5, 6, 30])), target)
+    assert head.net.ids.tolist() == [1, 5, 6, 30]
+    assert torch.equal(drafted_rows(target, head, 4, 3), drafted_rows(target, other, 4, 3))
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+def story_target(make=HFBackend):
+    return make(copy.deepcopy(embedded_model("target")), name="target")
+
+
+def story_head(name, folder, target, **options):
+    return {"eagle3": published.eagle3}[name](folder, target, **options)
+
+
+@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
+@pytest.mark.parametrize("chains", [1, 3])
+@pytest.mark.parametrize("name", ["eagle3"])
+def test_greedy_output_equals_transformers_token_for_token(tmp_path, name, chains, make):
+    """A batch of three requests, with sampled trees too; the head drafts a part of the vocabulary."""
+    options = {"tokenizer": tokenizer(), "eos_token_ids": (1, 2)}
+    target = story_target(make)
+    folder = story_head(name, tmp_path / "head", target, ids=list(range(3, 200)))
+    spec = f"{name}:{folder}" + (f"x{chains}" if chains > 1 else "")
+    drafter = make_drafter(spec, target=target, draft=None, stopper="fixed:4")
+    rule = make_verifier("trie_block" if chains > 1 else "block")
+    outs = Engine(target, drafter, rule, **options).generate(PROMPTS, SamplingParams(max_tokens=24, temperature=0))
+    model = embedded_model("target")
+    for prompt, out in zip(PROMPTS, outs, strict=True):
+        ids = tokenizer()(prompt, return_tensors="pt")
+        made = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+        assert list(out.token_ids) == made[: len(out.token_ids)]
+        assert out.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3"])
+def test_output_is_the_same_alone_and_in_a_batch(tmp_path, name):
+    target = story_target()
+    folder = story_head(name, tmp_path / "head", target)
+    drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:3")
+    made = Engine(target, drafter, make_verifier("block"), tokenizer=tokenizer())
+    params = [SamplingParams(max_tokens=16, seed=seed) for seed in range(3)]
+    together = made.generate(PROMPTS, params)
+    alone = [made.generate([prompt], each)[0] for prompt, each in zip(PROMPTS, params, strict=True)]
+    assert [out.token_ids for out in together] == [out.token_ids for out in alone]
+    assert [out.stats.num_accepted_tokens for out in together] == [out.stats.num_accepted_tokens for out in alone]
+
+
+@pytest.mark.parametrize(
+    ("chains", "rule", "ids"),
+    [
+        (1, "token", None),
+        (1, "block", [0, 2]),
+        pytest.param(2, "trie_block", [0, 2], marks=pytest.mark.slow),
+        pytest.param(1, "block", None, marks=pytest.mark.slow),
+        pytest.param(1, "token", [0, 2], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", ["eagle3"])
+def test_exact_output_distribution(tmp_path, name, chains, rule, ids):
+    """By enumeration: the distribution is the target's, also where the head cannot draft one of three tokens."""
+    target = tiny_llama()
+    folder = story_head(name, tmp_path / "head", target, ids=ids)
+    spec = f"{name}:{folder}" + (f"x{chains}" if chains > 1 else "")
+    assert_output_distribution(
+        target, lambda: make_drafter(spec, target=target, draft=None, stopper="fixed:2"), rule, length=3
+    )
+
+
+def test_rows_of_another_map_are_detected(tmp_path, monkeypatch):
+    """Negative control: q of other tokens than those that were drawn gives another distribution."""
+    target = tiny_llama()
+    folder = story_head("eagle3", tmp_path / "head", target, ids=[0, 2])
+
+    def lying():
+        drafter = make_drafter(f"eagle3:{folder}", target=target, draft=None, stopper="fixed:2")
+        propose = drafter.propose
+
+        def moved(requests, rng):
+            drafts = propose(requests, rng)
+            for draft in drafts:
+                if len(draft):
+                    draft.probs[:] = 0.5 * draft.probs + 0.5 / 3
+            return drafts
+
+        monkeypatch.setattr(drafter, "propose", moved)
+        return drafter
+
+    with pytest.raises(AssertionError):
+        assert_output_distribution(target, lying, "token", length=3)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def changed(folder, **fields):
+    """A copy of a reference head with other fields in its config."""
+    shutil.copytree(DATA / "eagle3_llama", folder)
+    config = json.loads((folder / "config.json").read_text())
+    for name, value in fields.items():
+        place = config
+        *path, last = name.split("__")
+        for part in path:
+            place = place[part]
+        place[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"speculators_config__verifier__name_or_path": "a/b"}, "made for a/b, and the target is tiny-target"),
+        ({"speculators_config__verifier__architectures": ["GemmaForCausalLM"]}, "made for GemmaForCausalLM"),
+        ({"target_hidden_size": 24}, "hidden states of width 24, and those of tiny-target have 16"),
+        ({"transformer_layer_config__hidden_size": 24}, "width 24"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 4]}, r"fc.weight has shape \[16, 48\]"),
+        ({"draft_vocab_size": 20}, r"d2t has shape \[24\]"),
+        ({"speculators_model_type": "dflash"}, "'dflash', which is not read here: legal are eagle3, peagle"),
+        ({"speculators_model_type": "peagle"}, "of algorithm peagle: legal is drafter peagle:"),
+        ({"transformer_layer_config__hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"transformer_layer_config__model_type": "gemma2"}, "layers of type 'gemma2': legal are llama and qwen3"),
+        ({"transformer_layer_config__num_hidden_layers": 2}, "have no layers.1"),
+        ({"norm_before_fc": True}, "have no input_norm.weight"),
+        ({"norm_before_fc": True, "fc_norm": True}, "legal is one of them"),
+        ({"transformer_layer_config__intermediate_size": 30}, r"gate_proj.weight has shape \[24, 16\]"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused_by_name(tmp_path, fields, words):
+    folder = changed(tmp_path / "head", **fields)
+    with pytest.raises(UserError, match=words):
+        make_drafter(f"eagle3:{folder}", target=tiny_target(), draft=None, stopper="fixed:2")
+
+
+def test_weights_that_the_layout_does_not_name_are_refused(tmp_path):
+    folder = changed(tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "layers.0.extra.weight": torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"weights that its layout does not name here: layers.0.extra.weight"):
+        make_drafter(f"eagle3:{folder}", target=tiny_target(), draft=None, stopper="fixed:2")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"), [([0] * 23 + [99], "names tokens twice or outside"), ([1] * 24, "name different tokens")]
+)
+def test_maps_that_contradict_are_refused(tmp_path, offsets, words):
+    folder = changed(tmp_path / "head")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "d2t": torch.tensor(offsets)}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=words):
+        make_drafter(f"eagle3:{folder}", target=tiny_target(), draft=None, stopper="fixed:2")
+
+
+def test_files_that_are_missing_or_pickled_are_refused(tmp_path):
+    target = tiny_target()
+
+    def refused(spec, words):
+        with pytest.raises(UserError, match=words):
+            make_drafter(spec, target=target, draft=None, stopper="fixed:2")
+
+    refused("eagle3", "needs a head: legal is a directory or a hub id")
+    refused(f"eagle3:{tmp_path}", "config.json is missing")
+    refused(f"eagle3:{tmp_path}/none", "no such file or directory")
+    folder = changed(tmp_path / "head")
+    refused(f"eagle3:{folder}/config.json", "is a file: legal is the directory")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused(f"eagle3:{folder}", "has pickled weights only .pytorch_model.bin.: they are refused on purpose")
+    (folder / "pytorch_model.bin").unlink()
+    refused(f"eagle3:{folder}", "no weights in the head")
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    refused(f"eagle3:{folder}", "cannot be read")
+    (folder / "config.json").write_text("[]")
+    refused(f"eagle3:{folder}", "is no object")
+
+
+def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path, monkeypatch):
+    """A head that huggingface_hub has fetched before drafts without a network."""
+    from huggingface_hub import constants
+
+    place = tmp_path / "models--owner--head" / "snapshots" / "0123"
+    shutil.copytree(DATA / "eagle3_llama", place)
+    (tmp_path / "models--owner--head" / "refs").mkdir()
+    (tmp_path / "models--owner--head" / "refs" / "main").write_text("0123")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    made = make_drafter("eagle3:owner/head", target=tiny_target(), draft=None, stopper="fixed:2")
+    assert made.name == "eagle3"
+    with pytest.raises(UserError, match="no head 'owner/other' here, and the hub gave none"):
+        make_drafter("eagle3:owner/other", target=tiny_target(), draft=None, stopper="fixed:2")
+
+
+def test_targets_without_such_states_are_refused():
+    target = tiny_target()
+    with pytest.raises(UserError, match="hidden states after layer 8 of tiny-target: legal are 0 to 7"):
+        target.record_states([1, 8])
