@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 DATA = Path(__file__).parent / "data" / "speculators"
 
@@ -108,3 +108,123 @@ def eagle3(folder, target, *, ids=None, layers=(0, 1, 2), seed=5, original=False
         return write(folder, {"architectures": ["LlamaForCausalLMEagle3"], **layer, **own}, tensors)
     nested = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
     return write(folder, {**nested, "speculators_config": verified("eagle3", target.name), **own}, tensors)
+
+
+def peagle(folder, target, *, ids=None, layers=(0, 1, 2), seed=6):
+    """A random P-EAGLE head for a target: an EAGLE-3 head with a mask token and a vector for masked places."""
+    eagle3(folder, target, ids=ids, layers=layers, seed=seed)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    config |= {
+        "speculators_model_type": "peagle",
+        "mask_token_id": 1,
+        "speculators_config": verified("peagle", target.name),
+    }
+    mask = torch.randn(1, 1, len(layers) * target.capabilities.hidden, generator=source(seed))
+    return write(folder, config, {**tensors, "mask_hidden": mask})
+
+
+def eagle(folder, target, *, seed=7, depth=1, bias=True, **_):
+    """A random EAGLE head for a target, in SafeAILab's layout."""
+    size, vocab = target.capabilities.hidden, target.vocab_size
+    shapes = {
+        "fc.weight": (size, 2 * size),
+        **({"fc.bias": (size,)} if bias else {}),
+        "embed_tokens.weight": (vocab, size),
+    }
+    for number in range(depth):
+        at = f"layers.{number}."
+        norms = ["post_attention_layernorm"] + (["input_layernorm"] if number else [])
+        shapes |= {f"{at}{name}.weight": (size,) for name in norms}
+        shapes |= {**attention(at, size, 2, 1, size // 2), **mlp(at, size, 2 * size)}
+    config = {"architectures": ["LlamaForCausalLM"], "bias": bias, **llama_config(size, vocab, depth)}
+    return write(folder, config, weights(shapes, seed))
+
+
+def medusa(folder, target, *, heads=4, depth=1, seed=8, prefix="", **_):
+    """Random Medusa heads for a target, in FasterDecoding's layout."""
+    size, vocab = target.capabilities.hidden, target.vocab_size
+    shapes = {}
+    for head in range(heads):
+        for number in range(depth):
+            shapes[f"{prefix}{head}.{number}.linear.weight"] = (size, size)
+            shapes[f"{prefix}{head}.{number}.linear.bias"] = (size,)
+        shapes[f"{prefix}{head}.{depth}.weight"] = (vocab, size)
+    config = {"medusa_num_heads": heads, "medusa_num_layers": depth, "base_model_name_or_path": target.name}
+    return write(folder, config, weights(shapes, seed))
+
+
+WRITERS = {"eagle3": eagle3, "peagle": peagle, "eagle": eagle, "medusa": medusa}
+
+
+# --- the same in plain torch, over a whole sequence at a time ---------------------------------------------------------
+
+
+def rms(x, weight, eps=1e-5):
+    """Root mean square norm."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+
+
+def turned(x, positions, theta=10000.0):
+    """Rotary embedding of [heads, tokens, dim]: pairs of the two halves."""
+    dim = x.shape[-1]
+    angles = positions[:, None] * theta ** -(torch.arange(0, dim, 2).float() / dim)
+    left, right = x[..., : dim // 2], x[..., dim // 2 :]
+    return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
+
+
+def llama_layer(tensors, at, given, x, heads=2):
+    """A Llama layer whose attention reads `given` [tokens, wide] and adds to x [tokens, dim]: causal, no cache."""
+    length, size = x.shape
+    dim = size // heads
+    places = torch.arange(length).float()
+    q, k, v = (
+        (given @ tensors[f"{at}self_attn.{name}.weight"].T).view(length, -1, dim).transpose(0, 1)
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
+    q, k = turned(q, places), turned(k, places)
+    k, v = k.repeat_interleave(heads // k.shape[0], 0), v.repeat_interleave(heads // v.shape[0], 0)
+    scores = q @ k.transpose(-1, -2) / dim**0.5
+    scores = scores.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), float("-inf"))
+    x = x + (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, -1) @ tensors[f"{at}self_attn.o_proj.weight"].T
+    normed = rms(x, tensors[f"{at}post_attention_layernorm.weight"])
+    gate, up = (normed @ tensors[f"{at}mlp.{name}.weight"].T for name in ("gate_proj", "up_proj"))
+    return x + (torch.nn.functional.silu(gate) * up) @ tensors[f"{at}mlp.down_proj.weight"].T
+
+
+def eagle_rows(folder, states, tokens, output, depth=1):
+    """Logits of the EAGLE paper's head after `tokens`: the target's states, then the head's own, one token at a time.
+
+    Args:
+        folder: of the head.
+        states: the target's last hidden states of the first tokens.
+        tokens: all tokens, of which the first has no embedding here.
+        output: weight of the target's output layer.
+        depth: number of layers.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    features = list(states)
+    rows = []
+    while len(features) < len(tokens):
+        length = len(features)
+        embedded = tensors["embed_tokens.weight"][tokens[1 : length + 1]]
+        x = torch.cat([embedded, torch.stack(features)], -1) @ tensors["fc.weight"].T + tensors.get("fc.bias", 0)
+        for number in range(depth):
+            at = f"layers.{number}."
+            x = llama_layer(tensors, at, rms(x, tensors[f"{at}input_layernorm.weight"]) if number else x, x)
+        features.append(x[-1])
+        rows.append(x[-1] @ output.T)
+    return torch.stack(rows)
+
+
+def medusa_rows(folder, state, heads=4, depth=1, prefix=""):
+    """Logits of every Medusa head from one state."""
+    tensors = load_file(folder / "model.safetensors")
+    rows = []
+    for head in range(heads):
+        x = state
+        for number in range(depth):
+            at = f"{prefix}{head}.{number}.linear."
+            x = x + torch.nn.functional.silu(tensors[f"{at}weight"] @ x + tensors[f"{at}bias"])
+        rows.append(tensors[f"{prefix}{head}.{depth}.weight"] @ x)
+    return torch.stack(rows)

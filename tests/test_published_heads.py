@@ -11,14 +11,17 @@ from transformers import AutoModelForCausalLM
 
 import published
 from draftproof import Engine, SamplingParams, UserError
-from draftproof.backends.base import Feed
+from draftproof.backends.base import Feed, unread
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
+from draftproof.backends.published.eagle import eagle_backend
 from draftproof.backends.published.eagle3 import eagle3_backend
+from draftproof.backends.published.medusa import MedusaBackend
+from draftproof.backends.published.peagle import PEagleBackend
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
 from helpers import assert_output_distribution, embedded_model, tiny_llama, tokenizer
-from published import DATA
+from published import DATA, WRITERS
 
 PROVENANCE = json.loads((DATA / "provenance.json").read_text())
 IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
@@ -108,6 +111,102 @@ def test_both_layouts_of_eagle3_are_one_head(tmp_path, original):
     assert torch.equal(drafted_rows(target, head, 4, 3), drafted_rows(target, other, 4, 3))
 
 
+# --- P-EAGLE as speculators computes it ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
+def test_all_places_of_peagle_are_those_of_speculators(make):
+    """The package samples the places that it trains on; a place before the first token is an artefact of that."""
+    target, expected = tiny_target(make), reference("peagle")
+    head = PEagleBackend(str(DATA / "peagle"), target)
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:-1])])
+    seen, scale = set(), expected["logits"].abs().max()
+    for anchor, depth, row in zip(
+        expected["anchor"].tolist(), expected["depth"].tolist(), expected["logits"], strict=True
+    ):
+        if anchor < 0:
+            continue
+        session = head.follow(owner)
+        head.forward([Feed(session, IDS[1 : anchor + 2])])
+        assert (session.places.logits[depth] - row).abs().max() < 1e-5 * scale
+        seen.add(depth)
+    assert seen == set(range(STEPS))
+
+
+def test_peagle_reads_only_new_tokens_in_the_next_round():
+    """Masked places leave nothing behind: a second round gives the rows of a fresh session, in one pass."""
+    target = tiny_target()
+    head = PEagleBackend(str(DATA / "peagle"), target)
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:6])])
+    session, fresh = head.follow(owner), head.follow(owner)
+    head.forward([Feed(session, IDS[1:4])])
+    head.forward([Feed(session, [30])])
+    session.rewind()
+    assert unread(session, IDS[1:7]) == IDS[4:7]
+    head.forward([Feed(session, IDS[4:7])])
+    head.forward([Feed(fresh, IDS[1:7])])
+    assert torch.allclose(session.places.logits, fresh.places.logits, atol=1e-4)
+    assert session.inner.length == 6
+
+
+# --- EAGLE and Medusa, computed plainly from the papers ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
+@pytest.mark.parametrize(("depth", "bias"), [(1, True), (2, False)])
+def test_eagle_logits_are_those_of_the_paper(tmp_path, depth, bias, make):
+    target = tiny_target(make)
+    folder = published.eagle(tmp_path / "head", target, depth=depth, bias=bias)
+    head = eagle_backend(str(folder), target)
+    output = load_file(DATA / "target" / "model.safetensors")["lm_head.weight"]
+    for place in (0, 3, 7):
+        owner = target.open()
+        target.forward([Feed(owner, IDS[: place + 1])])
+        expected = published.eagle_rows(folder, owner.states, IDS[: place + 1 + STEPS], output, depth)
+        rows = drafted_rows(target, head, place, STEPS)
+        assert (rows - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("depth", "prefix"), [(1, ""), (2, "medusa_head.")])
+def test_medusa_rows_are_those_of_the_paper(tmp_path, depth, prefix):
+    target = tiny_target()
+    folder = published.medusa(tmp_path / "head", target, depth=depth, prefix=prefix)
+    head = MedusaBackend(str(folder), target)
+    owner = target.open()
+    target.forward([Feed(owner, IDS[:6])])
+    session = head.follow(owner)
+    first = head.forward([Feed(session, IDS[1:7])])[0].logits
+    second = head.forward([Feed(session, [3])])[0].logits
+    tree = head.forward([Feed(session, (), TokenTree(torch.tensor([5, 6, 7]), (-1, -1, 0)))])[0].logits
+    expected = published.medusa_rows(folder, owner.states[5], depth=depth, prefix=prefix)
+    assert torch.allclose(torch.cat([first, second]), expected[:2], atol=1e-4)
+    assert torch.allclose(tree, expected[[2, 2, 3]], atol=1e-4)
+    with pytest.raises(ValueError, match="drafts 4 tokens at most"):
+        head.forward([Feed(session, (), TokenTree(torch.tensor([5, 6]), (2, 3), 3))])
+
+
+def test_one_pass_drafts_all_tokens(tmp_path, monkeypatch):
+    """Medusa and P-EAGLE compute once a round, whatever the length; a longer draft than they have places is cut."""
+    for name, kind in (("medusa", MedusaBackend), ("peagle", PEagleBackend)):
+        target = story_target()
+        folder = WRITERS[name](tmp_path / name, target)
+        calls = []
+        compute = kind._compute
+        monkeypatch.setattr(
+            kind, "_compute", lambda self, sessions, c=compute, n=calls: n.append(1) or c(self, sessions)
+        )
+        drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:9")
+        out = Engine(target, drafter, tokenizer=tokenizer()).generate(
+            PROMPTS[:1], SamplingParams(max_tokens=20, seed=1)
+        )
+        stats = out[0].stats
+        assert len(calls) == stats.num_drafts
+        assert stats.num_draft_tokens > 3 * stats.num_drafts
+        assert len(stats.num_accepted_tokens_per_pos) <= 4
+
+
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
@@ -115,18 +214,13 @@ def story_target(make=HFBackend):
     return make(copy.deepcopy(embedded_model("target")), name="target")
 
 
-def story_head(name, folder, target, **options):
-    return {"eagle3": published.eagle3}[name](folder, target, **options)
-
-
-@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
-@pytest.mark.parametrize("chains", [1, 3])
-@pytest.mark.parametrize("name", ["eagle3"])
+@pytest.mark.parametrize(("make", "chains"), [(HFBackend, 1), (LeanBackend, 3)])
+@pytest.mark.parametrize("name", WRITERS)
 def test_greedy_output_equals_transformers_token_for_token(tmp_path, name, chains, make):
     """A batch of three requests, with sampled trees too; the head drafts a part of the vocabulary."""
     options = {"tokenizer": tokenizer(), "eos_token_ids": (1, 2)}
     target = story_target(make)
-    folder = story_head(name, tmp_path / "head", target, ids=list(range(3, 200)))
+    folder = WRITERS[name](tmp_path / "head", target, ids=list(range(3, 200)))
     spec = f"{name}:{folder}" + (f"x{chains}" if chains > 1 else "")
     drafter = make_drafter(spec, target=target, draft=None, stopper="fixed:4")
     rule = make_verifier("trie_block" if chains > 1 else "block")
@@ -139,10 +233,10 @@ def test_greedy_output_equals_transformers_token_for_token(tmp_path, name, chain
         assert out.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["eagle3"])
+@pytest.mark.parametrize("name", WRITERS)
 def test_output_is_the_same_alone_and_in_a_batch(tmp_path, name):
     target = story_target()
-    folder = story_head(name, tmp_path / "head", target)
+    folder = WRITERS[name](tmp_path / "head", target)
     drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:3")
     made = Engine(target, drafter, make_verifier("block"), tokenizer=tokenizer())
     params = [SamplingParams(max_tokens=16, seed=seed) for seed in range(3)]
@@ -162,11 +256,11 @@ def test_output_is_the_same_alone_and_in_a_batch(tmp_path, name):
         pytest.param(1, "token", [0, 2], marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", ["eagle3"])
+@pytest.mark.parametrize("name", WRITERS)
 def test_exact_output_distribution(tmp_path, name, chains, rule, ids):
     """By enumeration: the distribution is the target's, also where the head cannot draft one of three tokens."""
     target = tiny_llama()
-    folder = story_head(name, tmp_path / "head", target, ids=ids)
+    folder = WRITERS[name](tmp_path / "head", target, ids=ids)
     spec = f"{name}:{folder}" + (f"x{chains}" if chains > 1 else "")
     assert_output_distribution(
         target, lambda: make_drafter(spec, target=target, draft=None, stopper="fixed:2"), rule, length=3
@@ -176,7 +270,7 @@ def test_exact_output_distribution(tmp_path, name, chains, rule, ids):
 def test_rows_of_another_map_are_detected(tmp_path, monkeypatch):
     """Negative control: q of other tokens than those that were drawn gives another distribution."""
     target = tiny_llama()
-    folder = story_head("eagle3", tmp_path / "head", target, ids=[0, 2])
+    folder = published.eagle3(tmp_path / "head", target, ids=[0, 2])
 
     def lying():
         drafter = make_drafter(f"eagle3:{folder}", target=target, draft=None, stopper="fixed:2")

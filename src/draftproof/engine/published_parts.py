@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from draftproof.backends.published.eagle import eagle_backend
 from draftproof.backends.published.eagle3 import eagle3_backend
+from draftproof.backends.published.medusa import MedusaBackend
+from draftproof.backends.published.peagle import PEagleBackend
 from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.following import Following, FollowingModel, following_drafter
@@ -55,4 +58,7 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) 
 
 PUBLISHED = (
     _part("eagle3", "one chain from a published EAGLE-3 head (speculators' layout or SafeAILab's)", eagle3_backend),
+    _part("eagle", "one chain from a published EAGLE head, of the first or second paper", eagle_backend),
+    _part("medusa", "one chain from published Medusa heads, all tokens in one pass", MedusaBackend),
+    _part("peagle", "one chain from a published P-EAGLE head, all tokens in one pass", PEagleBackend),
 )
