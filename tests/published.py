@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 DATA = Path(__file__).parent / "data" / "speculators"
@@ -228,3 +229,71 @@ def medusa_rows(folder, state, heads=4, depth=1, prefix=""):
             x = x + torch.nn.functional.silu(tensors[f"{at}weight"] @ x + tensors[f"{at}bias"])
         rows.append(tensors[f"{prefix}{head}.{depth}.weight"] @ x)
     return torch.stack(rows)
+
+
+# --- checkpoints with prediction layers of their own ------------------------------------------------------------------
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "moe_intermediate_size": 16,
+}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+PREDICTING = {
+    "deepseek_v3": lambda layers, vocab: transformers.DeepseekV3Config(
+        **TINY, **LATENT, **EXPERTS, vocab_size=vocab, num_key_value_heads=4, num_mtp_layers=layers
+    ),
+    "glm4_moe": lambda layers, vocab: transformers.Glm4MoeConfig(
+        **TINY, **EXPERTS, vocab_size=vocab, num_key_value_heads=2, head_dim=8, num_mtp_layers=layers
+    ),
+    "mellum": lambda layers, vocab: transformers.AutoConfig.for_model(
+        "mellum",
+        **TINY,
+        vocab_size=vocab,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict.fromkeys(
+            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 1000.0}
+        ),
+        num_mtp_layers=layers,
+    ),
+}
+_MELLUM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+
+
+def predicting(folder, name, monkeypatch, *, layers=1, vocab=97, seed=3, dtype=torch.float32):
+    """A random checkpoint with prediction layers, written as its publishers write them, and loaded again."""
+    from transformers.modeling_layers import MtpModel
+
+    config = PREDICTING[name](layers, vocab)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        mtp = MtpModel(model, layers)
+    if name != "mellum":  # transformers looks for the layers after the published checkpoints' own numbers of layers
+        pattern = rf"model\.layers\.[{config.num_hidden_layers}-9].*"
+        monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [pattern])
+    model.save_pretrained(folder)
+    shapes = {key: tuple(value.shape) for key, value in mtp.state_dict().items() if key.startswith("layers.")}
+    made = {}
+    for key, value in weights(shapes, seed).items():
+        _, number, rest = key.split(".", 2)
+        part, _, tail = rest.partition(".")
+        if name == "mellum":
+            made[f"mtp.{_MELLUM[part]}.{tail}" if part in _MELLUM else f"mtp.layers.0.{tail}"] = value
+        else:
+            rest = {"mtp_block": tail, "post_norm": f"shared_head.norm.{tail}"}.get(part, rest)
+            made[f"model.layers.{int(number) + config.num_hidden_layers}.{rest}"] = value
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, **made}, folder / "model.safetensors", metadata={"format": "pt"})
+    options = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from draftproof.backends.published.eagle import eagle_backend
 from draftproof.backends.published.eagle3 import eagle3_backend
 from draftproof.backends.published.medusa import MedusaBackend
+from draftproof.backends.published.mtp import mtp_backend
+from draftproof.backends.published.mtp_head import mtp_head_backend
 from draftproof.backends.published.peagle import PEagleBackend
 from draftproof.backends.slots import SlotBackend
 from draftproof.drafters.base import Drafter
@@ -56,9 +58,36 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) 
     )
 
 
+def _mtp(parts: Materials, argument: str) -> Drafter:
+    """The target's own prediction layers, or those of a head."""
+    where, chains = ("", own_chain_count(argument)) if _is_own(argument) else source(argument)
+    target = parts.own_model("mtp")
+    head: Following = mtp_head_backend(where, target) if where else mtp_backend(target)
+    model = FollowingModel(head, target, **parts.changes)
+    return following_drafter(model, parts.ends(), "mtp", chains=chains)
+
+
+def _is_own(argument: str) -> bool:
+    """Whether no head is named: nothing, or xK."""
+    return not argument or (argument.startswith("x") and argument[1:].isdecimal())
+
+
 PUBLISHED = (
     _part("eagle3", "one chain from a published EAGLE-3 head (speculators' layout or SafeAILab's)", eagle3_backend),
     _part("eagle", "one chain from a published EAGLE head, of the first or second paper", eagle_backend),
     _part("medusa", "one chain from published Medusa heads, all tokens in one pass", MedusaBackend),
     _part("peagle", "one chain from a published P-EAGLE head, all tokens in one pass", PEagleBackend),
+    DrafterPart(
+        name="mtp",
+        argument="HEAD",
+        example="mtp:heads/mine",
+        about="one chain from the target's own prediction layers, or from a published head for it (mtp:HEAD)",
+        make=_mtp,
+        inside=True,
+        reads_states=True,
+        covers=False,
+        steady=False,
+        several=lambda argument: own_chain_count(argument) > 1,
+        chains=own_chain_count,
+    ),
 )

@@ -295,3 +295,12 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
         return None, None
     found = ids.sort()
     return found.values.to(device), None if torch.equal(found.values, ids) else found.indices.to(device)
+
+
+def places_of(files: HeadFiles) -> int:
+    """How many tokens a head drafts: as its config proposes, else 8."""
+    methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    found = methods[0].get("speculative_tokens", 8)
+    if not isinstance(found, int) or not 1 <= found <= 64:
+        raise UserError(f"the head {files.source!r} proposes {found!r} tokens: legal are 1 to 64")
+    return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftproof.backends.base import Feed, Session, unread
 from draftproof.backends.following import Above, FollowingBackend, FollowingSession
 from draftproof.backends.published.eagle3 import Eagle3Net
-from draftproof.backends.published.files import HeadFiles, cast, read_head, refuse_other_algorithm
+from draftproof.backends.published.files import cast, places_of, read_head, refuse_other_algorithm
 from draftproof.backends.published.parallel import ParallelBackend, ParallelSession, Places
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.slots import SlotBackend
@@ -78,7 +78,7 @@ class PEagleBackend(ParallelBackend):
         mask = cast(files.take("mask_hidden", [1, 1, None]), target)[0]
         files.refuse_left()
         self._model = _MaskedBackend(target, net, f"peagle head {source}", mask)
-        places = _places(files)
+        places = places_of(files)
         self._masks = TokenTree.chain(torch.full((places - 1,), token, device=target.device))
         super().__init__(target, self._model.name, places=places, width=net.width, layers=net.layers, ids=net.ids)
 
@@ -98,12 +98,3 @@ class PEagleBackend(ParallelBackend):
             assert isinstance(feed.session, FollowingSession), "made here"
             feed.session.rewind()
         return [Places(out.logits, out.hidden) for out in outputs if out.hidden is not None]
-
-
-def _places(files: HeadFiles) -> int:
-    """How many tokens a head drafts: as its config proposes, else 8."""
-    methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    found = methods[0].get("speculative_tokens", 8)
-    if not isinstance(found, int) or not 1 <= found <= 64:
-        raise UserError(f"the head {files.source!r} proposes {found!r} tokens: legal are 1 to 64")
-    return found
