@@ -261,9 +261,9 @@ PREDICTING = {
         num_experts_per_tok=2,
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
-        rope_parameters=dict.fromkeys(
-            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 1000.0}
-        ),
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": 1000.0} for kind in ("sliding_attention", "full_attention")
+        },
         num_mtp_layers=layers,
     ),
 }
