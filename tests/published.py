@@ -106,7 +106,8 @@ def eagle3(folder, target, *, ids=None, layers=(0, 1, 2), seed=5, original=False
     layer = llama_config(size, vocab)
     own = {"draft_vocab_size": len(ids), "eagle_aux_hidden_state_layer_ids": list(layers), **more}
     if original:
-        return write(folder, {"architectures": ["LlamaForCausalLMEagle3"], **layer, **own}, tensors)
+        old = {"torch_dtype": "float16", "transformers_version": "4.28.1", "rope_scaling": None, "rope_theta": 10000.0}
+        return write(folder, {"architectures": ["LlamaForCausalLMEagle3"], **layer, **old, **own}, tensors)
     nested = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
     return write(folder, {**nested, "speculators_config": verified("eagle3", target.name), **own}, tensors)
 

@@ -2,7 +2,9 @@
 
 import copy
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 import torch
@@ -20,10 +22,11 @@ from draftproof.backends.published.medusa import MedusaBackend
 from draftproof.backends.published.peagle import PEagleBackend
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.tree import TokenTree
-from helpers import assert_output_distribution, embedded_model, tiny_llama, tokenizer
+from helpers import CONFIGS, assert_output_distribution, embedded_model, random_model, tiny_llama, tokenizer
 from published import DATA, WRITERS
 
 PROVENANCE = json.loads((DATA / "provenance.json").read_text())
+PACKAGE = os.environ.get("DRAFTPROOF_SPECULATORS")  # a Python that has the package
 IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
 EAGLE3 = ["eagle3_llama", "eagle3_residual", "eagle3_qwen3", "eagle3_sliding"]
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
@@ -71,6 +74,18 @@ def test_eagle3_logits_are_those_of_speculators_at_every_step(name, make):
         rows = drafted_rows(target, head, place, STEPS)
         seen = len(rows) if name != "eagle3_sliding" or place + STEPS <= 4 else 1
         assert (rows[:seen] - logits[:seen, place][: len(rows)]).abs().max() < 1e-5 * scale, f"after {place + 1} tokens"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PACKAGE, reason="DRAFTPROOF_SPECULATORS names no Python that has the package")
+def test_the_references_are_what_the_package_computes_now(tmp_path):
+    """Live: the script makes them again where the package is installed."""
+    script = DATA.parents[2] / "scripts" / "make_head_references.py"
+    subprocess.run([PACKAGE, script, tmp_path], check=True, timeout=300, capture_output=True)
+    for name in [*EAGLE3, "mtp"]:
+        made, kept = load_file(tmp_path / name / "reference.safetensors"), reference(name)
+        assert made.keys() == kept.keys()
+        assert all(torch.allclose(made[key].float(), kept[key].float(), atol=1e-4) for key in kept), name
 
 
 def test_other_layers_or_another_map_change_the_logits(tmp_path):
@@ -265,6 +280,20 @@ def test_exact_output_distribution(tmp_path, name, chains, rule, ids):
     assert_output_distribution(
         target, lambda: make_drafter(spec, target=target, draft=None, stopper="fixed:2"), rule, length=3
     )
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_long_and_short_prompts_and_penalties(tmp_path, name):
+    """A prompt that is read in chunks, one of a single token, and transforms that depend on the path."""
+    target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
+    folder = WRITERS[name](tmp_path / "head", target)
+    prompts = [[(i * i) % 90 for i in range(600)], [7], [3, 1]]
+    params = SamplingParams(max_tokens=10, temperature=0, repetition_penalty=1.3, logit_bias={5: 2.0})
+    plain = Engine(target).generate(prompts, params)
+    drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="confidence:0.02")
+    outs = Engine(target, drafter).generate(prompts, params)
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert all(out.stats.num_draft_tokens for out in outs)
 
 
 def test_rows_of_another_map_are_detected(tmp_path, monkeypatch):
