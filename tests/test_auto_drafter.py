@@ -13,7 +13,7 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine import registry
+from draftproof.engine import drafter_parts
 from draftproof.engine.registry import DRAFTERS, make_drafter, make_verifier
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, SplitRoundRng
 from draftproof.stoppers.auto import Auto
@@ -268,7 +268,7 @@ def test_decoding_goes_on_without_a_source_that_cannot_be_made(caplog):
 
 
 def test_weights_that_do_not_fit_are_not_made(monkeypatch, caplog):
-    monkeypatch.setattr(registry, "available", lambda: 1000)
+    monkeypatch.setattr(drafter_parts, "available", lambda: 1000)
     made = Engine.load("embedded:stories", check=False)
     (out,) = made.generate("Once upon a time", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
     assert len(out.token_ids) == 30

@@ -8,6 +8,7 @@ from distributions import checks_off
 from draftproof.audit.compositions import DRAFTERS, PROMPT, STOPPERS, VOCAB, compositions, markdown, toy_engine
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine import registry as parts
+from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.registry import LOSSY, VERIFIERS
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
@@ -31,7 +32,8 @@ def maker(drafter, stopper, rule, **options):
 def test_every_part_has_a_toy():
     """A new part of the library must be added to the list that is enumerated."""
     wide = {"wide"}  # a second shape of tree
-    whole = {"early_exit", "quantized", "feature_head", "auto"}  # they have tests of their own: tables have no layers
+    # They have tests of their own: tables have no layers.
+    whole = {"early_exit", "quantized", "feature_head", "auto", *(part.name for part in PUBLISHED)}
     assert set(DRAFTERS) - wide == {spec.partition(":")[0] for spec in parts.DRAFTERS} - whole
     assert set(STOPPERS) == set(parts.STOPPERS)
     assert {made.rule for made in ALL} == set(VERIFIERS)

@@ -47,7 +47,7 @@ class Session:
         self._fresh: list[Tensor] = []  # read after `_tokens`
         self._parents: list[int] = []
         self._length = 0
-        self._states: Tensor | None = None
+        self._states: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def tokens(self) -> list[int]:
@@ -109,35 +109,49 @@ class Session:
     @property
     def states(self) -> Float[Tensor, "slots dim"] | None:
         """Last hidden state of every slot, in the order of `tokens`; None where the backend records none."""
-        return None if self._states is None else self._states[: self._length]
+        return self.states_of(())
 
     @property
     def records(self) -> bool:
         """Whether `states` are recorded."""
-        return self._states is not None
+        return self.records_of(())
 
-    def states_at(self, slots: Sequence[int]) -> Float[Tensor, "slots dim"]:
+    def records_of(self, layers: tuple[int, ...]) -> bool:
+        """Whether the hidden states of these layers are recorded; those after the last one for ()."""
+        return layers in self._states
+
+    def states_of(self, layers: tuple[int, ...]) -> Float[Tensor, "slots dim"] | None:
+        """Hidden states of these layers side by side, of every slot; None where the backend does not record them."""
+        found = self._states.get(layers)
+        return None if found is None else found[: self._length]
+
+    def states_at(self, slots: Sequence[int], layers: tuple[int, ...] = ()) -> Float[Tensor, "slots dim"]:
         """States of some slots in use; a view where the slots are consecutive."""
-        assert self._states is not None, "states are recorded"
+        states = self._states[layers]
         first, last = slots[0], slots[-1]
         neighbours = last - first + 1 == len(slots) and list(slots) == list(range(first, last + 1))
-        return self._states[first : last + 1] if neighbours else self._states[list(slots)]
+        return states[first : last + 1] if neighbours else states[list(slots)]
 
     @torch.inference_mode()
-    def remember(self, states: Float[Tensor, "tokens dim"]) -> None:
-        """Record the last hidden states of the tokens of the next `read` (called by backends, before `read`).
+    def remember(self, states: Float[Tensor, "tokens dim"], layers: tuple[int, ...] = ()) -> None:
+        """Record hidden states of the tokens of the next `read` (called by backends, before `read`).
 
         A session that has read tokens without recording them never has states.
+
+        Args:
+            states: of the layers, side by side.
+            layers: which; () for the states after the last layer and its norm.
         """
         end = self._length + states.shape[0]
-        if self._states is None and self._length:
+        known = self._states.get(layers)
+        if known is None and self._length:
             return
-        if self._states is None or end > self._states.shape[0]:
+        if known is None or end > known.shape[0]:
             grown = states.new_empty((max(2 * end, _FIRST_STATES), states.shape[1]))
-            if self._states is not None:
-                grown[: self._length] = self._states[: self._length]
-            self._states = grown
-        self._states[self._length : end] = states
+            if known is not None:
+                grown[: self._length] = known[: self._length]
+            known = self._states[layers] = grown
+        known[self._length : end] = states
 
     def keep(self, base: int, nodes: Sequence[int] = ()) -> int:
         """Forget every slot but [0, base) and the tail nodes `nodes`, which become the end of the stem.
@@ -187,8 +201,8 @@ class Session:
 
     @torch.inference_mode()
     def _gather_states(self, base: int, slots: Sequence[int]) -> None:
-        if self._states is not None:
-            self._states[base : base + len(slots)] = self._states[slots]
+        for states in self._states.values():
+            states[base : base + len(slots)] = states[slots]
 
     def close(self) -> None:
         """Release the session's memory; the session must not be used again."""

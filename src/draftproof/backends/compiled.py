@@ -78,7 +78,7 @@ class CompiledBackend(LeanBackend):
         _log.info("%s in %.0f s", "recorded" if records else "compiled", time.perf_counter() - start)
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        ready = layout.width <= WIDEST and layout.plan.contiguous
+        ready = layout.width <= WIDEST and layout.plan.contiguous and not layout.layers
         made = self._program(layout, self._cache) if ready else None
         if made is None:
             return super()._compute(layout, hidden=hidden)

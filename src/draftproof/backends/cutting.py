@@ -39,6 +39,13 @@ def first_layers(model: Any, layers: int, name: str) -> Any:
     return twin
 
 
+def layers_of(model: nn.Module, total: int) -> nn.ModuleList | None:
+    """The list of all decoder layers of a model; None where they are not one list."""
+    path = _layers_path(model, total)
+    found = None if path is None else model.get_submodule(".".join(path))
+    return found if isinstance(found, nn.ModuleList) else None
+
+
 def _layers_path(model: nn.Module, total: int) -> list[str] | None:
     """Path to the list of all decoder layers; the first one if nested lists have the same length."""
     found = [

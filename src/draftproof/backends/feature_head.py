@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,17 +9,14 @@ from types import SimpleNamespace
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from draftproof.backends.attention import Pass
-from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
+from draftproof.backends.following import FollowingBackend
 from draftproof.backends.layout import Layout
 from draftproof.backends.lean_layers import Layer, Norm, Rope, in_order
 from draftproof.backends.native_layers import native_layers
 from draftproof.backends.packed import Product
-from draftproof.backends.passes import in_passes
-from draftproof.backends.sessions import SlotSession
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.slots import SlotBackend
 from draftproof.errors import UserError
@@ -28,67 +24,26 @@ from draftproof.errors import UserError
 _KIND = "full_attention"
 
 
-class FeatureSession(SlotSession):
-    """What a feature head has read of a sequence: its own keys, values and output states, beside the target's session.
-
-    Args:
-        cache: the head's.
-        owner: the target's session of the same sequence, whose states are read.
-
-    Attributes:
-        certain: leading slots that were read with the target's states; the others are read again when those are there.
-    """
-
-    def __init__(self, cache: SlotCache, owner: Session) -> None:
-        super().__init__(cache)
-        self.owner = owner
-        self.certain = 0
-
-    @property
-    def known(self) -> int:
-        """How many leading states the target's session holds."""
-        return self.owner.stem if self.owner.records else 0
-
-    def rewind(self) -> None:
-        """Forget what was read with states of the head's own making."""
-        self.certain = min(self.certain, self.stem)
-        if self.length > self.certain:
-            self.keep(self.certain)
-
-    def above(self, feed: Feed) -> tuple[Float[Tensor, "tokens dim"] | None, int]:
-        """The state before each token of a feed, and how many of them are the target's; None before the first token.
-
-        Raises:
-            ValueError: a state that this very pass would have to make.
-        """
-        first, known, chain = self.length, self.known, len(feed.tokens)
-        slots = list(range(first - 1, first - 1 + chain))
-        if feed.tree is not None:
-            stem = self.stem + chain
-            slots += [stem + parent if parent >= 0 else stem - 1 for parent in feed.tree.parents]
-        true = sum(slot < known for slot in slots)
-        theirs, own = slots[:true], slots[true:]
-        if own and max(own) >= first:
-            raise ValueError("a feature head reads drafted tokens level by level, and others after the target did")
-        if theirs and theirs[0] < 0:
-            theirs = theirs[1:]
-        parts = [each.states_at(some) for each, some in ((self.owner, theirs), (self, own)) if some]
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None, true
-
-
 class LeanNet:
     """A head's network as the lean forward runs a model's layer: the same numbers as `FeatureNet`, in fewer operations.
 
     Args:
         net: on its device, in its dtype.
+        target: whose embedding it reads, and whose output layer where it has none.
         bits: of quantized weights; None for weights of its dtype.
 
     Raises:
         UserError: it cannot be quantized here.
     """
 
-    def __init__(self, net: FeatureNet, bits: int | None = None) -> None:
+    layers = ()
+
+    def __init__(self, net: FeatureNet, target: SlotBackend, bits: int | None = None) -> None:
         config = net.config
+        self.width, self.embed = config.hidden_size, target.embed
+        self.ids = None if config.ids == target.vocab_size else net.ids
+        output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
+        self.logits = output
         self._window = config.window
         self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
         self._fuse = Product(net.fuse.weight.detach())
@@ -100,8 +55,14 @@ class LeanNet:
                     f"here: legal are float types, and DRAFTPROOF_NATIVE must not be 0"
                 )
             layer, self._fuse = layer.quantized(bits), self._fuse.quantized(bits)
+            self.logits = output.quantized_output(bits)
         self._attention, self._run_layers = layer.attention, in_order([layer])
         self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
+
+    @staticmethod
+    def fuse(states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """The same: its own states predict the target's."""
+        return states
 
     def __call__(
         self,
@@ -153,7 +114,7 @@ def _angles(config: FeatureConfig, like: Tensor, *, position_ids: Int[Tensor, "1
     return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
-class FeatureBackend:
+class FeatureBackend(FollowingBackend):
     """A feature head over the target it was made for.
 
     Args:
@@ -167,83 +128,9 @@ class FeatureBackend:
 
     def __init__(self, target: SlotBackend, net: FeatureNet, bits: int | None = None) -> None:
         refuse_other_target(net, target)
-        self.name = f"feature head of {target.name}"
-        self.vocab_size = target.vocab_size
-        self.max_positions = target.max_positions
-        self.capabilities = Capabilities(trees=target.capabilities.trees, hidden=net.config.hidden_size)
         self.config = net.config
         net = net.to(device=target.device, dtype=target.dtype)
-        self.ids = net.ids
-        self._dtype = target.dtype
-        self._embed = target.embed
-        self._run_net = LeanNet(net, bits)
-        output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
-        self._output = output if bits is None else output.quantized_output(bits)
-        self._ids = None if net.config.ids == self.vocab_size else net.ids
-        self._cache = SlotCache()
-        target.record_states()
-
-    @property
-    def device(self) -> torch.device:
-        """The target's."""
-        return self.ids.device
-
-    def open(self) -> FeatureSession:
-        """A session without a target's: it can read one token, and continue it one by one."""
-        return self.follow(Session())
-
-    def follow(self, owner: Session) -> FeatureSession:
-        """A session that reads what the target's session has read, with its states."""
-        return FeatureSession(self._cache, owner)
-
-    @torch.inference_mode()
-    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """Read every feed; the drafted tokens of one level a pass.
-
-        Raises:
-            ValueError: nothing to read, or a state that nobody has made yet.
-        """
-        with self._cache.lock:
-            for feed in feeds:
-                feed.session.admit(len(feed.tokens), feed.tree)
-            return in_passes(feeds, partial(self._run, hidden=hidden))
-
-    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
-        sessions = [feed.session for feed in feeds if isinstance(feed.session, FeatureSession)]
-        assert len(sessions) == len(feeds), "a feature head reads sessions of its own"
-        layout = Layout(feeds, self.device)
-        found = [session.above(feed) for session, feed in zip(sessions, feeds, strict=True)]
-        states = self._padded([self._filled(part, len(feed)) for (part, _), feed in zip(found, feeds, strict=True)])
-        self._cache.reserve(layout.plan.horizon)
-        out = self._run_net(states, self._embed(layout.ids), layout, self._cache)
-        outputs = self._outputs(feeds, out, hidden=hidden)
-        for row, (session, feed) in enumerate(zip(sessions, feeds, strict=True)):
-            if session.certain == session.length:
-                session.certain += found[row][1]
-            session.remember(out[row, : len(feed)])
-            session.read(feed.tokens, feed.tree)
-        return outputs
-
-    def _filled(self, part: Tensor | None, size: int) -> Float[Tensor, "tokens dim"]:
-        """States before a feed's tokens; zeros before the first token of all."""
-        width, dtype = self.config.hidden_size, self._dtype
-        if part is None:
-            return torch.zeros(size, width, dtype=dtype, device=self.device)
-        part = part.to(dtype)
-        return part if part.shape[0] == size else torch.cat([part.new_zeros(size - part.shape[0], width), part])
-
-    @staticmethod
-    def _padded(rows: list[Tensor]) -> Float[Tensor, "rows width dim"]:
-        return rows[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(rows, batch_first=True)
-
-    def _outputs(
-        self, feeds: Sequence[Feed], out: Float[Tensor, "rows width dim"], *, hidden: bool
-    ) -> list[FeedOutput]:
-        """Rows for the last chain token and the nodes of each feed, for the tokens that the head can draft."""
-        chosen = [out[row, max(len(feed.tokens) - 1, 0) : len(feed)] for row, feed in enumerate(feeds)]
-        logits = self._output(torch.cat(chosen) if len(chosen) > 1 else chosen[0])
-        rows = torch.split(logits, [part.shape[0] for part in chosen])
-        return [FeedOutput(row, part if hidden else None, self._ids) for row, part in zip(rows, chosen, strict=True)]
+        super().__init__(target, LeanNet(net, target, bits), f"feature head of {target.name}")
 
 
 def refuse_other_target(net: FeatureNet, target: SlotBackend) -> None:

@@ -72,6 +72,7 @@ class FeatureNet(nn.Module):
     """
 
     ids: Int[Tensor, " ids"]
+    first_place = 0  # it reads the first token of a text too, with zeros before it
 
     def __init__(self, config: FeatureConfig) -> None:
         super().__init__()
@@ -111,6 +112,16 @@ class FeatureNet(nn.Module):
         x = x + self.mixed(found.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self._norm(3, x)).chunk(2, -1)
         return self._norm(4, x + self.down(silu(gate) * up))
+
+    @staticmethod
+    def entered(states: Float[Tensor, "rows width dim"], features: Tensor | None) -> Float[Tensor, "rows width dim"]:  # noqa: ARG004
+        """The target's states in the form of its own, which is the same."""
+        return states
+
+    @staticmethod
+    def predicted(out: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """What the output layer reads, which is its output."""
+        return out
 
     def _norm(self, place: int, x: Tensor) -> Tensor:
         weight: Tensor = self.norms[place]

@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 
 from draftproof.backends.base import Feed, FeedOutput
-from draftproof.backends.feature_head import FeatureBackend, FeatureSession
+from draftproof.backends.feature_head import FeatureBackend
 from draftproof.backends.feature_net import FeatureNet
+from draftproof.backends.following import FollowingSession
 from draftproof.backends.slots import SlotBackend
 
 
-class _Followed(FeatureSession):
+class _Followed(FollowingSession):
     """A head's session that owns the target's."""
 
     def close(self) -> None:
@@ -43,7 +44,7 @@ class FollowedHead(FeatureBackend):
         self._target = target
         self.capabilities = replace(self.capabilities, trees=False)
 
-    def open(self) -> FeatureSession:
+    def open(self) -> FollowingSession:
         """A session whose draft begins where its first feed ends."""
         return _Followed(self._cache, self._target.open())
 

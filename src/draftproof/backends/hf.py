@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.cutting import first_layers
+from draftproof.backends.cutting import first_layers, layers_of
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
 from draftproof.backends.mixers import STATES_ONLY, cache_name, mixers_of
@@ -86,10 +87,35 @@ class HFBackend(SlotBackend):
 
     def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         keep = {"logits_to_keep": layout.requested} if self._keeps_rows else {}
-        out = self.model(
-            input_ids=layout.ids, use_cache=True, output_hidden_states=hidden, **self._inputs(layout, view), **keep
-        )
+        inner = hidden or bool(layout.layers)
+        with self._unnormed(layout):
+            out = self.model(
+                input_ids=layout.ids, use_cache=True, output_hidden_states=inner, **self._inputs(layout, view), **keep
+            )
+        for layer in layout.layers:
+            if layer < self.facts.layers:
+                layout.taken[layer] = out.hidden_states[layer]
         return out.logits, out.hidden_states[-1] if hidden else None
+
+    @contextmanager
+    def _unnormed(self, layout: Layout) -> Iterator[None]:
+        """Take the states after the last layer where they are asked for: transformers returns them normed."""
+        last = self.facts.layers
+        if last not in layout.layers:
+            yield
+            return
+        layers = layers_of(self.model, last)
+        if layers is None:
+            raise UserError(f"the layers of {self.name} ({type(self.model).__name__}) are not one list of modules")
+
+        def take(_module: Any, _given: Any, made: Any) -> None:
+            layout.taken[last] = made if isinstance(made, Tensor) else made[0]
+
+        handle = layers[-1].register_forward_hook(take)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
         """What the forward pass takes beside the tokens."""

@@ -24,10 +24,14 @@ class Layout:
         ids, positions: [rows, width], padded on the right.
         chains: the chain tokens of each feed as a tensor.
         plan: where keys and values are written in the slot cache.
+        layers: numbers of the layers whose hidden states are to be taken: 0 before the first layer, i after layer i.
+        taken: their hidden states [rows, width, dim], put there by the forward pass.
     """
 
-    def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
+    def __init__(self, feeds: Sequence[Feed], device: torch.device, layers: Sequence[int] = ()) -> None:
         self.feeds = feeds
+        self.layers = tuple(layers)
+        self.taken: dict[int, Tensor] = {}
         self.device = device
         self.chains = [
             feed.tokens.to(device, torch.int64).reshape(-1)

@@ -9,6 +9,7 @@ call (`native_layers`).
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ class Lean:
         assert kinds is not None, "a model with several kinds of layer says which is which"
         self.layers = [Layer(layer, number, kinds[number], pack=pack) for number, layer in enumerate(inner.layers)]
         self.run_layers = in_order(self.layers)
+        self._pieces: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self.norm = Norm(inner.norm, pack=pack)
         give_back()
 
@@ -63,7 +65,7 @@ class Lean:
         """The same with its first layers only."""
         made = copy.copy(self)
         made.layers = self.layers[:layers]
-        made.run_layers = in_order(made.layers)
+        made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         return made
 
     def quantizing(self, bits: int, name: str) -> Iterator[Lean | None]:
@@ -90,7 +92,7 @@ class Lean:
             made.layers.append(layer.quantized(bits))
             yield None
         made.head = self.head.quantized_output(bits, self.embed.weight if self.tied else None)
-        made.run_layers = in_order(made.layers)
+        made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         yield made
 
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
@@ -100,11 +102,25 @@ class Lean:
         at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
         attention = self.layers[0].attention
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
-        states = self.norm(self.run_layers(x, at, masks)).view(rows, width, -1)
+        states = self.norm(self._run(x, at, masks, layout)).view(rows, width, -1)
         columns = len(layout.columns)
         chosen = states if columns == width else states.index_select(1, layout.requested)
         logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
         return logits, states if hidden else None
+
+    def _run(self, x: Tensor, at: Pass, masks: Mapping[str, Any], layout: Layout) -> Float[Tensor, "tokens dim"]:
+        """All layers; in pieces where states between them are to be taken."""
+        if not layout.layers:
+            return self.run_layers(x, at, masks)
+        ends = (0, *layout.layers, len(self.layers))
+        for start, end in itertools.pairwise(ends):
+            if end > start:
+                if (start, end) not in self._pieces:
+                    self._pieces[start, end] = in_order(self.layers[start:end])
+                x = self._pieces[start, end](x, at, masks)
+            if end in layout.layers:
+                layout.taken[end] = x.clone().view(at.rows, at.width, -1)  # the next layers may overwrite x
+        return x
 
 
 class Embedding:

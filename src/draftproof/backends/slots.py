@@ -48,7 +48,7 @@ class SlotBackend(ABC):
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache() if cache is None else cache
         self.prefill = PREFILL_CHUNK
-        self._records = False
+        self._recorded: tuple[tuple[int, ...], ...] = ()
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -79,9 +79,21 @@ class SlotBackend(ABC):
         if positions != most:
             self.max_positions, self.bounded_by = positions, f"max_model_len is {positions}"
 
-    def record_states(self) -> None:
-        """From now on, record the last hidden state of each slot that a session reads (`Session.states`)."""
-        self._records = True
+    def record_states(self, layers: Sequence[int] = ()) -> None:
+        """From now on, record hidden states of each slot that a session reads (`Session.states_of`).
+
+        Args:
+            layers: i for the states after layer i, before any final norm, 0 for those before the first one; by default
+                the last hidden states, after the final norm.
+
+        Raises:
+            UserError: there is no such layer.
+        """
+        wrong = [layer for layer in layers if not 0 <= layer <= self.facts.layers]
+        if wrong:
+            raise UserError(f"hidden states after layer {wrong[0]} of {self.name}: legal are 0 to {self.facts.layers}")
+        if tuple(layers) not in self._recorded:
+            self._recorded = (*self._recorded, tuple(layers))
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
@@ -110,13 +122,16 @@ class SlotBackend(ABC):
             raise ValueError(f"{self.name} reads at most {self.max_positions} positions{why}, requested are {end}")
 
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
-        layout = Layout(feeds, self.device)
+        layout = Layout(feeds, self.device, sorted({layer for layers in self._recorded for layer in layers}))
         self._cache.reserve(layout.plan.horizon)
-        logits, states = self._compute(layout, hidden=hidden or self._records)
+        logits, states = self._compute(layout, hidden=hidden or () in self._recorded)
         outputs = layout.split(logits, states)
-        for row, feed in enumerate(feeds):
-            if self._records and states is not None:
-                feed.session.remember(states[row, : len(feed)])
+        for layers in self._recorded:
+            found = torch.cat([layout.taken[layer] for layer in layers], -1) if layers else states
+            assert found is not None, "asked for"
+            for row, feed in enumerate(feeds):
+                feed.session.remember(found[row, : len(feed)], layers)
+        for feed in feeds:
             feed.session.read(feed.tokens, feed.tree)
         return outputs
 
@@ -124,7 +139,10 @@ class SlotBackend(ABC):
     def _compute(
         self, layout: Layout, *, hidden: bool
     ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
-        """Logits of every column or only of `layout.columns`, and if `hidden` last hidden states of every column."""
+        """Logits of every column or only of `layout.columns`, and if `hidden` last hidden states of every column.
+
+        Hidden states of `layout.layers` go to `layout.taken`.
+        """
 
     def quantized(self, bits: int) -> SlotBackend:
         """The model with linear weights of 4 or 8 bits, in the same cache.

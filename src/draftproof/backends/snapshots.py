@@ -148,7 +148,7 @@ class SnapshotBackend(HFBackend):
         """A fresh session."""
         return SnapshotSession(self._cache)
 
-    def record_states(self) -> None:
+    def record_states(self, layers: Sequence[int] = ()) -> None:  # noqa: ARG002
         """Refused: see Raises.
 
         Raises:

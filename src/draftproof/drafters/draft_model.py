@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftproof.backends.base import Backend, Session
+from draftproof.backends.base import Backend, Session, unread
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
@@ -74,6 +74,10 @@ class DraftModel:
         if request.id not in self._sessions:
             self._sessions[request.id] = self.backend.open()
         return self._sessions[request.id]
+
+    def unread(self, session: Session, request: DraftRequest) -> list[int]:
+        """Roll the request's session back to its committed tokens; return those that it has not read."""
+        return unread(session, request.tokens)
 
     def depth(self, request: DraftRequest, limit: int) -> int:
         """Largest depth of a draft: limited by the request, by `limit` and by the model's context.

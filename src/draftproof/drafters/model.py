@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.base import Feed, FeedOutput, unread
+from draftproof.backends.base import Feed, FeedOutput
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
@@ -74,7 +74,7 @@ class ModelDrafter(ModelBacked):
         chains = [self._open(row, request) for row, request in enumerate(requests)]
         active = [chain for chain in chains if chain.open]
         sessions = {chain.row: self.model.session(chain.request) for chain in active}
-        feeds = [Feed(sessions[chain.row], unread(sessions[chain.row], chain.request.tokens)) for chain in active]
+        feeds = [Feed(sessions[chain.row], self.model.unread(sessions[chain.row], chain.request)) for chain in active]
         queued: list[tuple[list[_Chain], Float[Tensor, " _"]]] = []
         step = 0
         while active:

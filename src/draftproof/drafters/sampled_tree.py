@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.accelerator import sent
-from draftproof.backends.base import Feed, FeedOutput, Session, unread
+from draftproof.backends.base import Feed, FeedOutput, Session
 from draftproof.draft import Draft, DraftStep
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel, ModelBacked, stack_rows
@@ -125,7 +125,7 @@ class SampledTreeDrafter(ModelBacked):
         self.model.checks.clear()
         trees = [self._open(row, request) for row, request in enumerate(requests)]
         active = [tree for tree in trees if tree.limit > 0]
-        feeds = [Feed(tree.session, unread(tree.session, tree.request.tokens)) for tree in active]
+        feeds = [Feed(tree.session, self.model.unread(tree.session, tree.request)) for tree in active]
         depth = 0
         while active:
             outputs = self.model.backend.forward(feeds, hidden=self.stopper.hidden_size > 0)

@@ -117,8 +117,8 @@ class Phases:
         for session in sessions:
             key = id(getattr(session, "cache", None))
             self.longest[key] = max(self.longest.get(key, 0), session.length)
-        whole = [session._states for session in sessions]  # noqa: SLF001 - with their spare capacity
-        self.states = max(self.states, sum(part.nbytes for part in whole if part is not None))
+        whole = [part for session in sessions for part in session._states.values()]  # noqa: SLF001 - with spare capacity
+        self.states = max(self.states, sum(part.nbytes for part in whole))
 
 
 class _Observed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +20,10 @@ from draftproof import models
 from draftproof.backends.feature_head import refuse_other_target
 from draftproof.backends.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.loading import load_backend
+from draftproof.backends.published.eagle3 import eagle3_backend
+from draftproof.drafters.base import Drafter
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
+from draftproof.drafters.following import FollowingModel, following_drafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
@@ -29,7 +33,8 @@ from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tokenization import end_tokens, load_tokenizer
 from draftproof.training.data import DataFile, Example, cache_folder, read_examples, split
-from draftproof.training.feature_loss import Frame, acceptance, feature_loss
+from draftproof.training.eagle3_net import Eagle3Module, default_layers, save_eagle3
+from draftproof.training.feature_loss import Frame, Net, acceptance, feature_loss
 from draftproof.training.feature_options import FeatureJob
 from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
 from draftproof.training.loop import Record, train
@@ -41,7 +46,7 @@ _COUNTED = 4000  # least number of windows of text in which tokens are counted
 
 _DECIDING = (
     "answers", "answer_tokens", "answers_each", "form", "windows", "length", "batch", "ids", "inner_size",
-    "own_output", "unroll", "tv", "states", "dtype",
+    "own_output", "unroll", "tv", "states", "dtype", "format",
 )  # fmt: skip
 
 
@@ -72,7 +77,7 @@ def make_feature_head(job: FeatureJob, watch: Watch = silent) -> dict[str, Any]:
         rows={"text": len(run.text_rows), "answers": len(run.answer_rows["train"])},
     )
     with whole_directory(job.out) as folder:
-        save_net(net, folder)
+        run.save(net, folder)
         write_json(folder / FILE, {**origin, "history": history})
     shutil.rmtree(job.work, ignore_errors=True)
     return metrics
@@ -172,7 +177,13 @@ class _FeatureRun:
         return self._store(self.answer_rows["train"], self.text_rows)
 
     def _store(self, *kinds: Sequence[Row]) -> Store:
-        return Store(self.target, kinds, length=self.job.length, cache=self.cache, key=self._key)
+        options: dict[str, Any] = {"length": self.job.length, "cache": self.cache, "key": self._key}
+        return Store(self.target, kinds, layers=self.layers, **options)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers of the target whose states the head reads, where it reads several."""
+        return default_layers(self.target.facts.layers) if self.job.format == "eagle3" else ()
 
     @cached_property
     def held_out(self) -> dict[str, StateRows]:
@@ -190,7 +201,7 @@ class _FeatureRun:
 
     # --- the head -------------------------------------------------------------------------------------------------
 
-    def net(self) -> FeatureNet:
+    def net(self) -> Net:
         """The head to continue from, or a new one with the shape of a layer of the target."""
         if self.job.start is not None:
             found = load_net(self.job.start)
@@ -214,7 +225,7 @@ class _FeatureRun:
         )
         with torch.random.fork_rng():
             torch.manual_seed(job.plan.seed)
-            net = FeatureNet(config)
+            net: Net = Eagle3Module(config, self.layers) if self.layers else FeatureNet(config)
         net.ids.copy_(self._ids(config))
         if net.output is not None:
             net.output.weight.data.copy_(self.target.output_rows(net.ids))
@@ -225,7 +236,7 @@ class _FeatureRun:
         kinds = [self._windows(self._texts[0], max(self.job.windows, _COUNTED)), self.answer_rows["train"]]
         return torch.tensor(frequent(kinds, config.ids, config.vocab_size, always=self.eos))
 
-    def frame(self, net: FeatureNet) -> Frame:
+    def frame(self, net: Net) -> Frame:
         """The parts of the target and the options of the loss."""
         job = self.job
         return Frame(
@@ -237,13 +248,13 @@ class _FeatureRun:
             autocast=self.target.dtype == torch.bfloat16,
         )
 
-    def train(self, net: FeatureNet, frame: Frame) -> list[Record]:
+    def train(self, net: Net, frame: Frame) -> list[Record]:
         """Train the head, and return the history."""
         job, device = self.job, self.target.device
         store, held_out = self.store, self.held_out
 
         def evaluate(module: nn.Module) -> Record:
-            assert isinstance(module, FeatureNet), "the module that is trained"
+            assert isinstance(module, FeatureNet | Eagle3Module), "the module that is trained"
             found = {name: acceptance(module, rows, frame) for name, rows in held_out.items()}
             return {f"{name}_{key}": value for name, values in found.items() for key, value in values.items()}
 
@@ -258,10 +269,9 @@ class _FeatureRun:
             watch=self.watch,
         )
 
-    def run(self, net: FeatureNet, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    def run(self, net: Net, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
         """Tokens per target call with four drafted tokens and block verification, and the time of a draft step."""
-        drafter = feature_drafter(FeatureModel(self.target, _as_stored(net)), FixedLength(4))
-        engine = Engine(self.target, drafter, tokenizer=self.tokenizer, eos_token_ids=self.eos, max_batch=1)
+        engine = Engine(self.target, self._drafter(net), tokenizer=self.tokenizer, eos_token_ids=self.eos, max_batch=1)
         params = SamplingParams(max_tokens=96, seed=self.job.plan.seed)
         stats = [output.stats for output in engine.generate([list(prompt) for prompt in prompts], params)]
         calls = sum(one.num_target_calls for one in stats)
@@ -274,6 +284,30 @@ class _FeatureRun:
             "draft_step_ms": 1000 * per_step,
             "target_call_ms": 1000 * per_call,
         }
+
+    def save(self, net: Net, folder: Path) -> None:
+        """Write the head's files."""
+        if isinstance(net, FeatureNet):
+            save_net(net, folder)
+            return
+        embedding = self.target.model.get_input_embeddings().weight.detach()
+        save_eagle3(
+            net,
+            folder,
+            embedding=embedding,
+            output=self.target.output_rows(net.ids),
+            architectures=list(self.target.model.config.architectures or []),
+            max_positions=self.target.facts.max_positions or self.job.length,
+        )
+
+    def _drafter(self, net: Net) -> Drafter:
+        """A drafter of four tokens from the head as it is stored."""
+        if isinstance(net, FeatureNet):
+            return feature_drafter(FeatureModel(self.target, _as_stored(net)), FixedLength(4))
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(net, Path(folder))
+            model = FollowingModel(eagle3_backend(folder, self.target), self.target)
+        return following_drafter(model, FixedLength(4), "eagle3")
 
 
 def _as_stored(net: FeatureNet) -> FeatureNet:

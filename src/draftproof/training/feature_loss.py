@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, smooth_l1_loss
 
 from draftproof.backends.feature_net import FeatureNet
+from draftproof.training.eagle3_net import Eagle3Module
 from draftproof.training.feature_rows import StateRows
 from draftproof.training.loop import Loss
 
+Net = FeatureNet | Eagle3Module
 _CHUNK = 64  # number of rows of logits that are processed at once, so that they fit into the caches
 
 
@@ -47,9 +49,9 @@ class Frame:
 class _Unrolled:
     """The attention of one training pass: keys and values of earlier steps are kept, and shifted to their positions."""
 
-    def __init__(self, length: int, window: int, device: torch.device) -> None:
+    def __init__(self, length: int, window: int, device: torch.device, first: int = 0) -> None:
         self._places = torch.arange(length, device=device)
-        self._window = window
+        self._window, self._first = window, first
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ class _Unrolled:
         self._seen.append((keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)))
         back = len(self._seen) - 1
         gap = self._places.unsqueeze(1) - self._places
-        allowed = (gap >= back) & (gap < self._window)
+        allowed = (gap >= back) & (gap < self._window) & (self._places >= self._first)
         allowed |= ~allowed.any(-1, keepdim=True) & (self._places == 0)  # so that no row of the softmax is empty
         first_keys, first_values = self._seen[0]
         if not back:
@@ -78,7 +80,7 @@ def _shift(x: Float[Tensor, "*batch width dim"], by: int) -> Float[Tensor, "*bat
     return pad(x, (0, 0, by, 0))[..., : x.shape[-2], :] if by else x
 
 
-def steps(net: FeatureNet, rows: StateRows, frame: Frame, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+def steps(net: Net, rows: StateRows, frame: Frame, count: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each step the output states [rows, length, dim], and whether each position counts [rows, length].
 
     Args:
@@ -88,14 +90,14 @@ def steps(net: FeatureNet, rows: StateRows, frame: Frame, count: int) -> Iterato
         count: number of steps.
     """
     length = rows.ids.shape[1]
-    attend = _Unrolled(length, net.config.window, rows.ids.device)
+    attend = _Unrolled(length, net.config.window, rows.ids.device, net.first_place)
     places = torch.arange(length, device=rows.ids.device)
     rotary = net.rotary(places.unsqueeze(0))
     embedded = frame.embed(rows.ids).to(rows.states.dtype)
-    states = rows.states
+    states = net.entered(rows.states, rows.features)
     for step in range(count):
         out = net(_shift(states, 1), embedded, rotary, attend)
-        yield out, rows.counts & (places >= step)
+        yield out, rows.counts & (places >= step + net.first_place)
         states = out
 
 
@@ -170,7 +172,7 @@ def target_rows(rows: StateRows, frame: Frame) -> Float[Tensor, "positions ids"]
     return logits.sub_(rows.log_mass.flatten().unsqueeze(-1)).exp_()
 
 
-def feature_loss(net: FeatureNet, rows: StateRows, frame: Frame) -> Loss:
+def feature_loss(net: Net, rows: StateRows, frame: Frame) -> Loss:
     """The mean loss of all unrolled steps on a batch."""
     with torch.no_grad():
         target = target_rows(rows, frame)
@@ -178,7 +180,7 @@ def feature_loss(net: FeatureNet, rows: StateRows, frame: Frame) -> Loss:
     with torch.autocast(rows.ids.device.type, torch.bfloat16, enabled=frame.autocast):
         for out, counts in steps(net, rows, frame, frame.unroll):
             index = counts.flatten().nonzero().squeeze(-1)
-            chosen = out.flatten(0, 1)[index]
+            chosen = net.predicted(out.flatten(0, 1)[index])
             total = total + output_loss(chosen, _weight(net, frame), target[index], frame.tv)[0]
             if frame.states:
                 given = rows.states.flatten(0, 1)[index].to(chosen.dtype)
@@ -186,14 +188,14 @@ def feature_loss(net: FeatureNet, rows: StateRows, frame: Frame) -> Loss:
     return Loss(total / frame.unroll, int(rows.counts.sum()))
 
 
-def _weight(net: FeatureNet, frame: Frame) -> Float[Tensor, "ids dim"]:
+def _weight(net: Net, frame: Frame) -> Float[Tensor, "ids dim"]:
     """The output layer in use, in the dtype of the matrix products."""
     weight: Tensor = frame.output if net.output is None else net.output.weight
     return weight.to(torch.bfloat16 if frame.autocast else torch.float32)
 
 
 @torch.no_grad()
-def acceptance(net: FeatureNet, rows: StateRows, frame: Frame, positions: int = 4) -> dict[str, float]:
+def acceptance(net: Net, rows: StateRows, frame: Frame, positions: int = 4) -> dict[str, float]:
     """Expected acceptance, 1 - TV at temperature 1, of each drafted position along known tokens.
 
     Args:
@@ -215,12 +217,12 @@ def acceptance(net: FeatureNet, rows: StateRows, frame: Frame, positions: int = 
     return {name: float(torch.cat(values).mean()) for name, values in sums.items()}
 
 
-def _figures(net: FeatureNet, rows: StateRows, frame: Frame, positions: int) -> Iterator[tuple[str, Tensor]]:
+def _figures(net: Net, rows: StateRows, frame: Frame, positions: int) -> Iterator[tuple[str, Tensor]]:
     """The figures of `acceptance` at every position of some rows."""
     target = target_rows(rows, frame)
     for step, (out, counts) in enumerate(steps(net, rows, frame, positions), 1):
         index = counts.flatten().nonzero().squeeze(-1)
-        chosen, p, weight = out.flatten(0, 1)[index], target[index], _weight(net, frame)
+        chosen, p, weight = net.predicted(out.flatten(0, 1)[index]), target[index], _weight(net, frame)
         yield f"accept_{step}", output_loss(chosen, weight, p)[1]
         if step == 1:
             best = [(part.to(weight.dtype) @ weight.T).argmax(-1) for part in torch.split(chosen, _CHUNK)]

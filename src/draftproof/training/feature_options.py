@@ -9,6 +9,8 @@ from draftproof.errors import UserError
 from draftproof.files import refuse_existing
 from draftproof.training.loop import TrainingPlan
 
+FORMATS = ("draftproof", "eagle3")
+
 
 @dataclass(frozen=True)
 class FeatureJob:
@@ -36,6 +38,8 @@ class FeatureJob:
         unroll: number of steps of the loss, 1 to 8; all but the first are on the head's own states.
         tv: weight of the total variation, in addition to the cross-entropy.
         states: weight of the smooth L1 distance to the target's states.
+        format: draftproof, read by drafter feature_head; or eagle3, the layout of `speculators` with the states of a
+            low, a middle and a high layer, read by drafter eagle3 and by other engines.
         trial_prompts: number of held-out prompts of each kind for runs of the engine.
         dtype: dtype of the target: auto, float32, bfloat16 or float16.
         device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.
@@ -65,6 +69,7 @@ class FeatureJob:
     unroll: int = 3
     tv: float = 0.0
     states: float = 0.0
+    format: str = "draftproof"
     trial_prompts: int = 8
     dtype: str = "auto"
     device: str | None = None
@@ -72,6 +77,10 @@ class FeatureJob:
 
     def __post_init__(self) -> None:
         refuse_existing(self.out)
+        if self.format not in FORMATS:
+            raise UserError(f"format is {self.format!r}: legal are {' and '.join(FORMATS)}")
+        if self.format != FORMATS[0] and self.start is not None:
+            raise UserError(f"start continues a head of format {FORMATS[0]}, and the format is {self.format}")
         if self.batch < 1 or 32 % self.batch:
             raise UserError(f"batch is {self.batch} windows: legal are 1, 2, 4, 8, 16 and 32")
         if self.answers_each < 1:

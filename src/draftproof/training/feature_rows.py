@@ -46,21 +46,27 @@ class StateRows:
         counts: whether the next token of a position is learnt.
         states: the target's last hidden states.
         log_mass: log of the sum of exponentials of all logits of the target.
+        features: the target's hidden states of several layers side by side, where they are kept.
     """
 
     ids: Int[Tensor, "rows length"]
     counts: Bool[Tensor, "rows length"]
     states: Float[Tensor, "rows length dim"]
     log_mass: Float[Tensor, "rows length"]
+    features: Float[Tensor, "rows length inner"] | None = None
 
     def pick(self, index: Sequence[int]) -> StateRows:
         """The rows with these numbers."""
         where = list(index)
-        return StateRows(self.ids[where], self.counts[where], self.states[where], self.log_mass[where])
+        return StateRows(**{name: value[where] for name, value in self.kept().items()})
 
     def to(self, device: torch.device) -> StateRows:
         """The same rows on another device."""
-        return StateRows(*(part.to(device) for part in (self.ids, self.counts, self.states, self.log_mass)))
+        return StateRows(**{name: value.to(device) for name, value in self.kept().items()})
+
+    def kept(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def windows(texts: Sequence[str], tokenizer: Any, *, length: int, most: int, seed: int) -> list[Row]:
@@ -135,10 +141,21 @@ class Store:
         length: every row is cut or padded to this number of tokens.
         cache: folder of the files.
         key: identifies the target and how it is run.
+        layers: of the target, whose hidden states are kept in addition to the last ones.
     """
 
-    def __init__(self, target: Loaded, kinds: Sequence[Sequence[Row]], *, length: int, cache: Path, key: str) -> None:
-        self.target = target
+    def __init__(
+        self,
+        target: Loaded,
+        kinds: Sequence[Sequence[Row]],
+        *,
+        length: int,
+        cache: Path,
+        key: str,
+        layers: Sequence[int] = (),
+    ) -> None:
+        self.target, self.layers = target, tuple(layers)
+        key = digest(key, list(layers)) if layers else key
         self.length = length
         cut = [[list(rows[i : i + SHARD]) for i in range(0, len(rows), SHARD)] for rows in kinds if rows]
         self._shards = spread(cut)
@@ -158,7 +175,7 @@ class Store:
             if not file.exists():
                 made = self._make(self._shards[number])
                 with whole_file(file) as work:
-                    save_file({name: value.cpu().contiguous() for name, value in vars(made).items()}, work)
+                    save_file({name: value.cpu().contiguous() for name, value in made.kept().items()}, work)
             self._last = (number, StateRows(**load_file(file)))
         return self._last[1]
 
@@ -191,14 +208,19 @@ class Store:
         parts = [self._states(part) for part in torch.split(ids.to(device), 8)]
         states = torch.cat([part[0] for part in parts])
         mass = torch.cat([part[1] for part in parts])
-        return StateRows(ids, (places >= starts) & (places < ends), states, mass)
+        features = torch.cat([part[2] for part in parts]) if self.layers else None
+        return StateRows(ids, (places >= starts) & (places < ends), states, mass, features)
 
-    def _states(self, ids: Int[Tensor, "rows length"]) -> tuple[Tensor, Tensor]:
-        """Last hidden states, and log of the sum of exponentials of all logits, a few rows of logits at a time."""
+    def _states(self, ids: Int[Tensor, "rows length"]) -> tuple[Tensor, Tensor, Tensor]:
+        """Last hidden states, log of the sum of exponentials of all logits, and the states of `layers`.
+
+        Only a few rows of logits are in memory at a time.
+        """
         keep = torch.zeros(1, dtype=torch.int64, device=ids.device)
         out = self.target.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=keep)
         states: Tensor = out.hidden_states[-1]
         head = self.target.model.get_output_embeddings()
         wide = (head(part) for part in torch.split(states.flatten(0, 1), _CHUNK))
         mass = [few.float().logsumexp(-1) for part in wide for few in torch.split(part, _CHUNK // 16)]
-        return states, torch.cat(mass).view(ids.shape)
+        inner = [out.hidden_states[layer] for layer in self.layers]
+        return states, torch.cat(mass).view(ids.shape), torch.cat(inner, -1) if inner else states

@@ -1,0 +1,338 @@
+"""Every drafter, declared once: its name and argument, what it reads, what it composes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from draftproof.backends.feature_net import load_net
+from draftproof.backends.slots import SlotBackend
+from draftproof.drafters.auto import AutoDrafter, Source
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.feature_head import FeatureModel, feature_drafter
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.drafters.none import NoDrafter
+from draftproof.drafters.sampled_tree import SampledTreeDrafter
+from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfDraftModel, self_drafter
+from draftproof.drafters.suffix import SuffixDrafter
+from draftproof.engine.composition import misfit
+from draftproof.engine.materials import DrafterPart, Materials, assuming
+from draftproof.engine.parts import directory, numbers, own_chain_count
+from draftproof.engine.published_parts import PUBLISHED
+from draftproof.engine.stopper_parts import DEFAULT_STOPPER, SHIPPED_FEATURE_HEADS, find_stopper
+from draftproof.engine.verifier_parts import find_verifier
+from draftproof.errors import UserError
+from draftproof.kernels.operations import BITS
+from draftproof.peak import available
+from draftproof.stoppers.auto import Auto
+from draftproof.stoppers.base import AcceptanceRates
+from draftproof.stoppers.costs import UNKNOWN, PassCosts
+
+DEFAULT_DRAFTER = "auto"
+QUANTIZED_RATES = AcceptanceRates(0.85, 0.85)  # of the target with weights of 4 bits, before anything is counted
+QUANTIZED_SHARE, MARGIN = 0.4, 1.5  # memory of such weights beside the model's, and how much more must be free
+
+
+def _model(parts: Materials, argument: str) -> Drafter:
+    if argument:
+        raise UserError(f"drafter model takes no argument, and was given {argument!r}")
+    return ModelDrafter(parts.model(), parts.ends())
+
+
+def _chains(parts: Materials, argument: str) -> Drafter:
+    return SampledTreeDrafter(parts.model(), parts.ends(), chains=_chain_count(argument))
+
+
+def _tree(parts: Materials, argument: str) -> Drafter:
+    factors = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
+    return SampledTreeDrafter(parts.model(), parts.ends(), factors=factors)
+
+
+def _layers_and_chains(argument: str) -> list[int]:
+    """The numbers of L or LxK."""
+    found = numbers(argument, "early_exit:20x4")
+    if not 1 <= len(found) <= 2:
+        raise UserError("drafter early_exit takes a number of layers: legal is for example early_exit:20")
+    return found
+
+
+def _bits_and_chains(argument: str) -> list[int]:
+    """The numbers of B or BxK."""
+    found = numbers(argument, "quantized:4x2") or [BITS[0]]
+    if len(found) > 2 or found[0] not in BITS:
+        raise UserError(
+            f"drafter quantized takes the bits of a weight, not {argument!r}: legal are "
+            f"{' and '.join(f'quantized:{bits}' for bits in BITS)}, or quantized:4x2 for two chains"
+        )
+    return found
+
+
+def _inside(
+    name: str, model: Callable[..., SelfDraftModel], read: Callable[[str], list[int]]
+) -> Callable[[Materials, str], Drafter]:
+    """A drafter from a smaller form of the target, made from one number, and the number of chains."""
+
+    def build(parts: Materials, argument: str) -> Drafter:
+        size, *chains = read(argument)
+        made = model(parts.own_model(name), size, **parts.changes)
+        return self_drafter(made, parts.ends(), chains=chains[0] if chains else 1)
+
+    return build
+
+
+def _feature_head(parts: Materials, argument: str) -> Drafter:
+    where, chains = directory(argument) if argument else (SHIPPED_FEATURE_HEADS.get(parts.target.name), 1)
+    if where is None:
+        raise UserError(
+            f"drafter feature_head needs the directory of one, for example feature_head:heads/mine: none ships for "
+            f"{parts.target.name} (legal without one: {', '.join(SHIPPED_FEATURE_HEADS)}); draftproof train makes them"
+        )
+    model = FeatureModel(parts.own_model("feature_head"), load_net(where), bits=parts.bits, **parts.changes)
+    return feature_drafter(model, parts.ends(), chains=chains)
+
+
+def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[Materials, str], Drafter]:
+    """A drafter that reads tokens only, with its longest draft as its argument."""
+
+    def build(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
+        found = numbers(argument, example)
+        if len(found) > 1:
+            raise UserError(f"{argument!r} is not one whole number: legal is for example {example}")
+        return make(*found)
+
+    return build
+
+
+def _auto_drafter(parts: Materials, argument: str) -> Drafter:
+    """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
+    if argument:
+        raise UserError(f"drafter auto takes no argument, and was given {argument!r}")
+    names = list(_at_hand(parts))
+    if parts.stopper != DEFAULT_STOPPER:
+        return _first_that_fits(parts, names)
+    common = PassCosts()
+    sources = []
+    for name in names:
+        stopper = assuming(_named(parts, name), common)
+        shown = f"model {parts.draft.name}" if name == "model" and parts.draft is not None else name
+        sources.append(Source(shown, stopper, _steps(parts, name, stopper)))
+    masses = parts.rule is None or parts.rule.point_masses
+    return AutoDrafter(sources, SuffixDrafter(shared=False), common, masses=masses)
+
+
+def _at_hand(parts: Materials) -> Iterator[str]:
+    """Names of the drafters from models that a target has without any preparation; the most often right first."""
+    if parts.draft is not None:
+        yield "model"
+    if not isinstance(parts.target, SlotBackend):
+        return
+    try:
+        next(parts.target.quantizing(BITS[0]))
+        yield f"quantized:{BITS[0]}"
+    except UserError:
+        pass
+    if parts.target.name in SHIPPED_FEATURE_HEADS:
+        yield "feature_head"
+
+
+def _first_that_fits(parts: Materials, names: Sequence[str]) -> Drafter:
+    """The first drafter that the rule takes; plain decoding where there is none."""
+    for name in names:
+        if parts.rule is None or why_not(name, parts.stopper, parts.rule.name) is None:
+            found = _named(parts, name)
+            return found.part.make(found, found.argument)
+    return NoDrafter()
+
+
+def _named(parts: Materials, name: str) -> Materials:
+    """The same materials for the drafter of another name."""
+    part, argument = find_drafter(name)
+    return replace(parts, spec=name, part=part, argument=argument)
+
+
+def _model_share(parts: Materials, argument: str) -> float:  # noqa: ARG001
+    """The draft model's weights as a share of the target's; an estimate from widths and depths."""
+    facts = [getattr(each, "facts", None) for each in (parts.draft, parts.target)]
+    return UNKNOWN.draft if facts[0] is None or facts[1] is None else facts[0].size / facts[1].size
+
+
+def _quantized_share(parts: Materials, argument: str) -> float:
+    """The bits of a weight and its share of scale and offset, as a share of the target's."""
+    facts = getattr(parts.target, "facts", None)
+    return UNKNOWN.draft if facts is None else (_bits_and_chains(argument)[0] + 1) / (8 * facts.dtype.itemsize)
+
+
+def _steps(parts: Materials, name: str, stopper: Auto) -> Iterator[ModelDrafter | None]:
+    """Make a drafter in steps; only quantizing takes more than one."""
+    found = _named(parts, name)
+    argument = found.argument
+    if found.part.name != "quantized":
+        made = found.part.make(replace(found, ready=stopper), argument)
+        assert isinstance(made, ModelDrafter), "one chain from a model"
+        yield made
+        return
+    target = parts.own_model(name)
+    needed, free = round(QUANTIZED_SHARE * target.facts.size), available()
+    if free is not None and free < MARGIN * needed:
+        raise UserError(f"its weights take {needed >> 20} MiB, and {free >> 20} MiB of memory are free")
+    quantized = None
+    for quantized in target.quantizing(int(argument)):
+        if quantized is None:
+            yield None
+    model = QuantizedModel(target, int(argument), part=quantized, **parts.changes)
+    yield ModelDrafter(model, stopper)
+
+
+def _none(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
+    if argument:
+        raise UserError(f"drafter none takes no argument, and was given {argument!r}")
+    return NoDrafter()
+
+
+def _chain_count(argument: str) -> int:
+    """The K of K."""
+    return (numbers(argument, "chains:4") or [4])[0]
+
+
+def _own_several(argument: str) -> bool:
+    """Whether LxK or DIRxK names more than one chain."""
+    return own_chain_count(argument) > 1
+
+
+DRAFTERS: dict[str, DrafterPart] = {
+    part.name: part
+    for part in (
+        DrafterPart(
+            name="auto",
+            about="in every round what pays most: the draft model, a head that ships for the target, the target with "
+            "weights of 4 bits, repeated passages, or nothing (default)",
+            make=_auto_drafter,
+            takes_draft=True,
+            inside=True,
+            reads_states=True,
+            covers=False,
+            steady=False,
+        ),
+        DrafterPart(name="none", about="nothing is drafted: plain decoding", make=_none, stops=False),
+        DrafterPart(
+            name="model", about="one chain from the draft model", make=_model, reads_draft=True, share=_model_share
+        ),
+        DrafterPart(
+            name="chains",
+            argument="K",
+            example="chains:4",
+            about="K i.i.d. chains from the draft model, equal prefixes merged",
+            make=_chains,
+            reads_draft=True,
+            share=_model_share,
+            several=lambda _: True,
+            chains=_chain_count,
+        ),
+        DrafterPart(
+            name="tree",
+            argument="AxBxC",
+            example="tree:4x2x1",
+            about="a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
+            make=_tree,
+            reads_draft=True,
+            share=_model_share,
+            several=lambda _: True,
+        ),
+        DrafterPart(
+            name="early_exit",
+            argument="L",
+            example="early_exit:20",
+            about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
+            make=_inside("early_exit", EarlyExitModel, _layers_and_chains),
+            inside=True,
+            several=_own_several,
+            chains=own_chain_count,
+            check=_layers_and_chains,
+        ),
+        DrafterPart(
+            name="quantized",
+            argument="B",
+            example="quantized:4",
+            about="one chain from the target with weights of B bits, 4 or 8; quantized:BxK makes K i.i.d. chains",
+            make=_inside("quantized", QuantizedModel, _bits_and_chains),
+            inside=True,
+            steady=False,
+            rates=QUANTIZED_RATES,
+            share=_quantized_share,
+            several=_own_several,
+            chains=own_chain_count,
+            check=_bits_and_chains,
+        ),
+        DrafterPart(
+            name="feature_head",
+            argument="DIR",
+            example="feature_head:heads/mine",
+            about="one chain from a trained layer over the target's states; feature_head:DIRxK makes K chains; "
+            f"without DIR the one that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
+            make=_feature_head,
+            inside=True,
+            reads_states=True,
+            covers=False,
+            steady=False,
+            several=_own_several,
+            chains=own_chain_count,
+        ),
+        *PUBLISHED,
+        DrafterPart(
+            name="ngram",
+            argument="N",
+            example="ngram:8",
+            about="up to N tokens that followed an earlier occurrence of the last ones; no draft model",
+            make=_lookup(NgramDrafter, "ngram:8"),
+            stops=False,
+            point_masses=True,
+        ),
+        DrafterPart(
+            name="suffix",
+            argument="N",
+            example="suffix:16",
+            about="up to N tokens that most often followed the longest suffix known from this and other requests",
+            make=_lookup(SuffixDrafter, "suffix:16"),
+            learns=True,
+            stops=False,
+            point_masses=True,
+        ),
+    )
+}
+
+
+def find_drafter(spec: str) -> tuple[DrafterPart, str]:
+    """The part that "name" or "name:argument" names, and the argument.
+
+    Raises:
+        UserError: unknown name.
+    """
+    name, _, argument = spec.partition(":")
+    if name not in DRAFTERS:
+        raise UserError(f"drafter is {name!r}: legal are {', '.join(part.form for part in DRAFTERS.values())}")
+    return DRAFTERS[name], argument
+
+
+def reads_draft(spec: str | None) -> bool:
+    """Whether a drafter reads a draft model where there is one; without a name the default drafter.
+
+    Raises:
+        UserError: unknown name.
+    """
+    part = find_drafter(spec or DEFAULT_DRAFTER)[0]
+    return part.reads_draft or part.takes_draft
+
+
+def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
+    """Why parts of these names do not compose, in the engine's words; None where they do. Nothing is loaded.
+
+    Raises:
+        UserError: unknown names.
+    """
+    part, argument = find_drafter(drafter)
+    ends = find_stopper(stopper)[0] if stopper else None
+    rule = find_verifier(verifier)[0]
+    if stopper and not part.stops:
+        return f"drafter {part.name} takes no stopper"
+    return misfit(part.traits(argument, ends), rule.traits)

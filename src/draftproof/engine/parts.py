@@ -1,0 +1,125 @@
+"""What drafters, stoppers and verifiers declare of themselves, and how the text of an argument is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftproof.engine.composition import VerifierTraits
+from draftproof.errors import UserError
+from draftproof.stoppers.base import Stopper
+from draftproof.verifiers.base import Verifier
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What every part declares.
+
+    Attributes:
+        name: as users write it.
+        about: one line for help texts.
+        argument: what stands after "name:", as help texts call it; empty where nothing does.
+        example: a whole specification that works.
+    """
+
+    name: str
+    about: str
+    argument: str = ""
+    example: str = ""
+
+    @property
+    def form(self) -> str:
+        """How a specification looks."""
+        return f"{self.name}:{self.argument}" if self.argument else self.name
+
+    def refuse(self, argument: str) -> UserError:
+        """The error for an argument that this part does not take."""
+        if not self.argument:
+            return UserError(f"{self.name} takes no argument, and was given {argument!r}")
+        return UserError(f"{self.name} cannot read {argument!r}: legal is {self.form}, for example {self.example}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopperPart(Part):
+    """A stopper.
+
+    Attributes:
+        make: from the argument and the name of the draft model.
+        constant: whether every draft has the same length.
+        head: the kind of trained head that it needs; empty for none.
+        offered: whether it can be made from a name; the oracle needs a recorded run.
+    """
+
+    make: Callable[[str, str | None], Stopper]
+    constant: bool = False
+    head: str = ""
+    offered: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifierPart(Part):
+    """A verification rule.
+
+    Attributes:
+        make: from the argument.
+        traits: what it takes.
+        lossless: whether the output distribution stays the target's.
+    """
+
+    make: Callable[[str], Verifier]
+    traits: VerifierTraits
+    lossless: bool = True
+
+
+def numbers(text: str, example: str) -> list[int]:
+    """Whole numbers joined by x, such as "4x2x1"; none in an empty text.
+
+    Raises:
+        UserError: something else.
+    """
+    try:
+        return [int(part) for part in text.split("x")] if text else []
+    except ValueError:
+        raise UserError(f"{text!r} is not a row of whole numbers: legal is for example {example}") from None
+
+
+def number(text: str, example: str) -> float:
+    """A number.
+
+    Raises:
+        UserError: something else.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{text!r} is no number: legal is for example {example}") from None
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def source(argument: str) -> tuple[str, int]:
+    """The directory or hub id of WHERE or WHERExK, and K; 1 where there is none."""
+    where, _, chains = argument.rpartition("x")
+    if Path(argument).expanduser().exists() or not where or not chains.isdecimal():
+        return argument, 1
+    return where, int(chains)
+
+
+def directory(argument: str) -> tuple[Path, int]:
+    """The directory of DIR or DIRxK, and K; 1 where there is none."""
+    where, chains = source(argument)
+    return Path(where).expanduser(), chains
+
+
+def own_chain_count(argument: str) -> int:
+    """The K of LxK or WHERExK; 1 where there is none."""
+    _, times, chains = argument.rpartition("x")
+    return int(chains) if times and chains.isdecimal() else 1

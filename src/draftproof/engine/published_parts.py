@@ -1,0 +1,93 @@
+"""The drafters that read heads as others publish them, declared once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from draftproof.backends.published.eagle import eagle_backend
+from draftproof.backends.published.eagle3 import eagle3_backend
+from draftproof.backends.published.medusa import MedusaBackend
+from draftproof.backends.published.mtp import mtp_backend
+from draftproof.backends.published.mtp_head import mtp_head_backend
+from draftproof.backends.published.peagle import PEagleBackend
+from draftproof.backends.slots import SlotBackend
+from draftproof.drafters.base import Drafter
+from draftproof.drafters.following import Following, FollowingModel, following_drafter
+from draftproof.engine.materials import DrafterPart, Materials
+from draftproof.engine.parts import own_chain_count, source
+from draftproof.errors import UserError
+
+
+def _head(name: str, load: Callable[[str, SlotBackend], Following]) -> Callable[[Materials, str], Drafter]:
+    """A drafter from a head that a directory or a hub id names."""
+
+    def build(parts: Materials, argument: str) -> Drafter:
+        where, chains = _named(name, argument)
+        target = parts.own_model(name)
+        model = FollowingModel(load(where, target), target, **parts.changes)
+        return following_drafter(model, parts.ends(), name, chains=chains)
+
+    return build
+
+
+def _named(name: str, argument: str) -> tuple[str, int]:
+    """The head that an argument names, and the number of chains."""
+    where, chains = source(argument)
+    if not where:
+        raise UserError(
+            f"drafter {name} needs a head: legal is a directory or a hub id, for example {name}:heads/mine or "
+            f"{name}:OWNER/NAME"
+        )
+    return where, chains
+
+
+def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) -> DrafterPart:
+    return DrafterPart(
+        name=name,
+        argument="HEAD",
+        example=f"{name}:heads/mine",
+        about=f"{about}; HEAD is a directory or a hub id, {name}:HEADxK makes K chains",
+        make=_head(name, load),
+        inside=True,
+        reads_states=True,
+        covers=False,
+        steady=False,
+        several=lambda argument: own_chain_count(argument) > 1,
+        chains=own_chain_count,
+        check=lambda argument: _named(name, argument),
+    )
+
+
+def _mtp(parts: Materials, argument: str) -> Drafter:
+    """The target's own prediction layers, or those of a head."""
+    where, chains = ("", own_chain_count(argument)) if _is_own(argument) else source(argument)
+    target = parts.own_model("mtp")
+    head: Following = mtp_head_backend(where, target) if where else mtp_backend(target)
+    model = FollowingModel(head, target, **parts.changes)
+    return following_drafter(model, parts.ends(), "mtp", chains=chains)
+
+
+def _is_own(argument: str) -> bool:
+    """Whether no head is named: nothing, or xK."""
+    return not argument or (argument.startswith("x") and argument[1:].isdecimal())
+
+
+PUBLISHED = (
+    _part("eagle3", "one chain from a published EAGLE-3 head (speculators' layout or SafeAILab's)", eagle3_backend),
+    _part("eagle", "one chain from a published EAGLE head, of the first or second paper", eagle_backend),
+    _part("medusa", "one chain from published Medusa heads, all tokens in one pass", MedusaBackend),
+    _part("peagle", "one chain from a published P-EAGLE head, all tokens in one pass", PEagleBackend),
+    DrafterPart(
+        name="mtp",
+        argument="HEAD",
+        example="mtp:heads/mine",
+        about="one chain from the target's own prediction layers, or from a published head for it (mtp:HEAD)",
+        make=_mtp,
+        inside=True,
+        reads_states=True,
+        covers=False,
+        steady=False,
+        several=lambda argument: own_chain_count(argument) > 1,
+        chains=own_chain_count,
+    ),
+)

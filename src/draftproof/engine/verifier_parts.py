@@ -1,0 +1,94 @@
+"""Every verification rule, declared once: its name and parameter, what it takes, whether it is lossless."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from draftproof.engine.composition import VerifierTraits
+from draftproof.engine.parts import VerifierPart, number
+from draftproof.errors import UserError
+from draftproof.verifiers.base import Verifier
+from draftproof.verifiers.chain import block_verifier, gumbel_verifier, match_verifier, token_verifier
+from draftproof.verifiers.greedy import GreedyBlockVerifier
+from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
+from draftproof.verifiers.trie import multi_round_verifier, spectr_verifier, traversal_verifier, trie_block_verifier
+
+DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
+SEEDED_VERIFIER = "gumbel"  # of requests with a seed whose drafts depend on a clock
+
+
+def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", example: str = "") -> VerifierPart:
+    """A rule; its traits are those of what `make` makes."""
+    made = make()
+
+    def build(given: str) -> Verifier:
+        if not given:
+            return make()
+        if not argument:
+            raise UserError(f"verifier {made.name} takes no parameter, and was given {given!r}")
+        return make(number(given, example))
+
+    name = made.name.partition(":")[0]
+    traits = VerifierTraits(name, made.branching, made.point_masses, made.constant_length, made.shared_noise)
+    return VerifierPart(
+        name=name, about=about, argument=argument, example=example, make=build, traits=traits, lossless=made.lossless
+    )
+
+
+VERIFIERS: dict[str, VerifierPart] = {
+    part.name: part
+    for part in (
+        _rule(block_verifier, "keeps the longest prefix that passes a joint test; never worse than token"),
+        _rule(token_verifier, "keeps each token with min(1, p/q) until the first refusal"),
+        _rule(GreedyBlockVerifier, "as block, with a memory; constant lengths only"),
+        _rule(match_verifier, "draws from the target and keeps the draft while it is the same"),
+        _rule(gumbel_verifier, "as match, with the draft's random numbers: a seed gives one text, whatever drafts"),
+        _rule(trie_block_verifier, "block verification of several drafts: SpecTr's coupling inside it"),
+        _rule(spectr_verifier, "SpecTr: K-SEQ at each place of several drafts"),
+        _rule(multi_round_verifier, "SpecInfer's recursive rejection of several drafts"),
+        _rule(traversal_verifier, "the bottom-up form of multi_round"),
+        _rule(last_token_verifier, "lossy, SPRINTER's rule: only the last drafted token is verified"),
+        _rule(
+            typical_verifier,
+            "lossy: keeps tokens that the target finds plausible",
+            argument="EPSILON",
+            example="typical:0.09",
+        ),
+        _rule(
+            mixture_verifier,
+            "lossy: the mixture (1 - EPSILON) p + EPSILON q",
+            argument="EPSILON",
+            example="mixture:0.1",
+        ),
+        _rule(
+            mentored_verifier,
+            "lossy: as much acceptance as BUDGET nats of divergence allow",
+            argument="BUDGET",
+            example="mentored:0.1",
+        ),
+    )
+}
+LOSSY = tuple(name for name, part in VERIFIERS.items() if not part.lossless)
+
+
+def find_verifier(spec: str) -> tuple[VerifierPart, str]:
+    """The part that "name" or "name:parameter" names, and the parameter.
+
+    Raises:
+        UserError: unknown name.
+    """
+    name, _, argument = spec.partition(":")
+    if name not in VERIFIERS:
+        lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
+        raise UserError(f"verifier is {name!r}: legal are {lossless}, and the lossy {', '.join(LOSSY)}")
+    return VERIFIERS[name], argument
+
+
+def make_verifier(spec: str) -> Verifier:
+    """A verification rule from "name" or "name:parameter".
+
+    Raises:
+        UserError: unknown name or a bad parameter.
+    """
+    part, argument = find_verifier(spec)
+    return part.make(argument)

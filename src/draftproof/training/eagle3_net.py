@@ -1,0 +1,196 @@
+"""The network of an EAGLE-3 head while it is trained, and its directory in the layout of `speculators`.
+
+It reads the target's hidden states of several layers, which one product fuses, and has one Llama layer whose attention
+reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends.published.eagle3` runs what is written here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from draftproof.backends.feature_net import CONFIG, EPS, WEIGHTS, FeatureConfig, rotary, rotate
+from draftproof.errors import UserError
+from draftproof.provenance import write_json
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_VERSION = "0.9.0"  # of the package whose layout this is
+_STEPS = 4  # drafted tokens that the config proposes
+
+
+class Eagle3Module(nn.Module):
+    """An EAGLE-3 head with one layer.
+
+    Args:
+        config: its shape; the window is that of training, the written head has none.
+        layers: of the target, whose hidden states it reads.
+
+    Attributes:
+        first_place: the first token of a text is left out, since no state comes before it.
+    """
+
+    ids: Int[Tensor, " ids"]
+    first_place = 1
+
+    def __init__(self, config: FeatureConfig, layers: tuple[int, ...]) -> None:
+        super().__init__()
+        self.config, self.layers = config, layers
+        width, inner = config.hidden_size, config.inner_size
+        self.head_dim = width // config.heads
+        keys = config.key_heads * self.head_dim
+        self.fc = nn.Linear(len(layers) * width, width, bias=False)
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm, self.norm = (
+            nn.Parameter(torch.ones(width)) for _ in range(4)
+        )
+        self.q_proj = nn.Linear(2 * width, width, bias=False)
+        self.k_proj = nn.Linear(2 * width, keys, bias=False)
+        self.v_proj = nn.Linear(2 * width, keys, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.output = nn.Linear(width, config.ids, bias=False) if config.own_output else None
+        self.register_buffer("ids", torch.arange(config.ids))
+
+    def entered(
+        self, states: Float[Tensor, "rows width dim"], features: Float[Tensor, "rows width inner"] | None
+    ) -> Float[Tensor, "rows width dim"]:
+        """The target's states in the form of its own."""
+        assert features is not None, "states of several layers were kept for it"
+        made: Tensor = self.fc(features.to(self.fc.weight.dtype))
+        return made.to(states.dtype) if torch.is_autocast_enabled() else made
+
+    def predicted(self, out: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+        """What the output layer reads."""
+        return self._norm(self.norm, out)
+
+    def forward(
+        self,
+        states: Float[Tensor, "rows width dim"],
+        embedded: Float[Tensor, "rows width dim"],
+        rotary: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Float[Tensor, "rows width dim"]:
+        """See `FeatureNet.forward`; the output is not normed, and takes the place of the fused states."""
+        hidden = self._norm(self.hidden_norm, states)
+        both = torch.cat([self._norm(self.input_layernorm, embedded), hidden], -1)
+        queries = rotate(self._heads(self.q_proj(both)), rotary)
+        found = attend(queries, rotate(self._heads(self.k_proj(both)), rotary), self._heads(self.v_proj(both)))
+        x = hidden + self.o_proj(found.transpose(1, 2).flatten(2))
+        h = self._norm(self.post_attention_layernorm, x)
+        made: Tensor = x + self.down_proj(silu(self.gate_proj(h)) * self.up_proj(h))
+        return made
+
+    def rotary(self, positions: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the positions, for every head."""
+        cos, sin = rotary(self.config, positions, self.norm.dtype)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def _heads(self, x: Float[Tensor, "rows width _"]) -> Float[Tensor, "rows heads width dim"]:
+        return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+    @staticmethod
+    def _norm(weight: Tensor, x: Tensor) -> Tensor:
+        return rms_norm(x.to(weight.dtype), weight.shape, weight, EPS)
+
+
+def default_layers(total: int) -> tuple[int, ...]:
+    """A low, a middle and a high layer: those that the formats take where none are named, or others in small models.
+
+    Raises:
+        UserError: fewer than 3 layers.
+    """
+    for found in ((2, total // 2, total - 3), (1, total // 2, total - 1)):
+        if 0 < found[0] < found[1] < found[2]:
+            return found
+    raise UserError(f"an EAGLE-3 head reads three layers of the target, which has {total}: legal is 4 or more")
+
+
+def save_eagle3(
+    net: Eagle3Module,
+    directory: Path,
+    *,
+    embedding: Float[Tensor, "vocab dim"],
+    output: Float[Tensor, "ids dim"],
+    architectures: list[str],
+    max_positions: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a head into an existing directory, in the layout of `speculators`.
+
+    Args:
+        net: the head.
+        directory: where to.
+        embedding: the target's, which the layout holds too.
+        output: rows of the target's output layer for the head's tokens, for a head without its own.
+        architectures: of the target's config.
+        max_positions: of the target.
+        dtype: of the weights.
+    """
+    config, at = net.config, "layers.0."
+    parts = {name: value.data for name, value in net.named_parameters()}
+    tensors: dict[str, Tensor] = {
+        "embed_tokens.weight": embedding,
+        "fc.weight": parts["fc.weight"],
+        "norm.weight": parts["norm"],
+        "lm_head.weight": output if net.output is None else net.output.weight.data,
+    }
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        tensors[f"{at}{name}.weight"] = parts[name]
+    for owner, names in (
+        ("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("mlp", ("gate_proj", "up_proj", "down_proj")),
+    ):
+        tensors |= {f"{at}{owner}.{name}.weight": parts[f"{name}.weight"] for name in names}
+    tensors = {name: value.to("cpu", dtype).contiguous() for name, value in tensors.items()}
+    if config.ids < config.vocab_size:
+        mask = torch.zeros(config.vocab_size, dtype=torch.bool)
+        mask[net.ids.cpu()] = True
+        tensors |= {"t2d": mask, "d2t": net.ids.cpu() - torch.arange(config.ids)}
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    write_json(directory / CONFIG, _config(net, architectures, max_positions, dtype))
+
+
+def _config(net: Eagle3Module, architectures: list[str], max_positions: int, dtype: torch.dtype) -> dict[str, Any]:
+    config = net.config
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _VERSION,
+        "draft_vocab_size": config.ids,
+        "norm_before_residual": True,
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": list(net.layers),
+        "tie_word_embeddings": False,
+        "dtype": str(dtype).removeprefix("torch."),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _STEPS}],
+            "verifier": {"name_or_path": config.target, "architectures": architectures},
+        },
+        "transformer_layer_config": {
+            "model_type": "llama",
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.inner_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.key_heads,
+            "head_dim": net.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": EPS,
+            "max_position_embeddings": max_positions,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+            "attention_bias": False,
+            "mlp_bias": False,
+            "tie_word_embeddings": False,
+        },
+    }

@@ -1,0 +1,173 @@
+"""Training of EAGLE-3 heads: what is trained is what is drafted, and what is written is read by `speculators`."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.feature_net import FeatureConfig
+from draftproof.backends.hf import HFBackend
+from draftproof.backends.published.eagle3 import eagle3_backend
+from draftproof.models import resolve
+from draftproof.training.eagle3_net import Eagle3Module, default_layers, save_eagle3
+from draftproof.training.feature_head import make_feature_head
+from draftproof.training.feature_loss import Frame, steps
+from draftproof.training.feature_options import FeatureJob
+from draftproof.training.feature_rows import Row, Store
+from draftproof.training.loop import TrainingPlan
+from helpers import CONFIGS, random_model
+
+WORDS = ["The little dog saw a big red ball.", "It ran and ran to get it.", "Then it was sad, and mom said: go home!"]
+REFERENCE = os.environ.get("DRAFTPROOF_SPECULATORS")  # a Python that has the package
+
+
+def random_net(layers, *, own_output=False, ids=40):
+    config = FeatureConfig("llama", 32, 97, 4, 2, 24, ids, own_output=own_output, window=64)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = Eagle3Module(config, layers)
+        for weight in net.parameters():
+            torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.3)
+    net.ids.copy_(torch.arange(ids) * 2)
+    return net.requires_grad_(requires_grad=False)
+
+
+def write(net, target, folder):
+    folder.mkdir()
+    save_eagle3(
+        net,
+        folder,
+        embedding=target.model.get_input_embeddings().weight.detach(),
+        output=target.output_rows(net.ids),
+        architectures=["LlamaForCausalLM"],
+        max_positions=64,
+        dtype=torch.float32,
+    )
+    return str(folder)
+
+
+@pytest.mark.parametrize("own_output", [False, True])
+def test_step_k_computes_the_row_of_the_kth_drafted_token(tmp_path, own_output):
+    """The unrolled pass of training at every position equals a draft of the written head from there."""
+    target = HFBackend(random_model(CONFIGS["llama"]()), name="llama")
+    net = random_net((0, 1, 2), own_output=own_output)
+    rows = [Row(tuple((7 * i + j * j) % 97 for j in range(12))) for i in range(2)]
+    with pytest.raises(IndexError):
+        Store(target, [rows], length=12, cache=tmp_path, key="k", layers=[9]).shard(0)
+    shard = Store(target, [rows], length=12, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
+    net = random_net((0, 1), own_output=own_output)
+    frame = Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).clone(), autocast=False)
+    weight = frame.output if net.output is None else net.output.weight
+    trained = [net.predicted(out[0]) @ weight.T for out, _ in steps(net, shard, frame, 4)]
+    head, tokens = eagle3_backend(write(net, target, tmp_path / "head"), target), shard.ids[0].tolist()
+    for first in range(1, 8):
+        owner = target.open()
+        target.forward([Feed(owner, tokens[:first])])
+        session, fed = head.follow(owner), tokens[1 : first + 1]
+        for step in range(4):
+            row = head.forward([Feed(session, fed)])[0].logits[-1]
+            assert torch.allclose(row, trained[step][first + step], atol=1e-4), (first, step)
+            fed = [tokens[first + step + 1]]
+
+
+def test_layers_are_low_middle_and_high():
+    assert default_layers(30) == (2, 15, 27)
+    assert default_layers(6) == (1, 3, 5)
+    with pytest.raises(UserError, match="which has 2: legal is 4 or more"):
+        default_layers(2)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    file = tmp_path / "texts.txt"
+    file.write_text("\n\n".join(f"{WORDS[i % 3]} {WORDS[(i // 3) % 3]} Number {i}." for i in range(400)))
+    return file
+
+
+def job(tmp_path, texts, name, **options):
+    plan = TrainingPlan(steps=40, seed=3, log_every=10, evaluate_every=40, save_every=0, learning_rate=3e-3)
+    kept = {"windows": 24, "length": 16, "ids": 200, "trial_prompts": 1, "dtype": "float32", "cache": tmp_path / "c"}
+    options = {**kept, "format": "eagle3", **options}
+    return FeatureJob("embedded:stories", tmp_path / name, plan, (texts,), **options)
+
+
+def test_a_trained_head_drafts_for_its_target_and_learns(tmp_path, texts):
+    made = job(tmp_path, texts, "head")
+    metrics = make_feature_head(made)
+    history = json.loads((made.out / "provenance.json").read_text())["history"]
+    losses = [record["loss"] for record in history if "loss" in record]
+    assert losses[-1] < losses[0] - 0.5
+    assert metrics["text"]["accept_1"] > 0.2
+    config = json.loads((made.out / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    greedy = SamplingParams(max_tokens=20, temperature=0)
+    drafting = Engine.load("embedded:stories", drafter=f"eagle3:{made.out}", stopper="fixed:3")
+    out, plain = (
+        drafting.generate("Once", greedy)[0],
+        Engine.load("embedded:stories", drafter="none").generate("Once", greedy)[0],
+    )
+    assert out.text == plain.text
+    assert out.stats.num_accepted_tokens > 0
+    with pytest.raises(UserError, match="take a head that was made for this target"):
+        Engine.load("embedded:stories-draft", drafter=f"eagle3:{made.out}")
+
+
+def test_formats_that_are_none_are_refused(tmp_path, texts):
+    with pytest.raises(UserError, match="format is 'gguf': legal are draftproof and eagle3"):
+        job(tmp_path, texts, "no", format="gguf")
+    with pytest.raises(UserError, match="start continues a head of format draftproof"):
+        job(tmp_path, texts, "no", start=tmp_path)
+
+
+READ = """
+import json, sys, torch
+from safetensors.torch import save_file
+from speculators.models.eagle3.core import Eagle3DraftModel
+folder, out = sys.argv[1:]
+model = Eagle3DraftModel.from_pretrained(folder, attn_implementation="eager").float().eval()
+torch.manual_seed(0)
+width, vocab = model.hidden_size, model.verifier_vocab_size
+features, ids = torch.randn(1, 9, 3 * width), torch.randint(vocab, (1, 9))
+made = []
+model.lm_head.register_forward_hook(lambda m, i, o: made.append(o.detach()[0]))
+with torch.no_grad():
+    model(hidden_states=features, input_ids=ids, document_ids=torch.zeros_like(ids), ttt_steps=3)
+save_file({"features": features[0], "ids": ids[0], "logits": torch.stack(made), "d2t": model.d2t}, out)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REFERENCE, reason="DRAFTPROOF_SPECULATORS names no Python that has the package")
+def test_speculators_reads_what_is_written(tmp_path, texts):
+    """The package loads the head with its target, and computes the logits of our drafter."""
+    made = job(tmp_path, texts, "head")
+    make_feature_head(made)
+    config = json.loads((made.out / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = resolve("embedded:stories")
+    config["transformer_layer_config"]["_attn_implementation"] = "eager"
+    read = tmp_path / "read"
+    read.mkdir()
+    (read / "config.json").write_text(json.dumps(config))
+    (read / "model.safetensors").write_bytes((made.out / "model.safetensors").read_bytes())
+    result = tmp_path / "out.safetensors"
+    subprocess.run([REFERENCE, "-c", READ, str(read), str(result)], check=True, timeout=300, capture_output=True)
+    found = load_file(result)
+    target = Engine.load("embedded:stories", drafter="none", backend="hf", dtype="float32").target
+    head, ids = eagle3_backend(str(made.out), target), found["ids"].tolist()
+    assert torch.equal(found["d2t"] + torch.arange(200), head.net.ids)
+    worst = 0.0
+    for place in range(6):
+        owner = target.open()
+        owner.remember(found["features"][: place + 1], head.layers)
+        owner.read([0, *ids[:place]])
+        session, fed = head.follow(owner), ids[: place + 1]
+        for step in range(3):
+            row = head.forward([Feed(session, fed)])[0].logits[-1]
+            worst = max(worst, float((row - found["logits"][step, place]).abs().max()))
+            fed = [ids[place + 1 + step]]
+    assert worst < 1e-5 * float(found["logits"].abs().max())
