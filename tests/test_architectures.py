@@ -16,8 +16,10 @@ from test_backends import Mistakes
 EVERY = {configuration.name: configuration for configuration in configurations()}
 CHAINS, TREES = ("ngram:4", "model"), ("batch", "chains:2")
 FAMILIES = {
+    "bloom": TREES,
     "cohere2": CHAINS,
     "deepseek_v3": CHAINS,
+    "falcon, alibi": TREES,
     "gemma2": TREES,
     "gpt_bigcode": CHAINS,
     "gpt2": TREES,
@@ -33,6 +35,7 @@ FAMILIES = {
     "olmo_hybrid": CHAINS,
     "opt": CHAINS,
     "phi3": CHAINS,
+    "phi3, rope longrope": TREES,
     "qwen3, window from layer 1": CHAINS,
     "zamba2": CHAINS,
 }

@@ -12,6 +12,8 @@ import torch
 from draftproof.errors import UserError
 from draftproof.tokenization import end_tokens
 
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # names of the longest sequence
+
 ADVICE = "speculative decoding needs a decoder-only model whose keys, values and states are in transformers' own cache"
 
 SNAPSHOTS = "layers with a recurrent state, which this backend cannot take back: legal is backend snapshot, or auto"
@@ -105,7 +107,7 @@ class ModelFacts:
             vocab_size=int(model.get_output_embeddings().weight.shape[0]),
             hidden_size=int(config.hidden_size),
             layers=int(config.num_hidden_layers),
-            max_positions=getattr(config, "max_position_embeddings", None),
+            max_positions=next(filter(None, (getattr(config, name, None) for name in _CONTEXT)), None),
             dtype=model.dtype,
             device=input_device(model),
             eos_token_ids=end_tokens(getattr(generation, "eos_token_id", None))

@@ -217,6 +217,9 @@ class Probe:
         other = [(place * 104729 + 2) % vocab for place in range(5)]
         with _at(limit, self._model, lowered):
             rows = self._plain(tokens)
+            if limit is not None and limit.name == _ROPE:  # the angles of a row are those of the tokens up to its own
+                first = limit.value if lowered is None else lowered
+                rows = torch.cat([self._plain(tokens[:first]), rows[first:]])
             if not rows.isfinite().all():
                 raise UserError(f"{self._name} computes logits that are not finite{_broken_weights(self._model)}")
             other_rows = self._in_steps(other, 2) if self._stepped else self._plain(other)
@@ -261,11 +264,14 @@ class Probe:
     def _is_read_at_run_time(self, limit: Limit) -> bool:
         """Whether a lower value can have an effect: the family's code, its masks or its rotary angles use it."""
         if limit.name == _ROPE:
-            kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
-            names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
-            return any(name == "longrope" or "dynamic" in name for name in names)
+            return any(name == "longrope" or "dynamic" in name for name in self._rotary_kinds())
         masks = {"sliding_window": SLIDING, "attention_chunk_size": CHUNKED}
         return limit.name in self._source() or masks.get(limit.name) in self.windows.kinds
+
+    def _rotary_kinds(self) -> list[str]:
+        """Types of the model's rotary embeddings."""
+        kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
+        return [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
 
     def _source(self) -> str:
         """The code of the modules that the model's own classes come from."""
@@ -303,6 +309,8 @@ class Probe:
         backend.capabilities = replace(backend.capabilities, trees=trees)
         for limit, why in bounds:
             self._bound(backend, limit, why)
+        if not backend.bounded_by and any("dynamic" in kind for kind in self._rotary_kinds()):
+            backend.bounded_by = "beyond that, its rotary angles (type dynamic) change with every token"
 
     def _error(self, backend: Backend, scenario: Scenario) -> float:
         try:
@@ -344,7 +352,7 @@ class Probe:
         if getattr(config, "alibi", False) or hasattr(
             getattr(model, model.base_model_prefix, None), "build_alibi_tensor"
         ):
-            return "its positions are ALiBi biases, which transformers derives from a mask without slots; "
+            return "its positions are ALiBi biases, and its code does not take them from outside; "
         if getattr(model, "_is_stateful", False) and not self._recurrent:
             return f"{type(model).__name__} keeps a recurrent state that cannot be rolled back; "
         return ""
