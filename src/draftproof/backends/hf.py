@@ -24,7 +24,7 @@ from draftproof.backends.slot_cache import CacheView, SlotCache
 from draftproof.backends.slots import SlotBackend
 from draftproof.backends.switching import switch_of
 from draftproof.backends.windows import FULL, RECURRENT, SLIDING, windows_of
-from draftproof.errors import UserError
+from draftproof.errors import UndraftableError, UserError
 
 
 class HFBackend(SlotBackend):
@@ -51,7 +51,7 @@ class HFBackend(SlotBackend):
         self.embed = model.get_input_embeddings()
         if self.kind == HFBackend.kind and cache_name(model) == STATES_ONLY:
             own = "keeps its past in its own form (cache_params)"
-            raise UserError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
+            raise UndraftableError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
         alibi.follow_passes(model)
         self._switch = switch_of(model)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -16,8 +17,9 @@ from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.mixers import mixers_of
+from draftproof.backends.plain import PlainBackend
 from draftproof.backends.snapshots import SnapshotBackend
-from draftproof.errors import UserError, reason
+from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.kernels.operations import BITS
 from draftproof.models.download import INSTALL_GGUF
 
@@ -27,6 +29,8 @@ BACKENDS = {
     "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
     "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
     "lean": "ours, for the Llama family: Llama, Mistral, Qwen2, Qwen3",
+    "plain": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
+    "drafted for",
     "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
     "on CUDA lean by CUDA graphs",
 }
@@ -38,13 +42,15 @@ DTYPES: dict[str, torch.dtype | str] = {
     "float16": torch.float16,
 }
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
-Loaded = HFBackend | LeanBackend
+Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
     "hf": HFBackend,
     "snapshot": SnapshotBackend,
     "lean": LeanBackend,
+    "plain": PlainBackend,
     "compiled": CompiledBackend,
 }
+_log = logging.getLogger(__name__)
 
 
 def load_backend(
@@ -57,8 +63,11 @@ def load_backend(
     backend: str = "auto",
     adapter: str | None = None,
     attn_implementation: str | None = None,
+    plainly: bool = False,
 ) -> Loaded:
     """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
+
+    With `plainly`, backend `auto` takes `plain` for a model whose drafts cannot be taken back.
 
     Raises:
         UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
@@ -79,7 +88,22 @@ def load_backend(
             f"attn_implementation is {attn_implementation!r}, and {source} is read by backend {kind}, which has "
             "its own attention: leave it out, or name backend hf"
         )
-    made: Loaded = _BACKENDS[kind](model, name=source, check=check)
+    try:
+        made: Loaded = _BACKENDS[kind](model, name=source, check=check)
+    except UndraftableError as cause:
+        if backend != "auto" or kind == "lean" or not plainly:  # a lean forward has taken the model apart
+            raise
+        made = _plainly(model, source, cause, check=check)
+    return made
+
+
+def _plainly(model: Any, source: str, cause: UndraftableError, *, check: bool) -> PlainBackend:
+    """The backend of last resort; where that does not work either, the first reason stands."""
+    try:
+        made = PlainBackend(model, name=source, check=check, because=str(cause))
+    except UserError as other:
+        raise UserError(f"{cause}; nor can it be decoded plainly: {reason(other)}") from cause
+    _log.warning("decoded plainly, without drafts: %s", cause)
     return made
 
 

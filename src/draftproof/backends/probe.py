@@ -29,7 +29,7 @@ from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, input_device
 from draftproof.backends.mixers import cache_name, mixers_of
 from draftproof.backends.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
-from draftproof.errors import UserError, reason
+from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -162,7 +162,8 @@ class Probe:
         windows: the kinds of attention mask that the model builds.
 
     Raises:
-        UserError: the model cannot be read piece by piece.
+        UserError: its logits are not finite.
+        UndraftableError: the model cannot be read piece by piece.
     """
 
     def __init__(self, model: Any, name: str, *, recurrent: bool = False, stepped: bool = False) -> None:
@@ -170,10 +171,12 @@ class Probe:
         try:
             self.windows: Windows = windows_of(model)
         except Exception as cause:
-            raise UserError(f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}") from cause
+            raise UndraftableError(
+                f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}"
+            ) from cause
         foreign = [kind for kind in self.windows.foreign if kind not in RECURRENT]
         if foreign:
-            raise UserError(f"{name} has {', '.join(foreign)} layers, which cannot roll back: {ADVICE}")
+            raise UndraftableError(f"{name} has {', '.join(foreign)} layers, which cannot roll back: {ADVICE}")
         if LINEAR in self.windows.kinds and not recurrent:
             self._refuse_states()
         self._scenarios = [self._scenario(_SHORT)]
@@ -194,12 +197,12 @@ class Probe:
         """Refuse a model with recurrent states; a family may make a mask for such layers and have none."""
         mixers = mixers_of(self._model)
         if mixers is None:
-            raise UserError(
+            raise UndraftableError(
                 f"{self._name} ({type(self._model).__name__}) has layers with a recurrent state that is not in "
                 f"transformers' own cache, so that it cannot be taken back: {ADVICE}"
             )
         if mixers:
-            raise UserError(f"{self._name} has {SNAPSHOTS}")
+            raise UndraftableError(f"{self._name} has {SNAPSHOTS}")
 
     # --- expected rows --------------------------------------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class Probe:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
         Raises:
-            UserError: it does not compute what the model computes.
+            UndraftableError: it does not compute what the model computes.
         """
         tolerance = _tolerance(backend)
         right: list[Scenario] = []
@@ -297,7 +300,7 @@ class Probe:
                 right.append(scenario)
                 continue
             if scenario.limit is None:
-                raise UserError(
+                raise UndraftableError(
                     f"{self._name} does not reproduce its own logits after a rollback (relative error {error:.2g}, "
                     f"allowed {tolerance:.2g}): {self._known_cause()}speculation would change its output; it is refused"
                 )
@@ -319,7 +322,7 @@ class Probe:
             if scenario.limit is not None:
                 return math.inf
             why = self._known_cause() or f"{reason(cause)}; "
-            raise UserError(f"{self._name} cannot be read piece by piece: {why}{ADVICE}") from cause
+            raise UndraftableError(f"{self._name} cannot be read piece by piece: {why}{ADVICE}") from cause
 
     def _bound(self, backend: Checked, limit: Limit, why: str) -> None:
         if backend.max_positions is None or limit.value < backend.max_positions:
@@ -333,7 +336,7 @@ class Probe:
         backend.capabilities = replace(backend.capabilities, ragged=False)
         error = max(self._measured(_batch_error, backend, each) for each in scenarios)
         if not error < tolerance:
-            raise UserError(
+            raise UndraftableError(
                 f"{self._name} computes other logits for a row that shares a batch (relative error {error:.2g}): "
                 f"{self._known_cause()}it is refused"
             )

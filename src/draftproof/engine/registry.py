@@ -25,7 +25,7 @@ from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.embedded import feature_head_dir, heads_dir, stories_heads_dir
-from draftproof.engine.composition import DrafterTraits, VerifierTraits, misfit
+from draftproof.engine.composition import DrafterTraits, VerifierTraits, misfit, undraftable
 from draftproof.errors import UserError
 from draftproof.heads import Head, load_head
 from draftproof.kernels.operations import BITS
@@ -335,6 +335,10 @@ def _auto_drafter(parts: Materials, argument: str) -> Drafter:
     """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
     if argument:
         raise UserError(f"drafter auto takes no argument, and was given {argument!r}")
+    if why := undraftable(parts.target):
+        if parts.draft is not None:
+            raise UserError(f"{why}: leave out the draft model {parts.draft.name!r}")
+        return NoDrafter()
     names = list(_at_hand(parts))
     if parts.stopper != DEFAULT_STOPPER:
         return _first_that_fits(parts, names)
@@ -870,6 +874,8 @@ def make_drafter(
         raise UserError(
             f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
         )
+    if part.name not in ("none", "auto") and (why := undraftable(target)):
+        raise UserError(f"drafter {spec} drafts, and {why}: legal is drafter none")
     heads = part.name == "feature_head" or (part.takes_draft and target.name in SHIPPED_FEATURE_HEADS)
     if bits is not None and draft is None and not heads:
         raise UserError(
