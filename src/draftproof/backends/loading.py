@@ -19,6 +19,7 @@ from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.mixers import mixers_of
 from draftproof.backends.plain import PlainBackend
 from draftproof.backends.snapshots import SnapshotBackend
+from draftproof.backends.text_part import reading_classes, text_part
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.kernels.operations import BITS
 from draftproof.models.download import INSTALL_GGUF
@@ -125,6 +126,8 @@ def load_model(
 ) -> Any:
     """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
 
+    Of a multi-modal model the text part, or the whole model where that is not one of its own.
+
     Args:
         source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`). An adapter is loaded with
             its base model.
@@ -149,13 +152,13 @@ def load_model(
         raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
     whole = partial(_load_whole, base or source, options)
     named = adapter if base is None else source
-    return whole() if named is None else with_adapter(whole, named)
+    if named is not None:
+        return with_adapter(whole, named)
+    return whole() if "device_map" in options else text_part(whole())
 
 
 def _load_whole(source: str, options: dict[str, Any]) -> Any:
     """Load a model with all its weights."""
-    from transformers import AutoModelForCausalLM
-
     device = options.get("device")
     options = {name: value for name, value in options.items() if name != "device"}
     where = Path(source)
@@ -164,17 +167,30 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
     else:
         _refuse_what_cannot_be_read(where)
         options = {**options, "use_safetensors": True}
+    kinds = reading_classes(source, gguf=options.get("gguf_file"), trust_remote_code=options["trust_remote_code"])
+    model = None
+    for kind in kinds:
+        try:
+            model = _load_as(kind, source, str(where), options)
+            break
+        except UserError:
+            if kind is kinds[-1]:
+                raise
+    return model if device is None else model.to(device=device)
+
+
+def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any:
+    """Load a model by one of transformers' auto classes, and check that nothing is missing."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+        model, report = kind.from_pretrained(source, output_loading_info=True, **options)
     except Exception as cause:
         raise UserError(
-            f"cannot load a model from {str(where)!r}: {reason(cause)}{_hint(cause)} "
+            f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause)} "
             "(legal: a hub id, a directory, a .gguf file)"
         ) from cause
-    model, report = loaded
-    _refuse_missing(str(where), model, report)
-    _refuse_unknown_quantization(str(where), model)
-    return model if device is None else model.to(device=device)
+    _refuse_missing(where, model, report)
+    _refuse_unknown_quantization(where, model)
+    return model
 
 
 def _placed(device: str | Mapping[str, Any] | None) -> dict[str, Any]:
