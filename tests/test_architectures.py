@@ -16,8 +16,10 @@ from test_backends import Mistakes
 EVERY = {configuration.name: configuration for configuration in configurations()}
 CHAINS, TREES = ("ngram:4", "model"), ("batch", "chains:2")
 FAMILIES = {
+    "bloom": TREES,
     "cohere2": CHAINS,
     "deepseek_v3": CHAINS,
+    "falcon, alibi": TREES,
     "gemma2": TREES,
     "gpt_bigcode": CHAINS,
     "gpt2": TREES,
@@ -33,6 +35,7 @@ FAMILIES = {
     "olmo_hybrid": CHAINS,
     "opt": CHAINS,
     "phi3": CHAINS,
+    "phi3, rope longrope": TREES,
     "qwen3, window from layer 1": CHAINS,
     "zamba2": CHAINS,
 }
@@ -46,10 +49,18 @@ def test_a_few_families_generate_what_transformers_generates(name):
     assert all(0 < accepted < 1 for accepted in result.acceptance.values()), "drafts must be rejected now and then"
 
 
-def test_a_model_with_states_of_its_own_is_refused():
+def test_a_model_with_states_of_its_own_is_decoded_plainly():
     result = check(EVERY["rwkv"])
+    assert result.outcome == "plain"
+    assert any("keeps its past in its own form" in note for note in result.notes)
+    assert set(result.compositions) == {"plain, alone", "plain, batch"}
+
+
+def test_a_model_that_is_neither_drafted_for_nor_decoded_plainly_is_refused():
+    result = check(EVERY["xlstm"])
     assert result.outcome == "refused"
     assert "keeps its past in its own form" in result.detail
+    assert "nor can it be decoded plainly" in result.detail
 
 
 @pytest.mark.slow
@@ -138,4 +149,4 @@ def test_the_page_counts_outcomes_and_shows_details():
     }
     text = page([record, {**record, "outcome": "exact", "detail": ""}])
     assert "| wrong | 1 |" in text
-    assert "| llama | default | lean | wrong | hf, alone: a \\| b; a note |" in text
+    assert "| llama | default | lean | none | wrong | hf, alone: a \\| b; a note |" in text

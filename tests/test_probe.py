@@ -164,18 +164,6 @@ def test_a_limit_is_lowered_everywhere_and_put_back():
     assert (model.config.sliding_window, layer.sliding_window) == (6, 6)
 
 
-@pytest.mark.parametrize("family", ["phi3", "llama"])
-def test_where_rotary_angles_change_with_length_the_context_ends(family):
-    model = random_model(phi3(**LONGROPE) if family == "phi3" else transformers.LlamaConfig(**ROPE, **LONGROPE))
-    made = HFBackend(model, name=family)
-    assert made.max_positions == 40
-    check_text(made, model, [prompt[:16] for prompt in PROMPTS])
-    with pytest.raises(UserError, match=r"legal are 1 to 39 .*original_max_position_embeddings is 40"):
-        Engine(made).generate([PROMPTS[3]], GREEDY)
-    out = Engine(made).generate([PROMPTS[2]], GREEDY)[0]
-    assert (len(out.token_ids), out.finish_reason) == (7, "length")
-
-
 def test_a_model_that_minds_the_length_of_the_keys_ends_where_it_would_mind():
     model = random_model(transformers.DogeConfig(**ROPE, keep_window_size=20))
     made = HFBackend(model, name="doge")
@@ -266,13 +254,6 @@ def test_weights_that_are_not_numbers_are_named():
 
 
 REFUSED = {
-    "bloom": (lambda: transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4), "ALiBi"),
-    "falcon": (
-        lambda: transformers.FalconConfig(
-            vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
-        ),
-        "ALiBi",
-    ),
     "openai-gpt": (
         lambda: transformers.OpenAIGPTConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4),
         "keeps no keys and values between calls",

@@ -14,6 +14,10 @@ class UserError(ValueError):
     """
 
 
+class UndraftableError(UserError):
+    """Drafts for a model cannot be taken back; it may still be decoded plainly."""
+
+
 class ContextError(UserError):
     """A prompt is too long for the model's context."""
 

@@ -26,12 +26,15 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.mixers import mixers_of
+from draftproof.backends.plain import PlainBackend
 from draftproof.backends.snapshots import SnapshotBackend
 from draftproof.engine.registry import make_drafter, make_verifier, reads_draft
+from draftproof.errors import UndraftableError
 
 ATTEMPTS = 4
 DISTURBANCE = 0.05  # of the draft model's weights: some of its tokens are accepted, some are not
-SEVERITY = ("exact", "tie", "refused", "wrong", "crash")
+SEVERITY = ("exact", "plain", "tie", "refused", "wrong", "crash")
+PLAIN = ("alone", "batch")  # compositions of a model that cannot be drafted for
 COMPOSITIONS = {  # name -> drafter, rule, temperature of the draft
     "alone": ("none", "block", None),
     "batch": ("none", "block", None),
@@ -46,7 +49,7 @@ class Result:
     """What became of a configuration.
 
     Attributes:
-        outcome: exact, refused, wrong, crash or not made.
+        outcome: exact, plain (exact, but without drafts), refused, wrong, crash or not made.
         detail: the message of a refusal or exception, or the first difference.
         notes: what else is worth knowing.
         compositions: by backend and composition, `exact` or what was found instead.
@@ -103,11 +106,15 @@ def check_once(configuration, *, seed, compositions):
     made = {}
     for name, (target, draft) in pairs.items():
         for composition in compositions:
+            if not target.capabilities.rollback and composition not in PLAIN:
+                continue
             if composition.startswith("chains") and not target.capabilities.trees:
                 result.notes.append(f"{name} offers no trees")
                 continue
             made[f"{name}, {composition}"] = run_composition(composition, target, draft, prompts)
     judge(made, prompts, references, result)
+    if result.outcome == "exact" and "plain" in pairs:
+        result.outcome = "plain"
     result.acceptance = {name: made[f"{name}, model"].acceptance for name in pairs if f"{name}, model" in made}
     return result
 
@@ -154,6 +161,13 @@ def make_backends(model, result):
             break
         try:
             pairs[name] = make(copy.deepcopy(model), name="target"), make(disturbed(model), name="draft")
+        except UndraftableError as cause:
+            try:
+                pairs["plain"] = (PlainBackend(copy.deepcopy(model), name="target"),) * 2
+                result.notes.append(f"no drafts: {cause}")
+            except UserError as other:
+                result.outcome, result.detail = "refused", f"{cause}; nor can it be decoded plainly: {other}"
+            break
         except UserError as cause:
             if name != "lean":
                 result.outcome, result.detail = "refused", str(cause)

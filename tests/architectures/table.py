@@ -16,7 +16,7 @@ from draftproof.files import whole_file
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "architectures"
 EXACT = Path(__file__).with_name("exact.txt")
-OUTCOMES = ("exact", "refused", "wrong", "crash", "not made")
+OUTCOMES = ("exact", "plain", "refused", "wrong", "crash", "not made")
 
 
 def exact_names():
@@ -71,11 +71,13 @@ of every causal language model that transformers has. Made by `python scripts/ar
 
 {versions}, float32, one thread on a CPU.
 
-{configurations} configurations of {types} model types; {exact_types} types are exact in at least one configuration.
+{configurations} configurations of {types} model types; {exact_types} types are exact in at least one configuration, and
+{plain_types} more are decoded plainly.
 
 | outcome | configurations | meaning |
 |---|---|---|
 | exact | {exact} | equal to `model.generate` on each prompt alone, in every composition |
+| plain | {plain} | as exact, but without drafts, by backend `plain`; the note says why it cannot be drafted for |
 | refused | {refused} | a one-line error, before anything is generated unless the note says so |
 | wrong | {wrong} | other tokens or other logits: a fault |
 | crash | {crash} | an exception that is no refusal: a fault |
@@ -89,10 +91,11 @@ prompts are longer than every window and every original context of a rotary embe
 compared along transformers' tokens, within 1e-3 of the largest. Where transformers' generation with its own cache is
 not its generation without, the note says so; then all compositions must equal the one, or all the other.
 
-Backend `snapshot` reads models with recurrent layers (linear attention, convolutions, state spaces); it reads no trees.
+The column "drafts" says what the backend reads: trees, single chains, or none. Backend `snapshot` reads models with
+recurrent layers (linear attention, convolutions, state spaces). Backend `plain` is transformers' own step by step.
 
-| type | variant | backend | outcome | note |
-|---|---|---|---|---|
+| type | variant | backend | drafts | outcome | note |
+|---|---|---|---|---|---|
 """
 
 
@@ -101,16 +104,21 @@ def page(records):
     counts = {
         outcome.replace(" ", "_"): sum(record["outcome"] == outcome for record in records) for outcome in OUTCOMES
     }
+    exact, plain = (
+        {record["type"] for record in records if record["outcome"] == outcome} for outcome in ("exact", "plain")
+    )
     text = INTRODUCTION.format(
         versions=f"transformers {transformers.__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         configurations=len(records),
         types=len({record["type"] for record in records}),
-        exact_types=len({record["type"] for record in records if record["outcome"] == "exact"}),
+        exact_types=len(exact),
+        plain_types=len(plain - exact),
         **counts,
     )
     return text + "".join(
-        f"| {record['type']} | {record['variant']} | {backends(record)} | {record['outcome']} | {cell(record)} |\n"
+        f"| {record['type']} | {record['variant']} | {backends(record)} | {drafts(record)} | "
+        f"{record['outcome']} | {cell(record)} |\n"
         for record in records
     )
 
@@ -120,9 +128,18 @@ def backends(record):
     return ", ".join(dict.fromkeys(name.partition(",")[0] for name in record["compositions"]))
 
 
+def drafts(record):
+    """What the backends read beside committed tokens."""
+    if not record["compositions"] or record["outcome"] == "refused":
+        return ""
+    read = {name.partition(", ")[2] for name in record["compositions"]}
+    return "trees" if "chains:2" in read else "chains" if read - {"alone", "batch"} else "none"
+
+
 def cell(record):
     """The note of a row."""
-    said = "; ".join([*([record["detail"]] if record["detail"] else []), *record["notes"]])
+    notes = [note for note in record["notes"] if not note.endswith("offers no trees")]
+    said = "; ".join([*([record["detail"]] if record["detail"] else []), *notes])
     return said.replace("|", "\\|").replace("\n", " ")
 
 

@@ -29,11 +29,13 @@ class Capabilities:
         trees: whether drafted nodes may branch (tree attention).
         hidden: width of the last hidden state it can return, 0 when it cannot.
         ragged: whether rows that begin or end at different positions may share a forward pass.
+        rollback: whether drafted tokens can be read and taken back; without it there is plain decoding only.
     """
 
     trees: bool = True
     hidden: int = 0
     ragged: bool = True
+    rollback: bool = True
 
 
 class Session:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from draftproof.errors import UserError
+from draftproof.errors import UndraftableError, UserError
 from draftproof.tokenization import end_tokens
+
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")  # names of the longest sequence
 
 ADVICE = "speculative decoding needs a decoder-only model whose keys, values and states are in transformers' own cache"
 
@@ -21,14 +23,15 @@ def refuse_unsuitable(model: Any, name: str) -> None:
     """Refuse models whose kind alone says that their cache cannot be rolled back.
 
     Raises:
-        UserError: encoder-decoder, layers with a recurrent state, no output embedding, no cache.
+        UserError: encoder-decoder, or no output embedding.
+        UndraftableError: no cache of transformers' own.
     """
     kind = type(model).__name__
     absent = [
         each for each in ("hidden_size", "num_hidden_layers") if not hasattr(model.config.get_text_config(), each)
     ]
     if absent:
-        raise UserError(f"{name}: the config of transformers' {kind} has no {' and no '.join(absent)}: {ADVICE}")
+        raise UndraftableError(f"{name}: the config of transformers' {kind} has no {' and no '.join(absent)}: {ADVICE}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{name} is an encoder-decoder model: {ADVICE}")
     if model.get_output_embeddings() is None:
@@ -41,7 +44,7 @@ def refuse_unsuitable(model: Any, name: str) -> None:
             if known
             else "keeps no keys and values between calls"
         )
-        raise UserError(f"{name}: transformers' {kind} {kept}: {ADVICE}")
+        raise UndraftableError(f"{name}: transformers' {kind} {kept}: {ADVICE}")
 
 
 def input_device(model: Any) -> torch.device:
@@ -96,19 +99,43 @@ class ModelFacts:
         Raises:
             UserError: a model whose kind alone says that its cache cannot be rolled back.
         """
-        name = name or str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+        name = _named(model, name)
         refuse_unsuitable(model, name)
+        return cls.loosely(model, name)
+
+    @classmethod
+    def loosely(cls, model: Any, name: str | None = None) -> ModelFacts:
+        """The same of a model that may be unsuitable; sizes that its config does not name are 0.
+
+        Raises:
+            UserError: no output embedding.
+        """
+        name = _named(model, name)
+        if (head := model.get_output_embeddings()) is None:
+            raise UserError(
+                f"{name} ({type(model).__name__}) has no output embedding, so it is no causal language model"
+            )
         config = model.config.get_text_config()
         generation = getattr(model, "generation_config", None)
         return cls(
             name=name,
-            vocab_size=int(model.get_output_embeddings().weight.shape[0]),
-            hidden_size=int(config.hidden_size),
-            layers=int(config.num_hidden_layers),
-            max_positions=getattr(config, "max_position_embeddings", None),
+            vocab_size=int(head.weight.shape[0]),
+            hidden_size=int(getattr(config, "hidden_size", 0)),
+            layers=int(getattr(config, "num_hidden_layers", 0)),
+            max_positions=_context(config),
             dtype=model.dtype,
             device=input_device(model),
             eos_token_ids=end_tokens(getattr(generation, "eos_token_id", None))
             or end_tokens(getattr(config, "eos_token_id", None)),
             sampling_defaults={} if generation is None else generation.to_diff_dict(),
         )
+
+
+def _context(config: Any) -> int | None:
+    """The longest sequence by a config; None where it names none, or -1 as XLNet does."""
+    named = (getattr(config, name, None) for name in _CONTEXT)
+    return next((value for value in named if isinstance(value, int) and value > 0), None)
+
+
+def _named(model: Any, name: str | None) -> str:
+    return name or str(getattr(model.config, "_name_or_path", "") or type(model).__name__)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.backends import alibi
+from draftproof.backends.base import Feed, FeedOutput
 from draftproof.backends.cutting import first_layers, layers_of
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
@@ -20,8 +23,9 @@ from draftproof.backends.probe import Probe
 from draftproof.backends.quantized_modules import quantizing
 from draftproof.backends.slot_cache import CacheView, SlotCache
 from draftproof.backends.slots import SlotBackend
+from draftproof.backends.switching import switch_of
 from draftproof.backends.windows import FULL, RECURRENT, SLIDING, windows_of
-from draftproof.errors import UserError
+from draftproof.errors import UndraftableError, UserError
 
 
 class HFBackend(SlotBackend):
@@ -48,7 +52,9 @@ class HFBackend(SlotBackend):
         self.embed = model.get_input_embeddings()
         if self.kind == HFBackend.kind and cache_name(model) == STATES_ONLY:
             own = "keeps its past in its own form (cache_params)"
-            raise UserError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
+            raise UndraftableError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
+        alibi.follow_passes(model)
+        self._switch = switch_of(model)
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._counts = bool(getattr(self.config, "attn_temperature_tuning", False))
         if self._counts:  # one position for all rows, and along a row
@@ -60,6 +66,14 @@ class HFBackend(SlotBackend):
 
     def _probe(self) -> Probe:
         return Probe(self.model, self.name)
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""
+        run = partial(super().forward, hidden=hidden)
+        if self._switch is None:
+            return run(feeds)
+        with self._cache.lock:
+            return self._switch.forward(feeds, run, self.open)
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
@@ -88,7 +102,7 @@ class HFBackend(SlotBackend):
     def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         keep = {"logits_to_keep": layout.requested} if self._keeps_rows else {}
         inner = hidden or bool(layout.layers)
-        with self._unnormed(layout):
+        with self._unnormed(layout), alibi.in_pass(layout):
             out = self.model(
                 input_ids=layout.ids, use_cache=True, output_hidden_states=inner, **self._inputs(layout, view), **keep
             )

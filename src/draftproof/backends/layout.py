@@ -108,12 +108,12 @@ class Layout:
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
         allowed = slots <= self.limits.unsqueeze(-1)
-        key_positions = slots.expand(len(self.feeds), horizon)
-        for row, feed in enumerate(self.feeds):
-            if not self._is_straight(feed):
-                allowed[row], key_positions = self._open_tree(row, feed, allowed[row], key_positions)
+        for row, (stem, whole) in self._open_trees.items():
+            feed = self.feeds[row]
+            visible = whole.visible[len(feed.session.tail) :].to(self.device)
+            allowed[row, len(feed.tokens) : len(feed), stem : stem + len(whole)] = visible
         if window is not None:
-            ours, theirs = self.positions.unsqueeze(-1), key_positions.unsqueeze(1)
+            ours, theirs = self.positions.unsqueeze(-1), self.key_positions.unsqueeze(1)
             allowed &= ours // window == theirs // window if isinstance(window, Chunk) else ours - theirs < window
             allowed[..., 0] |= ~allowed.any(-1)
         blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
@@ -146,20 +146,27 @@ class Layout:
         ends = [base + chain + i for i in range(nodes)] if self._is_straight(feed) else [stem - 1] * nodes
         return [*range(base, base + chain), *ends, *[0] * (self.width - len(feed))]
 
-    def _open_tree(
-        self, row: int, feed: Feed, allowed: Tensor, key_positions: Int[Tensor, "rows horizon"]
-    ) -> tuple[Tensor, Int[Tensor, "rows horizon"]]:
-        """Let each node see its ancestors, and give the tail's slots their true positions."""
-        assert feed.tree is not None, "only trees are opened"
-        known, stem = len(feed.session.tail), feed.session.stem + len(feed.tokens)
-        whole = TokenTree(
-            torch.zeros(known + len(feed.tree), dtype=torch.int64), (*feed.session.tail, *feed.tree.parents)
-        )
-        chain, end = len(feed.tokens), stem + len(whole)
-        allowed[chain : len(feed), stem:end] = whole.visible[known:].to(self.device)
-        key_positions = key_positions.clone()
-        key_positions[row, stem:end] = sent([stem - 1 + d for d in whole.depths], self.device)
-        return allowed, key_positions
+    @cached_property
+    def _open_trees(self) -> dict[int, tuple[int, TokenTree]]:
+        """Of each row that is not straight: its first slot after the stem, and the whole tree from there."""
+        found = {}
+        for row, feed in enumerate(self.feeds):
+            if not self._is_straight(feed):
+                assert feed.tree is not None, "only trees are not straight"
+                parents = (*feed.session.tail, *feed.tree.parents)
+                whole = TokenTree(torch.zeros(len(parents), dtype=torch.int64), parents)
+                found[row] = feed.session.stem + len(feed.tokens), whole
+        return found
+
+    @cached_property
+    def key_positions(self) -> Int[Tensor, "rows horizon"]:
+        """Position of the token in each slot: the slot's number, and in a tree its depth below the stem."""
+        positions = torch.arange(self.plan.horizon, device=self.device).expand(len(self.feeds), -1)
+        if self._open_trees:
+            positions = positions.clone()
+        for row, (stem, whole) in self._open_trees.items():
+            positions[row, stem : stem + len(whole)] = sent([stem - 1 + d for d in whole.depths], self.device)
+        return positions
 
 
 def feed_depths(feed: Feed) -> list[int]:

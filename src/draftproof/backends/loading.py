@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -16,8 +17,10 @@ from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.mixers import mixers_of
+from draftproof.backends.plain import PlainBackend
 from draftproof.backends.snapshots import SnapshotBackend
-from draftproof.errors import UserError, reason
+from draftproof.backends.text_part import reading_classes, text_part
+from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.kernels.operations import BITS
 from draftproof.models.download import INSTALL_GGUF
 
@@ -27,6 +30,8 @@ BACKENDS = {
     "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
     "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
     "lean": "ours, for the Llama family: Llama, Mistral, Qwen2, Qwen3",
+    "plain": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
+    "drafted for",
     "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
     "on CUDA lean by CUDA graphs",
 }
@@ -38,13 +43,15 @@ DTYPES: dict[str, torch.dtype | str] = {
     "float16": torch.float16,
 }
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
-Loaded = HFBackend | LeanBackend
+Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
     "hf": HFBackend,
     "snapshot": SnapshotBackend,
     "lean": LeanBackend,
+    "plain": PlainBackend,
     "compiled": CompiledBackend,
 }
+_log = logging.getLogger(__name__)
 
 
 def load_backend(
@@ -57,8 +64,11 @@ def load_backend(
     backend: str = "auto",
     adapter: str | None = None,
     attn_implementation: str | None = None,
+    plainly: bool = False,
 ) -> Loaded:
     """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
+
+    With `plainly`, backend `auto` takes `plain` for a model whose drafts cannot be taken back.
 
     Raises:
         UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
@@ -79,7 +89,22 @@ def load_backend(
             f"attn_implementation is {attn_implementation!r}, and {source} is read by backend {kind}, which has "
             "its own attention: leave it out, or name backend hf"
         )
-    made: Loaded = _BACKENDS[kind](model, name=source, check=check)
+    try:
+        made: Loaded = _BACKENDS[kind](model, name=source, check=check)
+    except UndraftableError as cause:
+        if backend != "auto" or kind == "lean" or not plainly:  # a lean forward has taken the model apart
+            raise
+        made = _plainly(model, source, cause, check=check)
+    return made
+
+
+def _plainly(model: Any, source: str, cause: UndraftableError, *, check: bool) -> PlainBackend:
+    """The backend of last resort; where that does not work either, the first reason stands."""
+    try:
+        made = PlainBackend(model, name=source, check=check, because=str(cause))
+    except UserError as other:
+        raise UserError(f"{cause}; nor can it be decoded plainly: {reason(other)}") from cause
+    _log.warning("decoded plainly, without drafts: %s", cause)
     return made
 
 
@@ -100,6 +125,8 @@ def load_model(
     attn_implementation: str | None = None,
 ) -> Any:
     """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
+
+    Of a multi-modal model the text part, or the whole model where that is not one of its own.
 
     Args:
         source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`). An adapter is loaded with
@@ -125,13 +152,13 @@ def load_model(
         raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
     whole = partial(_load_whole, base or source, options)
     named = adapter if base is None else source
-    return whole() if named is None else with_adapter(whole, named)
+    if named is not None:
+        return with_adapter(whole, named)
+    return whole() if "device_map" in options else text_part(whole())
 
 
 def _load_whole(source: str, options: dict[str, Any]) -> Any:
     """Load a model with all its weights."""
-    from transformers import AutoModelForCausalLM
-
     device = options.get("device")
     options = {name: value for name, value in options.items() if name != "device"}
     where = Path(source)
@@ -140,17 +167,30 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
     else:
         _refuse_what_cannot_be_read(where)
         options = {**options, "use_safetensors": True}
+    kinds = reading_classes(source, gguf=options.get("gguf_file"), trust_remote_code=options["trust_remote_code"])
+    model = None
+    for kind in kinds:
+        try:
+            model = _load_as(kind, source, str(where), options)
+            break
+        except UserError:
+            if kind is kinds[-1]:
+                raise
+    return model if device is None else model.to(device=device)
+
+
+def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any:
+    """Load a model by one of transformers' auto classes, and check that nothing is missing."""
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+        model, report = kind.from_pretrained(source, output_loading_info=True, **options)
     except Exception as cause:
         raise UserError(
-            f"cannot load a model from {str(where)!r}: {reason(cause)}{_hint(cause)} "
+            f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause)} "
             "(legal: a hub id, a directory, a .gguf file)"
         ) from cause
-    model, report = loaded
-    _refuse_missing(str(where), model, report)
-    _refuse_unknown_quantization(str(where), model)
-    return model if device is None else model.to(device=device)
+    _refuse_missing(where, model, report)
+    _refuse_unknown_quantization(where, model)
+    return model
 
 
 def _placed(device: str | Mapping[str, Any] | None) -> dict[str, Any]:

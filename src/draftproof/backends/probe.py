@@ -29,7 +29,7 @@ from draftproof.backends.base import Backend, Capabilities, Feed, unread
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, input_device
 from draftproof.backends.mixers import cache_name, mixers_of
 from draftproof.backends.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
-from draftproof.errors import UserError, reason
+from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.tree import TokenTree
 
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
@@ -162,7 +162,8 @@ class Probe:
         windows: the kinds of attention mask that the model builds.
 
     Raises:
-        UserError: the model cannot be read piece by piece.
+        UserError: its logits are not finite.
+        UndraftableError: the model cannot be read piece by piece.
     """
 
     def __init__(self, model: Any, name: str, *, recurrent: bool = False, stepped: bool = False) -> None:
@@ -170,10 +171,12 @@ class Probe:
         try:
             self.windows: Windows = windows_of(model)
         except Exception as cause:
-            raise UserError(f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}") from cause
+            raise UndraftableError(
+                f"{name} ({type(model).__name__}) cannot read two tokens: {reason(cause)}"
+            ) from cause
         foreign = [kind for kind in self.windows.foreign if kind not in RECURRENT]
         if foreign:
-            raise UserError(f"{name} has {', '.join(foreign)} layers, which cannot roll back: {ADVICE}")
+            raise UndraftableError(f"{name} has {', '.join(foreign)} layers, which cannot roll back: {ADVICE}")
         if LINEAR in self.windows.kinds and not recurrent:
             self._refuse_states()
         self._scenarios = [self._scenario(_SHORT)]
@@ -194,12 +197,12 @@ class Probe:
         """Refuse a model with recurrent states; a family may make a mask for such layers and have none."""
         mixers = mixers_of(self._model)
         if mixers is None:
-            raise UserError(
+            raise UndraftableError(
                 f"{self._name} ({type(self._model).__name__}) has layers with a recurrent state that is not in "
                 f"transformers' own cache, so that it cannot be taken back: {ADVICE}"
             )
         if mixers:
-            raise UserError(f"{self._name} has {SNAPSHOTS}")
+            raise UndraftableError(f"{self._name} has {SNAPSHOTS}")
 
     # --- expected rows --------------------------------------------------------------------------------------------
 
@@ -217,6 +220,9 @@ class Probe:
         other = [(place * 104729 + 2) % vocab for place in range(5)]
         with _at(limit, self._model, lowered):
             rows = self._plain(tokens)
+            if limit is not None and limit.name == _ROPE:  # the angles of a row are those of the tokens up to its own
+                first = limit.value if lowered is None else lowered
+                rows = torch.cat([self._plain(tokens[:first]), rows[first:]])
             if not rows.isfinite().all():
                 raise UserError(f"{self._name} computes logits that are not finite{_broken_weights(self._model)}")
             other_rows = self._in_steps(other, 2) if self._stepped else self._plain(other)
@@ -261,11 +267,14 @@ class Probe:
     def _is_read_at_run_time(self, limit: Limit) -> bool:
         """Whether a lower value can have an effect: the family's code, its masks or its rotary angles use it."""
         if limit.name == _ROPE:
-            kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
-            names = [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
-            return any(name == "longrope" or "dynamic" in name for name in names)
+            return any(name == "longrope" or "dynamic" in name for name in self._rotary_kinds())
         masks = {"sliding_window": SLIDING, "attention_chunk_size": CHUNKED}
         return limit.name in self._source() or masks.get(limit.name) in self.windows.kinds
+
+    def _rotary_kinds(self) -> list[str]:
+        """Types of the model's rotary embeddings."""
+        kinds = [getattr(module, "rope_type", None) for module in self._model.modules()]
+        return [name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind]) if name]
 
     def _source(self) -> str:
         """The code of the modules that the model's own classes come from."""
@@ -279,7 +288,7 @@ class Probe:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
         Raises:
-            UserError: it does not compute what the model computes.
+            UndraftableError: it does not compute what the model computes.
         """
         tolerance = _tolerance(backend)
         right: list[Scenario] = []
@@ -291,7 +300,7 @@ class Probe:
                 right.append(scenario)
                 continue
             if scenario.limit is None:
-                raise UserError(
+                raise UndraftableError(
                     f"{self._name} does not reproduce its own logits after a rollback (relative error {error:.2g}, "
                     f"allowed {tolerance:.2g}): {self._known_cause()}speculation would change its output; it is refused"
                 )
@@ -303,6 +312,8 @@ class Probe:
         backend.capabilities = replace(backend.capabilities, trees=trees)
         for limit, why in bounds:
             self._bound(backend, limit, why)
+        if not backend.bounded_by and any("dynamic" in kind for kind in self._rotary_kinds()):
+            backend.bounded_by = "beyond that, its rotary angles (type dynamic) change with every token"
 
     def _error(self, backend: Backend, scenario: Scenario) -> float:
         try:
@@ -311,7 +322,7 @@ class Probe:
             if scenario.limit is not None:
                 return math.inf
             why = self._known_cause() or f"{reason(cause)}; "
-            raise UserError(f"{self._name} cannot be read piece by piece: {why}{ADVICE}") from cause
+            raise UndraftableError(f"{self._name} cannot be read piece by piece: {why}{ADVICE}") from cause
 
     def _bound(self, backend: Checked, limit: Limit, why: str) -> None:
         if backend.max_positions is None or limit.value < backend.max_positions:
@@ -325,7 +336,7 @@ class Probe:
         backend.capabilities = replace(backend.capabilities, ragged=False)
         error = max(self._measured(_batch_error, backend, each) for each in scenarios)
         if not error < tolerance:
-            raise UserError(
+            raise UndraftableError(
                 f"{self._name} computes other logits for a row that shares a batch (relative error {error:.2g}): "
                 f"{self._known_cause()}it is refused"
             )
@@ -344,7 +355,7 @@ class Probe:
         if getattr(config, "alibi", False) or hasattr(
             getattr(model, model.base_model_prefix, None), "build_alibi_tensor"
         ):
-            return "its positions are ALiBi biases, which transformers derives from a mask without slots; "
+            return "its positions are ALiBi biases, and its code does not take them from outside; "
         if getattr(model, "_is_stateful", False) and not self._recurrent:
             return f"{type(model).__name__} keeps a recurrent state that cannot be rolled back; "
         return ""

@@ -177,6 +177,8 @@ class GenerateRun:
         if isinstance(result, Output) and not self.as_json:
             return f"=== {self.title(result, place)} ===\n{result.text}\n"
         made = result.to_dict() | ({} if comparison is None else {"compare": comparison})
+        if self.engine.plain_because:
+            made["plain_because"] = self.engine.plain_because
         return json.dumps(made) + "\n"  # in ASCII: some readers also end lines at U+2028, and some pipes are not UTF-8
 
     def title(self, result: Output | Failure, place: int) -> str:

@@ -123,7 +123,7 @@ def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
     if os.environ.get(VARIABLE) == "0" or options["trust_remote_code"] or not options["check"]:
         return None
     altered = options["adapter"] or options["attn_implementation"] or (folder / ADAPTER).exists()
-    if altered or options["backend"] not in ("auto", "lean"):
+    if altered or _has_towers(folder) or options["backend"] not in ("auto", "lean"):
         return None
     try:
         files: dict[str, Any] = {
@@ -142,6 +142,15 @@ def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no directory of a whole checkpoint
         return None
+
+
+def _has_towers(folder: Path) -> bool:
+    """Whether a checkpoint is multi-modal: its tensors have other names than those of its language model."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "text_config" in config
 
 
 def _state(path: Path) -> str:

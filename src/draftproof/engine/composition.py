@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from draftproof.backends.base import Backend
+
 
 class _Part(Protocol):
     @property
@@ -71,3 +73,11 @@ def misfit(drafter: DrafterLike, verifier: VerifierLike) -> str | None:
             f"the same in every round, and those of {drafter.name} are not"
         )
     return None
+
+
+def undraftable(target: Backend) -> str:
+    """Why nothing can be drafted for a target, in words; empty where drafts can be taken back."""
+    if target.capabilities.rollback:
+        return ""
+    because = getattr(target, "because", "")
+    return f"drafted tokens cannot be taken back from {target.name}" + (f" ({because})" if because else "")

@@ -16,7 +16,7 @@ from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.composition import misfit
+from draftproof.engine.composition import misfit, undraftable
 from draftproof.engine.materials import DrafterPart, Materials, assuming
 from draftproof.engine.parts import directory, numbers, own_chain_count
 from draftproof.engine.published_parts import PUBLISHED
@@ -108,6 +108,10 @@ def _auto_drafter(parts: Materials, argument: str) -> Drafter:
     """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
     if argument:
         raise UserError(f"drafter auto takes no argument, and was given {argument!r}")
+    if why := undraftable(parts.target):
+        if parts.draft is not None:
+            raise UserError(f"{why}: leave out the draft model {parts.draft.name!r}")
+        return NoDrafter()
     names = list(_at_hand(parts))
     if parts.stopper != DEFAULT_STOPPER:
         return _first_that_fits(parts, names)

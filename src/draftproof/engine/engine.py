@@ -88,7 +88,8 @@ class Engine(DecodingLoop):
             trust_remote_code: run code that comes with a model; off unless asked for.
             check: probe each model for rollback at construction (a few short forward passes).
             backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, "snapshot" where
-                it has recurrent layers, else "hf".
+                it has recurrent layers, else "hf"; and for a target whose drafts cannot be taken back "plain", which
+                decodes without drafts (`plain_because` says why).
             adapter: a PEFT adapter for the target, a directory or hub id: merged into its weights where that gives the
                 same logits, else computed beside them by backend hf. A draft or target that is an adapter itself is
                 loaded with its base model.
@@ -119,7 +120,7 @@ class Engine(DecodingLoop):
         if draft is None and bits is None and draft_dtype != "auto":
             raise UserError(f"draft_dtype is {draft_dtype!r}, and there is no draft model: leave it out, or name one")
         one = device is None or (isinstance(device, str) and device != "auto")
-        source = ModelSource(target, **{**options, "adapter": adapter})
+        source = ModelSource(target, **{**options, "adapter": adapter, "plainly": True})
         tokenizer, small = source.tokenizer, None
         if draft is not None:
             other = ModelSource(draft, **{**options, "dtype": loaded_in, "device": device if one else None})

@@ -20,7 +20,7 @@ from draftproof.backends.base import Backend, Feed, FeedOutput, unread
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.composition import misfit
+from draftproof.engine.composition import misfit, undraftable
 from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.stats import Seconds
@@ -91,6 +91,8 @@ class DecodingLoop:
         for rule in filter(None, (self.verifier, self.seeded_verifier)):
             if why := misfit(self.drafter, rule):
                 raise UserError(why)
+        if self.drafter.limit and self.plain_because:
+            raise UserError(f"drafter {self.drafter.name} drafts, and {self.plain_because}: legal is drafter none")
         if self.drafter.branching and not self.target.capabilities.trees:
             raise UserError(
                 f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them: legal are "
@@ -98,6 +100,11 @@ class DecodingLoop:
             )
         if self.max_batch < 1:
             raise UserError(f"max_batch is {self.max_batch}: legal is 1 or more")
+
+    @property
+    def plain_because(self) -> str:
+        """Why the target can only be decoded plainly; empty where it can be drafted for."""
+        return undraftable(self.target)
 
     @property
     def tokenizer(self) -> Any:

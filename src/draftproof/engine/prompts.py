@@ -55,8 +55,9 @@ class PromptReader:
         tokenizer = self._required()
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(f"{self._model} has no chat template: give the prompt as plain text")
+        told = [_text_only(place, message) for place, message in enumerate(messages)]
         try:
-            return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+            return str(tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False))
         except Exception as cause:
             raise UserError(f"the chat template of {self._model} refuses the messages: {reason(cause)}") from cause
 
@@ -74,6 +75,25 @@ class PromptReader:
         if self.tokenizer is None:
             raise UserError("the engine has no tokenizer: give prompts as token ids")
         return self.tokenizer
+
+
+def _text_only(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message with its content as one text.
+
+    Raises:
+        UserError: parts of it are no text.
+    """
+    content = message.get("content")
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return message
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise UserError(
+                f"message {place} has a part of type {kind!r}: legal are texts; images, sound and video are not read, "
+                "also where the model could"
+            )
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from draftproof.backends.base import Backend
 from draftproof.drafters.base import Drafter
+from draftproof.engine.composition import undraftable
 from draftproof.engine.drafter_parts import DEFAULT_DRAFTER, DRAFTERS, find_drafter, reads_draft, why_not
 from draftproof.engine.materials import DrafterPart, Materials
 from draftproof.engine.parts import Part, StopperPart, VerifierPart
@@ -98,6 +99,8 @@ def make_drafter(
         raise UserError(
             f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
         )
+    if part.name not in ("none", "auto") and (why := undraftable(target)):
+        raise UserError(f"drafter {spec} drafts, and {why}: legal is drafter none")
     heads = part.name == "feature_head" or (part.takes_draft and target.name in SHIPPED_FEATURE_HEADS)
     if bits is not None and draft is None and not heads:
         raise UserError(
