@@ -215,7 +215,7 @@ class FeatureBackend:
         layout = Layout(feeds, self.device)
         found = [session.above(feed) for session, feed in zip(sessions, feeds, strict=True)]
         states = self._padded([self._filled(part, len(feed)) for (part, _), feed in zip(found, feeds, strict=True)])
-        self._cache.reserve(layout.plan.horizon)
+        self._cache.claim(layout.plan.slots, layout.plan.ends)
         out = self._run_net(states, self._embed(layout.ids), layout, self._cache)
         outputs = self._outputs(feeds, out, hidden=hidden)
         for row, (session, feed) in enumerate(zip(sessions, feeds, strict=True)):

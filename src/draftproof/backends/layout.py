@@ -1,7 +1,8 @@
-"""The padded tensors of a forward pass over ragged feeds: ids, positions, masks, and the write plan of the cache."""
+"""The tensors of a forward pass over ragged feeds: ids, positions, masks, and the write plan of the cache."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -18,17 +19,24 @@ from draftproof.tree import TokenTree
 
 
 class Layout:
-    """The padded tensors of one forward pass over ragged feeds.
+    """The tensors of one forward pass over ragged feeds: rows padded to the longest, or packed one after another.
+
+    Args:
+        feeds: of different sessions.
+        device: of the tensors.
+        packed: whether all tokens are one row, without padding.
 
     Attributes:
-        ids, positions: [rows, width], padded on the right.
+        ids, positions: [rows, width], padded on the right; [1, tokens] where packed.
         chains: the chain tokens of each feed as a tensor.
         plan: where keys and values are written in the slot cache.
+        sizes: columns of each feed, with padding.
     """
 
-    def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
+    def __init__(self, feeds: Sequence[Feed], device: torch.device, *, packed: bool = False) -> None:
         self.feeds = feeds
         self.device = device
+        self.packed = packed
         self.chains = [
             feed.tokens.to(device, torch.int64).reshape(-1)
             if isinstance(feed.tokens, Tensor)
@@ -41,13 +49,24 @@ class Layout:
             widths=tuple(len(feed) for feed in feeds),
         )
         self.width = max(self.plan.widths)
-        self.ids = self._pad([self._row_ids(row) for row in range(len(feeds))])
+        self.sizes = self.plan.widths if packed else (self.width,) * len(feeds)
+        self.ids = self._placed([self._row_ids(row) for row in range(len(feeds))])
         host = [self._row_positions(feed) for feed in feeds]
-        self.positions = sent([row + [0] * (self.width - len(row)) for row in host], device)
+        if packed:
+            self.positions = sent([list(itertools.chain.from_iterable(host))], device)
+        else:
+            self.positions = sent([row + [0] * (self.width - len(row)) for row in host], device)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first of each feed's columns, when all rows follow one another."""
+        return list(itertools.accumulate(self.sizes[:-1], initial=0))
 
     @cached_property
     def columns(self) -> list[int]:
         """Columns whose logits some row needs."""
+        if self.packed:
+            return [self.starts[row] + column for row in range(len(self.feeds)) for column in self._columns(row)]
         return sorted({column for row in range(len(self.feeds)) for column in self._columns(row)})
 
     @cached_property
@@ -55,13 +74,20 @@ class Layout:
         """`columns` on the model's device."""
         return sent(self.columns, self.device, torch.int64)
 
+    def own(self, values: Float[Tensor, "rows width dim"], row: int) -> Float[Tensor, "tokens dim"]:
+        """The values of one feed's tokens."""
+        width = self.plan.widths[row]
+        return values[0, self.starts[row] : self.starts[row] + width] if self.packed else values[row, :width]
+
     def _row_ids(self, row: int) -> Int[Tensor, " tokens"]:
         tree = self.feeds[row].tree
         return self.chains[row] if tree is None else torch.cat([self.chains[row], tree.tokens.to(self.device)])
 
-    def _pad(self, rows: list[Int[Tensor, " _"]]) -> Int[Tensor, "rows width"]:
+    def _placed(self, rows: list[Int[Tensor, " _"]]) -> Int[Tensor, "rows width"]:
         if len(rows) == 1:
             return rows[0].unsqueeze(0)
+        if self.packed:
+            return torch.cat(rows).unsqueeze(0)
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     @staticmethod
@@ -85,21 +111,25 @@ class Layout:
         states: Float[Tensor, "rows width dim"] | None,
     ) -> list[FeedOutput]:
         """The output of each feed; `logits` has every column, or only `columns`."""
-        trimmed = logits.shape[1] < self.width
-        outputs = []
+        trimmed = logits.shape[1] < self.positions.shape[1]
+        outputs, before = [], 0
         for row in range(len(self.feeds)):
             columns = self._columns(row)
-            first = self.columns.index(columns.start) if trimmed else columns.start
-            hidden = None if states is None else states[row, columns.start : columns.stop]
-            outputs.append(FeedOutput(logits[row, first : first + len(columns)], hidden))
+            if self.packed:
+                first = before if trimmed else self.starts[row] + columns.start
+                before += len(columns)
+            else:
+                first = self.columns.index(columns.start) if trimmed else columns.start
+            hidden = None if states is None else self.own(states, row)[columns.start : columns.stop]
+            outputs.append(FeedOutput(logits[0 if self.packed else row, first : first + len(columns)], hidden))
         return outputs
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
+    def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "*rows width horizon"]:
         """Additive attention mask: 0 where a token may attend, the dtype's minimum elsewhere.
 
-        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so
-        that no row of a softmax is empty. With a window only positions closer than `window` are seen, with a `Chunk`
-        those in the same chunk.
+        It is [rows, 1, width, horizon], or where packed [tokens, horizon]. A chain token sees every slot up to its own;
+        a node sees the stem and its ancestors; padding sees slot 0, so that no row of a softmax is empty. With a window
+        only positions closer than `window` are seen, with a `Chunk` those in the same chunk.
         """
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
@@ -107,13 +137,18 @@ class Layout:
         key_positions = slots.expand(len(self.feeds), horizon)
         for row, feed in enumerate(self.feeds):
             if not self._is_straight(feed):
-                allowed[row], key_positions = self._open_tree(row, feed, allowed[row], key_positions)
+                first = self.starts[row]
+                own = allowed[first : first + self.sizes[row]]
+                key_positions = self._open_tree(row, feed, own, key_positions)
         if window is not None:
-            ours, theirs = self.positions.unsqueeze(-1), key_positions.unsqueeze(1)
+            ours, theirs = self.positions.view(-1, 1), slots
+            if not self.straight:
+                theirs = key_positions.repeat_interleave(sent(self.sizes, self.device, torch.int64), 0)
             allowed &= ours // window == theirs // window if isinstance(window, Chunk) else ours - theirs < window
             allowed[..., 0] |= ~allowed.any(-1)
         blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
-        return blocked.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+        blocked.masked_fill_(~allowed, torch.finfo(dtype).min)
+        return blocked if self.packed else blocked.view(len(self.feeds), 1, self.width, horizon)
 
     @cached_property
     def host_limits(self) -> list[list[int]]:
@@ -121,9 +156,9 @@ class Layout:
         return [self._limits(row) for row in range(len(self.feeds))]
 
     @cached_property
-    def limits(self) -> Int[Tensor, "rows width"]:
-        """`host_limits` on the model's device."""
-        return sent(self.host_limits, self.device)
+    def limits(self) -> Int[Tensor, " tokens"]:
+        """`host_limits` on the model's device, row after row."""
+        return sent(list(itertools.chain.from_iterable(self.host_limits)), self.device)
 
     @cached_property
     def straight(self) -> bool:
@@ -140,11 +175,11 @@ class Layout:
         stem = feed.session.stem + chain
         nodes = len(feed) - chain
         ends = [base + chain + i for i in range(nodes)] if self._is_straight(feed) else [stem - 1] * nodes
-        return [*range(base, base + chain), *ends, *[0] * (self.width - len(feed))]
+        return [*range(base, base + chain), *ends, *[0] * (self.sizes[row] - len(feed))]
 
     def _open_tree(
         self, row: int, feed: Feed, allowed: Tensor, key_positions: Int[Tensor, "rows horizon"]
-    ) -> tuple[Tensor, Int[Tensor, "rows horizon"]]:
+    ) -> Int[Tensor, "rows horizon"]:
         """Let each node see its ancestors, and give the tail's slots their true positions."""
         assert feed.tree is not None, "only trees are opened"
         known, stem = len(feed.session.tail), feed.session.stem + len(feed.tokens)
@@ -155,7 +190,7 @@ class Layout:
         allowed[chain : len(feed), stem:end] = whole.visible[known:].to(self.device)
         key_positions = key_positions.clone()
         key_positions[row, stem:end] = sent([stem - 1 + d for d in whole.depths], self.device)
-        return allowed, key_positions
+        return key_positions
 
 
 def feed_depths(feed: Feed) -> list[int]:

@@ -31,7 +31,7 @@ class SelfDraftBackend(SlotBackend):
     def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
         super().__init__(whole.facts, cache=whole.cache)
         self.name, self.part = name, part
-        self.embed, self.prefill = part.embed, part.prefill
+        self.embed, self.prefill, self.packs = part.embed, part.prefill, part.packs
         self.capabilities, self.max_positions = part.capabilities, whole.max_positions
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:

@@ -35,6 +35,7 @@ class SlotBackend(ABC):
         embed: embeddings [*shape, dim] of token ids [*shape], as the first layer reads them.
         kind: name of the forward pass in BACKENDS.
         prefill: tokens of a prompt that are read in one pass.
+        packs: whether feeds of any lengths are read in one pass without padding.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class SlotBackend(ABC):
         self.max_positions, self.bounded_by = facts.max_positions, ""
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache() if cache is None else cache
-        self.prefill = PREFILL_CHUNK
+        self.prefill, self.packs = PREFILL_CHUNK, False
         self._records = False
 
     @property
@@ -85,7 +86,8 @@ class SlotBackend(ABC):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """Read every feed: long prompts first, one by one in chunks, then feeds of similar length together.
+        """Read every feed: long prompts first, one by one in chunks, then feeds of similar length together,
+        or all of them where they are packed.
 
         Raises:
             ValueError: nothing to read, or longer than the model's context.
@@ -96,7 +98,8 @@ class SlotBackend(ABC):
             if len({id(feed.session) for feed in feeds}) < len(feeds):
                 raise ValueError("a session was fed twice in one forward pass")
             run = partial(self._run, hidden=hidden)
-            return in_passes(feeds, run, ragged=self.capabilities.ragged, chunk=self.prefill)
+            ragged = self.capabilities.ragged
+            return in_passes(feeds, run, ragged=ragged, packed=self.packs, chunk=self.prefill)
 
     def _check(self, feed: Feed) -> None:
         feed.session.admit(len(feed.tokens), feed.tree)
@@ -110,13 +113,13 @@ class SlotBackend(ABC):
             raise ValueError(f"{self.name} reads at most {self.max_positions} positions{why}, requested are {end}")
 
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
-        layout = Layout(feeds, self.device)
-        self._cache.reserve(layout.plan.horizon)
+        layout = Layout(feeds, self.device, packed=self.packs)
+        self._cache.claim(layout.plan.slots, layout.plan.ends)
         logits, states = self._compute(layout, hidden=hidden or self._records)
         outputs = layout.split(logits, states)
         for row, feed in enumerate(feeds):
             if self._records and states is not None:
-                feed.session.remember(states[row, : len(feed)])
+                feed.session.remember(layout.own(states, row))
             feed.session.read(feed.tokens, feed.tree)
         return outputs
 
