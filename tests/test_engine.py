@@ -118,6 +118,7 @@ def test_every_drafter_is_greedy_like_transformers(drafter, verifier):
     outputs = under_test.generate(list(PROMPTS[:4]), GREEDY)
     assert tokens(outputs) == [reference(text) for text in PROMPTS[:4]]
     assert sum(output.stats.num_accepted_tokens for output in outputs) > 0
+    under_test.forget()
     held = [under_test.target, *([] if "ngram" in drafter else [under_test.drafter.model.backend])]
     assert [slots_in_use(one) for one in held] == [0] * len(held)
 
@@ -203,7 +204,7 @@ def test_names_build_the_same_engine():
 
 
 def slots_in_use(held):
-    return held._cache._slots - len(held._cache._free)
+    return held.cache.in_use
 
 
 def test_fifty_requests_of_every_kind_leave_no_slot_in_use():

@@ -29,11 +29,13 @@ class Capabilities:
         trees: whether drafted nodes may branch (tree attention).
         hidden: width of the last hidden state it can return, 0 when it cannot.
         ragged: whether rows that begin or end at different positions may share a forward pass.
+        portions: whether a prompt takes no longer in portions than at once.
     """
 
     trees: bool = True
     hidden: int = 0
     ragged: bool = True
+    portions: bool = True
 
 
 class Session:
@@ -133,7 +135,7 @@ class Session:
         if self._states is None and self._length:
             return
         if self._states is None or end > self._states.shape[0]:
-            grown = states.new_empty((max(2 * end, _FIRST_STATES), states.shape[1]))
+            grown = states.new_empty((max(end + end // 4, _FIRST_STATES), states.shape[1]))
             if self._states is not None:
                 grown[: self._length] = self._states[: self._length]
             self._states = grown
@@ -178,6 +180,10 @@ class Session:
         self._length = len(self._tokens)
         return self._length
 
+    def reach(self, length: int) -> int:
+        """How many slots `keep(length)` would keep, for a length within the stem; changes nothing."""
+        return length
+
     def _reachable(self, length: int) -> int:
         """The largest number of slots, `length` at most, that the session can go back to; it goes there now."""
         return length
@@ -189,6 +195,33 @@ class Session:
     def _gather_states(self, base: int, slots: Sequence[int]) -> None:
         if self._states is not None:
             self._states[base : base + len(slots)] = self._states[slots]
+
+    def fork(self, length: int) -> Session | None:
+        """A session of its own that begins with a copy of this one's first slots; None where that is not possible.
+
+        Args:
+            length: slots, a number that `reach` returned.
+        """
+        made = self._empty()
+        if made is not None:
+            made._tokens, made._length = self.tokens[:length], length  # noqa: SLF001 - of this class
+            if self._states is not None:
+                made._states = self._states[:length].clone()  # noqa: SLF001 - of this class
+        return made
+
+    def _empty(self) -> Session | None:
+        """A session of the same model for `fork`."""
+        return Session()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the session takes, in bytes."""
+        return 0 if self._states is None else self._states.nbytes
+
+    def trim(self) -> None:
+        """Give back the memory of what is not in use; a session without a tail only."""
+        if self._states is not None and self._states.shape[0] > self._length:
+            self._states = self._states[: self._length].clone()
 
     def close(self) -> None:
         """Release the session's memory; the session must not be used again."""
@@ -271,10 +304,16 @@ class Backend(Protocol):
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix; if one is a prefix of the other, a single comparison finds it."""
-    size = min(len(left), len(right))
+    known, size = 0, min(len(left), len(right))
     if left[:size] == right[:size]:
         return size
-    return next(i for i in range(size) if left[i] != right[i])
+    while known + 1 < size:  # the first `known` are equal, the first `size` are not
+        middle = (known + size) // 2
+        if left[known:middle] == right[known:middle]:
+            known = middle
+        else:
+            size = middle
+    return known
 
 
 def unread(session: Session, tokens: list[int]) -> list[int]:

@@ -44,6 +44,9 @@ class FeatureSession(SlotSession):
         self.owner = owner
         self.certain = 0
 
+    def _empty(self) -> None:
+        """It cannot be copied: it follows another session."""
+
     @property
     def known(self) -> int:
         """How many leading states the target's session holds."""
@@ -196,6 +199,10 @@ class FeatureBackend:
     def follow(self, owner: Session) -> FeatureSession:
         """A session that reads what the target's session has read, with its states."""
         return FeatureSession(self._cache, owner)
+
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that sessions of these lengths take together: keys, values and output states."""
+        return self._cache.batch_nbytes(lengths) + self.config.hidden_size * self._dtype.itemsize * sum(lengths)
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:

@@ -38,13 +38,15 @@ def in_passes(
         left.append(Feed(feed.session, tokens, feed.tree))
     outputs: dict[int, FeedOutput] = {}
     lengths = [len(feed) for feed in left]
-    if packed:
-        groups = _up_to(PACKED, lengths)
-    else:
-        groups = similar_lengths(lengths) if ragged else _equal_positions(left)
-    for group in groups:
+    for group in _groups(left, lengths, ragged=ragged, packed=packed):
         outputs |= zip(group, run([left[row] for row in group]), strict=True)
     return [outputs[row] for row in range(len(left))]
+
+
+def _groups(feeds: Sequence[Feed], lengths: Sequence[int], *, ragged: bool, packed: bool) -> list[list[int]]:
+    if packed:
+        return _up_to(PACKED, lengths)
+    return similar_lengths(lengths) if ragged else _equal_positions(feeds)
 
 
 def _up_to(most: int, lengths: Sequence[int]) -> list[list[int]]:

@@ -7,7 +7,7 @@ numbers as the whole model, quantized weights write others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -36,6 +36,10 @@ class SelfDraftBackend(SlotBackend):
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.part._compute(layout, hidden=hidden)  # noqa: SLF001 - a part of this backend
+
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:  # noqa: ARG002
+        """0: its sessions have no memory of their own."""
+        return 0
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the part's output layer."""

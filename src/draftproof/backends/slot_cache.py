@@ -7,7 +7,7 @@ keeping a path of a tree moves data (`gather`). A slot takes memory for what its
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -118,6 +118,7 @@ class SlotCache:
         self._values: dict[int, Tensor] = {}
         self._memory: dict[int, Buffer] = {}  # of each tensor, by its address
         self._free: list[int] = []
+        self._abandoned: deque[int] = deque()
         self._used: list[int] = []  # positions of each slot that were written
         self._slots = 0
         self._capacity = 0
@@ -134,6 +135,8 @@ class SlotCache:
 
     def acquire(self) -> int:
         """Take the lowest free slot: low numbers keep a batch contiguous."""
+        while self._abandoned:
+            self.release(self._abandoned.popleft())
         if not self._free:
             self._free.append(self._slots)
             self._used.append(0)
@@ -153,6 +156,10 @@ class SlotCache:
         self._used[slot] = 0
         self._free.append(slot)
         self._shrink()
+
+    def abandon(self, slot: int) -> None:
+        """Release a slot later; may be called at any time in any thread, also while buffers are in use."""
+        self._abandoned.append(slot)
 
     @torch.inference_mode()
     def trim(self, slot: int, length: int) -> None:
@@ -186,7 +193,7 @@ class SlotCache:
     @property
     def in_use(self) -> int:
         """Slots that were acquired and not released."""
-        return self._slots - len(self._free)
+        return self._slots - len(self._free) - len(self._abandoned)
 
     @property
     def is_paged(self) -> bool:

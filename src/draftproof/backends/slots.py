@@ -65,6 +65,11 @@ class SlotBackend(ABC):
         """A fresh session."""
         return SlotSession(self._cache)
 
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that sessions of these lengths take together: keys, values and recorded states."""
+        states = self.facts.hidden_size * self.dtype.itemsize if self._records else 0
+        return self._cache.batch_nbytes(lengths) + states * sum(lengths)
+
     def use_context(self, positions: int) -> None:
         """From now on, read sequences of at most this many tokens.
 
@@ -86,8 +91,9 @@ class SlotBackend(ABC):
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
-        """Read every feed: long prompts first, one by one in chunks, then feeds of similar length together,
-        or all of them where they are packed.
+        """Read every feed: long prompts first, one by one in chunks, then feeds of similar length together.
+
+        Where passes are packed, feeds of all lengths are read together.
 
         Raises:
             ValueError: nothing to read, or longer than the model's context.

@@ -64,6 +64,9 @@ class FeatureModel(DraftModel):
         found.rewind()
         return found
 
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """Nothing is kept: a head reads a text again in a small part of the target's time."""
+
     @staticmethod
     def _roll_back(request: DraftRequest) -> int:
         """Roll the target's session back to the committed tokens; return the number of states in it."""
