@@ -21,7 +21,7 @@ from draftproof.accelerator import sent
 from draftproof.backends.pages import PAGE, Buffer
 
 _FIRST_CAPACITY = 256
-_NOTED = 64  # the peak is looked at when a sequence has grown by so many positions
+_NOTED = 16  # the peak is looked at when a sequence has grown by so many positions
 _STEPS = 8  # capacities that are not paged are multiples of a power of two near this part of them
 
 

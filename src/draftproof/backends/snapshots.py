@@ -61,7 +61,12 @@ class SnapshotSession(SlotSession):
     @property
     def nbytes(self) -> int:
         """Memory of the keys, values and states that are kept, in bytes."""
-        return super().nbytes + sum(mark.state.nbytes for mark in self._marks)
+        return super().nbytes + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Memory of the states that are kept, in bytes."""
+        return sum(mark.state.nbytes for mark in self._marks)
 
     def reach(self, length: int) -> int:
         """See Session."""
