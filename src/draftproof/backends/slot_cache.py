@@ -123,13 +123,16 @@ class SlotCache:
         self._slots = 0
         self._capacity = 0
         self._units: Counter[tuple[int, int]] = Counter()  # buffers by heads, and bytes of a head's position
+        self._is_paged = False
         self.peak = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("lock", "_memory")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock(), _memory={})  # a copy has its own, in plain tensors
+        vars(self).update(
+            state, lock=threading.RLock(), _memory={}, _is_paged=False
+        )  # a copy has its own, in plain tensors
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -198,7 +201,7 @@ class SlotCache:
     @property
     def is_paged(self) -> bool:
         """Whether a slot takes memory only for what its own sequence has written."""
-        return bool(self._memory) and all(each.is_paged for each in self._memory.values())
+        return self._is_paged
 
     @property
     def nbytes(self) -> int:
@@ -298,6 +301,7 @@ class SlotCache:
                 if end := min(used, most):
                     made[slot, :, :end] = old[slot, :, :end]
             self._memory.pop(old.data_ptr(), None)
+        self._is_paged = memory.is_paged and (self._is_paged or not self._memory)
         self._memory[made.data_ptr()] = memory
         store[layer] = made
         self._units = Counter((t.shape[1], t.shape[3] * t.dtype.itemsize) for t in self._buffers())
