@@ -118,6 +118,7 @@ def test_every_drafter_is_greedy_like_transformers(drafter, verifier):
     outputs = under_test.generate(list(PROMPTS[:4]), GREEDY)
     assert tokens(outputs) == [reference(text) for text in PROMPTS[:4]]
     assert sum(output.stats.num_accepted_tokens for output in outputs) > 0
+    under_test.forget()
     held = [under_test.target, *([] if "ngram" in drafter else [under_test.drafter.model.backend])]
     assert [slots_in_use(one) for one in held] == [0] * len(held)
 
@@ -203,12 +204,12 @@ def test_names_build_the_same_engine():
 
 
 def slots_in_use(held):
-    return held._cache._slots - len(held._cache._free)
+    return held.cache.in_use
 
 
 def test_fifty_requests_of_every_kind_leave_no_slot_in_use():
     target, draft = fresh("target"), fresh("draft")
-    under_test = engine(target, draft, max_batch=4)
+    under_test = engine(target, draft, max_batch=4, prefix_reuse=False)
     for i in range(10):
         stream = under_test.stream(PROMPTS[i % 7], SamplingParams(max_tokens=9, seed=i))
         next(stream)
@@ -277,6 +278,7 @@ def test_a_generate_that_fails_leaves_the_engine_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match="a part broke"):
         under_test.generate(list(PROMPTS), GREEDY)
     assert not under_test.busy
+    under_test.forget()
     assert slots_in_use(under_test.target) == slots_in_use(under_test.drafter.model.backend) == 0
     assert tokens(under_test.generate(PROMPTS[0], GREEDY)) == [reference(PROMPTS[0])]
 

@@ -1,5 +1,6 @@
 """One request fails and the others do not notice; two threads share an engine and get what each would get alone."""
 
+import gc
 import threading
 
 import pytest
@@ -207,6 +208,8 @@ def test_threads_that_share_an_engine_or_a_backend_get_what_each_gets_alone(shar
         return [out.token_ids for out in mine.generate(part, LONG)]
 
     assert in_threads(work, prompts) == expected
+    one.forget()
+    gc.collect()  # engines that nobody uses any more
     assert target.cache.in_use == 0
 
 

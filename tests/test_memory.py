@@ -145,8 +145,9 @@ def test_figures_are_those_of_the_shapes(kind):
     config = embedded_model("target").config
     token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
     target, draft = found.caches
-    assert (target.part, target.token, target.slots, target.positions) == ("target", token, 2, 256)
-    assert target.reserved == 2 * 256 * token
+    assert (target.part, target.token, target.paged) == ("target", token, True)
+    page = 4096 // (config.head_dim * 4)  # positions of one head
+    assert target.taken == 2 * -(-32 // page) * page * token
     assert draft.token == token * 4 // 5, "the draft has four of five layers"
     assert target.used == 2 * target.sequence
     assert 20 * token < target.sequence <= (20 + 12) * token
@@ -161,7 +162,7 @@ def test_figures_are_those_of_the_shapes(kind):
         assert size >= (found.rows[phase].nbytes if phase in found.rows else 0), phase
     assert found.later["verify"] > 0
     assert max(found.first["round"], found.later["round"]) <= found.temporaries
-    parts = sum(one.own for one in found.weights), sum(one.reserved for one in found.caches), found.temporaries
+    parts = sum(one.own for one in found.weights), sum(one.taken for one in found.caches), found.temporaries
     assert found.total == sum(parts) == found.to_dict()["total"]
 
 
@@ -282,18 +283,18 @@ def test_caches_grow_by_need_and_slots_are_used_again():
     target = HFBackend(random_model(CONFIGS["llama"]()))
     made, params = Engine(target, max_batch=3), SamplingParams(max_tokens=4, seed=1)
     ((_, cache),) = slot_caches(made)
-    assert cache.shape == (2, 256), "what the probe at construction needs"
-    made.generate([[5, 6]] * 2, params)
-    assert (cache.shape, cache.in_use) == ((2, 256), 0)
+    assert (cache.nbytes, cache.in_use) == (0, 0)
     made.generate([[5, 6]] * 9, params)
-    assert (cache.shape, cache.in_use) == ((4, 256), 0), "slots double, and nine requests ran three at a time"
-    made.generate([[7] * 300], params)
-    assert (cache.shape, cache.in_use) == ((4, 512), 0), "positions double"
-    reserved = cache.nbytes
-    assert reserved == 4 * 512 * cache.token_nbytes
+    assert (cache.shape[0], cache.in_use) == (4, 0), "slots double, and nine requests ran three at a time"
+    page = 4096 // 32
+    assert cache.peak == 3 * page * cache.token_nbytes or cache.peak == 4 * page * cache.token_nbytes
+    made.generate([[7] * 300, [5, 6]], params)
+    made.forget()
+    assert cache.peak == (3 + 1) * page * cache.token_nbytes, "each has its own length"
     for length in range(1, 40):
         made.generate([[5] * length] * 3, params)
-    assert (cache.nbytes, cache.in_use) == (reserved, 0)
+    made.forget()
+    assert (cache.nbytes, cache.in_use) == (0, 0)
 
 
 # --- nothing is left of requests that ended --------------------------------------------------------------------------
@@ -339,6 +340,7 @@ def use(made, prompt, params):
 def check_idle(made, prompt, params):
     fresh = sizes(made)
     use(made, prompt, params)
+    made.forget()
     assert leftovers(made) == []
     assert sizes(made) == fresh
     assert not made.busy

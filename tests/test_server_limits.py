@@ -233,6 +233,7 @@ def test_a_mixed_crowd_leaves_nothing_behind():
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda number: one(base, number), range(120)))
         until(lambda: not (engine.busy or server.worker._open or server.worker._rows))
+        engine.forget()
         assert engine.target.cache.in_use == 0
         until(lambda: descriptors() <= before + 2)
     assert wrong == []
@@ -285,7 +286,7 @@ def test_a_new_request_that_breaks_rounds_goes_and_the_others_stay(engine):
     ids, step = engine.encode("The dog")[1], engine.step
 
     def step_failing():
-        if any(row.tokens[: len(ids)] == ids for row in (*engine._running, *engine._waiting)):
+        if any(row.tokens[: len(ids)] == ids for row in (*engine.scheduler.running, *engine.scheduler.waiting)):
             raise RuntimeError("broken by it")
         time.sleep(0.01)
         step()

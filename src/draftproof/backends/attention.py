@@ -174,7 +174,7 @@ class NativeAttention:
         places = list(zip(plan.slots, plan.bases, plan.widths, strict=True))
         if layout.straight and (window is None or plan.horizon <= window):
             return PassMask(places, [[last + 1 for last in row] for row in layout.host_limits], None)
-        every = [[base + width] * layout.width for _, base, width in places]
+        every = [[base + width] * size for (_, base, width), size in zip(places, layout.sizes, strict=True)]
         return PassMask(places, every, layout.mask(window, dtype))
 
     def __call__(

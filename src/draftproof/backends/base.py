@@ -30,12 +30,14 @@ class Capabilities:
         hidden: width of the last hidden state it can return, 0 when it cannot.
         ragged: whether rows that begin or end at different positions may share a forward pass.
         rollback: whether drafted tokens can be read and taken back; without it there is plain decoding only.
+        portions: whether a prompt takes no longer in portions than at once.
     """
 
     trees: bool = True
     hidden: int = 0
     ragged: bool = True
     rollback: bool = True
+    portions: bool = True
 
 
 class Session:
@@ -149,7 +151,7 @@ class Session:
         if known is None and self._length:
             return
         if known is None or end > known.shape[0]:
-            grown = states.new_empty((max(2 * end, _FIRST_STATES), states.shape[1]))
+            grown = states.new_empty((max(end + end // 4, _FIRST_STATES), states.shape[1]))
             if known is not None:
                 grown[: self._length] = known[: self._length]
             known = self._states[layers] = grown
@@ -194,6 +196,10 @@ class Session:
         self._length = len(self._tokens)
         return self._length
 
+    def reach(self, length: int) -> int:
+        """How many slots `keep(length)` would keep, for a length within the stem; changes nothing."""
+        return length
+
     def _reachable(self, length: int) -> int:
         """The largest number of slots, `length` at most, that the session can go back to; it goes there now."""
         return length
@@ -205,6 +211,33 @@ class Session:
     def _gather_states(self, base: int, slots: Sequence[int]) -> None:
         for states in self._states.values():
             states[base : base + len(slots)] = states[slots]
+
+    def fork(self, length: int) -> Session | None:
+        """A session of its own that begins with a copy of this one's first slots; None where that is not possible.
+
+        Args:
+            length: slots, a number that `reach` returned.
+        """
+        made = self._empty()
+        if made is not None:
+            made._tokens, made._length = self.tokens[:length], length  # noqa: SLF001 - of this class
+            made._states = {layers: states[:length].clone() for layers, states in self._states.items()}  # noqa: SLF001
+        return made
+
+    def _empty(self) -> Session | None:
+        """A session of the same model for `fork`."""
+        return Session()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the session takes, in bytes."""
+        return sum(states.nbytes for states in self._states.values())
+
+    def trim(self) -> None:
+        """Give back the memory of what is not in use; a session without a tail only."""
+        for layers, states in self._states.items():
+            if states.shape[0] > self._length:
+                self._states[layers] = states[: self._length].clone()
 
     def close(self) -> None:
         """Release the session's memory; the session must not be used again."""
@@ -287,10 +320,16 @@ class Backend(Protocol):
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix; if one is a prefix of the other, a single comparison finds it."""
-    size = min(len(left), len(right))
+    known, size = 0, min(len(left), len(right))
     if left[:size] == right[:size]:
         return size
-    return next(i for i in range(size) if left[i] != right[i])
+    while known + 1 < size:  # the first `known` are equal, the first `size` are not
+        middle = (known + size) // 2
+        if left[known:middle] == right[known:middle]:
+            known = middle
+        else:
+            size = middle
+    return known
 
 
 def unread(session: Session, tokens: list[int]) -> list[int]:

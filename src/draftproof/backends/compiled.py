@@ -142,7 +142,8 @@ class Program:
         spread = 2 if rows * width == 1 and not self._records else width
         bases = sent(plan.bases, device).unsqueeze(1)
         horizon = -(-plan.horizon // self._bucket) * self._bucket
-        cache.reserve(max(horizon, max(plan.bases) + spread))
+        cache.claim(plan.slots, [base + spread for base in plan.bases])
+        cache.reserve(horizon)
         views = cache.views(plan.slots[0], rows)
         if views is None:
             return None

@@ -96,6 +96,9 @@ class FollowingSession(SlotSession):
         self.owner, self.layers, self.back = owner, layers, back
         self.certain = 0
 
+    def _empty(self) -> None:
+        """It cannot be copied: it follows another session."""
+
     @property
     def known(self) -> int:
         """How many leading states the owner holds."""
@@ -169,6 +172,10 @@ class FollowingBackend:
         """A session that reads what the target's session has read, with its states."""
         return FollowingSession(self._cache, owner, self.net.layers, self.back)
 
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that sessions of these lengths take together: keys, values and output states."""
+        return self._cache.batch_nbytes(lengths) + self.net.width * self._dtype.itemsize * sum(lengths)
+
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """Read every feed; the drafted tokens of one level a pass.
@@ -187,7 +194,7 @@ class FollowingBackend:
         layout = Layout(feeds, self.device)
         found = [session.above(feed) for session, feed in zip(sessions, feeds, strict=True)]
         states = self._padded([self._filled(above) for above in found])
-        self._cache.reserve(layout.plan.horizon)
+        self._cache.claim(layout.plan.slots, layout.plan.ends)
         out = self.net(states, self.net.embed(layout.ids), layout, self._cache)
         outputs = self._outputs(feeds, out, hidden=hidden)
         for row, (session, feed) in enumerate(zip(sessions, feeds, strict=True)):

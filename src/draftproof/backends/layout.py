@@ -1,7 +1,8 @@
-"""The padded tensors of a forward pass over ragged feeds: ids, positions, masks, and the write plan of the cache."""
+"""The tensors of a forward pass over ragged feeds: ids, positions, masks, and the write plan of the cache."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -18,21 +19,30 @@ from draftproof.tree import TokenTree
 
 
 class Layout:
-    """The padded tensors of one forward pass over ragged feeds.
+    """The tensors of one forward pass over ragged feeds: rows padded to the longest, or packed one after another.
+
+    Args:
+        feeds: of different sessions.
+        device: of the tensors.
+        packed: whether all tokens are one row, without padding.
 
     Attributes:
-        ids, positions: [rows, width], padded on the right.
+        ids, positions: [rows, width], padded on the right; [1, tokens] where packed.
         chains: the chain tokens of each feed as a tensor.
         plan: where keys and values are written in the slot cache.
+        sizes: columns of each feed, with padding.
         layers: numbers of the layers whose hidden states are to be taken: 0 before the first layer, i after layer i.
         taken: their hidden states [rows, width, dim], put there by the forward pass.
     """
 
-    def __init__(self, feeds: Sequence[Feed], device: torch.device, layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, feeds: Sequence[Feed], device: torch.device, layers: Sequence[int] = (), *, packed: bool = False
+    ) -> None:
         self.feeds = feeds
         self.layers = tuple(layers)
         self.taken: dict[int, Tensor] = {}
         self.device = device
+        self.packed = packed
         self.chains = [
             feed.tokens.to(device, torch.int64).reshape(-1)
             if isinstance(feed.tokens, Tensor)
@@ -45,13 +55,24 @@ class Layout:
             widths=tuple(len(feed) for feed in feeds),
         )
         self.width = max(self.plan.widths)
-        self.ids = self._pad([self._row_ids(row) for row in range(len(feeds))])
+        self.sizes = self.plan.widths if packed else (self.width,) * len(feeds)
+        self.ids = self._placed([self._row_ids(row) for row in range(len(feeds))])
         host = [self._row_positions(feed) for feed in feeds]
-        self.positions = sent([row + [0] * (self.width - len(row)) for row in host], device)
+        if packed:
+            self.positions = sent([list(itertools.chain.from_iterable(host))], device)
+        else:
+            self.positions = sent([row + [0] * (self.width - len(row)) for row in host], device)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first of each feed's columns, when all rows follow one another."""
+        return list(itertools.accumulate(self.sizes[:-1], initial=0))
 
     @cached_property
     def columns(self) -> list[int]:
         """Columns whose logits some row needs."""
+        if self.packed:
+            return [self.starts[row] + column for row in range(len(self.feeds)) for column in self._columns(row)]
         return sorted({column for row in range(len(self.feeds)) for column in self._columns(row)})
 
     @cached_property
@@ -59,13 +80,20 @@ class Layout:
         """`columns` on the model's device."""
         return sent(self.columns, self.device, torch.int64)
 
+    def own(self, values: Float[Tensor, "rows width dim"], row: int) -> Float[Tensor, "tokens dim"]:
+        """The values of one feed's tokens."""
+        width = self.plan.widths[row]
+        return values[0, self.starts[row] : self.starts[row] + width] if self.packed else values[row, :width]
+
     def _row_ids(self, row: int) -> Int[Tensor, " tokens"]:
         tree = self.feeds[row].tree
         return self.chains[row] if tree is None else torch.cat([self.chains[row], tree.tokens.to(self.device)])
 
-    def _pad(self, rows: list[Int[Tensor, " _"]]) -> Int[Tensor, "rows width"]:
+    def _placed(self, rows: list[Int[Tensor, " _"]]) -> Int[Tensor, "rows width"]:
         if len(rows) == 1:
             return rows[0].unsqueeze(0)
+        if self.packed:
+            return torch.cat(rows).unsqueeze(0)
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     @staticmethod
@@ -89,35 +117,42 @@ class Layout:
         states: Float[Tensor, "rows width dim"] | None,
     ) -> list[FeedOutput]:
         """The output of each feed; `logits` has every column, or only `columns`."""
-        trimmed = logits.shape[1] < self.width
-        outputs = []
+        trimmed = logits.shape[1] < self.positions.shape[1]
+        outputs, before = [], 0
         for row in range(len(self.feeds)):
             columns = self._columns(row)
-            first = self.columns.index(columns.start) if trimmed else columns.start
-            hidden = None if states is None else states[row, columns.start : columns.stop]
-            outputs.append(FeedOutput(logits[row, first : first + len(columns)], hidden))
+            if self.packed:
+                first = before if trimmed else self.starts[row] + columns.start
+                before += len(columns)
+            else:
+                first = self.columns.index(columns.start) if trimmed else columns.start
+            hidden = None if states is None else self.own(states, row)[columns.start : columns.stop]
+            outputs.append(FeedOutput(logits[0 if self.packed else row, first : first + len(columns)], hidden))
         return outputs
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "rows 1 width horizon"]:
+    def mask(self, window: int | None, dtype: torch.dtype) -> Float[Tensor, "*rows width horizon"]:
         """Additive attention mask: 0 where a token may attend, the dtype's minimum elsewhere.
 
-        A chain token sees every slot up to its own; a node sees the stem and its ancestors; padding sees slot 0, so
-        that no row of a softmax is empty. With a window only positions closer than `window` are seen, with a `Chunk`
-        those in the same chunk.
+        It is [rows, 1, width, horizon], or where packed [tokens, horizon]. A chain token sees every slot up to its own;
+        a node sees the stem and its ancestors; padding sees slot 0, so that no row of a softmax is empty. With a window
+        only positions closer than `window` are seen, with a `Chunk` those in the same chunk.
         """
         horizon = self.plan.horizon
         slots = torch.arange(horizon, device=self.device)
         allowed = slots <= self.limits.unsqueeze(-1)
         for row, (stem, whole) in self._open_trees.items():
-            feed = self.feeds[row]
+            feed, first = self.feeds[row], self.starts[row] + len(self.feeds[row].tokens)
             visible = whole.visible[len(feed.session.tail) :].to(self.device)
-            allowed[row, len(feed.tokens) : len(feed), stem : stem + len(whole)] = visible
+            allowed[first : first + len(visible), stem : stem + len(whole)] = visible
         if window is not None:
-            ours, theirs = self.positions.unsqueeze(-1), self.key_positions.unsqueeze(1)
+            ours, theirs = self.positions.view(-1, 1), slots
+            if not self.straight:
+                theirs = self.key_positions.repeat_interleave(sent(self.sizes, self.device, torch.int64), 0)
             allowed &= ours // window == theirs // window if isinstance(window, Chunk) else ours - theirs < window
             allowed[..., 0] |= ~allowed.any(-1)
         blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
-        return blocked.masked_fill_(~allowed, torch.finfo(dtype).min).unsqueeze(1)
+        blocked.masked_fill_(~allowed, torch.finfo(dtype).min)
+        return blocked if self.packed else blocked.view(len(self.feeds), 1, self.width, horizon)
 
     @cached_property
     def host_limits(self) -> list[list[int]]:
@@ -125,9 +160,9 @@ class Layout:
         return [self._limits(row) for row in range(len(self.feeds))]
 
     @cached_property
-    def limits(self) -> Int[Tensor, "rows width"]:
-        """`host_limits` on the model's device."""
-        return sent(self.host_limits, self.device)
+    def limits(self) -> Int[Tensor, " tokens"]:
+        """`host_limits` on the model's device, row after row."""
+        return sent(list(itertools.chain.from_iterable(self.host_limits)), self.device)
 
     @cached_property
     def straight(self) -> bool:
@@ -144,7 +179,7 @@ class Layout:
         stem = feed.session.stem + chain
         nodes = len(feed) - chain
         ends = [base + chain + i for i in range(nodes)] if self._is_straight(feed) else [stem - 1] * nodes
-        return [*range(base, base + chain), *ends, *[0] * (self.width - len(feed))]
+        return [*range(base, base + chain), *ends, *[0] * (self.sizes[row] - len(feed))]
 
     @cached_property
     def _open_trees(self) -> dict[int, tuple[int, TokenTree]]:

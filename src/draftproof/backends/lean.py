@@ -115,7 +115,7 @@ class LeanForward(SlotBackend):
 
     def __init__(self, facts: ModelFacts, lean: Lean, *, cache: SlotCache | None = None) -> None:
         super().__init__(facts, cache=cache)
-        self.lean = lean
+        self.lean, self.packs = lean, lean.packs
         self.embed = lean.embed
 
     @property

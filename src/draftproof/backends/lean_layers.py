@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.attention import Heads, Pass
+from draftproof.backends.attention import Heads, NativeAttention, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.layout import Layout
 from draftproof.backends.native_layers import PRODUCTS, native_layers
@@ -60,6 +60,11 @@ class Lean:
         self._pieces: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self.norm = Norm(inner.norm, pack=pack)
         give_back()
+
+    @property
+    def packs(self) -> bool:
+        """Whether its attention reads feeds without padding (`Layout`)."""
+        return all(isinstance(layer.attention, NativeAttention) for layer in self.layers)
 
     def first(self, layers: int) -> Lean:
         """The same with its first layers only."""

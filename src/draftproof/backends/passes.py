@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from draftproof.backends.base import Feed, FeedOutput
 
 PREFILL_CHUNK = 512
+PACKED = 2048  # tokens of a pass without padding: more would take much memory, and gain nothing
 PASS = 32  # positions that take as long to read as the weights do (two CPU cores, SmolLM2-135M in bfloat16)
 
 
@@ -15,6 +16,7 @@ def in_passes(
     run: Callable[[Sequence[Feed]], list[FeedOutput]],
     *,
     ragged: bool = True,
+    packed: bool = False,
     chunk: int = PREFILL_CHUNK,
 ) -> list[FeedOutput]:
     """Outputs of feeds read in several passes: long prompts one by one in chunks, then groups of similar length.
@@ -23,6 +25,7 @@ def in_passes(
         feeds: of different sessions.
         run: reads some of them in one pass.
         ragged: whether rows that begin or end at different positions may share a pass.
+        packed: whether rows of any lengths share a pass without padding.
         chunk: tokens of a prompt that are read at once.
     """
     left = []
@@ -34,9 +37,29 @@ def in_passes(
             tokens = tokens[chunk:]
         left.append(Feed(feed.session, tokens, feed.tree))
     outputs: dict[int, FeedOutput] = {}
-    for group in similar_lengths([len(feed) for feed in left]) if ragged else _equal_positions(left):
+    lengths = [len(feed) for feed in left]
+    for group in _groups(left, lengths, ragged=ragged, packed=packed):
         outputs |= zip(group, run([left[row] for row in group]), strict=True)
     return [outputs[row] for row in range(len(left))]
+
+
+def _groups(feeds: Sequence[Feed], lengths: Sequence[int], *, ragged: bool, packed: bool) -> list[list[int]]:
+    if packed:
+        return _up_to(PACKED, lengths)
+    return similar_lengths(lengths) if ragged else _equal_positions(feeds)
+
+
+def _up_to(most: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Rows in groups of not much more than so many tokens, in order."""
+    groups: list[list[int]] = [[]]
+    size = 0
+    for row, length in enumerate(lengths):
+        if groups[-1] and size + length > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(row)
+        size += length
+    return groups
 
 
 def _equal_positions(feeds: Sequence[Feed]) -> list[list[int]]:

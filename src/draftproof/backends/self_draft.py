@@ -7,7 +7,7 @@ numbers as the whole model, quantized weights write others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -31,11 +31,15 @@ class SelfDraftBackend(SlotBackend):
     def __init__(self, whole: SlotBackend, part: SlotBackend, name: str) -> None:
         super().__init__(whole.facts, cache=whole.cache)
         self.name, self.part = name, part
-        self.embed, self.prefill = part.embed, part.prefill
+        self.embed, self.prefill, self.packs = part.embed, part.prefill, part.packs
         self.capabilities, self.max_positions = part.capabilities, whole.max_positions
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.part._compute(layout, hidden=hidden)  # noqa: SLF001 - a part of this backend
+
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:  # noqa: ARG002
+        """0: its sessions have no memory of their own."""
+        return 0
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the part's output layer."""

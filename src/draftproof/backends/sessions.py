@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from draftproof.backends.base import Session
 from draftproof.backends.slot_cache import SlotCache
 
@@ -27,12 +29,41 @@ class SlotSession(Session):
         with cache.lock:
             self.slot = cache.acquire()
 
+    def __del__(self) -> None:
+        """A session that nobody closed gives its slot back."""
+        if getattr(self, "slot", -1) >= 0 and not self._is_lent:
+            self.cache.abandon(self.slot)
+
     def lend(self) -> SlotSession:
         """A session that continues this one in its slot; valid until this one reads or rolls back.
 
         Call `unread` on this one first: it must have no tail.
         """
         return SlotSession(self.cache, self)
+
+    @torch.inference_mode()
+    def fork(self, length: int) -> Session | None:
+        """See Session."""
+        made = super().fork(length)
+        if isinstance(made, SlotSession):
+            with self.cache.lock:
+                self.cache.copy(self.slot, made.slot, length)
+        return made
+
+    def _empty(self) -> Session | None:
+        return SlotSession(self.cache)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its keys, values and states, in bytes."""
+        return super().nbytes + (0 if self._is_lent or self.slot < 0 else self.cache.slot_nbytes(self.slot))
+
+    @torch.inference_mode()
+    def trim(self) -> None:
+        """See Session."""
+        super().trim()
+        with self.cache.lock:
+            self.cache.trim(self.slot, self.length)
 
     def _gather(self, base: int, slots: Sequence[int]) -> None:
         with self.cache.lock:

@@ -1,12 +1,13 @@
-"""Slot cache: static key/value buffers written by slot and position, for ragged batches and trees.
+"""Slot cache: key/value buffers written by slot and position, for ragged batches and trees.
 
 Rollback needs no work here: the entries up to a session's length are valid, and later writes overwrite the rest. Only
-keeping a path of a tree moves data (`gather`). Capacity and slots grow by doubling when needed, and never shrink.
+keeping a path of a tree moves data (`gather`). A slot takes memory for what its sequence has written (`pages`).
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,8 +18,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.accelerator import sent
+from draftproof.backends.pages import PAGE, Buffer
 
 _FIRST_CAPACITY = 256
+_NOTED = 16  # the peak is looked at when a sequence has grown by so many positions
+_STEPS = 8  # capacities that are not paged are multiples of a power of two near this part of them
+
+
+def _rounded(positions: int) -> int:
+    """Capacity for a number of positions where every position takes memory."""
+    step = max(_FIRST_CAPACITY, 1 << max(positions // _STEPS - 1, 0).bit_length())
+    return -(-positions // step) * step
 
 
 class Cells(NamedTuple):
@@ -51,10 +61,15 @@ class WritePlan:
     bases: tuple[int, ...]
     widths: tuple[int, ...]
 
+    @cached_property
+    def ends(self) -> list[int]:
+        """First position after those that each row writes."""
+        return [base + width for base, width in zip(self.bases, self.widths, strict=True)]
+
     @cached_property  # every layer reads it
     def horizon(self) -> int:
         """Positions that attention may see in some row."""
-        return max(base + width for base, width in zip(self.bases, self.widths, strict=True))
+        return max(self.ends)
 
     @cached_property
     def aligned(self) -> bool:
@@ -87,53 +102,132 @@ class WritePlan:
 
 
 class SlotCache:
-    """Key and value buffers [slots, heads, capacity, dim] for each layer, allocated when the first keys arrive.
+    """Key and value buffers [slots, heads, capacity, dim] for each layer, made when the first keys arrive.
+
+    Where buffers are paged (`pages`), a slot takes memory for the positions that its own sequence has written, whatever
+    the capacity. Elsewhere every slot takes as much as the longest sequence that is there.
 
     Attributes:
         lock: must be held to read, write or grow buffers: C code uses their memory without Python's own lock.
+        peak: the largest `nbytes` so far; may be set to 0.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._memory: dict[int, Buffer] = {}  # of each tensor, by its address
         self._free: list[int] = []
+        self._abandoned: deque[int] = deque()
+        self._used: list[int] = []  # positions of each slot that were written
         self._slots = 0
         self._capacity = 0
+        self._units: Counter[tuple[int, int]] = Counter()  # buffers by heads, and bytes of a head's position
+        self._is_paged = False
+        self.peak = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
+        return {name: value for name, value in vars(self).items() if name not in ("lock", "_memory")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock())  # a copy has its own
+        vars(self).update(
+            state, lock=threading.RLock(), _memory={}, _is_paged=False
+        )  # a copy has its own, in plain tensors
+
+    # --- slots ------------------------------------------------------------------------------------------------------
 
     def acquire(self) -> int:
         """Take the lowest free slot: low numbers keep a batch contiguous."""
+        while self._abandoned:
+            self.release(self._abandoned.popleft())
         if not self._free:
             self._free.append(self._slots)
+            self._used.append(0)
             self._slots += 1
         self._free.sort()
         return self._free.pop(0)
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
-        """Make a slot available again, filled with zeros.
+        """Make a slot available again, filled with zeros, and give its memory back.
 
         A NaN would reach the next sequence: a masked value has weight 0, and 0 * NaN is NaN.
         """
-        for buffer in self._buffers():
-            buffer[slot : slot + 1].zero_()
+        for buffer in self._buffers() if self._used[slot] else ():
+            if slot < buffer.shape[0]:
+                self._clear(buffer, buffer[slot])
+        self._used[slot] = 0
         self._free.append(slot)
+        self._shrink()
+
+    def abandon(self, slot: int) -> None:
+        """Release a slot later; may be called at any time in any thread, also while buffers are in use."""
+        self._abandoned.append(slot)
+
+    @torch.inference_mode()
+    def trim(self, slot: int, length: int) -> None:
+        """Fill a slot with zeros from position `length` on, and give that memory back."""
+        used = self._used[slot]
+        if used <= length:
+            return
+        for buffer in self._buffers():
+            for head in buffer[slot]:
+                self._clear(buffer, head[length:used])
+        self._used[slot] = length
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a slot to an empty one."""
+        for store in (self._keys, self._values):
+            for layer, made in list(store.items()):
+                buffer = self._fit(store, layer, made.shape[1], made.shape[3], made)
+                buffer[target, :, :length].copy_(buffer[source, :, :length])
+        self._use(target, length)
+
+    def _clear(self, buffer: Tensor, part: Tensor) -> None:
+        memory = self._memory.get(buffer.data_ptr())
+        if memory is None:
+            part.zero_()
+        else:
+            memory.clear(part)
+
+    # --- sizes ------------------------------------------------------------------------------------------------------
 
     @property
     def in_use(self) -> int:
         """Slots that were acquired and not released."""
-        return self._slots - len(self._free)
+        return self._slots - len(self._free) - len(self._abandoned)
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether a slot takes memory only for what its own sequence has written."""
+        return self._is_paged
 
     @property
     def nbytes(self) -> int:
-        """Memory of the buffers, in bytes."""
+        """Memory that sequences take, in bytes."""
+        if self.is_paged:
+            return sum(self.sequence_nbytes(used) for used in self._used if used)
         return sum(t.nbytes for t in self._buffers())
+
+    def slot_nbytes(self, slot: int) -> int:
+        """Memory that the sequence of a slot takes, in bytes."""
+        return self.sequence_nbytes(self._used[slot])
+
+    def sequence_nbytes(self, positions: int) -> int:
+        """Bytes that a sequence of this length takes; 0 before anything was read, as the size of keys is unknown."""
+        if not self.is_paged:
+            return positions * self.token_nbytes
+        size = 0
+        for (heads, unit), number in self._units.items():
+            size += number * heads * -(-positions * unit // PAGE) * PAGE
+        return size
+
+    def batch_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that sequences of these lengths take together."""
+        if self.is_paged:
+            return sum(map(self.sequence_nbytes, lengths))
+        return len(lengths) * self.token_nbytes * max(map(_rounded, lengths), default=0)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -144,7 +238,7 @@ class SlotCache:
     @property
     def token_nbytes(self) -> int:
         """Bytes that one position of one slot takes in all layers, keys and values."""
-        return sum(t.nbytes // (t.shape[0] * t.shape[2]) for t in self._buffers())
+        return sum(number * heads * unit for (heads, unit), number in self._units.items())
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -154,24 +248,65 @@ class SlotCache:
     def _buffers(self) -> Iterator[Tensor]:
         return (buffer for store in (self._keys, self._values) for buffer in store.values())
 
+    # --- growth -----------------------------------------------------------------------------------------------------
+
+    def claim(self, slots: Sequence[int], ends: Sequence[int]) -> None:
+        """Make space for positions that are about to be written: of each slot those below its end."""
+        self.reserve(max(ends))
+        for slot, end in zip(slots, ends, strict=True):
+            self._use(slot, end)
+
+    def _use(self, slot: int, end: int) -> None:
+        before = self._used[slot]
+        if end > before:
+            self._used[slot] = end
+            if end // _NOTED > before // _NOTED:
+                self._note()
+
+    def _note(self) -> None:
+        self.peak = max(self.peak, self.nbytes)
+
     def reserve(self, positions: int) -> None:
         """Raise the capacity of every slot to at least `positions`."""
         if positions > self._capacity:
-            self._capacity = max(positions, 2 * self._capacity, _FIRST_CAPACITY)
+            if self.is_paged or not self._memory:
+                positions = max(positions, 2 * self._capacity)
+                self._capacity = -(-positions // _FIRST_CAPACITY) * _FIRST_CAPACITY
+            else:
+                self._capacity = _rounded(positions)
+
+    def _shrink(self) -> None:
+        """Where every slot has the capacity of the longest sequence: let it follow, when that sequence has ended."""
+        if self._memory and not self.is_paged:
+            needed = _rounded(max(self._used))
+            if 2 * needed <= self._capacity:
+                self._capacity = needed
+                for store in (self._keys, self._values):
+                    for layer, made in list(store.items()):
+                        self._fit(store, layer, made.shape[1], made.shape[3], made)
 
     def _fit(self, store: dict[int, Tensor], layer: int, heads: int, dim: int, like: Tensor) -> Tensor:
-        """The layer's buffer, grown to the current number of slots and capacity."""
+        """The layer's buffer with the current number of slots and capacity."""
         old = store.get(layer)
-        if old is not None and old.shape[0] >= self._slots and old.shape[2] >= self._capacity:
+        if old is not None and old.shape[0] >= self._slots and old.shape[2] == self._capacity:
             return old
         slots = self._slots
         if old is not None:
             slots = old.shape[0] if old.shape[0] >= slots else max(slots, 2 * old.shape[0])
-        grown = like.new_zeros((slots, heads, self._capacity, dim))
+        memory = Buffer((slots, heads, self._capacity, dim), like)
+        made = memory.tensor
         if old is not None:
-            grown[: old.shape[0], :, : old.shape[2]] = old
-        store[layer] = grown
-        return grown
+            most = min(old.shape[2], self._capacity)
+            for slot, used in enumerate(self._used[: old.shape[0]]):  # no more than was written: the rest has no memory
+                if end := min(used, most):
+                    made[slot, :, :end] = old[slot, :, :end]
+            self._memory.pop(old.data_ptr(), None)
+        self._is_paged = memory.is_paged and (self._is_paged or not self._memory)
+        self._memory[made.data_ptr()] = memory
+        store[layer] = made
+        self._units = Counter((t.shape[1], t.shape[3] * t.dtype.itemsize) for t in self._buffers())
+        self._note()
+        return made
 
     def views(self, first: int, rows: int) -> tuple[list[Tensor], list[Tensor]] | None:
         """Keys and values of neighbouring slots, layer by layer, at full capacity.

@@ -35,6 +35,7 @@ class SlotBackend(ABC):
         embed: embeddings [*shape, dim] of token ids [*shape], as the first layer reads them.
         kind: name of the forward pass in BACKENDS.
         prefill: tokens of a prompt that are read in one pass.
+        packs: whether feeds of any lengths are read in one pass without padding.
     """
 
     kind: str
@@ -47,7 +48,7 @@ class SlotBackend(ABC):
         self.max_positions, self.bounded_by = facts.max_positions, ""
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache() if cache is None else cache
-        self.prefill = PREFILL_CHUNK
+        self.prefill, self.packs = PREFILL_CHUNK, False
         self._recorded: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -63,6 +64,11 @@ class SlotBackend(ABC):
     def open(self) -> SlotSession:
         """A fresh session."""
         return SlotSession(self._cache)
+
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that sessions of these lengths take together: keys, values and recorded states."""
+        states = self.facts.hidden_size * self.dtype.itemsize * sum(max(len(layers), 1) for layers in self._recorded)
+        return self._cache.batch_nbytes(lengths) + states * sum(lengths)
 
     def use_context(self, positions: int) -> None:
         """From now on, read sequences of at most this many tokens.
@@ -99,6 +105,8 @@ class SlotBackend(ABC):
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """Read every feed: long prompts first, one by one in chunks, then feeds of similar length together.
 
+        Where passes are packed, feeds of all lengths are read together.
+
         Raises:
             ValueError: nothing to read, or longer than the model's context.
         """
@@ -108,7 +116,8 @@ class SlotBackend(ABC):
             if len({id(feed.session) for feed in feeds}) < len(feeds):
                 raise ValueError("a session was fed twice in one forward pass")
             run = partial(self._run, hidden=hidden)
-            return in_passes(feeds, run, ragged=self.capabilities.ragged, chunk=self.prefill)
+            ragged = self.capabilities.ragged
+            return in_passes(feeds, run, ragged=ragged, packed=self.packs, chunk=self.prefill)
 
     def _check(self, feed: Feed) -> None:
         feed.session.admit(len(feed.tokens), feed.tree)
@@ -122,15 +131,16 @@ class SlotBackend(ABC):
             raise ValueError(f"{self.name} reads at most {self.max_positions} positions{why}, requested are {end}")
 
     def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
-        layout = Layout(feeds, self.device, sorted({layer for layers in self._recorded for layer in layers}))
-        self._cache.reserve(layout.plan.horizon)
+        inner = sorted({layer for layers in self._recorded for layer in layers})
+        layout = Layout(feeds, self.device, inner, packed=self.packs)
+        self._cache.claim(layout.plan.slots, layout.plan.ends)
         logits, states = self._compute(layout, hidden=hidden or () in self._recorded)
         outputs = layout.split(logits, states)
         for layers in self._recorded:
             found = torch.cat([layout.taken[layer] for layer in layers], -1) if layers else states
             assert found is not None, "asked for"
             for row, feed in enumerate(feeds):
-                feed.session.remember(found[row, : len(feed)], layers)
+                feed.session.remember(layout.own(found, row), layers)
         for feed in feeds:
             feed.session.read(feed.tokens, feed.tree)
         return outputs

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Int
 from torch import Tensor
 
-from draftproof.backends.base import Feed
+from draftproof.backends.base import Feed, Session
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.layout import Layout
 from draftproof.backends.mixers import STATES_ONLY, cache_name, continuation, in_pieces, mixers_of
@@ -60,8 +60,27 @@ class SnapshotSession(SlotSession):
 
     @property
     def nbytes(self) -> int:
+        """Memory of the keys, values and states that are kept, in bytes."""
+        return super().nbytes + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
         """Memory of the states that are kept, in bytes."""
         return sum(mark.state.nbytes for mark in self._marks)
+
+    def reach(self, length: int) -> int:
+        """See Session."""
+        return max((mark.length for mark in self._marks if mark.length <= length), default=0)
+
+    def fork(self, length: int) -> Session | None:
+        """See Session; states are shared, since none is ever changed."""
+        made = super().fork(length)
+        if isinstance(made, SnapshotSession):
+            made._marks = [mark for mark in self._marks if mark.length == length]  # noqa: SLF001 - of this class
+        return made
+
+    def _empty(self) -> Session | None:
+        return SnapshotSession(self.cache)
 
     def stage(self, root: State | None, end: State) -> None:
         """States that the next `read` takes over (called by the backend).
@@ -89,6 +108,11 @@ class SnapshotSession(SlotSession):
         self._marks = [mark for mark in self._marks if mark.length <= length][-1:]
         self._settled = True
         return self._marks[-1].length if self._marks else 0
+
+    def trim(self) -> None:
+        """See Session; a state of its own frees those of the rows that it was made with."""
+        super().trim()
+        self._marks = [_Mark(mark.length, mark.state.alone()) for mark in self._marks]
 
     def lend(self) -> SnapshotSession:
         """See SlotSession; states are shared, since none is ever changed."""
@@ -125,15 +149,21 @@ class SnapshotBackend(HFBackend):
                 "backend snapshot is for: legal is backend auto"
             )
         self._goes_on = continuation(model, self._mixers)
+        self._state_nbytes = 0
         super().__init__(model, name=name, check=check)
         self.capabilities = replace(self.capabilities, trees=False)
         if self.stepwise:
             self.prefill = sys.maxsize  # only what a session reads first is read fast, and as transformers reads it
+            self.capabilities = replace(self.capabilities, portions=False)
             _log.info(
                 "%s: transformers' code for its recurrent layers goes on from a state by single tokens only, so they "
                 "read drafts one by one, and drafts gain less",
                 self.name,
             )
+
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:
+        """See SlotBackend; states at the root, at the end, and those that a pass makes."""
+        return super().sequences_nbytes(lengths) + 3 * self._state_nbytes * len(lengths)
 
     @property
     def stepwise(self) -> bool:
@@ -194,6 +224,7 @@ class SnapshotBackend(HFBackend):
                 assert isinstance(session, SnapshotSession), "sessions were checked before"
                 root = State(group.marked, row) if group.mark is not None else None
                 session.stage(root, State(group.now, row))
+                self._state_nbytes = State(group.now, row).nbytes
         return made
 
     def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:

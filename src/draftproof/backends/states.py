@@ -41,6 +41,10 @@ class State:
         """Memory of this row, in bytes."""
         return sum(each[self.row].nbytes for each in self.tensors.values())
 
+    def alone(self) -> State:
+        """The same in tensors of its own."""
+        return State({key: each[self.row : self.row + 1].clone() for key, each in self.tensors.items()}, 0)
+
 
 def _together(states: Sequence[State | None]) -> dict[Key, Tensor]:
     """The states of several sequences as tensors with one row each; the same tensors if they are that already."""

@@ -178,11 +178,10 @@ def _request(options: EngineComparison, prompts: Sequence[list[int]], batch: int
 
 def _ours(options: EngineComparison, batch: int) -> dict[str, Measure]:
     """Plain decoding by draftproof, and the drafter if one is named."""
-    made = {PLAIN: _measure(Engine.load(options.target, drafter="none", dtype=options.dtype, max_batch=batch))}
+    shared: dict[str, Any] = {"dtype": options.dtype, "max_batch": batch, "prefix_reuse": False}  # prompts come again
+    made = {PLAIN: _measure(Engine.load(options.target, drafter="none", **shared))}
     if options.drafter is not None or options.draft is not None:
-        engine = Engine.load(
-            options.target, options.draft, drafter=options.drafter, dtype=options.dtype, max_batch=batch
-        )
+        engine = Engine.load(options.target, options.draft, drafter=options.drafter, **shared)
         made[f"draftproof, {engine.drafter.name}"] = _measure(engine)
     return made
 

@@ -107,6 +107,7 @@ class ModelCache:
             rule=make_verifier(cell.verifier) if cell.verifier else None,
             draft_bits=bits,
             max_batch=1,
+            prefix_reuse=False,  # each question is measured as if it came first
         )
 
     def check_same_tokenizer(self, target: str, draft: str) -> None:

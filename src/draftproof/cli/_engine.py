@@ -31,6 +31,8 @@ class EngineOptions:
         attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.
         max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
+        kv_memory: memory for keys and values, in bytes or like 2GiB; requests wait for it. Without it no limit.
+        prefix_reuse: take over what was read of other requests that begin alike.
         trust_remote_code: run code that comes with a model.
         generation_config: where sampling defaults come from: auto reads the target's generation config, none does not.
         drafter: where drafts come from.
@@ -50,6 +52,8 @@ class EngineOptions:
     attn_implementation: str | None = None
     max_model_len: int | None = None
     max_batch: int = 8
+    kv_memory: str | None = None
+    prefix_reuse: bool = True
     trust_remote_code: bool = False
     generation_config: str = "auto"
     drafter: str | None = None

@@ -67,6 +67,7 @@ def memory(
             stopper=f"fixed:{draft_length}",
             verifier=verifier,
             max_batch=batch,
+            prefix_reuse=False,  # all prompts are the same
             trust_remote_code=trust_remote_code,
             **options,
         )

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from draftproof.backends.base import Backend
+from draftproof.backends.kept import KeptSessions
 from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.model import ModelDrafter
@@ -136,6 +138,31 @@ class AutoDrafter:
         self._built = False
         self._batch = 1
         self._seconds = 0.0
+        self._kept = KeptSessions(0)
+        self._latest: Source | None = None
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """The models of the sources that are built."""
+        return [model for source in self.sources if source.drafter for model in source.drafter.backends]
+
+    def reuse(self, kept: KeptSessions) -> None:
+        """See SessionDrafter."""
+        self._kept = kept
+        for source in self.sources:
+            if source.drafter is not None:
+                source.drafter.reuse(kept)
+
+    def read(self, parts: Sequence[DraftRequest]) -> None:
+        """Let the source that drafted last read; another one reads what it needs when it is chosen."""
+        if self._latest is not None and self._latest.drafter is not None:
+            self._latest.drafter.read(parts)
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """See SessionDrafter."""
+        for source in self.sources:
+            if source.drafter is not None:
+                source.drafter.ended(request_id, tokens)
 
     @property
     def limit(self) -> int:
@@ -162,12 +189,12 @@ class AutoDrafter:
             drafts = [_with_probabilities(each, one, dtype) for each, one in zip(drafts, requests, strict=True)]
         return drafts
 
-    @staticmethod
-    def _drawn(choice: _Choice, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
+    def _drawn(self, choice: _Choice, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """Drafts of the chosen source, for the requests without a looked up one."""
         source = choice.source
         assert source is not None
         assert source.drafter is not None, "only sources that are built are chosen"
+        self._latest = source
         source.stopper.preset(choice.plan)
         asked = [replace(one, limit=0) if one.id in choice.looked else one for one in requests]
         asked = [replace(one, limit=0) if len(one.tokens) == one.prompt_length else one for one in asked]
@@ -187,6 +214,8 @@ class AutoDrafter:
             self._built = True
             if not source.build(end):
                 return
+            if source.drafter is not None:
+                source.drafter.reuse(self._kept)
 
     def _chosen(self, able: Sequence[DraftRequest], batch: int) -> _Choice:
         ids = [one.id for one in able]

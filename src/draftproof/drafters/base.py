@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from draftproof.backends.base import Session
+from draftproof.backends.base import Backend, Session
+from draftproof.backends.kept import KeptSessions
 from draftproof.draft import Draft
 from draftproof.rng import RoundRng
 from draftproof.sampling import Transforms
@@ -34,6 +35,31 @@ class DraftRequest:
     transforms: Transforms
     session: Session | None = None
     prediction: Sequence[int] = ()
+
+
+@runtime_checkable
+class SessionDrafter(Protocol):
+    """A drafter whose models keep sessions for requests."""
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """The models."""
+        ...
+
+    def reuse(self, kept: KeptSessions) -> None:
+        """Called once, with the sessions of requests that ended: new sessions may begin with these."""
+        ...
+
+    def read(self, parts: Sequence[DraftRequest]) -> None:
+        """Read what a model will need of requests whose prompts are read in portions.
+
+        The target has read all `tokens` of each but the last one. Reading may also wait until something is drafted.
+        """
+        ...
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """Called before `release` when a request ended without an error: its sessions may be kept."""
+        ...
 
 
 @runtime_checkable

@@ -12,7 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftproof.backends.base import Backend, Session, unread
+from draftproof.backends.base import Backend, Feed, Session, unread
+from draftproof.backends.kept import KeptSessions
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
 from draftproof.kernels import native
@@ -54,6 +55,7 @@ class DraftModel:
         except UserError as cause:
             raise UserError(f"the draft's own {cause}") from None
         self.checks = LogitsCheck()
+        self.kept = KeptSessions(0)
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 
@@ -72,12 +74,30 @@ class DraftModel:
     def open(self, request: DraftRequest) -> Session:
         """The request's own session, which is kept from round to round."""
         if request.id not in self._sessions:
-            self._sessions[request.id] = self.backend.open()
+            running = list(self._sessions.values())
+            self._sessions[request.id] = self.kept.open(self.backend, request.tokens, running)
         return self._sessions[request.id]
 
     def unread(self, session: Session, request: DraftRequest) -> list[int]:
         """Roll the request's session back to its committed tokens; return those that it has not read."""
         return unread(session, request.tokens)
+
+    def read(self, requests: Sequence[DraftRequest]) -> None:
+        """Read all tokens of some requests but the last; see `SessionDrafter`."""
+        feeds = []
+        for request in requests:
+            if self.depth(replace(request, limit=1), 1):
+                session = self.session(request)
+                if len(left := self.unread(session, request)) > 1:
+                    feeds.append(Feed(session, left[:-1]))
+        if feeds:
+            self.backend.forward(feeds)
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """Keep the request's session for others."""
+        session = self._sessions.pop(request_id, None)
+        if session is not None:
+            self.kept.keep(self.backend, session, tokens)
 
     def depth(self, request: DraftRequest, limit: int) -> int:
         """Largest depth of a draft: limited by the request, by `limit` and by the model's context.
@@ -194,6 +214,23 @@ class ModelBacked:
     def max_positions(self) -> int | None:
         """The draft model's context."""
         return self.model.backend.max_positions
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """The draft model."""
+        return (self.model.backend,)
+
+    def reuse(self, kept: KeptSessions) -> None:
+        """See SessionDrafter."""
+        self.model.kept = kept
+
+    def read(self, parts: Sequence[DraftRequest]) -> None:
+        """See SessionDrafter."""
+        self.model.read(parts)
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """See SessionDrafter."""
+        self.model.ended(request_id, tokens)
 
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Tell the stopper."""

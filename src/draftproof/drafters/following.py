@@ -89,6 +89,9 @@ class FollowingModel(DraftModel):
         found.rewind()
         return found
 
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """Nothing is kept: a head reads a text again in a small part of the target's time."""
+
     def unread(self, session: Session, request: DraftRequest) -> list[int]:
         """See DraftModel."""
         return unread(session, request.tokens[1 - self._head.back :])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from draftproof.backends.base import Session, unread
 from draftproof.backends.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
 from draftproof.backends.slots import SlotBackend
@@ -35,6 +37,12 @@ class SelfDraftModel(DraftModel):
         assert request.session is not None, "the engine passes the target's session"
         unread(request.session, request.tokens)
         return self._part.borrow(request.session)
+
+    def read(self, requests: Sequence[DraftRequest]) -> None:
+        """Nothing: the target reads for both."""
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """Nothing: the session is the target's."""
 
 
 class EarlyExitModel(SelfDraftModel):

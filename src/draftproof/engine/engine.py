@@ -12,6 +12,7 @@ from draftproof.backends.slots import SlotBackend
 from draftproof.engine.checked import ModelSource
 from draftproof.engine.kept_costs import KeptCosts
 from draftproof.engine.loop import DecodingLoop
+from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import (
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
@@ -56,6 +57,8 @@ class Engine(DecodingLoop):
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         max_batch: int = 8,
+        kv_memory: int | str | None = None,
+        prefix_reuse: bool = True,
         trust_remote_code: bool = False,
         check: bool = True,
         backend: str = "auto",
@@ -85,6 +88,10 @@ class Engine(DecodingLoop):
             draft_temperature: of the draft, when it is not each request's own; the output stays the target's.
             draft_top_k: of the draft, likewise.
             max_batch: sequences decoded together.
+            kv_memory: bytes for keys, values and states of all requests and of both models, or a text such as "2GiB".
+                Requests wait for memory, and one that can never fit is refused. None: no limit.
+            prefix_reuse: whether a prompt that begins like another one, running or ended, takes over what was read of
+                it; outputs are the same.
             trust_remote_code: run code that comes with a model; off unless asked for.
             check: probe each model for rollback at construction (a few short forward passes).
             backend: of both models, a name of BACKENDS; "auto" takes "lean" where the model allows it, "snapshot" where
@@ -104,6 +111,7 @@ class Engine(DecodingLoop):
         """
         if generation_config not in ("auto", "none"):
             raise UserError(f"generation_config is {generation_config!r}: legal are auto and none")
+        read_bytes(kv_memory)
         chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
         if stopper is not None:
             make_stopper(stopper, draft or drafter)
@@ -142,6 +150,8 @@ class Engine(DecodingLoop):
             draft_temperature=draft_temperature,
             draft_top_k=draft_top_k,
             max_batch=max_batch,
+            kv_memory=kv_memory,
+            prefix_reuse=prefix_reuse,
             generation_config=generation_config,
         )
 
@@ -159,6 +169,8 @@ class Engine(DecodingLoop):
         draft_temperature: float | None = None,
         draft_top_k: int | None = None,
         max_batch: int = 8,
+        kv_memory: int | str | None = None,
+        prefix_reuse: bool = True,
         generation_config: str = "auto",
     ) -> Engine:
         """An engine around models that are loaded already; several engines may share them.
@@ -174,6 +186,8 @@ class Engine(DecodingLoop):
             draft_temperature: as in `load`.
             draft_top_k: as in `load`.
             max_batch: as in `load`.
+            kv_memory: as in `load`.
+            prefix_reuse: as in `load`.
             generation_config: as in `load`.
 
         Raises:
@@ -199,6 +213,8 @@ class Engine(DecodingLoop):
             tokenizer=tokenizer,
             eos_token_ids=end_tokens(target.eos_token_ids, tokenizer.eos_token_id),
             max_batch=max_batch,
+            kv_memory=kv_memory,
+            prefix_reuse=prefix_reuse,
             default_params=default_params(defaults, target.name),
             seeded_verifier=make_verifier(SEEDED_VERIFIER) if by_clock else None,
         )

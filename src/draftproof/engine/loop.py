@@ -7,7 +7,6 @@ import itertools
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,12 +16,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Feed, FeedOutput, unread
+from draftproof.backends.passes import PREFILL_CHUNK
 from draftproof.draft import Draft, Verdict
-from draftproof.drafters.base import Drafter
+from draftproof.drafters.base import Drafter, SessionDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.composition import misfit, undraftable
+from draftproof.engine.memory import MemoryUse, read_bytes
 from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
+from draftproof.engine.scheduler import NoSessions, Plan, Scheduler
 from draftproof.engine.stats import Seconds
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
@@ -50,12 +52,16 @@ class DecodingLoop:
         eos_token_ids: tokens that end a text.
         max_batch: requests decoded together; further ones wait.
         default_params: sampling parameters of requests without their own.
+        kv_memory: bytes for keys, values and states of all requests, or a text such as "2GiB"; further requests wait,
+            and one that can never fit is refused. None: no limit.
+        prefix_reuse: whether a prompt that begins like another one, running or ended, takes over what was read of it.
         seeded_verifier: the rule of requests that sample with a seed of their own; by default `verifier`.
         round_rng: makes a round's randomness from the rows' seeds and rounds, or for a rule with shared noise from the
             rows' seeds and places; default what the rule needs. Tests pass an EnumeratingRng.
 
     Raises:
-        UserError: drafter and verifier do not fit together, or the target cannot do what they need.
+        UserError: drafter and verifier do not fit together, the target cannot do what they need, or `kv_memory` is too
+            small.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class DecodingLoop:
         tokenizer: Any = None,
         eos_token_ids: Sequence[int] = (),
         max_batch: int = 8,
+        kv_memory: int | str | None = None,
+        prefix_reuse: bool = True,
         default_params: SamplingParams | None = None,
         round_rng: RoundRngFactory | None = None,
         seeded_verifier: Verifier | None = None,
@@ -82,10 +90,17 @@ class DecodingLoop:
         self._round_rng = round_rng
         self._ids = itertools.count()
         self._lock = threading.RLock()
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
         self._checks = LogitsCheck()
         self._refuse_impossible()
+        self._sessions = self.drafter if isinstance(self.drafter, SessionDrafter) else NoSessions()
+        self.scheduler = Scheduler(
+            target,
+            self._sessions,
+            max_batch=lambda: self.max_batch,
+            spare=lambda: self.drafter.limit + 1,
+            kv_memory=read_bytes(kv_memory),
+            prefix_reuse=prefix_reuse,
+        )
 
     def _refuse_impossible(self) -> None:
         for rule in filter(None, (self.verifier, self.seeded_verifier)):
@@ -136,6 +151,7 @@ class DecodingLoop:
         params: SamplingParams | None = None,
         *,
         prediction: str | Sequence[int] | None = None,
+        patient: bool = False,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -144,6 +160,8 @@ class DecodingLoop:
             params: default `default_params`.
             prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
                 about the output distribution.
+            patient: whether it may wait while the prompts of others are read. Beside requests that may not, prompts are
+                read in portions, so that a round takes less than twice its usual time.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -156,7 +174,7 @@ class DecodingLoop:
         predicted = self._predicted(prediction)
         self._check_prompt(ids)
         left = self._context_left(len(ids))
-        limit = left if params.max_tokens is None else min(params.max_tokens, left)
+        limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         transforms = params.bind(
             vocab_size=self.target.vocab_size,
@@ -179,11 +197,22 @@ class DecodingLoop:
                     max_tokens=limit,
                     rule=self._rule(params),
                     prediction=predicted,
+                    patient=patient,
                 )
                 for index in range(params.n)
             ]
-            self._waiting.extend(made)
+            self.scheduler.waiting.extend(made)
         return made
+
+    def _fitting(self, length: int, limit: int, params: SamplingParams) -> int:
+        """Tokens that a request may emit with the memory that there is; all of `limit`, where it names a number."""
+        longest = self.scheduler.budget.longest
+        if longest is None or length + limit <= longest:
+            return limit
+        if params.max_tokens is None and length < longest:
+            return longest - length
+        least = length + (1 if params.max_tokens is None else limit)
+        raise ContextError(self.scheduler.budget.refusal(least, "the request"))
 
     def _predicted(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
         """The token ids of a prediction."""
@@ -229,20 +258,22 @@ class DecodingLoop:
     def abort(self, request: Request) -> None:
         """Drop a request and release its memory; has no effect on a finished request."""
         with self._lock:
-            if request in self._waiting:
-                self._waiting.remove(request)
-            if request in self._running:
+            if request in self.scheduler.waiting:
+                self.scheduler.waiting.remove(request)
+            if request in self.scheduler.running:
                 self._retire(request)
 
     def _retire(self, request: Request) -> None:
-        self._running.remove(request)
+        self.scheduler.end(request, well=request.error is None)
         self.drafter.release(request.id)
         request.verifier_state = None  # callers may keep requests for long
-        if request.session is not None:
-            request.session.close()
-            request.session = None
         if not self.busy:
             self.idle()
+
+    def forget(self) -> None:
+        """Release what is kept of requests that ended; later requests read their whole prompts."""
+        with self._lock:
+            self.scheduler.kept.clear()
 
     def idle(self) -> None:
         """Called when the last request has ended; for subclasses."""
@@ -252,35 +283,78 @@ class DecodingLoop:
     @property
     def busy(self) -> bool:
         """Whether some request is waiting or running."""
-        return bool(self._waiting or self._running)
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    @property
+    def memory(self) -> MemoryUse:
+        """Memory of keys, values and states now, and what was reused."""
+        with self._lock:
+            return self.scheduler.use
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One round for every running request: draft, verify, commit.
+        """One round: draft, verify, commit for the requests that are decoded, and parts of prompts read for others.
+
+        While only long prompts are read, a round gives no tokens.
 
         If a request fails (NaN logits, a transform that raises), the others go on: the round is repeated without it,
         with the same draws for the others. If anything else raises, no token of the round is committed, and the next
         round rolls every session back to its committed tokens.
         """
         with self._lock:
-            self._admit()
-            while self._running:
+            for stopped in self.scheduler.admit():
+                self.drafter.release(stopped.id)
+            while self.scheduler.running:
+                start, plan = time.perf_counter(), self.scheduler.plan()
                 try:
-                    self._round(list(self._running))
+                    self._round(plan, start)
                 except RequestError as error:
                     self._fail(error)
                 else:
+                    self.scheduler.spent(plan, time.perf_counter() - start)
                     return
 
-    def _round(self, rows: list[Request]) -> None:
-        start, seconds = time.perf_counter(), Seconds()
+    def _round(self, plan: Plan, start: float) -> None:
+        rows, seconds = plan.rows, Seconds()
         rng = self._rng(rows)
         with seconds.measure("draft"):
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
-            drafts = [draft.to(self.target.device) for draft in self.drafter.propose(requests, rng)]
+            proposed = self.drafter.propose(requests, rng) if rows else []
+            drafts = [draft.to(self.target.device) for draft in proposed]
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-            outputs = self.target.forward(feeds)
+            feeds += [portion.feed() for portion in plan.portions]
+            outputs = self.target.forward(feeds)[: len(rows)]
+        if plan.portions:
+            with seconds.measure("draft"):
+                self._sessions.read([portion.draft_request() for portion in plan.portions])
+        if rows:
+            self._decide(rows, drafts, outputs, rng, seconds)
+        seconds.total = time.perf_counter() - start
+        for row in [*rows, *(portion.row for portion in plan.portions)]:
+            row.stats.seconds.add(seconds)
+        if rows:
+            self.drafter.spent(
+                RoundTime(
+                    draft=seconds.draft,
+                    rest=seconds.total - seconds.draft,
+                    rows=len(rows),
+                    depth=max(draft.depth for draft in drafts),
+                    nodes=max(map(len, drafts)),
+                    # A round that read a portion says nothing about others, however small it was.
+                    reads=PREFILL_CHUNK if plan.portions else max(len(feed.tokens) for feed in feeds),
+                )
+            )
+
+    def _decide(
+        self,
+        rows: Sequence[Request],
+        drafts: Sequence[Draft],
+        outputs: Sequence[FeedOutput],
+        rng: RoundRng,
+        seconds: Seconds,
+    ) -> None:
+        """Verify and commit."""
         with seconds.measure("verify"):
             try:
                 target_probs = [self._target_probs(*row) for row in zip(rows, drafts, outputs, strict=True)]
@@ -289,19 +363,6 @@ class DecodingLoop:
                 self._checks.finish()
         for each in zip(rows, drafts, outputs, verdicts, strict=True):
             self._commit(*each)
-        seconds.total = time.perf_counter() - start
-        for row in rows:
-            row.stats.seconds.add(seconds)
-        self.drafter.spent(
-            RoundTime(
-                draft=seconds.draft,
-                rest=seconds.total - seconds.draft,
-                rows=len(rows),
-                depth=max(draft.depth for draft in drafts),
-                nodes=max(map(len, drafts)),
-                reads=max(len(feed.tokens) for feed in feeds),
-            )
-        )
 
     def _rng(self, rows: Sequence[Request]) -> RoundRng:
         """The randomness of a round; a request whose rule shares noise is keyed by its place, others by their round."""
@@ -361,16 +422,10 @@ class DecodingLoop:
 
     def _fail(self, error: RequestError) -> None:
         """End one request with an error."""
-        row = next(row for row in self._running if row.id == error.request_id)
+        row = next(row for row in self.scheduler.running if row.id == error.request_id)
         row.error = error
         self._retire(row)
         row.chunks.append(Chunk("", (), str(Finish.ERROR)))
-
-    def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.max_batch:
-            request = self._waiting.popleft()
-            request.session = self.target.open()
-            self._running.append(request)
 
     def _draft_limit(self, row: Request) -> int:
         """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
@@ -421,7 +476,7 @@ class DecodingLoop:
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):
-                requests.extend(self.add(prompt, own, prediction=text))
+                requests.extend(self.add(prompt, own, prediction=text, patient=True))
             while not all(request.finished for request in requests):
                 self.step()
         finally:

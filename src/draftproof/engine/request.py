@@ -120,6 +120,9 @@ class Request:
         chunks: committed pieces that a stream has not taken yet.
         error: why it failed, or None.
         prediction: tokens that the answer may repeat.
+        patient: whether it may wait long while prompts of others are read.
+        reading: whether its prompt is still to be read, or read again.
+        reused: tokens that were taken over from other requests instead of being read.
     """
 
     id: int
@@ -140,6 +143,9 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: RequestError | None = None
     prediction: tuple[int, ...] = ()
+    patient: bool = False
+    reading: bool = True
+    reused: int = 0
 
     @property
     def params(self) -> SamplingParams:
@@ -193,6 +199,7 @@ class Request:
                 top_logprobs(logits[above[i]], token, self.params.logprobs) for i, token in enumerate(kept)
             )
         self.tokens.extend(kept)
+        self.reading = False
         self.round += 1
         self.verifier_state = verdict.state
         depth = max(draft.tree.depths, default=0)

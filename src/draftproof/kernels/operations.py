@@ -151,34 +151,40 @@ class PassMask:
 
     Args:
         places: slot, first new position and number of new tokens of each row.
-        visible: for each row and column, how many leading slots the token may read.
-        mask: added to the scores of these slots; None where `visible` is enough.
+        visible: for each token of each row, how many leading slots it may read; what a row has beyond its number of new
+            tokens is padding.
+        mask: added to the scores of these slots, for every token; None where `visible` is enough.
+
+    Attributes:
+        tokens: of all rows, with padding.
+        width: tokens of the longest row, with padding.
+        horizon: the most slots that a token may read.
     """
 
     def __init__(
         self,
         places: Sequence[tuple[int, int, int]],
         visible: Sequence[Sequence[int]],
-        mask: Float[Tensor, "rows 1 width horizon"] | None,
+        mask: Float[Tensor, "*tokens horizon"] | None,
     ) -> None:
-        self.rows, self.width = len(visible), len(visible[0])
+        self.rows, widths = len(visible), [len(row) for row in visible]
         flat = list(itertools.chain.from_iterable(visible))
-        if len(places) != self.rows or len(flat) != self.rows * self.width:
-            raise ValueError(f"{len(places)} places and {len(flat)} numbers of slots for {self.rows} x {self.width}")
-        self.horizon = max(flat)  # the most slots that a token may read
+        if len(places) != self.rows:
+            raise ValueError(f"{len(places)} places for {self.rows} rows")
+        self.tokens, self.width = len(flat), max(widths)
+        self.horizon = max(flat)
         self.slots = 1 + max(slot for slot, _, _ in places)
         self.end = max(base + width for _, base, width in places)
-        widest = max(width for _, _, width in places)
         least = min(*flat, *itertools.chain.from_iterable(places))
-        if least < 0 or widest > self.width:
+        if least < 0 or any(place[2] > width for place, width in zip(places, widths, strict=True)):
             raise ValueError("a slot, position, width or number of slots is out of range")
-        if mask is not None and (tuple(mask.shape[:3]) != (self.rows, 1, self.width) or mask.shape[-1] < self.horizon):
-            raise ValueError(
-                f"a mask of {tuple(mask.shape)} for {self.rows} x {self.width} tokens, {self.horizon} slots"
-            )
+        if mask is not None and (mask.shape[:-1].numel() != self.tokens or mask.shape[-1] < self.horizon):
+            raise ValueError(f"a mask of {tuple(mask.shape)} for {self.tokens} tokens and {self.horizon} slots")
         self.mask = mask
         # ctypes arrays, because tensors cost several times as much, and a pass of a small model takes a millisecond
-        self.places = (ctypes.c_int64 * (3 * self.rows))(*itertools.chain.from_iterable(places))
+        firsts = itertools.accumulate(widths, initial=0)
+        placed = itertools.chain.from_iterable((*place, first) for place, first in zip(places, firsts, strict=False))
+        self.places = (ctypes.c_int64 * (4 * self.rows))(*placed)
         self.visible = (ctypes.c_int64 * len(flat))(*flat)
 
     @functools.cached_property
@@ -201,7 +207,7 @@ class AttentionArguments(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
         *((name, ctypes.c_void_p) for name in ("out", "scratch")),
-        *((name, ctypes.c_long) for name in ("rows", "width", "heads", "key_heads", "dim", "capacity", "horizon")),
+        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
         *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size")),
         ("scale", ctypes.c_float),
     ]
@@ -244,7 +250,7 @@ class AttentionArguments(ctypes.Structure):
             mask=None if mask.mask is None else mask.mask.data_ptr(),
             scratch=mask.buffer(threads * scratch_size, torch.float32, 0).data_ptr(),
             rows=mask.rows,
-            width=mask.width,
+            tokens=mask.tokens,
             heads=heads,
             key_heads=key_heads,
             dim=dim,
@@ -273,7 +279,7 @@ def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
 def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassMask, heads: int) -> None:
     slots, key_heads, capacity, dim = shape
     for name, angles in (("cos", cos), ("sin", sin)):
-        require(name, angles, cos.dtype, (mask.rows * mask.width, 1, dim), packed=False)
+        require(name, angles, cos.dtype, (mask.tokens, 1, dim), packed=False)
         if angles.stride(-1) != 1 or angles.stride(0) != cos.stride(0):
             raise ValueError(
                 f"{name} has strides {angles.stride()}: legal are rows of neighbours, as far apart as cos's"
@@ -308,7 +314,7 @@ class LayerArguments(ctypes.Structure):
 
     def work(self, given: AttentionArguments) -> int:
         """Elements of working memory that a layer needs for a pass."""
-        heads, tokens = given.heads + given.key_heads, given.rows * given.width
+        heads, tokens = given.heads + given.key_heads, given.tokens
         inputs = 0  # bytes, which are no fewer elements
         if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
             inputs = quantized_inputs_size(tokens, max(self.size, self.inner, given.heads * given.dim))
@@ -497,7 +503,7 @@ class Operations:
         Raises:
             ValueError: an argument of another type, device or shape.
         """
-        tokens, heads = given.rows * given.width, given.heads + 2 * given.key_heads
+        tokens, heads = given.tokens, given.heads + 2 * given.key_heads
         require("fused", fused, self.dtype, (tokens, heads, given.dim))
         self._require_buffers(given, keys, values)
         out = fused.new_empty((tokens, given.heads * given.dim))
@@ -534,7 +540,7 @@ class Operations:
             ValueError: an argument of another type, device or shape.
         """
         keys, values = buffers
-        require("x", x, self.dtype, (given.rows * given.width, weights[0].size))
+        require("x", x, self.dtype, (given.tokens, weights[0].size))
         require("work", work, self.dtype)
         if work.numel() < weights[0].work(given) or not self.attends(given.dim):
             raise ValueError(f"{work.numel()} elements of work, of {weights[0].work(given)}; heads of size {given.dim}")

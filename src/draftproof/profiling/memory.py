@@ -70,17 +70,16 @@ class Cache:
         token: bytes per token.
         sequence: bytes of the longest request of the run, with drafted tokens.
         used: bytes of the whole batch at that length.
-        slots, positions: capacity after the run.
-        reserved: bytes of that capacity.
+        taken: the most that the batch took, in whole pages or as a block of equal slots.
+        paged: whether a slot takes pages for what its request has written; else as much as the longest request.
     """
 
     part: str
     token: int
     sequence: int
     used: int
-    slots: int
-    positions: int
-    reserved: int
+    taken: int
+    paged: bool
 
 
 @dataclass(frozen=True)
@@ -112,6 +111,7 @@ class Memory:
         weights: of each part.
         caches: of each model.
         states: peak of the hidden states in sessions, for feature heads; they are part of `temporaries`.
+        recurrent: peak of the states of recurrent layers in sessions, between rounds; part of `temporaries` too.
         first: peak of each phase, and of the whole round, in the round that reads the prompts.
         later: the same for the largest of the other rounds.
         rows: the largest rows of logits and probabilities that a phase returned.
@@ -124,6 +124,7 @@ class Memory:
     weights: tuple[Weights, ...]
     caches: tuple[Cache, ...]
     states: int
+    recurrent: int
     first: dict[str, int]
     later: dict[str, int]
     rows: dict[str, RowShape]
@@ -132,8 +133,8 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of weights, reserved caches and temporaries."""
-        return sum(one.own for one in self.weights) + sum(one.reserved for one in self.caches) + self.temporaries
+        """Sum of weights, caches and temporaries."""
+        return sum(one.own for one in self.weights) + sum(one.taken for one in self.caches) + self.temporaries
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -155,6 +156,8 @@ def measure(make: Callable[[], Engine], workload: Workload, device: torch.device
     engine = make()
     loading_peak = loading.stop()
     refuse_overlong(engine, workload)
+    for _, cache in slot_caches(engine):
+        cache.peak = 0
     running = Peak(device)
     for _ in rounds(engine, workload):
         pass
@@ -174,6 +177,7 @@ def measure(make: Callable[[], Engine], workload: Workload, device: torch.device
         weights=tuple(weights(engine)),
         caches=tuple(caches(engine, phases.longest, workload.batch)),
         states=phases.states,
+        recurrent=phases.recurrent,
         first=phases.first,
         later=phases.later,
         rows=phases.rows,
@@ -259,10 +263,9 @@ def caches(engine: Engine, longest: dict[int, int], batch: int) -> Iterator[Cach
         batch: requests that ran together.
     """
     for part, cache in slot_caches(engine):
-        if cache.nbytes:
-            slots, positions = cache.shape
+        if cache.peak:
             sequence = cache.token_nbytes * longest.get(id(cache), 0)
-            yield Cache(part, cache.token_nbytes, sequence, batch * sequence, slots, positions, cache.nbytes)
+            yield Cache(part, cache.token_nbytes, sequence, batch * sequence, cache.peak, cache.is_paged)
 
 
 def slot_caches(engine: Engine) -> Iterator[tuple[str, SlotCache]]:

@@ -30,11 +30,12 @@ def _weights(found: Memory) -> list[str]:
 def _caches(found: Memory) -> list[str]:
     rows: list[tuple[str, ...]] = []
     for one in found.caches:
-        sizes = map(format_bytes, (one.token, one.sequence, one.used, one.reserved))
-        rows.append((one.part, *sizes, f"{one.slots} x {one.positions}"))
-    if found.states:
-        rows.append(("states for the head", "", "", format_bytes(found.states), "", ""))
-    heads = ("keys and values", "per token", "longest request", "whole batch", "reserved", "slots x positions")
+        sizes = map(format_bytes, (one.token, one.sequence, one.used, one.taken))
+        rows.append((one.part, *sizes, "what each wrote" if one.paged else "as much as the longest"))
+    for name, size in (("states for the head", found.states), ("recurrent states", found.recurrent)):
+        if size:
+            rows.append((name, "", "", format_bytes(size), "", ""))
+    heads = ("keys and values", "per token", "longest request", "whole batch", "taken", "by each request")
     return table(heads, rows)
 
 

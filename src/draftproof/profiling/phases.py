@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Session
+from draftproof.backends.snapshots import SnapshotSession
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.profiling.allocations import TensorAllocations
@@ -45,6 +46,7 @@ class Phases:
         rows: the largest rows returned, by phase.
         longest: tokens of the longest request by the id of its slot cache.
         states: peak bytes of the hidden states in sessions.
+        recurrent: peak bytes of the states of recurrent layers in sessions, after a pass.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,7 @@ class Phases:
         self.rows: dict[str, RowShape] = {}
         self.longest: dict[int, int] = {}
         self.states = 0
+        self.recurrent = 0
         self._allocations = TensorAllocations()
         self._done = 0
         self._phase_start = self._round_start = self._round_peak = 0
@@ -119,6 +122,8 @@ class Phases:
             self.longest[key] = max(self.longest.get(key, 0), session.length)
         whole = [part for session in sessions for part in session._states.values()]  # noqa: SLF001 - with spare capacity
         self.states = max(self.states, sum(part.nbytes for part in whole))
+        recurrent = sum(session.state_nbytes for session in sessions if isinstance(session, SnapshotSession))
+        self.recurrent = max(self.recurrent, recurrent)
 
 
 class _Observed:

@@ -97,7 +97,8 @@ static void attend_tile_bfloat16(const attention_bfloat16 *a, long row, long hea
                                  float *scratch) {
   const long group = a->heads / a->key_heads, queries = columns * group, tiles = (queries + HEIGHT - 1) / HEIGHT;
   const long stride = (a->heads + 2 * a->key_heads) * a->dim;
-  const long at = (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim, start = row * a->width + first;
+  const int64_t *place = a->places + 4 * row;
+  const long at = (place[0] * a->key_heads + head) * a->capacity * a->dim, start = place[3] + first;
   long most = 0;
   for (long token = start; token < start + columns; token++) most = a->visible[token] > most ? a->visible[token] : most;
   const long padded = (most + STEP - 1) / STEP * STEP;

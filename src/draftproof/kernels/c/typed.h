@@ -218,15 +218,15 @@ int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
 
 /* The same fields as `AttentionArguments` in kernels/operations.py. */
 typedef struct {
-  ELEM *fused;            /* [rows * width, heads + 2 key_heads, dim]; queries are rotated in place */
+  ELEM *fused;            /* [tokens, heads + 2 key_heads, dim]; queries are rotated in place */
   const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
   ELEM *keys, *values;    /* [slots, key_heads, capacity, dim] */
-  const int64_t *places;  /* slot, first position and width of each row */
-  const int64_t *visible; /* [rows, width]: slots that a token may see, before the mask */
-  const ELEM *mask;       /* [rows, width, horizon], added to scores; 0 for none */
-  ELEM *out;              /* [rows * width, heads, dim] */
+  const int64_t *places;  /* slot, first position, width and first token of each row; rows are in the order of tokens */
+  const int64_t *visible; /* [tokens]: slots that a token may see, before the mask */
+  const ELEM *mask;       /* [tokens, horizon], added to scores; 0 for none */
+  ELEM *out;              /* [tokens, heads, dim] */
   float *scratch;         /* for each thread `scratch_size` floats */
-  long rows, width, heads, key_heads, dim, capacity, horizon, angles;
+  long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
   long columns, scratch_size; /* columns of a row that attend at once */
   float scale;
 } NAME(attention);
@@ -244,35 +244,40 @@ static void NAME(turn)(long dim, const ELEM *x, ELEM *into, const ELEM *cos, con
   }
 }
 
-/* Rotate queries and keys of every token, and write keys and values to the cache; padding is not written, its output is
-   zero. */
+/* Rotate queries and keys of some tokens, and write keys and values to the cache; padding is not written. */
 static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop) {
   const long stride = (a->heads + 2 * a->key_heads) * a->dim;
-  for (long token = start; token < stop; token++) {
-    const long row = token / a->width, column = token % a->width;
-    const int64_t *place = a->places + 3 * row;
-    ELEM *fused = a->fused + token * stride;
-    const ELEM *cos = a->cos + token * a->angles, *sin = a->sin + token * a->angles;
-    if (column >= place[2]) {
-      memset(a->out + token * a->heads * a->dim, 0, (size_t)(a->heads * a->dim) * sizeof(ELEM));
-      continue;
-    }
-    for (long head = 0; head < a->heads; head++) {
-      ELEM *query = fused + head * a->dim;
-      NAME(turn)(a->dim, query, query, cos, sin);
-    }
-    for (long head = 0; head < a->key_heads; head++) {
-      const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
-      const ELEM *value = fused + (a->heads + a->key_heads + head) * a->dim;
-      NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, a->keys + at, cos, sin);
-      memcpy(a->values + at, value, (size_t)a->dim * sizeof(ELEM));
+  for (long row = 0; row < a->rows; row++) {
+    const int64_t *place = a->places + 4 * row;
+    const long from = place[3] > start ? place[3] : start, end = place[3] + place[2];
+    for (long token = from; token < (end < stop ? end : stop); token++) {
+      const long column = token - place[3];
+      ELEM *fused = a->fused + token * stride;
+      const ELEM *cos = a->cos + token * a->angles, *sin = a->sin + token * a->angles;
+      for (long head = 0; head < a->heads; head++) {
+        ELEM *query = fused + head * a->dim;
+        NAME(turn)(a->dim, query, query, cos, sin);
+      }
+      for (long head = 0; head < a->key_heads; head++) {
+        const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
+        const ELEM *value = fused + (a->heads + a->key_heads + head) * a->dim;
+        NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, a->keys + at, cos, sin);
+        memcpy(a->values + at, value, (size_t)a->dim * sizeof(ELEM));
+      }
     }
   }
 }
 
+/* The outputs of padding become zero. */
+static void NAME(clear_padding)(const NAME(attention) * a) {
+  long read = 0;
+  for (long row = 0; row < a->rows; row++) read += a->places[4 * row + 2];
+  if (read < a->tokens) memset(a->out, 0, (size_t)(a->tokens * a->heads * a->dim) * sizeof(ELEM));
+}
+
 static void NAME(share_tokens)(void *given) {
   const NAME(attention) *a = given;
-  const long tokens = a->rows * a->width, number = thread_number(), count = thread_count();
+  const long tokens = a->tokens, number = thread_number(), count = thread_count();
   NAME(store_tokens)(a, tokens * number / count, tokens * (number + 1) / count);
 }
 
@@ -300,7 +305,7 @@ static void NAME(weigh)(const NAME(attention) * a, long row, long head, long fir
                         float *scores, float *sums) {
   const long group = a->heads / a->key_heads, stride = (a->heads + 2 * a->key_heads) * a->dim;
   const long queries = columns * group, padded = (most + LANES - 1) / LANES * LANES;
-  const ELEM *keys = a->keys + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  const ELEM *keys = a->keys + (a->places[4 * row] * a->key_heads + head) * a->capacity * a->dim;
   const floats scale = splat(a->scale), nothing = splat(-INFINITY);
   units block[MOST_DIM / UNIT];
   for (long key = 0; key < padded; key += LANES) {
@@ -311,7 +316,7 @@ static void NAME(weigh)(const NAME(attention) * a, long row, long head, long fir
       floats sum[TOGETHER];
 #pragma GCC unroll 6
       for (long m = 0; m < TOGETHER; m++) {
-        const long query = q + (m < here ? m : 0), token = row * a->width + first + query / group;
+        const long query = q + (m < here ? m : 0), token = a->places[4 * row + 3] + first + query / group;
         at[m] = a->fused + token * stride + (head * group + query % group) * a->dim;
         sum[m] = zeros();
       }
@@ -323,7 +328,7 @@ static void NAME(weigh)(const NAME(attention) * a, long row, long head, long fir
 #pragma GCC unroll 6
       for (long m = 0; m < TOGETHER; m++) {
         if (m >= here) continue;
-        const long token = row * a->width + first + (q + m) / group;
+        const long token = a->places[4 * row + 3] + first + (q + m) / group;
         floats score = mul(sum[m], scale);
         if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, most - key));
         store_float(scores + (q + m) * padded + key, first_of(a->visible[token] - key, score, nothing));
@@ -380,19 +385,19 @@ static void NAME(attend_tile)(const NAME(attention) * a, long row, long head, lo
   const long group = a->heads / a->key_heads, queries = columns * group;
   long most = 0;
   for (long column = first; column < first + columns; column++) {
-    const long seen = a->visible[row * a->width + column];
+    const long seen = a->visible[a->places[4 * row + 3] + column];
     most = seen > most ? seen : most;
   }
   const long padded = (most + LANES - 1) / LANES * LANES;
   float *sums = scratch, *scores = scratch + (queries + LANES - 1) / LANES * LANES;
   NAME(weigh)(a, row, head, first, columns, most, scores, sums);
-  const ELEM *values = a->values + (a->places[3 * row] * a->key_heads + head) * a->capacity * a->dim;
+  const ELEM *values = a->values + (a->places[4 * row] * a->key_heads + head) * a->capacity * a->dim;
   for (long q = 0; q < queries; q += TOGETHER) {
     const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
     const ELEM *weights[TOGETHER];
     ELEM *out[TOGETHER];
     for (long m = 0; m < TOGETHER; m++) {
-      const long query = q + (m < here ? m : 0), token = row * a->width + first + query / group;
+      const long query = q + (m < here ? m : 0), token = a->places[4 * row + 3] + first + query / group;
       weights[m] = (const ELEM *)(scores + query * padded);
       out[m] = a->out + (token * a->heads + head * group + query % group) * a->dim;
     }
@@ -414,20 +419,23 @@ static void NAME(attend_tile)(const NAME(attention) * a, long row, long head, lo
 
 static void NAME(share_tiles)(void *given) {
   const NAME(attention) *a = given;
-  const long tiles = (a->width + a->columns - 1) / a->columns, parts = a->rows * a->key_heads * tiles;
   const long number = thread_number(), count = thread_count();
   float *scratch = a->scratch + number * a->scratch_size;
-  for (long part = number; part < parts; part += count) { /* in turns: later columns see more */
-    const long row = part / (a->key_heads * tiles), head = part / tiles % a->key_heads;
-    const long first = part % tiles * a->columns, left = a->places[3 * row + 2] - first;
-    if (left > 0) NAME(attend_tile)(a, row, head, first, left < a->columns ? left : a->columns, scratch);
-  }
+  long part = 0;
+  for (long row = 0; row < a->rows; row++)
+    for (long head = 0; head < a->key_heads; head++)
+      for (long first = 0; first < a->places[4 * row + 2]; first += a->columns) {
+        const long left = a->places[4 * row + 2] - first;
+        if (part++ % count == number) /* in turns: later columns see more */
+          NAME(attend_tile)(a, row, head, first, left < a->columns ? left : a->columns, scratch);
+      }
 }
 
 /* Rotate, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; scratch_size, for columns * group queries rounded
    up to a multiple of 16, is at least queries * (1 + horizon + 31 + dim / 2). */
 void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
-  const long tokens = a->rows * a->width;
+  const long tokens = a->tokens;
+  NAME(clear_padding)(a);
   if (threads > 1 && tokens >= 64)
     parallel(NAME(share_tokens), a, (unsigned)threads, 0);
   else
@@ -461,7 +469,7 @@ typedef struct {
 
 /* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
 static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
-  const long tokens = a->rows * a->width, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
+  const long tokens = a->tokens, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
   ELEM *normed = work, *both, *gated, *rest;
   a->fused = normed + tokens * l->size;
   a->out = a->fused + tokens * heads * a->dim;

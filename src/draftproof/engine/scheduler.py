@@ -1,0 +1,241 @@
+"""Which requests run, and what each of them reads in a round: admission, portions of prompts, memory, reuse.
+
+Requests are admitted in order, as many as the batch and the memory hold. A prompt is read in portions while others are
+decoded, and whole where nobody waits. A prompt that begins like another one is not read again (`backends.kept`). Where
+the memory is too small for running requests, the one that came last waits again; its text goes on where it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from draftproof.backends.base import Backend, Feed, common_prefix, unread
+from draftproof.backends.kept import KeptSessions
+from draftproof.backends.passes import PREFILL_CHUNK
+from draftproof.drafters.base import DraftRequest, SessionDrafter
+from draftproof.engine.memory import MemoryBudget, MemoryUse
+from draftproof.engine.portions import PortionSize
+from draftproof.engine.request import Request
+
+_HEADROOM = 64  # tokens that a request can grow by when it is admitted
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Tokens of a prompt that a round reads, without its end."""
+
+    row: Request
+    tokens: list[int]
+
+    def feed(self) -> Feed:
+        """What the target reads."""
+        assert self.row.session is not None, "planned requests have a session"
+        return Feed(self.row.session, self.tokens)
+
+    def draft_request(self) -> DraftRequest:
+        """What the drafter may read when the target has read the portion."""
+        assert self.row.session is not None, "planned requests have a session"
+        return replace(self.row.draft_request(1), tokens=self.row.tokens[: self.row.session.length + 1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a round does.
+
+    Attributes:
+        rows: requests that get tokens in it; some of them read a whole prompt first.
+        portions: parts of other prompts.
+        reads: prompt tokens of both.
+        waits: whether some request was decoded before, so that it waits for what is read.
+    """
+
+    rows: list[Request] = field(default_factory=list)
+    portions: list[Portion] = field(default_factory=list)
+    reads: int = 0
+    waits: bool = False
+
+
+class NoSessions:
+    """Stands for a drafter without sessions of its own."""
+
+    backends: Sequence[Backend] = ()
+
+    def reuse(self, kept: KeptSessions) -> None:
+        """Does nothing."""
+
+    def read(self, parts: Sequence[object]) -> None:
+        """Does nothing."""
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """Does nothing."""
+
+
+class Scheduler:
+    """The requests of an engine, waiting and running.
+
+    Args:
+        target: the target.
+        drafter: its sessions' side.
+        max_batch: returns how many requests run together.
+        spare: returns how many tokens a request reads at most beyond those that are committed.
+        kv_memory: bytes for keys, values and states; None for no limit.
+        prefix_reuse: whether what was read of other requests is reused.
+
+    Attributes:
+        waiting, running: in the order of their arrival.
+        portions: chooses how much of a prompt a round reads beside requests that are decoded.
+        kept: sessions of requests that ended.
+
+    Raises:
+        UserError: `kv_memory` is too small for anything.
+    """
+
+    def __init__(
+        self,
+        target: Backend,
+        drafter: SessionDrafter,
+        *,
+        max_batch: Callable[[], int],
+        spare: Callable[[], int],
+        kv_memory: int | None,
+        prefix_reuse: bool,
+    ) -> None:
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.portions = PortionSize()
+        self.kept = KeptSessions() if prefix_reuse else KeptSessions(0)
+        if kv_memory is not None:
+            self.kept.most_nbytes = kv_memory
+        drafter.reuse(self.kept)
+        self.budget = MemoryBudget(kv_memory, lambda: [target, *drafter.backends], spare)
+        self._target, self._drafter, self._max_batch = target, drafter, max_batch
+        self._turn = 0
+
+    @property
+    def use(self) -> MemoryUse:
+        """Memory at this moment."""
+        return MemoryUse(self.budget.needed(self._lengths()), self.kept.nbytes, self.budget.most, self.kept.reused)
+
+    def _lengths(self) -> list[int]:
+        return [len(row.tokens) for row in self.running]
+
+    # --- admission --------------------------------------------------------------------------------------------------
+
+    def admit(self) -> list[Request]:
+        """Let waiting requests run where there is room; returns requests that wait again, for want of memory."""
+        stopped = []
+        while len(self.running) > 1 and not self._has_room(self._lengths()):
+            stopped.append(self._stop_last())
+        while self.waiting and len(self.running) < self._max_batch() and not stopped:
+            request = self.waiting[0]
+            if self.running and not self._has_room([*self._lengths(), len(request.tokens) + _HEADROOM]):
+                break
+            self.running.append(self.waiting.popleft())
+        if self.running:
+            self._has_room(self._lengths())
+        return stopped
+
+    def _has_room(self, lengths: Sequence[int]) -> bool:
+        """Whether such requests fit, after kept sessions were closed for them where that helps."""
+        if not self.budget.fits(lengths):
+            return False
+        while not self.budget.fits(lengths, self.kept.nbytes):
+            self.kept.drop()
+        return True
+
+    def _stop_last(self) -> Request:
+        row = self.running.pop()
+        self._close(row)
+        row.reading = True
+        self.waiting.appendleft(row)
+        return row
+
+    def end(self, row: Request, *, well: bool) -> None:
+        """Take a request out of those that run.
+
+        Args:
+            row: the request.
+            well: whether what was read of it may be reused.
+        """
+        self.running.remove(row)
+        if well and row.session is not None:
+            self._drafter.ended(row.id, row.tokens)
+            self.kept.keep(self._target, row.session, row.tokens)
+            row.session = None
+        self._close(row)
+
+    @staticmethod
+    def _close(row: Request) -> None:
+        if row.session is not None:
+            row.session.close()
+            row.session = None
+
+    # --- rounds -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """What the next round does."""
+        decoding = [row for row in self.running if not row.reading]
+        reading = [row for row in self.running if row.reading and not self._waits_for_another(row)]
+        left = {row: self._left(row) for row in reading}
+        whole = not self._target.capabilities.portions
+        if all(row.patient for row in decoding):
+            return self._at_once(decoding, left, whole=whole)
+        joined, parts, room = list(decoding), [], self.portions.size
+        for row in self._in_turns(left):
+            tokens = left[row]
+            if len(tokens) <= max(room, 1) or (whole and room == self.portions.size):
+                joined.append(row)
+            elif room and not whole:
+                parts.append(Portion(row, tokens[:room]))
+            room -= min(room, len(tokens))
+        reads = sum(len(left[row]) for row in joined if row.reading) + sum(len(part.tokens) for part in parts)
+        return Plan(self._in_order(joined), parts, reads, waits=True)
+
+    def _at_once(self, decoding: list[Request], left: dict[Request, list[int]], *, whole: bool) -> Plan:
+        """Nobody minds waiting: a chunk of a long prompt, or all others together."""
+        short = [row for row, tokens in left.items() if whole or len(tokens) <= PREFILL_CHUNK]
+        if len(short) < len(left) and (not short or decoding):
+            row = next(row for row in self._in_turns(left) if row not in short)
+            return Plan(portions=[Portion(row, left[row][:PREFILL_CHUNK])], reads=PREFILL_CHUNK)
+        return Plan(self._in_order([*decoding, *short]), reads=sum(len(left[row]) for row in short))
+
+    def _in_order(self, rows: Sequence[Request]) -> list[Request]:
+        return [row for row in self.running if row in rows]
+
+    def _in_turns(self, left: dict[Request, list[int]]) -> list[Request]:
+        """The prompts that are to be read: in every second round the oldest first, else those with the least left."""
+        self._turn += 1
+        return list(left) if self._turn % 2 else sorted(left, key=lambda row: len(left[row]))
+
+    def _left(self, row: Request) -> list[int]:
+        """What a request has to read; its session is opened at first, with what is known of its tokens."""
+        if row.session is None:
+            others = [each.session for each in self.running if each.session is not None]
+            row.session = self.kept.open(self._target, row.tokens, others)
+            row.reused = row.session.length
+        return unread(row.session, row.tokens)
+
+    def _waits_for_another(self, row: Request) -> bool:
+        """Whether an older request reads now what this one begins with: it is copied when it is there."""
+        if row.session is not None or not self.kept.most:
+            return False
+        for other in self.running[: self.running.index(row)]:
+            if other.reading:
+                shared = common_prefix(other.tokens, row.tokens[:-1])
+                if shared >= max(self.kept.shortest, len(row.tokens) // 2) and self._will_reach(other, shared):
+                    return True
+        return False
+
+    @staticmethod
+    def _will_reach(other: Request, shared: int) -> bool:
+        """Whether a request that still reads has not read this much yet, and can be copied then."""
+        if other.session is None:
+            return True
+        return other.session.reach(min(shared, other.session.stem)) < shared
+
+    def spent(self, plan: Plan, seconds: float) -> None:
+        """Take in the time of a round."""
+        if plan.waits:
+            self.portions.spent(seconds, plan.reads)
