@@ -251,7 +251,7 @@ class Trainer:
     def __init__(self, model):
         self.model, self.state = model, SimpleNamespace(global_step=0)
         self.accelerator = SimpleNamespace(unwrap_model=lambda each: each)
-        self.temperature, self.top_p, self.max_completion_length = 0.9, 1.0, 6
+        self.temperature, self.top_p, self.max_completion_length = 0.9, 1.0, 24
 
 
 def test_a_rollout_function_follows_the_trainer(monkeypatch):
@@ -264,12 +264,15 @@ def test_a_rollout_function_follows_the_trainer(monkeypatch):
     first = rollouts(["Once upon a time"] * 2, trainer)
     assert {"prompt_ids", "completion_ids", "logprobs"} <= first.keys()
     assert [len(each) for each in first["completion_ids"]] == [len(each) for each in first["logprobs"]]
-    assert max(map(len, first["completion_ids"])) <= 6
-    assert first == rollouts(["Once upon a time"] * 2, trainer)
-    assert len(updates) == 1
+    assert max(map(len, first["completion_ids"])) <= 24
+    assert first["completion_ids"][0] != first["completion_ids"][1], "equal prompts have different samples"
+    again = rollouts(["Once upon a time"] * 2, trainer)
+    assert again["completion_ids"] != first["completion_ids"], "so have two calls"
+    assert Rollouts(rollouts.engine, rollouts.params)(["Once upon a time"] * 2, trainer) == first, "by one seed"
+    updates.clear()
     trainer.model, trainer.state.global_step = changed(policy), 1
     second = rollouts(["Once upon a time"] * 2, trainer)
-    assert len(updates) == 2
+    assert len(updates) == 1
     rows = rows_of(trainer.model, second["prompt_ids"][0], second["completion_ids"][0], temperature=0.9)
     expected = [float(rows[place, token]) for place, token in enumerate(second["completion_ids"][0])]
     assert second["logprobs"][0] == pytest.approx(expected, abs=2e-4)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from draftproof.engine.engine import Engine
 from draftproof.engine.prompts import Prompt, as_prompts
 from draftproof.errors import UserError
+from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 
 
@@ -64,6 +65,7 @@ class Rollouts:
         self.engine = engine
         self.params = params or engine.default_params
         self._step: int | None = None
+        self._calls = 0
 
     def sample(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -73,6 +75,7 @@ class Rollouts:
         Args:
             prompts: texts, token ids or chat messages; one or several.
             params: for all prompts, or one for each; default those of the constructor. Of each prompt `n` are sampled.
+                One seed for all prompts gives each of them its own, so that equal prompts have different samples.
 
         Returns:
             For each prompt its n samples, in order.
@@ -83,7 +86,7 @@ class Rollouts:
         """
         many = as_prompts(prompts)
         given = self.params if params is None else params
-        each = [given] * len(many) if isinstance(given, SamplingParams) else list(given)
+        each = _one_each(given, len(many)) if isinstance(given, SamplingParams) else list(given)
         wanted = [replace(own, logprobs=0, logprobs_mode="processed_logprobs") for own in each]
         found = iter(self.engine.generate(many, wanted))
         made = []
@@ -96,7 +99,7 @@ class Rollouts:
         return made
 
     def __call__(self, prompts: Sequence[Prompt], trainer: Any = None) -> dict[str, list[Any]]:
-        """What trl's `rollout_func` returns: one sample for each prompt that it is given.
+        """What trl's `rollout_func` returns: one sample for each prompt that it is given, and other ones in each call.
 
         Args:
             prompts: texts or chat messages.
@@ -113,6 +116,9 @@ class Rollouts:
         if trainer is not None:
             self._follow(trainer)
             params = _trainer_params(trainer, params)
+        if params.seed is not None:
+            params = replace(params, seed=fold(params.seed, self._calls) >> 1)
+        self._calls += 1
         found = self.sample(list(prompts), replace(params, n=1))
         return {
             "prompt_ids": [list(each.prompt_ids) for each in found],
@@ -137,9 +143,17 @@ class Rollouts:
         Raises:
             UserError: as `Engine.update_weights`.
         """
+        policy: Any = weights
         if isinstance(weights, nn.Module) and hasattr(weights, "merge_and_unload"):
-            weights = copy.deepcopy(weights).merge_and_unload()
-        self.engine.update_weights(weights)
+            policy = copy.deepcopy(policy).merge_and_unload()
+        self.engine.update_weights(policy)
+
+
+def _one_each(params: SamplingParams, count: int) -> list[SamplingParams]:
+    """Sampling parameters for each of several prompts; a seed becomes one for each."""
+    if params.seed is None:
+        return [params] * count
+    return [replace(params, seed=fold(params.seed, place) >> 1) for place in range(count)]
 
 
 _TRAINER = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
