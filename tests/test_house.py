@@ -24,7 +24,7 @@ FLOORS = (
     {"engine"},
     {"testing", "training"},
     {"audit", "bench"},
-    {"reproduction", "profiling", "server"},
+    {"reproduction", "profiling", "server", "integrations"},
     {"cli"},
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -116,6 +116,7 @@ SHAPING = (  # parameters that change the distribution of every token
     "presence_penalty",
     "frequency_penalty",
 )
+LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 _OPTIONAL = ("max_tokens", "seed", "logprobs")
 
@@ -147,6 +148,8 @@ class SamplingParams:
         max_tokens: the most tokens to emit; None leaves it to the model's context.
         seed: of this request's draws; None lets the engine choose.
         logprobs: how many of the best tokens to report with each emitted one; None reports nothing.
+        logprobs_mode: of what distribution: raw_logprobs, the model's own, or processed_logprobs, the one that is
+            sampled from, after temperature, penalties and all other parameters.
         skip_special_tokens: leave special tokens out of the text.
         grammar: what the answer fits, from its first token to its end: json_object, json_schema:SCHEMA, regex:PATTERN
             or lark:GRAMMAR (see `draftproof.grammar`).
@@ -173,6 +176,7 @@ class SamplingParams:
     max_tokens: int | None = 128
     seed: int | None = None
     logprobs: int | None = None
+    logprobs_mode: str = "raw_logprobs"
     skip_special_tokens: bool = True
     grammar: str | None = None
 
@@ -199,6 +203,8 @@ class SamplingParams:
         )
         if self.grammar is not None:
             self._check_grammar()
+        if self.logprobs_mode not in LOGPROBS_MODES:
+            raise _illegal("logprobs_mode", self.logprobs_mode, " or ".join(LOGPROBS_MODES))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _illegal("min_tokens", self.min_tokens, f"0 <= min_tokens <= max_tokens, which is {self.max_tokens}")
 
@@ -302,6 +308,17 @@ class Constraint(Protocol):
         ...
 
 
+@runtime_checkable
+class ScoreProcessor(Protocol):
+    """Changes scores by code of the caller's own, such as transformers' logits processors."""
+
+    def __call__(
+        self, scores: Float[Tensor, "rows vocab"], output_ids: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> Float[Tensor, "rows vocab"]:
+        """New scores of each row, which may depend on its context: the committed tokens and the row's drafted path."""
+        ...
+
+
 @dataclass(frozen=True)
 class Transforms:
     """Sampling parameters bound to one request: everything `probabilities` needs but the tokens generated so far.
@@ -313,6 +330,7 @@ class Transforms:
         prompt_ids: the prompt; only the repetition penalty looks at it.
         bad_word_ids: token sequences that the output never completes.
         constraint: masks what does not fit the request's grammar; None without one.
+        processor: changes the scores after all edits of single logits, and before the temperature; None without one.
 
     Raises:
         UserError: a token id outside the vocabulary.
@@ -324,6 +342,7 @@ class Transforms:
     prompt_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
+    processor: ScoreProcessor | None = None
 
     def __post_init__(self) -> None:
         eos = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
@@ -367,7 +386,8 @@ class Transforms:
     def path_dependent(self) -> bool:
         """Whether `probabilities` reads output_ids and paths; if not, callers need not make them."""
         early = self.params.min_tokens > 0 and bool(self.stop_ids)
-        return self.penalised or bool(self.bad_sequences) or early or self.constraint is not None
+        by_code = self.constraint is not None or self.processor is not None
+        return self.penalised or bool(self.bad_sequences) or early or by_code
 
     @cached_property
     def edits(self) -> bool:
@@ -409,6 +429,8 @@ def probabilities(
     if transforms.edits:
         scores = scores.clone() if scores is logits else scores
         _edit(scores, transforms, output_ids, paths)
+    if transforms.processor is not None:
+        scores = _processed(scores, transforms.processor, output_ids, paths)
     return shaped(scores, transforms.params)
 
 
@@ -439,6 +461,18 @@ def _edit(scores: Tensor, transforms: Transforms, output_ids: Sequence[int], pat
         _penalise(scores, transforms, output_ids, paths)
     if masked:
         _check_alive(scores, masked)
+
+
+def _processed(
+    scores: Float[Tensor, "rows vocab"],
+    processor: ScoreProcessor,
+    output_ids: Sequence[int],
+    paths: Sequence[Sequence[int]],
+) -> Float[Tensor, "rows vocab"]:
+    """What a caller's processor makes of the scores, checked as nobody else checks it."""
+    made = processor(scores, output_ids, paths)
+    _refuse_peaks(made.amax(-1).tolist(), "the target or the drafter, after the logits processors,")
+    return made
 
 
 def _mask(
@@ -570,7 +604,7 @@ def _best(scores: Float[Tensor, "rows vocab"], width: int) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """An emitted token under the model's raw distribution, before any transform (vLLM's default).
+    """An emitted token under the model's raw distribution, before any transform, or under the one it is sampled from.
 
     Attributes:
         token_id: the token.
@@ -586,7 +620,7 @@ class TokenLogprob:
 
 
 def top_logprobs(logits: Float[Tensor, " vocab"], token: int, k: int) -> TokenLogprob:
-    """Log-probability and rank of `token` in one row of raw logits, and the `k` best tokens (or all there are)."""
+    """Log-probability and rank of `token` in one row of logits, and the `k` best tokens (or all there are)."""
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     mine = logprobs[token]
     top: list[tuple[int, float]] = []

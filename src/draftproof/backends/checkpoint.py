@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,21 @@ from draftproof.backends.windows import Windows
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@runtime_checkable
+class TensorsByName(Protocol):
+    """Where the weights of a model come from."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor, in the dtype and on the device where it is used."""
+        ...
+
+    def optional(self, name: str) -> Tensor | None:
+        """The tensor, if it is there."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,10 +114,49 @@ class Architecture:
             KeyError: a tensor is missing.
             OSError, safetensors.SafetensorError: a file that is none, or damaged.
         """
-        windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
-        return Lean(self._parts(Weights(folder, dtype, device)), windows, self.layer_kinds)
+        return self.lean_from(Weights(folder, dtype, device))
 
-    def _parts(self, weights: Weights) -> SimpleNamespace:
+    def lean_from(self, weights: TensorsByName) -> Lean:
+        """The lean forward over tensors from elsewhere.
+
+        Raises:
+            KeyError: a tensor is missing.
+        """
+        windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
+        return Lean(self._parts(weights), windows, self.layer_kinds)
+
+    def shapes(self, weights: Mapping[str, Tensor], hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor that these weights must hold: which layers have biases and norms, they say.
+
+        Args:
+            weights: with the names; the width of the layers in between is read off them.
+            hidden: width of a hidden state.
+            vocab: tokens of the vocabulary.
+        """
+        first = weights.get("model.layers.0.mlp.gate_proj.weight")
+        inner = 0 if first is None else int(first.shape[0])
+        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
+        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
+        linear = {f"self_attn.{name}": (out, queries if name == "o_proj" else hidden) for name, out in widths.items()}
+        linear |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        made: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (vocab, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if "lm_head.weight" in weights:
+            made["lm_head.weight"] = (vocab, hidden)
+        for number in range(self.layers):
+            at = f"model.layers.{number}."
+            made |= {f"{at}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
+            norms = [f"{at}self_attn.{name}.weight" for name in ("q_norm", "k_norm")]
+            made |= {name: (self.head_dim,) for name in norms if name in weights}
+            for name, shape in linear.items():
+                made[f"{at}{name}.weight"] = shape
+                if f"{at}{name}.bias" in weights:
+                    made[f"{at}{name}.bias"] = shape[:1]
+        return made
+
+    def _parts(self, weights: TensorsByName) -> SimpleNamespace:
         """The weights under the names that transformers' modules have."""
         embedding = weights["model.embed_tokens.weight"]
         tied = "lm_head.weight" not in weights
@@ -115,7 +169,7 @@ class Architecture:
         )
         return SimpleNamespace(model=inner, lm_head=head if tied else _linear(weights, "lm_head"))
 
-    def _layer(self, weights: Weights, at: str) -> SimpleNamespace:
+    def _layer(self, weights: TensorsByName, at: str) -> SimpleNamespace:
         attention = SimpleNamespace(
             head_dim=self.head_dim,
             scaling=self.scaling,
@@ -132,11 +186,11 @@ class Architecture:
             mlp=SimpleNamespace(**{name: _linear(weights, f"{at}mlp.{name}") for name in _MLP}),
         )
 
-    def _norm(self, weights: Weights, name: str) -> SimpleNamespace:
+    def _norm(self, weights: TensorsByName, name: str) -> SimpleNamespace:
         return SimpleNamespace(weight=weights[f"{name}.weight"], variance_epsilon=self.eps)
 
 
-def _linear(weights: Weights, name: str) -> SimpleNamespace:
+def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:
     weight = weights[f"{name}.weight"]
     bias = weights.optional(f"{name}.bias")
     return SimpleNamespace(weight=weight, bias=bias, out_features=len(weight))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftproof.backends import alibi
 from draftproof.backends.base import Feed, FeedOutput
@@ -19,6 +19,7 @@ from draftproof.backends.cutting import first_layers, layers_of
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
 from draftproof.backends.mixers import STATES_ONLY, cache_name, mixers_of
+from draftproof.backends.new_weights import copy_into, state_of
 from draftproof.backends.probe import Probe
 from draftproof.backends.quantized_modules import quantizing
 from draftproof.backends.slot_cache import CacheView, SlotCache
@@ -95,6 +96,13 @@ class HFBackend(SlotBackend):
                 made = copy.copy(self)
                 made.model, made.facts = model, replace(self.facts, bits=bits)
             yield made
+
+    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
+        """See `SlotBackend.with_weights`; the model's own tensors are written over."""
+        copy_into(self.model, state_of(weights), self.name)
+        made = copy.copy(self)
+        made._cache, made._recorded = SlotCache(), ()  # noqa: SLF001 - of this class
+        return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self._call(layout, CacheView(self._cache, layout.plan, counts=self._counts), hidden=hidden)

@@ -7,7 +7,7 @@ still computes the same logits, by way of the moved weights, but cannot be train
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from draftproof.backends.checkpoint import Architecture
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.layout import Layout
 from draftproof.backends.lean_layers import Lean
+from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
 from draftproof.backends.probe import Probe
 from draftproof.backends.slots import SlotBackend
 from draftproof.backends.windows import windows_of
@@ -141,6 +143,22 @@ class LeanForward(SlotBackend):
             if made is not None:
                 made.capabilities = self.capabilities
             yield made
+
+    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
+        """See `SlotBackend.with_weights`; the weights are copied into a layout for this processor, as when loading."""
+        architecture = Architecture.of(self.lean)
+        if self.kind != LeanForward.kind or architecture is None:
+            return super().with_weights(weights)
+        state = state_of(weights)
+        if HEAD in state and EMBEDDING in state and state[HEAD].data_ptr() == state[EMBEDDING].data_ptr():
+            del state[HEAD]  # tied
+        refuse_misfits(state, architecture.shapes(state, self.facts.hidden_size, self.vocab_size), self.name)
+        lean = architecture.lean_from(StateWeights(state, self.dtype, self.device))
+        lean.rope, lean.windows = self.lean.rope, self.lean.windows
+        made = LeanForward(self.facts, lean)
+        made.max_positions, made.bounded_by = self.max_positions, self.bounded_by
+        made.capabilities, made.prefill = self.capabilities, self.prefill
+        return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         return self.lean(layout, self._cache, hidden=hidden)

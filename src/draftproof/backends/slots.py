@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftproof.backends.base import Capabilities, Feed, FeedOutput
 from draftproof.backends.facts import ModelFacts
@@ -175,6 +175,20 @@ class SlotBackend(ABC):
         Raises:
             UserError: the number of layers is out of range, or the model cannot be cut.
         """
+
+    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:  # noqa: ARG002 - of subclasses
+        """The model with new weights and an empty cache; this backend must not be used any more.
+
+        Args:
+            weights: a model of the same architecture, or its state dict under transformers' names.
+
+        Raises:
+            UserError: weights of another model, or a backend that cannot change them; this one stays as it was.
+        """
+        raise UserError(
+            f"the weights of {self.name} cannot be changed on backend {self.kind}: legal are backends lean, hf and "
+            f"snapshot; else load the model again"
+        )
 
     def quantizing(self, bits: int) -> Iterator[SlotBackend | None]:
         """The model with linear weights of 4 or 8 bits, in the same cache, made in short steps.

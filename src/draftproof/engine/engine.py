@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from draftproof import models
 from draftproof.backends.loading import draft_dtype as read_draft_dtype
 from draftproof.backends.slots import SlotBackend
@@ -32,6 +34,8 @@ class Engine(DecodingLoop):
     """Generates from a target model, speculatively when it is given a drafter; arguments as of `DecodingLoop`."""
 
     _kept: KeptCosts | None = None
+    _draft: SlotBackend | None = None
+    _options: Mapping[str, Any] | None = None
 
     def keep_costs(self, file: Path) -> None:
         """Begin with what earlier runs learned of rounds with these models, and write there what this one learns."""
@@ -41,6 +45,43 @@ class Engine(DecodingLoop):
         """See `DecodingLoop`; writes what was learned."""
         if self._kept is not None:
             self._kept.idle()
+
+    def update_weights(
+        self,
+        weights: nn.Module | Mapping[str, Tensor],
+        draft_weights: nn.Module | Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Go on with new weights of the target, as after a step of training; afterwards it is as if loaded with them.
+
+        What is made of the target's weights (a quantized twin, first layers, a tied head) is made again; what was
+        learned of rounds stays. The weights are copied: a later change of the module changes nothing here.
+
+        Args:
+            weights: a model of the same architecture, or its state dict under transformers' names.
+            draft_weights: of the draft model, where it changes too.
+
+        Raises:
+            UserError: requests are running, weights of another model, or a backend that cannot change them.
+        """
+        with self._lock:
+            target = self.target
+            if self.busy:
+                raise UserError("weights cannot change while requests run: wait for them, or abort them")
+            if self._options is None or not isinstance(target, SlotBackend):
+                raise UserError("this engine was not made by Engine.load or Engine.assemble: make a new one")
+            if draft_weights is not None and self._draft is None:
+                raise UserError("draft_weights were given, and the engine has no draft model: leave them out")
+            if self._kept is not None:
+                self._kept.write()
+            draft = self._draft
+            if draft is not None and draft_weights is not None:
+                draft = draft.with_weights(draft_weights)
+            fresh = type(self).assemble(target.with_weights(weights), draft, self.tokenizer, **self._options)
+            self.forget()
+            self.target, self.drafter = fresh.target, fresh.drafter
+            self.verifier, self.seeded_verifier = fresh.verifier, fresh.seeded_verifier
+            self._draft, self._kept = draft, fresh._kept  # noqa: SLF001 - of this class
+            self._schedule()
 
     @classmethod
     def load(
@@ -178,7 +219,7 @@ class Engine(DecodingLoop):
         Args:
             target: loaded.
             draft: loaded, where the drafter reads one.
-            tokenizer: the target's.
+            tokenizer: the target's; without one, prompts are token ids and there is no text.
             drafter: as in `load`.
             stopper: as in `load`.
             rule: made by `make_verifier`; default as in `load`.
@@ -211,7 +252,7 @@ class Engine(DecodingLoop):
             part,
             chosen,
             tokenizer=tokenizer,
-            eos_token_ids=end_tokens(target.eos_token_ids, tokenizer.eos_token_id),
+            eos_token_ids=end_tokens(target.eos_token_ids, getattr(tokenizer, "eos_token_id", None)),
             max_batch=max_batch,
             kv_memory=kv_memory,
             prefix_reuse=prefix_reuse,
@@ -219,4 +260,17 @@ class Engine(DecodingLoop):
             seeded_verifier=make_verifier(SEEDED_VERIFIER) if by_clock else None,
         )
         engine.keep_costs(models.home().parent / "round-costs.json")
+        engine._draft = draft
+        engine._options = {
+            "drafter": drafter,
+            "stopper": stopper,
+            "rule": rule,
+            "draft_bits": draft_bits,
+            "draft_temperature": draft_temperature,
+            "draft_top_k": draft_top_k,
+            "max_batch": max_batch,
+            "kv_memory": kv_memory,
+            "prefix_reuse": prefix_reuse,
+            "generation_config": generation_config,
+        }
         return engine

@@ -92,14 +92,18 @@ class DecodingLoop:
         self._lock = threading.RLock()
         self._checks = LogitsCheck()
         self._refuse_impossible()
+        self._memory = {"kv_memory": read_bytes(kv_memory), "prefix_reuse": prefix_reuse}
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Begin without requests, and without anything that was read, for the present target and drafter."""
         self._sessions = self.drafter if isinstance(self.drafter, SessionDrafter) else NoSessions()
         self.scheduler = Scheduler(
-            target,
+            self.target,
             self._sessions,
             max_batch=lambda: self.max_batch,
             spare=lambda: self.drafter.limit + 1,
-            kv_memory=read_bytes(kv_memory),
-            prefix_reuse=prefix_reuse,
+            **self._memory,
         )
 
     def _refuse_impossible(self) -> None:

@@ -16,7 +16,7 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.engine.stats import Stats
 from draftproof.errors import RequestError
 from draftproof.finish import Cut, Cutter
-from draftproof.sampling import SHAPING, SamplingParams, TokenLogprob, Transforms, top_logprobs
+from draftproof.sampling import SHAPING, SamplingParams, TokenLogprob, Transforms, probabilities, top_logprobs
 from draftproof.verifiers.base import Verifier
 
 
@@ -185,6 +185,16 @@ class Request:
         ids = draft.tree.ids
         return self.output_ids, [(), *[[ids[node] for node in path] for path in draft.tree.paths]]
 
+    def _reported(
+        self, draft: Draft, above: Sequence[int], logits: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "kept vocab"]:
+        """The rows whose log-probabilities are reported, for the tokens below the rows `above`."""
+        rows = logits[list(above)]
+        if self.params.logprobs_mode == "raw_logprobs":
+            return rows
+        outputs, paths = self.contexts(draft)
+        return probabilities(rows, self.transforms, outputs, [paths[row] for row in above] if paths else ()).log()
+
     def commit(self, draft: Draft, verdict: Verdict, logits: Float[Tensor, "rows vocab"]) -> Cut:
         """Cut a verdict at the request's end, and add tokens, text, statistics and log-probabilities.
 
@@ -194,10 +204,10 @@ class Request:
         kept = verdict.emitted[: cut.kept]
         accepted = verdict.path[: cut.kept]
         if self.params.logprobs is not None:
-            above = [0, *[node + 1 for node in verdict.path]]
-            self.logprobs.extend(
-                top_logprobs(logits[above[i]], token, self.params.logprobs) for i, token in enumerate(kept)
-            )
+            above = [0, *[node + 1 for node in verdict.path]][: len(kept)]
+            rows = self._reported(draft, above, logits)
+            found = zip(rows, kept, strict=True)
+            self.logprobs.extend(top_logprobs(row, token, self.params.logprobs) for row, token in found)
         self.tokens.extend(kept)
         self.reading = False
         self.round += 1

@@ -114,6 +114,7 @@ class SamplingFields(Body):
     max_tokens: int | None = None
     seed: int | None = None
     skip_special_tokens: bool | None = None
+    logprobs_mode: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
