@@ -129,6 +129,7 @@ class DecodingLoop:
         params: SamplingParams | None = None,
         *,
         prediction: str | Sequence[int] | None = None,
+        speculates: bool = True,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -137,6 +138,7 @@ class DecodingLoop:
             params: default `default_params`.
             prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
                 about the output distribution.
+            speculates: without it nothing is drafted, which is plain decoding.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -147,6 +149,8 @@ class DecodingLoop:
         params = params or self.default_params
         text, ids = self.encode(prompt)
         predicted = self._predicted(prediction)
+        if not speculates and self.verifier.constant_length:
+            raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
         self._check_prompt(ids)
         left = self._context_left(len(ids))
         limit = left if params.max_tokens is None else min(params.max_tokens, left)
@@ -172,6 +176,7 @@ class DecodingLoop:
                     max_tokens=limit,
                     rule=self._rule(params),
                     prediction=predicted,
+                    speculates=speculates,
                 )
                 for index in range(params.n)
             ]
@@ -239,6 +244,11 @@ class DecodingLoop:
 
     def idle(self) -> None:
         """Called when the last request has ended; for subclasses."""
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request waits for a place in the batch."""
+        with self._lock:
+            return request in self._waiting
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -367,6 +377,8 @@ class DecodingLoop:
 
     def _draft_limit(self, row: Request) -> int:
         """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
+        if not row.speculates:
+            return 0
         left = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
         return left if row.rule.constant_length else min(left, row.remaining - 1)
 

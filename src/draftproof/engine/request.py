@@ -120,6 +120,7 @@ class Request:
         chunks: committed pieces that a stream has not taken yet.
         error: why it failed, or None.
         prediction: tokens that the answer may repeat.
+        speculates: whether anything is drafted for it.
     """
 
     id: int
@@ -140,6 +141,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: RequestError | None = None
     prediction: tuple[int, ...] = ()
+    speculates: bool = True
 
     @property
     def params(self) -> SamplingParams:
