@@ -283,15 +283,15 @@ def test_a_round_that_fails_once_is_repeated(engine):
 
 
 def test_a_new_request_that_breaks_rounds_goes_and_the_others_stay(engine):
-    ids, step = engine.encode("The dog")[1], engine.step
+    ids, inner = engine.encode("The dog")[1], engine._round
 
-    def step_failing():
-        if any(row.tokens[: len(ids)] == ids for row in (*engine.scheduler.running, *engine.scheduler.waiting)):
+    def round_failing(plan, start):
+        if any(row.tokens[: len(ids)] == ids for row in (*plan.rows, *(part.row for part in plan.portions))):
             raise RuntimeError("broken by it")
         time.sleep(0.01)
-        step()
+        inner(plan, start)
 
-    engine.step = step_failing
+    engine._round = round_failing
     expected = small_engine().generate(STORY, SamplingParams(**LONG))[0].text
     with running(engine) as (base, server), ThreadPoolExecutor(1) as pool:
         other = pool.submit(post, base, **LONG)
@@ -405,8 +405,9 @@ def test_no_prompt_is_in_the_log_or_in_an_error(engine, caplog):
 
 
 def test_names_of_files_stay_here(engine):
+    engine.tokenizer.chat_template = None
     with running(engine, hidden=[engine.target.name]) as (base, _):
-        message = error_of(post(base, prompt="a " * 2000))["message"]
+        message = error_of(post(base, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]))["message"]
     assert "embedded:target" not in message
     assert "story" in message
     assert served_name("/tmp", None) == "tmp"  # noqa: S108 - no file is made there

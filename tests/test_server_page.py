@@ -107,3 +107,71 @@ def test_a_chat_goes_on_and_an_error_is_shown(tmp_path):
     (second,) = engine.generate(more, params)
     assert text_of(html, 1).strip() == first.text.strip()
     assert text_of(html, 3).strip() == second.text.strip()
+
+
+def test_the_speed_beside_plain_decoding(tmp_path):
+    script = SET % "{temperature: 0, max_tokens: 24}" + "document.getElementById('beside').value = 'yes'; await send();"
+    engine = Engine.load("embedded:stories", "embedded:stories-draft", drafter="model", stopper="fixed:4")
+    with running(engine, extend=driven(script)) as (base, server):
+        html = seen(base, tmp_path)
+    assert re.search(r'id="plain">[0-9.]+<', html)
+    assert re.search(r'id="gain">[0-9.]+<', html)
+    assert server.metrics.generation_tokens._value.get() == 48
+
+
+REQUIRED = """
+    const inner = window.fetch;
+    const forced = (text) => JSON.stringify({...JSON.parse(text), tool_choice: "required", parallel_tool_calls: false});
+    window.fetch = (url, given) => inner(url, given && given.body ? {...given, body: forced(given.body)} : given);
+"""
+
+
+def test_functions_are_called(tmp_path):
+    script = (
+        SET % "{temperature: 0, max_tokens: 40, seed: 1}"
+        + """
+    const kind = document.getElementById("kind");
+    kind.value = "chat"; kind.dispatchEvent(new Event("change"));
+    document.getElementById("tools").value = '[{"name": "now"}]';
+    """
+        + REQUIRED
+        + "await send();"
+    )
+    engine = Engine.load("embedded:stories", "embedded:stories-draft")
+    engine.tokenizer.chat_template = "{{ tools }}<tool_call>{% for m in messages %}{{ m.content }}{% endfor %}"
+    with running(engine, extend=driven(script)) as (base, _):
+        html = seen(base, tmp_path)
+    assert "calls now" in html
+    assert text_of(html, 1) == "{}"
+
+
+LOOKED_AT = """
+    const all = (what) => [...document.querySelectorAll(what)];
+    const linear = (each) => each <= 0.03928 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4;
+    const light = (text) => text.match(/[0-9.]+/g).slice(0, 3).map((each) => linear(Number(each) / 255))
+      .reduce((sum, each, place) => sum + each * [0.2126, 0.7152, 0.0722][place], 0);
+    const ratio = (a, b) => {
+      const [low, high] = [light(a), light(b)].sort((p, q) => p - q);
+      return ((high + 0.05) / (low + 0.05)).toFixed(2);
+    };
+    const style = getComputedStyle(document.body), soft = getComputedStyle(all(".soft")[0]);
+    document.title = [
+      document.documentElement.scrollWidth <= innerWidth,
+      all("input, textarea, select, button, summary").filter((each) => each.tabIndex < 0).length,
+      all("input, textarea, select").filter((each) => !each.labels.length && !each.ariaLabel).length,
+      ratio(style.color, style.backgroundColor), ratio(soft.color, style.backgroundColor), light(style.backgroundColor),
+    ].join(" ");
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_phone_by_day_and_by_night(tmp_path, dark):
+    """Nothing is wider than the window, every control has a name and the keyboard reaches it, contrast is WCAG's AA."""
+    options = ["--window-size=360,700", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    with running(small_engine(), extend=driven(LOOKED_AT)) as (base, _):
+        html = seen(base, tmp_path, *options)
+    fits, unreachable, unnamed, text, soft, back = re.search("<title>(.*)</title>", html)[1].split()
+    assert (fits, unreachable, unnamed) == ("true", "0", "0")
+    assert float(text) >= 4.5
+    assert float(soft) >= 4.5
+    assert (float(back) < 0.2) == dark

@@ -22,6 +22,10 @@ class ContextError(UserError):
     """A prompt is too long for the model's context."""
 
 
+class NoTokenError(UserError):
+    """A request's own parameters leave no token to go on with, which shows while it is decoded."""
+
+
 class RequestError(UserError):
     """One request failed; other requests in the same rounds go on.
 

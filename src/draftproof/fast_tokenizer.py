@@ -65,7 +65,23 @@ class FastTokenizer:
         self._description = description
         self._original = functools.cache(original)
         self.eos_token_id, self.bos_token_id = description.eos_token_id, description.bos_token_id
-        self.chat_template = description.chat_template
+        self._template = description.chat_template
+
+    @property
+    def chat_template(self) -> str | None:
+        """In Jinja's language; it may be replaced."""
+        return self._template
+
+    @chat_template.setter
+    def chat_template(self, template: str | None) -> None:
+        self._template = template
+        self._original().chat_template = template
+
+    def get_chat_template(self, chat_template: str | None = None, tools: Any = None) -> str:
+        """The template for chats with such tools."""
+        if chat_template is None and self._template is not None:
+            return self._template
+        return str(self._original().get_chat_template(chat_template, tools))
 
     def __call__(self, text: Any, *args: Any, add_special_tokens: bool = True, **options: Any) -> Any:
         """The token ids of a text, as `input_ids`; other arguments than these two are transformers' own."""
@@ -108,12 +124,17 @@ class FastTokenizer:
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
         """The prompt of chat messages; messages or options out of the ordinary are left to transformers."""
         plain = options == {"add_generation_prompt": True, "tokenize": False}
-        if plain and self._description.renders and _is_plain(messages):
+        if plain and self._given and _is_plain(messages):
             try:
                 return _render(self._description, messages)
             except Exception:  # noqa: BLE001 - transformers' own error is the one to show
                 return self._original().apply_chat_template(messages, **options)
         return self._original().apply_chat_template(messages, **options)
+
+    @property
+    def _given(self) -> bool:
+        """Whether the template makes the same text here, and is still the one that was described."""
+        return self._description.renders and self._template == self._description.chat_template
 
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))

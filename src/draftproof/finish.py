@@ -211,9 +211,14 @@ class Cutter:
 
     def _open(self) -> int:
         """Number of characters at the end that could be the beginning of a stop string."""
-        return max((_overlap(self.text, stop) for stop in self._stops), default=0)
+        return max((overlap(self.text, stop) for stop in self._stops), default=0)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The length of the longest proper prefix of `stop` that `text` ends with."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    start = max(len(text) - len(stop) + 1, 0)
+    while (start := text.find(stop[0], start)) >= 0:  # most places are passed over without a comparison
+        if stop.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0

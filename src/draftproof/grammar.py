@@ -18,10 +18,15 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import NoTokenError, UserError, reason
 from draftproof.sampling import Constraint
 
-_KEPT = 64  # compiled grammars
+_KEPT = 256  # compiled grammars, more than requests that wait: the one that was used longest ago goes first
+_LIMITS: Any = {  # of work and memory: a grammar beyond them fails, alone
+    "max_grammar_size": 100_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
 _COMPACT: Any = {"whitespace_flexible": False}
 
 
@@ -66,7 +71,7 @@ class Matcher:
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         if self._matcher.is_error():
             first = self._matcher.get_error().splitlines()[0]
-            raise UserError(f"the grammar cannot be followed any further: {first[:120]}")
+            raise NoTokenError(f"the grammar cannot be followed any further: {first[:120]}")
         mask = torch.zeros(self._vocab_size, dtype=torch.bool)
         size = min(self._vocab_size, len(bias))
         mask[:size] = bias[:size] != 0
@@ -100,6 +105,7 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.Lock()
         self._compiled: dict[str, Matcher] = {}
+        self._compiling = threading.Lock()
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
@@ -130,16 +136,31 @@ class Grammars:
         Raises:
             UserError: a grammar that cannot be read, or is too large.
         """
+        found = self._known(spec)
+        if found is None:
+            with self._compiling:  # who asks for a known grammar, such as an engine's thread, does not wait for this
+                found = self._known(spec) or self._keep(spec, self._compile(spec))
+        return found.fresh()
+
+    def _known(self, spec: str) -> Matcher | None:
+        """A compiled grammar, now the one that was used last."""
         with self._lock:
-            if spec not in self._compiled:
-                self._compiled[spec] = self._compile(spec)
-                while len(self._compiled) > _KEPT:
-                    del self._compiled[next(iter(self._compiled))]
-            return self._compiled[spec].fresh()
+            found = self._compiled.pop(spec, None)
+            if found is not None:
+                self._compiled[spec] = found
+            return found
+
+    def _keep(self, spec: str, made: Matcher) -> Matcher:
+        with self._lock:
+            self._compiled[spec] = made
+            while len(self._compiled) > _KEPT:
+                del self._compiled[next(iter(self._compiled))]
+            return made
 
     def _compile(self, spec: str) -> Matcher:
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
+        limits = LLParserLimits(**_LIMITS)
         kind, _, text = spec.partition(":")
         try:
             if kind == "regex":
@@ -150,9 +171,9 @@ class Grammars:
                 source = LLMatcher.grammar_from_json_schema(_schema(text), defaults=_COMPACT)
         except ValueError as cause:
             raise UserError(f"grammar {kind} cannot be read: {reason(cause)}") from cause
-        if problem := LLMatcher.validate_grammar(source, self._tokenizer):
+        if problem := LLMatcher.validate_grammar(source, self._tokenizer, limits=limits):
             raise UserError(f"grammar {kind} cannot be read: {' '.join(problem.split())[:200]}")
-        made = LLMatcher(self._tokenizer, source, log_level=0)
+        made = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
         if made.is_error():
             raise UserError(f"grammar {kind} cannot be used: {made.get_error().splitlines()[0][:200]}")
         return Matcher(made, self._vocab_size)

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from draftproof.errors import UserError, blamed_on
+from draftproof.errors import NoTokenError, UserError, blamed_on
 from draftproof.kernels import native
 
 _NEVER = -math.inf
@@ -555,7 +555,9 @@ def _check_alive(scores: Tensor, causes: Sequence[str]) -> None:
     dead = scores.amax(-1) == _NEVER
     if dead.any():
         row = int(dead.nonzero()[0, 0])
-        raise UserError(f"every token of row {row} is masked by {' and '.join(causes)}: leave at least one token legal")
+        raise NoTokenError(
+            f"every token of row {row} is masked by {' and '.join(causes)}: leave at least one token legal"
+        )
 
 
 def _scale_by_temperature(scores: Tensor, temperature: float) -> Tensor:

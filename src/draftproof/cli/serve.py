@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 @engine_options
-@with_options(server=(Options(Settings, "Server", metavars={"api_key_file": "FILE"}),))
+@with_options(server=(Options(Settings, "Server", metavars={"api_key_file": "FILE", "chat_template": "FILE"}),))
 def serve(
     *,
     server: dict[str, Any],
@@ -37,7 +37,7 @@ def serve(
     from draftproof.server.access import read_keys
     from draftproof.server.app import Server, make_app
     from draftproof.server.logs import start_logging
-    from draftproof.server.run import address, bind, served_name
+    from draftproof.server.run import address, bind, served_name, use_template
     from draftproof.server.run import serve as serve_app
 
     settings = Settings(**server)
@@ -47,6 +47,8 @@ def serve(
         with quiet_libraries(), logged_lines(quiet=False):
             target = named_target(engine) or models.DEFAULT_TARGET
             loaded = load_engine(target, engine, quiet=False)
+            if settings.chat_template is not None:
+                use_template(loaded, settings.chat_template)
         name = served_name(target, settings.served_model_name)
         made = make_app(Server(loaded, settings, name, hidden=[target, engine["draft"] or target]), keys)
         start_logging(as_json=settings.json_logs)

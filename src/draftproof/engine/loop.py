@@ -156,6 +156,7 @@ class DecodingLoop:
         *,
         prediction: str | Sequence[int] | None = None,
         patient: bool = False,
+        speculates: bool = True,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -166,6 +167,7 @@ class DecodingLoop:
                 about the output distribution.
             patient: whether it may wait while the prompts of others are read. Beside requests that may not, prompts are
                 read in portions, so that a round takes less than twice its usual time.
+            speculates: without it nothing is drafted, which is plain decoding.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -176,6 +178,8 @@ class DecodingLoop:
         params = params or self.default_params
         text, ids = self.encode(prompt)
         predicted = self._predicted(prediction)
+        if not speculates and self.verifier.constant_length:
+            raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
         self._check_prompt(ids)
         left = self._context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
@@ -202,6 +206,7 @@ class DecodingLoop:
                     rule=self._rule(params),
                     prediction=predicted,
                     patient=patient,
+                    speculates=speculates,
                 )
                 for index in range(params.n)
             ]
@@ -281,6 +286,11 @@ class DecodingLoop:
 
     def idle(self) -> None:
         """Called when the last request has ended; for subclasses."""
+
+    def waits(self, request: Request) -> bool:
+        """Whether a request waits for a place in the batch."""
+        with self._lock:
+            return request in self._waiting
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -433,6 +443,8 @@ class DecodingLoop:
 
     def _draft_limit(self, row: Request) -> int:
         """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
+        if not row.speculates:
+            return 0
         left = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
         return left if row.rule.constant_length else min(left, row.remaining - 1)
 

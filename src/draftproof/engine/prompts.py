@@ -46,8 +46,12 @@ class PromptReader:
         """Token ids of a text without special tokens."""
         return self._ids(text, add_special_tokens=False)
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The model's chat template applied to messages, ready for an answer.
+
+        Args:
+            messages: of the chat.
+            tools: that the template shows to the model, as transformers takes them.
 
         Raises:
             UserError: the tokenizer has no chat template, or the template refuses the messages.
@@ -55,11 +59,13 @@ class PromptReader:
         tokenizer = self._required()
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(f"{self._model} has no chat template: give the prompt as plain text")
-        told = [_text_only(place, message) for place, message in enumerate(messages)]
+        texts = [_text_only(place, message) for place, message in enumerate(messages)]
         try:
-            return str(tokenizer.apply_chat_template(told, add_generation_prompt=True, tokenize=False))
+            shown = {} if tools is None else {"tools": list(tools)}
+            made = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **shown)
         except Exception as cause:
             raise UserError(f"the chat template of {self._model} refuses the messages: {reason(cause)}") from cause
+        return str(made)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         tokenizer = self._required()

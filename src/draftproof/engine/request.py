@@ -123,6 +123,7 @@ class Request:
         patient: whether it may wait long while prompts of others are read.
         reading: whether its prompt is still to be read, or read again.
         reused: tokens that were taken over from other requests instead of being read.
+        speculates: whether anything is drafted for it.
     """
 
     id: int
@@ -146,6 +147,7 @@ class Request:
     patient: bool = False
     reading: bool = True
     reused: int = 0
+    speculates: bool = True
 
     @property
     def params(self) -> SamplingParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import os
 import re
 import time
@@ -12,13 +13,16 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import anyio
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.errors import UserError
-from draftproof.server.errors import ApiError
+from draftproof.server.errors import ApiError, overloaded
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
 _POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
@@ -73,10 +77,14 @@ class Access:
         app: what serves the requests.
         keys: one of them is needed; empty lets everybody in.
         max_body: bytes; a longer body is refused by its declared length, others while they are read.
+        at_once: requests with a body that are in work; further ones are refused before their body is read.
+        seconds: that a client has to send its body; 0 is no limit.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], *, max_body: int, at_once: int, seconds: float) -> None:
         self._app, self._keys, self._max_body = app, Keys(keys), max_body
+        self._at_once, self._seconds = at_once, seconds
+        self._now = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request."""
@@ -86,7 +94,8 @@ class Access:
         given = Headers(scope=scope)
         name = given.get("x-request-id", "")
         request_id = name if _ID.fullmatch(name) else uuid.uuid4().hex
-        facts: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": scope["path"][:200]}
+        path = quote(scope["path"])[:200]  # with everything that could begin a new line escaped
+        facts: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": path}
         scope.setdefault("state", {})["facts"] = facts
         start = time.perf_counter()
 
@@ -96,14 +105,35 @@ class Access:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        counts = scope["method"] == "POST"
+        self._now += counts
         try:
             error = self._refused(scope["path"], given)
             answer = self._app if error is None else JSONResponse(error.body(), error.status, error.headers)
-            await answer(scope, receive, noting)
+            await answer(scope, self._limited(receive), noting)
         finally:
+            self._now -= counts
             facts["seconds"] = round(time.perf_counter() - start, 6)
             usual = scope["path"] in _POLLED and facts.get("status") == 200
             _log.log(logging.DEBUG if usual else logging.INFO, "request", extra={"facts": facts})
+
+    def _limited(self, receive: Receive) -> Receive:
+        """The client's messages; HTTPException where a body does not come in time."""
+        end = anyio.current_time() + self._seconds if self._seconds else math.inf
+        complete = False
+
+        async def limited() -> Message:
+            nonlocal complete
+            if complete:
+                return await receive()
+            with anyio.move_on_at(end):
+                message = await receive()
+                complete = not message.get("more_body", False)
+                return message
+            detail = f"the body did not come within {self._seconds:g} s"
+            raise HTTPException(408, detail, headers={"Connection": "close"})
+
+        return limited
 
     def _refused(self, path: str, given: Headers) -> ApiError | None:
         if self._keys and path not in OPEN and not self._keys.allow(given.get("authorization", "")):
@@ -113,6 +143,8 @@ class Access:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        if self._now > self._at_once:
+            return overloaded(1)
         length = given.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
             return ApiError(f"the body has {length} bytes: legal are up to {self._max_body} here", status=413)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from draftproof.draft import Origin
 from draftproof.sampling import TokenLogprob
 from draftproof.server.reading import Question
 from draftproof.server.schemas import (
+    AnswerCall,
+    AnswerFunction,
     AnswerMessage,
     ChatAnswer,
     ChatChoice,
@@ -26,9 +29,16 @@ from draftproof.server.schemas import (
     TopLogprob,
     Usage,
 )
+from draftproof.server.tools import CallPart, ToolReader
 from draftproof.server.worker import Piece
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _LEAST = -9999.0  # JSON has no -inf; vLLM's figure
+_SHOWN = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that byte-level tokenizers write as themselves
+_BYTES = {chr(each): each for each in _SHOWN} | {
+    chr(256 + place): each for place, each in enumerate(sorted({*range(256)} - {*_SHOWN}))
+}
 END = format_sse_event(data_str="[DONE]")
 
 
@@ -42,6 +52,8 @@ class Continuation:
     finish_reason: str = ""
     stop_reason: int | str | None = None
     predicted: int = 0
+    characters: int = 0
+    tools: ToolReader | None = None
 
     def add(self, piece: Piece) -> None:
         """Add a piece."""
@@ -66,6 +78,7 @@ class Answer:
         with_ids: whether token ids are asked for.
         with_drafts: whether a stream's chunks say which tokens were drafted.
         echo: whether the prompt's text comes first.
+        as_ids: whether log-probabilities name tokens by their ids: texts of different tokens may be equal.
     """
 
     id: str
@@ -75,11 +88,16 @@ class Answer:
     with_ids: bool
     with_drafts: bool = False
     echo: bool = False
+    as_ids: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     continuations: list[Continuation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.continuations = [Continuation() for _ in range(len(self.question.prompts) * self.question.params.n)]
+        tools = self.question.tools
+        self.continuations = [
+            Continuation(tools=None if tools is None else ToolReader(tools))
+            for _ in range(len(self.question.prompts) * self.question.params.n)
+        ]
 
     def add(self, pieces: Sequence[Piece]) -> None:
         """Add pieces."""
@@ -110,6 +128,10 @@ class Answer:
             rejected_prediction_tokens=sum(max(size - each, 0) for each in accepted),
         )
 
+    def name_of(self, token: int) -> str:
+        """A token's name in log-probabilities: its text, or vLLM's form of its id."""
+        return f"token_id:{token}" if self.as_ids else self.token_text(token)
+
     def prompt_of(self, index: int) -> int:
         """The number of the prompt of a continuation."""
         return index // self.question.params.n
@@ -135,6 +157,18 @@ class TokenText:
         if token not in self._known:
             self._known[token] = self.joined([token, token])[len(self.joined([token])) :]
         return self._known[token]
+
+    def content(self, token: int) -> bytes:
+        """The bytes of a token, also where they are a part of a character."""
+        text = self(token)
+        if _REPLACEMENT not in text:
+            return text.encode()
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if found := _BYTE.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        if all(letter in _BYTES for letter in piece):
+            return bytes(_BYTES[letter] for letter in piece)
+        return text.encode()
 
     def joined(self, tokens: Sequence[int]) -> str:
         """Of several in a row."""
@@ -194,8 +228,9 @@ class CompletionForm:
 
     def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
         """See Form."""
-        offset = len(answer.continuations[piece.index].text)
-        found = _completion_logprobs(answer, piece.logprobs, offset)
+        each = answer.continuations[piece.index]
+        found = _completion_logprobs(answer, piece.logprobs, each.characters)
+        each.characters += sum(len(answer.token_text(one.token_id)) for one in piece.logprobs)
         return {
             "index": piece.index,
             "text": piece.text,
@@ -213,17 +248,19 @@ class ChatForm:
 
     def whole(self, answer: Answer) -> ChatAnswer:
         """See Form."""
-        choices = [
-            ChatChoice(
-                index=index,
-                message=AnswerMessage(content=each.text),
-                logprobs=_chat_logprobs(answer, each.logprobs),
-                finish_reason=each.finish_reason,
-                stop_reason=each.stop_reason,
-                token_ids=each.token_ids if answer.with_ids else None,
+        choices = []
+        for index, each in enumerate(answer.continuations):
+            text, calls = (each.text, []) if each.tools is None else each.tools.read(each.text, last=True)
+            choices.append(
+                ChatChoice(
+                    index=index,
+                    message=_message(text, calls),
+                    logprobs=_chat_logprobs(answer, each.logprobs),
+                    finish_reason=str(_reason(each, each.finish_reason)),
+                    stop_reason=each.stop_reason,
+                    token_ids=each.token_ids if answer.with_ids else None,
+                )
             )
-            for index, each in enumerate(answer.continuations)
-        ]
         return ChatAnswer(
             id=answer.id,
             created=answer.created,
@@ -236,20 +273,51 @@ class ChatForm:
     def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """See Form."""
         for index in range(len(answer.continuations)):
-            delta = {"role": "assistant", "content": ""}
+            tools = answer.question.tools
+            delta = {"role": "assistant", "content": None if tools is not None and tools.must else ""}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
         """See Form."""
         found = _chat_logprobs(answer, piece.logprobs)
+        each = answer.continuations[piece.index]
+        text, calls = piece.text, list[CallPart]()
+        if each.tools is not None:
+            text, calls = each.tools.read(piece.text, last=piece.finish_reason is not None)
+        delta: dict[str, Any] = {"content": text} if text or (found is not None and each.tools is None) else {}
+        if calls:
+            delta["tool_calls"] = [_call_delta(call) for call in calls]
         return {
             "index": piece.index,
-            "delta": {"content": piece.text} if piece.text or found is not None else {},
+            "delta": delta,
             "logprobs": None if found is None else found.model_dump(),
-            "finish_reason": piece.finish_reason,
+            "finish_reason": _reason(each, piece.finish_reason),
             "stop_reason": piece.stop_reason,
             **_asked_for(answer, piece),
         }
+
+
+def _message(text: str, calls: Sequence[CallPart]) -> AnswerMessage:
+    if not calls:
+        return AnswerMessage(content=text)
+    made = [
+        AnswerCall(id=str(call.id), function=AnswerFunction(name=str(call.name), arguments=call.arguments))
+        for call in calls
+    ]
+    return AnswerMessage(content=text or None, tool_calls=made)
+
+
+def _call_delta(call: CallPart) -> dict[str, Any]:
+    """What a chunk adds to a call."""
+    if call.name is None:
+        return {"index": call.place, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.place, "id": call.id, "type": "function", "function": function}
+
+
+def _reason(each: Continuation, reason: str | None) -> str | None:
+    """Why an answer ended; where it ended by itself after calls, they are why."""
+    return "tool_calls" if reason == "stop" and each.tools is not None and each.tools.count else reason
 
 
 def event(answer: Answer, form: Form, choices: Sequence[dict[str, Any]], usage: Usage | None = None) -> bytes:
@@ -287,9 +355,12 @@ def _completion_logprobs(answer: Answer, found: Sequence[TokenLogprob], offset: 
     texts = [answer.token_text(each.token_id) for each in found]
     offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
     return CompletionLogprobs(
-        tokens=texts,
+        tokens=[answer.name_of(each.token_id) for each in found],
         token_logprobs=[max(each.logprob, _LEAST) for each in found],
-        top_logprobs=[{answer.token_text(token): max(value, _LEAST) for token, value in each.top} for each in found],
+        top_logprobs=[
+            {answer.name_of(token): max(value, _LEAST) for token, value in (*each.top, (each.token_id, each.logprob))}
+            for each in found
+        ],
         text_offset=offsets,
     )
 
@@ -309,5 +380,5 @@ def _chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> ChatLogprob
 
 
 def _entry(answer: Answer, token: int, logprob: float) -> dict[str, Any]:
-    text = answer.token_text(token)
-    return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(text.encode())}
+    content = list(answer.token_text.content(token))
+    return {"token": answer.name_of(token), "logprob": max(logprob, _LEAST), "bytes": content}

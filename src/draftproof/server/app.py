@@ -32,9 +32,10 @@ from draftproof.server.access import Access, note
 from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
 from draftproof.server.errors import ApiError, failed, stopping
 from draftproof.server.metrics import Metrics
-from draftproof.server.reading import Question, Reader, messages_of
+from draftproof.server.reading import Question, Reader
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from draftproof.server.settings import Settings
+from draftproof.server.tools import format_of, template_tools
 from draftproof.server.worker import EngineWorker, Job
 
 _log = logging.getLogger(__name__)
@@ -59,11 +60,18 @@ class Server:
         # a name without a place in a file system is no secret, and may be part of other words
         self._hidden = [name for name in hidden if name != model and {*name} & {"/", "\\", ":"}]
         self.metrics = Metrics(model)
-        self.worker = EngineWorker(engine, self.metrics, max_waiting=settings.max_waiting, shown=self.shown)
-        self._reader = Reader(engine, settings, self.shown)
-        self._reading = threading.Lock()  # tokenizers are not made for several threads
+        self.ended: Callable[[], None] = lambda: None  # what is done when the engine's thread has died
+        self.worker = EngineWorker(
+            engine, self.metrics, max_waiting=settings.max_waiting, shown=self.shown, died=self._died
+        )
+        self._reading = threading.RLock()  # tokenizers are not made for several threads
+        self._reader = Reader(engine, settings, self.shown, self._reading)
+        self._compiling = anyio.CapacityLimiter(_COMPILE_AT_ONCE)
         self.token_text = TokenText(engine.tokenizer)
         self.created = int(time.time())
+
+    def _died(self) -> None:
+        self.ended()
 
     def shown(self, message: str) -> str:
         """A message without the names that clients do not see."""
@@ -101,21 +109,34 @@ class Server:
 
     async def question(self, body: SamplingFields) -> Question:
         """What a request asks."""
+        formed = body.response_format or body.structured_outputs or (isinstance(body, ChatBody) and body.tools)
+        limiter = self._compiling if formed else None  # compiling takes long: others keep their threads
         if isinstance(body, ChatBody):
-            return await self.aside(partial(self._reader.chat, body))
+            return await run_sync(partial(self._reader.chat, body), limiter=limiter)
         assert isinstance(body, CompletionBody), "the other one of two kinds"
-        return await self.aside(partial(self._reader.completion, body))
+        return await run_sync(partial(self._reader.completion, body), limiter=limiter)
 
     def encode(self, body: TokenizeBody) -> list[int]:
         """The token ids of a request to /tokenize."""
         if (body.prompt is None) == (body.messages is None):
             raise ApiError("give either prompt or messages", param="prompt")
         if body.messages is not None:
-            return list(self._reader.encode(messages_of(body.messages), "messages")[1])
+            shown = template_tools([each.function for each in body.tools or ()])
+            if shown:
+                format_of(self.engine.tokenizer, self.settings.tool_format)
+            return list(self._reader.chat_prompt(body.messages, shown)[1])
+        if body.tools is not None:
+            raise ApiError("tools need messages", param="tools")
         text = body.prompt or ""
         if not body.add_special_tokens:
-            return list(self.engine.prompts.plain(text))
+            return list(self._reader.plain(text, "prompt"))
         return list(self._reader.encode(text, "prompt")[1])
+
+    def tokens(self, body: TokenizeBody) -> schemas.Tokens:
+        """The answer to a request to /tokenize."""
+        ids = self.encode(body)
+        texts = [self.token_text(each) for each in ids] if body.return_token_strs else None
+        return schemas.Tokens(count=len(ids), max_model_len=self.context, tokens=ids, token_strs=texts)
 
     async def answer(self, request: Request, body: SamplingFields, form: Form, kind: str) -> Any:
         """Answer a request for completions, whole or as a stream."""
@@ -126,14 +147,23 @@ class Server:
         self.worker.refuse_without_room()  # before the work of reading a long prompt
         question = await self.question(body)
         seconds = self.settings.request_timeout or float("inf")
-        job = Job(question.prompts, question.params, seconds, question.prediction, body.stream)
+        job = Job(question.prompts, question.params, seconds, question.prediction, body.stream, body.speculation)
         if job.size > self.worker.capacity:
             raise ApiError(
                 f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
             )
         name = f"{kind}-{request.scope['state']['facts']['request_id']}"
         echo = isinstance(body, CompletionBody) and body.echo
-        answer = Answer(name, self.model, question, self.token_text, body.return_token_ids, body.return_drafts, echo)
+        answer = Answer(
+            name,
+            self.model,
+            question,
+            self.token_text,
+            body.return_token_ids,
+            body.return_drafts,
+            echo,
+            as_ids=body.return_tokens_as_token_ids,
+        )
         self.worker.submit(job)
         if not body.stream:
             return await self._whole(request, job, answer, form)
@@ -268,6 +298,8 @@ def _server(request: Request) -> Server:
     return found
 
 
+_READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
+_COMPILE_AT_ONCE = 8  # requests with a grammar that are read
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]
 
@@ -299,7 +331,14 @@ def make_app(server: Server, keys: Sequence[str] = ()) -> FastAPI:
     )
     app.state.server = server
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=server.settings.max_body)
-    app.add_middleware(Access, keys=keys, max_body=server.settings.max_body)
+    settings = server.settings
+    app.add_middleware(
+        Access,
+        keys=keys,
+        max_body=settings.max_body,
+        at_once=server.worker.capacity + _READ_AT_ONCE,
+        seconds=settings.read_timeout,
+    )
     app.add_exception_handler(ApiError, _shown_error)
     app.add_exception_handler(UserError, _mistake)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -341,9 +380,7 @@ def _add_tokens(app: FastAPI) -> None:
     async def tokenize(body: TokenizeBody, server: _Served) -> schemas.Tokens:
         """The token ids of a text or a chat."""
         server.check_model(body.model)
-        ids = await server.aside(partial(server.encode, body))
-        texts = [server.token_text(each) for each in ids] if body.return_token_strs else None
-        return schemas.Tokens(count=len(ids), max_model_len=server.context, tokens=ids, token_strs=texts)
+        return await server.aside(partial(server.tokens, body))
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody, server: _Served) -> schemas.Text:
@@ -406,7 +443,8 @@ async def _mistake(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     """What is wrong with a body, without what the client sent."""
     assert isinstance(error, RequestValidationError), "registered for it"
-    first = error.errors()[0]
+    found = error.errors()
+    first = next((each for each in found if not each["type"].endswith("_type")), found[0])  # of a union's branches
     names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in _FIELDS]
     param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
@@ -414,6 +452,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
         message = f"{'.'.join([*names, param])} is not supported: /openapi.json lists the fields that are"
     elif first["type"] == "json_invalid":
         param, message = None, "the body is not JSON"
+    elif len(first["loc"]) == 1:
+        param, message = None, "the body is no JSON object, or the header Content-Type is not application/json"
     else:
         message = f"{param or 'the body'}: {first['msg']}"
     return await _shown_error(request, ApiError(message, param=param))

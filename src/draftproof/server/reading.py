@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from draftproof.engine.loop import DecodingLoop
@@ -17,17 +19,19 @@ from draftproof.server.schemas import (
     ChatBody,
     CompletionBody,
     Message,
-    ObjectFormat,
     Prediction,
     SamplingFields,
     SchemaFormat,
+    StructuredOutputs,
     TextFormat,
     TextPart,
 )
 from draftproof.server.settings import Settings
+from draftproof.server.tools import ToolSet, template_calls, template_tools, tool_set
 
 _MOST_LOGPROBS = 20
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number; OpenAI's default
+_MOST_GRAMMAR = 131_072  # characters: masks of larger grammars take long to compute, in the engine's thread
 _FIELDS = {field.name for field in fields(SamplingParams)}
 
 
@@ -40,25 +44,34 @@ class Question:
         texts: of the prompts; None for one that was token ids.
         params: of all of them.
         prediction: token ids that the answer may repeat.
+        tools: that the answer may call.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     texts: tuple[str | None, ...]
     params: SamplingParams
     prediction: tuple[int, ...] = ()
+    tools: ToolSet | None = None
 
 
 class Reader:
     """Reads bodies for one engine.
 
     Args:
-        engine: its tokenizer and its defaults are used, from one thread at a time.
+        engine: its tokenizer and its defaults are used.
         settings: with the limits.
         shown: makes a message of the engine fit for clients.
+        lock: held while the tokenizer is used, and not while a grammar is compiled.
     """
 
-    def __init__(self, engine: DecodingLoop, settings: Settings, shown: Callable[[str], str]) -> None:
-        self._engine, self._settings, self._shown = engine, settings, shown
+    def __init__(
+        self,
+        engine: DecodingLoop,
+        settings: Settings,
+        shown: Callable[[str], str],
+        lock: AbstractContextManager[Any],
+    ) -> None:
+        self._engine, self._settings, self._shown, self._lock = engine, settings, shown, lock
 
     def completion(self, body: CompletionBody) -> Question:
         """The question of a request to /v1/completions.
@@ -88,28 +101,95 @@ class Reader:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
         most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
-        params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None)
-        text, ids = self.encode(messages_of(body.messages), "messages")
-        return Question((ids,), (text,), params, self._prediction(body.prediction))
+        tools = tool_set(body, self._engine.tokenizer, self._settings.tool_format)
+        params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None, tools)
+        shown = template_tools([each.function for each in body.tools or ()] if tools else ())
+        text, ids = self.chat_prompt(body.messages, shown)
+        return Question((ids,), (text,), params, self._prediction(body.prediction), tools)
 
-    def encode(self, prompt: Prompt, param: str) -> tuple[str | None, tuple[int, ...]]:
-        """Text and token ids of a prompt.
+    def chat_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
+        """Text and token ids of a chat.
+
+        Raises:
+            ApiError: the template refuses it, or it is too long.
+        """
+        self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
+        prompts = self._engine.prompts
+        try:
+            with self._lock:
+                text = prompts.chat_text(messages_of(messages), tools or None)
+                self._refuse_long(len(text), "messages")
+                ids = tuple(prompts.plain(text))
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param="messages") from error
+        self._refuse_tokens(len(ids), "messages")
+        return text, ids
+
+    def encode(self, prompt: str | Sequence[int], param: str) -> tuple[str | None, tuple[int, ...]]:
+        """Text and token ids of a prompt that is no chat.
 
         Raises:
             ApiError: it is empty, too long, or not to be read.
         """
+        if isinstance(prompt, str):
+            self._refuse_long(len(prompt), param)
+        else:
+            self._refuse_tokens(len(prompt), param)
         try:
-            text, ids = self._engine.encode(prompt)
+            with self._lock:
+                text, ids = self._engine.encode(prompt)
         except UserError as error:
             raise ApiError(self._shown(str(error)), param=param) from error
-        most = self._settings.max_prompt_tokens
-        if most is not None and len(ids) > most:
+        self._refuse_tokens(len(ids), param)
+        return text, tuple(ids)
+
+    def plain(self, text: str, param: str) -> tuple[int, ...]:
+        """Token ids of a text without special tokens.
+
+        Raises:
+            ApiError: it is too long, or not to be read.
+        """
+        self._refuse_long(len(text), param)
+        try:
+            with self._lock:
+                ids = tuple(self._engine.prompts.plain(text))
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param=param) from error
+        self._refuse_tokens(len(ids), param)
+        return ids
+
+    @property
+    def _most_tokens(self) -> int | None:
+        """The most tokens that a prompt can have."""
+        context = self._engine.target.max_positions
+        bounds = [self._settings.max_prompt_tokens, None if context is None else context - 1]
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token."""
+        words = getattr(self._engine.tokenizer, "get_vocab", dict)()
+        return max((len(str(each)) for each in words), default=1)
+
+    def _refuse_tokens(self, size: int, param: str) -> None:
+        most = self._most_tokens
+        if most is not None and size > most:
             raise ApiError(
-                f"the prompt has {len(ids)} tokens: legal are up to {most} here",
+                f"{_named(param)} has {size} tokens: legal are up to {most} here",
                 param=param,
                 code="context_length_exceeded",
             )
-        return text, tuple(ids)
+
+    def _refuse_long(self, size: int, param: str) -> None:
+        """Refuse a text that has too many tokens, whatever they are, before the work of finding them."""
+        most = self._most_tokens
+        if most is not None and size > most * self._longest_token:
+            raise ApiError(
+                f"{_named(param)} has {size} characters, which are more than {most} tokens: legal are up to {most} "
+                "tokens here",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _prediction(self, given: Prediction | None) -> tuple[int, ...]:
         """The token ids of a prediction."""
@@ -120,16 +200,25 @@ class Reader:
                 "prediction is not supported by the drafter of this server: its operator can use auto or suffix",
                 param="prediction",
             )
-        return tuple(self._engine.prompts.plain(text_of(given.content)))
+        text = text_of(given.content)
+        return self.plain(text, "prediction")
 
-    def _params(self, body: SamplingFields, max_tokens: int, logprobs: int | None) -> SamplingParams:
+    def _params(
+        self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
+    ) -> SamplingParams:
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        grammar, param = _grammar(body)
+        grammar, param = _grammar(body, tools)
         if grammar is not None:
             given["grammar"] = grammar
+            if len(grammar) > _MOST_GRAMMAR:
+                raise ApiError(
+                    f"{param} is a grammar of {len(grammar)} characters: legal are up to {_MOST_GRAMMAR}", param=param
+                )
+        if tools is not None and tools.specials:
+            given["skip_special_tokens"] = False  # the marker of a call is one
         if body.logit_bias is not None:
             given["logit_bias"] = _bias(body.logit_bias)
         _refuse_above("max_tokens", max_tokens, self._settings.max_tokens_limit)
@@ -147,18 +236,29 @@ class Reader:
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
 
-def _grammar(body: SamplingFields) -> tuple[str | None, str]:
+def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
     """The grammar that a body asks for, as SamplingParams take it, and the field that it comes from."""
-    wanted, asked = body.response_format, body.structured_outputs
-    if asked is None:
-        if isinstance(wanted, SchemaFormat):
-            return f"json_schema:{json.dumps(wanted.json_schema.schema_)}", "response_format"
-        return ("json_object" if isinstance(wanted, ObjectFormat) else None), "response_format"
-    if not (wanted is None or isinstance(wanted, TextFormat)):
-        raise ApiError("response_format and structured_outputs exclude each other", param="structured_outputs")
+    wanted = None if isinstance(body.response_format, TextFormat) else body.response_format
+    if body.structured_outputs is not None:
+        for name, other in (("tools", tools), ("response_format", wanted)):
+            if other is not None:
+                raise ApiError(f"{name} and structured_outputs exclude each other", param="structured_outputs")
+        return _structured(body.structured_outputs), "structured_outputs"
+    schema = wanted.json_schema.schema_ if isinstance(wanted, SchemaFormat) else {"type": "object"}
+    if tools is not None:
+        return f"lark:{tools.grammar(None if wanted is None else schema)}", "tools"
+    if isinstance(wanted, SchemaFormat):
+        return f"json_schema:{_json(schema, 'response_format')}", "response_format"
+    return (None if wanted is None else "json_object"), "response_format"
+
+
+def _structured(asked: StructuredOutputs) -> str:
+    """The grammar of vLLM's field for it."""
     made = []
     if asked.json_ is not None:
-        made.append(f"json_schema:{asked.json_ if isinstance(asked.json_, str) else json.dumps(asked.json_)}")
+        made.append(
+            f"json_schema:{asked.json_ if isinstance(asked.json_, str) else _json(asked.json_, 'structured_outputs')}"
+        )
     if asked.json_object:
         made.append("json_object")
     if asked.regex is not None:
@@ -169,15 +269,35 @@ def _grammar(body: SamplingFields) -> tuple[str | None, str]:
         made.append(f"lark:{asked.grammar}")
     if len(made) != 1:
         raise ApiError(f"structured_outputs has {len(made)} forms: legal is one", param="structured_outputs")
-    return made[0], "structured_outputs"
+    return made[0]
 
 
-def messages_of(messages: Sequence[Message]) -> list[dict[str, str]]:
+def _json(schema: dict[str, Any], param: str) -> str:
+    """A schema as JSON.
+
+    Raises:
+        ApiError: it holds what JSON cannot.
+    """
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise ApiError(f"{param} holds what JSON cannot: NaN or infinity, or too many levels", param=param) from None
+
+
+def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them; OpenAI's developer messages are what others call system messages."""
-    return [
-        {"role": "system" if each.role == "developer" else each.role, "content": text_of(each.content)}
-        for each in messages
-    ]
+    made = []
+    for each in messages:
+        one: dict[str, Any] = {
+            "role": "system" if each.role == "developer" else each.role,
+            "content": text_of(each.content or ""),
+        }
+        if each.tool_calls is not None:
+            one["tool_calls"] = template_calls(each)
+        if each.tool_call_id is not None:
+            one["tool_call_id"] = each.tool_call_id
+        made.append(one)
+    return made
 
 
 def text_of(content: str | Sequence[TextPart]) -> str:
@@ -196,11 +316,22 @@ def _several(prompt: Any) -> list[Prompt]:
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
     try:
-        return {int(token): value for token, value in given.items()}
+        return {_token_id(token): value for token, value in given.items()}
     except ValueError:
         raise ApiError(
             "logit_bias has a key that is no token id: legal are whole numbers", param="logit_bias"
         ) from None
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(text)
+    return int(text)
+
+
+def _named(param: str) -> str:
+    """What a field holds, as the subject of a message."""
+    return "the prediction" if param == "prediction" else "the prompt"
 
 
 def _first(*values: int | None) -> int:

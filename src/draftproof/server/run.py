@@ -10,8 +10,13 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
+from draftproof.server.app import Server
+from draftproof.server.connection import connection
 from draftproof.server.settings import Settings
+
+_CONNECTIONS = 800  # at once; a process has at least 1024 descriptors
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -53,10 +58,27 @@ def served_name(target: str, given: str | None) -> str:
     return path.resolve().name if path.exists() else target
 
 
+def use_template(engine: DecodingLoop, file: Path) -> None:
+    """Give a model another chat template.
+
+    Raises:
+        UserError: the file cannot be read, or the model has no tokenizer.
+    """
+    if engine.tokenizer is None:
+        raise UserError("chat_template needs a model with a tokenizer")
+    try:
+        engine.tokenizer.chat_template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the chat template {file}: {why}") from error
+
+
 def prepared(app: FastAPI, settings: Settings) -> uvicorn.Server:
     """What speaks HTTP for an application."""
     config = uvicorn.Config(
         app,
+        http=connection(settings.read_timeout),
+        limit_concurrency=_CONNECTIONS,
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -78,10 +100,21 @@ def serve(app: FastAPI, listener: socket.socket, settings: Settings) -> None:
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, when everything has ended.
+        UserError: the engine's thread ended by an error; a supervisor may start the server again.
     """
     before = signal.signal(signal.SIGTERM, _ended)  # uvicorn raises the signal again when it has drained
+    speaks = prepared(app, settings)
+    server = app.state.server
+    assert isinstance(server, Server), "set by make_app"
+
+    def died() -> None:
+        speaks.should_exit = True
+
+    server.ended = died
     try:
-        prepared(app, settings).run(sockets=[listener])
+        speaks.run(sockets=[listener])
+        if server.worker.failed:
+            raise UserError("the engine's thread ended by an error, which is in the log")
     finally:
         signal.signal(signal.SIGTERM, before)
         listener.close()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-TokenIds = Annotated[list[int], Field(max_length=1_000_000)]
+# The first wrong item ends a check: errors of a million items would be a long list, made in the event loop's thread.
+TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=1_000_000)]
+ShortText = Annotated[str, Field(max_length=512)]
 
 
 class Body(BaseModel):
@@ -40,11 +42,14 @@ class TextPart(Body):
     text: str
 
 
+TextParts = Annotated[list[TextPart], Field(fail_fast=True, max_length=4096)]
+
+
 class Prediction(Body):
     """A text that much of the answer is expected to repeat."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | TextParts
 
 
 class TextFormat(Body):
@@ -81,15 +86,73 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool = False
     regex: str | None = None
-    choice: Annotated[list[str] | None, Field(min_length=1, max_length=1024)] = None
+    choice: Annotated[list[str] | None, Field(fail_fast=True, min_length=1, max_length=1024)] = None
     grammar: str | None = None
 
 
-class Message(Body):
-    """One message of a chat."""
+class CalledFunction(Body):
+    """What a message of the model called."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    name: str
+    arguments: str
+    parsed_arguments: Any = None  # the official client sends back what it has made of them; it is not read
+
+
+class ToolCall(Body):
+    """One call in a message of the model."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Body):
+    """One message of a chat; the model's may hold calls, and those of role tool their results."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | TextParts | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True, min_length=1, max_length=128)] = None
+    tool_call_id: str | None = None
+    parsed: Any = None  # as parsed_arguments
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Message:
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError("tool_calls belong to messages of the assistant")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id belongs to messages of role tool, which need it")
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content is missing")
+        return self
+
+
+class Function(Body):
+    """A function that the model may call; its parameters are a JSON schema, and arguments always fit it."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default={"type": "object", "properties": {}, "additionalProperties": False})
+    strict: bool = True
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that the model has to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class SamplingFields(Body):
@@ -105,9 +168,9 @@ class SamplingFields(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=4096)] = None
-    bad_words: Annotated[list[str] | None, Field(max_length=1024)] = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[int] | None, Field(max_length=1024)] = None
+    bad_words: Annotated[list[ShortText] | None, Field(fail_fast=True, max_length=1024)] = None
+    stop: ShortText | Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True, max_length=1024)] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -121,19 +184,31 @@ class SamplingFields(Body):
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     return_drafts: bool = False
+    speculation: bool = True
     user: str | None = None
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    first = prompt[0] if isinstance(prompt, list) and prompt else None
+    if isinstance(first, list):
+        return "lists of ids"
+    if isinstance(first, int):
+        return "list of ids"
+    return "list of texts" if isinstance(prompt, list) else "one text"
 
 
 class CompletionBody(SamplingFields):
     """A request to /v1/completions."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(max_length=1024)]
-        | Annotated[list[TokenIds], Field(max_length=1024)]
-    )
+    prompt: Annotated[
+        Annotated[str, Tag("one text")]
+        | Annotated[TokenIds, Tag("list of ids")]
+        | Annotated[list[str], Field(fail_fast=True, max_length=1024), Tag("list of texts")]
+        | Annotated[list[TokenIds], Field(fail_fast=True, max_length=1024), Tag("lists of ids")],
+        Discriminator(_kind_of_prompt),
+    ]
     logprobs: int | None = None
     echo: bool = False
 
@@ -141,10 +216,13 @@ class CompletionBody(SamplingFields):
 class ChatBody(SamplingFields):
     """A request to /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool] | None, Field(fail_fast=True, min_length=1, max_length=128)] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
 
 
 class TokenizeBody(Body):
@@ -152,7 +230,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message] | None, Field(min_length=1, max_length=4096)] = None
+    messages: Annotated[list[Message] | None, Field(fail_fast=True, min_length=1, max_length=4096)] = None
+    tools: Annotated[list[Tool] | None, Field(fail_fast=True, min_length=1, max_length=128)] = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -250,12 +329,28 @@ class ChatLogprobs(BaseModel):
     content: list[TokenLogprobAnswer]
 
 
+class AnswerFunction(BaseModel):
+    """A function and the arguments that the model calls it with, as JSON."""
+
+    name: str
+    arguments: str
+
+
+class AnswerCall(BaseModel):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: AnswerFunction
+
+
 class AnswerMessage(BaseModel):
-    """The message that the model wrote."""
+    """The message that the model wrote; without content where it only calls tools."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[AnswerCall] | None = None
 
 
 class ChatChoice(BaseModel):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from draftproof.errors import UserError
 
+TOOL_FORMATS = ("auto", "hermes", "llama", "mistral")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -21,11 +23,14 @@ class Settings:
             neither, everybody who reaches the port is served.
         max_waiting: continuations that may wait for a place in the batch; further requests get 429.
         request_timeout: seconds until a request is given up, waiting included; 0 is no limit.
+        read_timeout: seconds until a client must have sent its request.
         write_timeout: seconds until a client that reads nothing of its stream is given up; 0 is no limit.
         drain_timeout: seconds that running requests get after SIGTERM.
         max_body: bytes of a request's body.
         max_prompt_tokens: tokens of a prompt; without it the model's context.
         max_tokens_limit: the most tokens that a request may ask for, and a chat's default.
+        chat_template: a file with a chat template, in place of the model's.
+        tool_format: how the model writes calls of tools: hermes, llama or mistral; auto reads it from the template.
         json_logs: a JSON object a line on stderr, in place of text.
 
     Raises:
@@ -38,18 +43,23 @@ class Settings:
     api_key_file: Path | None = None
     max_waiting: int = 64
     request_timeout: float = 600.0
+    read_timeout: float = 30.0
     write_timeout: float = 60.0
     drain_timeout: int = 30
     max_body: int = 4_194_304
     max_prompt_tokens: int | None = None
     max_tokens_limit: int = 16_384
+    chat_template: Path | None = None
+    tool_format: str = "auto"
     json_logs: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise UserError(f"port is {self.port}: legal are 0 to 65535")
         least = {"max_waiting": 0, "drain_timeout": 0, "max_body": 1, "max_prompt_tokens": 1, "max_tokens_limit": 1}
-        for name, low in {**least, "request_timeout": 0, "write_timeout": 0}.items():
+        if self.tool_format not in TOOL_FORMATS:
+            raise UserError(f"tool_format is {self.tool_format!r}: legal are {', '.join(TOOL_FORMATS)}")
+        for name, low in {**least, "request_timeout": 0, "read_timeout": 0, "write_timeout": 0}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise UserError(f"{name} is {value}: legal is {low} or more")

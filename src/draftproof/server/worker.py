@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -19,7 +20,7 @@ from draftproof.draft import Origin
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
-from draftproof.errors import ContextError, RequestError, UserError
+from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
 from draftproof.sampling import SamplingParams, TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
 from draftproof.server.metrics import Counted, Metrics
@@ -66,6 +67,7 @@ class Job:
         prediction: token ids that the answer may repeat.
         streams: whether pieces are wanted after each round; else they come when a continuation ends, which spares the
             event loop the work of waking up.
+        speculates: whether anything is drafted.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -73,6 +75,7 @@ class Job:
     seconds: float = math.inf
     prediction: Sequence[int] = ()
     streams: bool = True
+    speculates: bool = True
     arrival: float = field(default_factory=time.monotonic)
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
@@ -129,6 +132,7 @@ class EngineWorker:
         metrics: what happens is counted there.
         max_waiting: continuations that may wait for a place in the batch.
         shown: makes a message of the engine fit for clients.
+        died: called in the event loop's thread if the engine's thread ends by an error.
     """
 
     def __init__(
@@ -138,8 +142,9 @@ class EngineWorker:
         *,
         max_waiting: int = 64,
         shown: Callable[[str], str] = str,
+        died: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine, self._metrics, self._shown = engine, metrics, shown
+        self._engine, self._metrics, self._shown, self._died = engine, metrics, shown, died
         self.capacity = engine.max_batch + max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: set[Job] = set()  # in the event loop's thread
@@ -149,7 +154,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._failures = 0
         self._ends = False
-        self.dead = False
+        self.dead = self.failed = False
 
     # --- in the event loop's thread -------------------------------------------------------------------------------
 
@@ -202,6 +207,13 @@ class EngineWorker:
         ages = [now - job.arrival for job in self._open]
         return max(1, min(30, round(sum(ages) / max(len(ages), 1) / 2)))
 
+    def _abandon(self) -> None:
+        """The thread has ended: nobody answers what is still open, some of which it never saw."""
+        for job in self._open:
+            job.put([], stopping())
+        if self.failed:
+            self._died()
+
     def _hand_over(self, out: dict[Job, tuple[list[Piece], ApiError | None]]) -> None:
         for job, (pieces, error) in out.items():
             job.put(pieces, error)
@@ -217,11 +229,15 @@ class EngineWorker:
                     self._round()
                 self._deliver()
         except Exception:  # noqa: BLE001 - whatever it is, clients get an answer
+            self.failed = True
             _log.exception("the engine's thread ended")
         self.dead = True
         for row in list(self._rows):
-            self._fail(row.job, stopping())
-        self._deliver()
+            with suppress(Exception):
+                self._drop(row.job, "error")
+        assert self._loop is not None, "set by start"
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._abandon)
 
     def _take(self) -> None:
         """Do what was asked for; waits where there is nothing else to do."""
@@ -240,7 +256,7 @@ class EngineWorker:
         made: list[Request] = []
         try:
             for prompt in job.prompts:
-                made += self._engine.add(list(prompt), job.params, prediction=job.prediction)
+                made += self._engine.add(list(prompt), job.params, prediction=job.prediction, speculates=job.speculates)
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's
             for request in made:
                 self._engine.abort(request)
@@ -252,6 +268,8 @@ class EngineWorker:
         """What the client is told of an error."""
         if isinstance(error, RequestError):
             _log.error("%s", error)
+            if isinstance(error.__cause__, NoTokenError):
+                return ApiError(self._shown(str(error.__cause__)))
             return failed()
         if isinstance(error, UserError):
             code = "context_length_exceeded" if isinstance(error, ContextError) else None
@@ -281,14 +299,14 @@ class EngineWorker:
         self._count()
 
     def _give_up(self) -> None:
-        """After failures in a row: requests that have not had a round yet are to blame, and if there are none, all.
+        """After failures in a row: running requests that have had no round yet are to blame; without one, all running.
 
         The engine rolls back what a failed round did, so the first failure is only tried again.
         """
         if self._failures < _ROUNDS_TRIED:
             return
-        blamed = [row for row in self._rows if not row.request.round] or self._rows
-        for row in list(blamed):
+        running = [row for row in self._rows if not self._engine.waits(row.request)] or self._rows
+        for row in [row for row in running if not row.request.round] or running:
             self._fail(row.job, failed())
         self._failures = 0
 

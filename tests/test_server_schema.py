@@ -1,0 +1,40 @@
+"""Requests that schemathesis makes from /openapi.json: no status of 500 or more, and answers as they are described."""
+
+import pytest
+
+from serving import running, small_engine, until
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+import schema_checks
+
+OPERATIONS = (
+    "POST /v1/completions",
+    "POST /v1/chat/completions",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "POST /tokenize",
+    "POST /detokenize",
+    "GET /health",
+    "GET /ready",
+    "GET /version",
+    "GET /metrics",
+)
+
+
+@pytest.fixture(scope="module")
+def served():
+    with running(small_engine()) as (base, server):
+        yield schema_checks.operations(base), server
+
+
+def test_all_operations_are_described(served):
+    assert set(served[0]) == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_answers_are_as_described(served, name):
+    operations, server = served
+    sent = schema_checks.check(operations[name], 40)
+    assert 200 in sent or name == "GET /v1/models/{name}"
+    until(lambda: not server.worker._open)
+    assert server.worker.ready
