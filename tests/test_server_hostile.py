@@ -202,7 +202,7 @@ def test_requests_that_wait_are_not_blamed_for_a_round():
     step = slow.step
 
     def failing():
-        if any(row.tokens[: len(ids)] == ids and row.round > 2 for row in engine._running):
+        if any(row.tokens[: len(ids)] == ids and row.round > 2 for row in engine.scheduler.running):
             raise RuntimeError("broken by it, later")
         step()
 

@@ -290,7 +290,7 @@ class DecodingLoop:
     def waits(self, request: Request) -> bool:
         """Whether a request waits for a place in the batch."""
         with self._lock:
-            return request in self._waiting
+            return request in self.scheduler.waiting
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
