@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from draftproof import Engine, UserError
 from draftproof.backends import loading
 from draftproof.backends.base import Feed
 from draftproof.backends.loading import load_backend, load_model
+from draftproof.drafters.ngram import NgramDrafter
 from draftproof.sampling import SamplingParams, default_params
 from helpers import CONFIGS, random_model
 
@@ -256,6 +258,44 @@ def test_drafts_that_read_weights_on_the_disk_are_refused(embedded_copy):
     places = PLACES | {"model.layers": "disk", "lm_head": "cpu"}
     with pytest.raises(UserError, match="spread over devices"):
         Engine.load(str(embedded_copy), device=places, drafter="quantized:8")
+
+
+def test_a_tied_output_layer_in_another_place_is_refused_with_the_remedy(embedded_copy):
+    places = PLACES | {"model.embed_tokens": "cpu", "model.layers": "cpu", "lm_head": "disk"}
+    said = r"tied to its embedding, .*embed_tokens on cpu and lm_head on disk\): put both in the same one"
+    with pytest.raises(UserError, match=said):
+        Engine.load(str(embedded_copy), device=places, drafter="none")
+    places |= {"model.embed_tokens": "disk", "lm_head": "cpu"}
+    with pytest.raises(UserError, match="an output layer that is tied to the embedding must be in the same place"):
+        Engine.load(str(embedded_copy), device=places, drafter="none")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["lfm2", "mamba"])
+def test_a_model_with_states_on_cpu_and_disk_generates_what_the_whole_one_does(kind, dtype, tmp_path):
+    sizes = {"vocab_size": 97, "hidden_size": 32, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": False}
+    if kind == "lfm2":
+        types = ["conv", "full_attention", "conv"]
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+        config = transformers.Lfm2Config(**sizes, **heads, num_hidden_layers=3, layer_types=types)
+        parts, layers = ("embed_tokens", "embedding_norm", "rotary_emb", "pos_emb"), "model.layers"
+    else:
+        config = transformers.MambaConfig(**sizes, num_hidden_layers=3, state_size=4)
+        parts, layers = ("embeddings", "norm_f"), "backbone.layers"
+    random_model(config).save_pretrained(tmp_path)
+    places = {f"{layers.partition('.')[0]}.{part}": "cpu" for part in parts} | {"lm_head": "cpu"}
+    places |= {f"{layers}.{n}": "disk" if n != 1 else "cpu" for n in range(3)}
+    spread, whole = (load_backend(str(tmp_path), device=each, dtype=dtype) for each in (places, "cpu"))
+    assert (spread.kind, whole.kind) == ("snapshot", "snapshot")
+    assert any(weights.is_meta for weights in spread.model.parameters())
+    prompts, greedy = (
+        [[3, 5, 7, 3, 5], [(5 * i) % 96 + 1 for i in range(30)]],
+        SamplingParams(temperature=0, max_tokens=16),
+    )
+    texts = [
+        [out.token_ids for out in Engine(each, NgramDrafter(3)).generate(prompts, greedy)] for each in (spread, whole)
+    ]
+    assert texts[0] == texts[1]
 
 
 # --- quantized checkpoints --------------------------------------------------------------------------------------------

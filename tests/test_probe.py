@@ -1,6 +1,8 @@
 """Models are checked when they are loaded: what a family does with its config, past every limit, and in company."""
 
 import copy
+import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -185,6 +187,25 @@ def test_a_mask_that_the_family_cuts_itself_is_right_for_rows_of_any_length():
     made = HFBackend(model, name="gpt-neo")
     assert not made.capabilities.ragged
     check_text(made, model, drafter=NgramDrafter(4))
+
+
+def test_nobody_else_reads_with_shared_weights_while_limits_are_lowered(monkeypatch):
+    """The first layers of a model are checked while another thread may decode with the whole model."""
+    whole = HFBackend(random_model(transformers.MistralConfig(**ROPE, sliding_window=20)), name="whole")
+    free, lowered = [], Limit.lowered
+
+    @contextmanager
+    def watched(limit, model, value):
+        with lowered(limit, model, value):
+            tried = threading.Thread(target=lambda: free.append(whole.cache.lock.acquire(blocking=False)))
+            tried.start()
+            tried.join()
+            yield
+
+    monkeypatch.setattr(Limit, "lowered", watched)
+    whole.first_layers(1)
+    assert free
+    assert not any(free)
 
 
 # --- what is compared -------------------------------------------------------------------------------------------------

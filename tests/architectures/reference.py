@@ -70,6 +70,12 @@ def generate(model, prompts, result):
     return made
 
 
+def generates_twice_alike(model, prompts):
+    """Whether transformers generates the same in two runs; Reformer draws its hashes at random."""
+    first, second = (generate_each(model, prompts, use_cache=True) for _ in range(2))
+    return first.tokens == second.tokens
+
+
 def compare_caching(cached, uncached):
     """A note where transformers' generation differs with and without its own cache."""
     for prompt, (mine, other) in enumerate(zip(cached.tokens, uncached.tokens, strict=True)):

@@ -47,6 +47,15 @@ def refuse_unsuitable(model: Any, name: str) -> None:
         raise UndraftableError(f"{name}: transformers' {kind} {kept}: {ADVICE}")
 
 
+def quantization_method(model: Any) -> str | None:
+    """Name of the method by which the weights of a checkpoint are quantized; None where they are not."""
+    given = getattr(model.config, "quantization_config", None)
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
+    return str(getattr(method, "value", method) or type(given).__name__)
+
+
 def input_device(model: Any) -> torch.device:
     """Where a model takes its tokens; an embedding that is kept on the disk has another device while it runs."""
     embedding = model.get_input_embeddings()

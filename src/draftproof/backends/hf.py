@@ -60,10 +60,11 @@ class HFBackend(SlotBackend):
         self._counts = bool(getattr(self.config, "attn_temperature_tuning", False))
         if self._counts:  # one position for all rows, and along a row
             self.capabilities = replace(self.capabilities, trees=False, ragged=False)
-        probe = self._probe() if check else None
-        self._windows = windows_of(model) if probe is None else probe.windows
-        if probe is not None:
-            probe.check(self)
+        with self._cache.lock:  # limits are lowered meanwhile, in modules that another backend may share
+            probe = self._probe() if check else None
+            self._windows = windows_of(model) if probe is None else probe.windows
+            if probe is not None:
+                probe.check(self)
 
     def _probe(self) -> Probe:
         return Probe(self.model, self.name)

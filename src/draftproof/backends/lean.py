@@ -86,6 +86,9 @@ def _is_stock(kind: type) -> bool:
 
 def _why_altered(model: nn.Module) -> str | None:
     """Whether something was put into or hung onto a model that its own class does not say."""
+    for name, weights in model.named_parameters():
+        if type(weights) is not nn.Parameter:
+            return f"its {name} is a {type(weights).__name__}: its weights are quantized"
     for name, module in model.named_modules():
         if not _is_stock(type(module)) and not name.endswith("act_fn"):
             return f"its {name} is a {type(module).__name__}, which transformers' own model has not"

@@ -168,7 +168,7 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
         _refuse_what_cannot_be_read(where)
         options = {**options, "use_safetensors": True}
     kinds = reading_classes(source, gguf=options.get("gguf_file"), trust_remote_code=options["trust_remote_code"])
-    model = None
+    model: Any = None
     for kind in kinds:
         try:
             model = _load_as(kind, source, str(where), options)
@@ -190,6 +190,7 @@ def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any
         ) from cause
     _refuse_missing(where, model, report)
     _refuse_unknown_quantization(where, model)
+    _refuse_split_tie(where, model)
     return model
 
 
@@ -228,6 +229,8 @@ def _hint(cause: Exception) -> str:
     said = str(cause)
     if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
         return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
+    if "is on the meta device" in said:
+        return "; an output layer that is tied to the embedding must be in the same place as that"
     if isinstance(cause, ModuleNotFoundError) and cause.name:
         return f": pip install {cause.name}"
     return ""
@@ -266,6 +269,32 @@ def _refuse_unknown_quantization(source: str, model: Any) -> None:
             f"the weights in {source!r} are quantized by the method {method!r}, which this version of transformers "
             "does not know: install one that does, or take the model's weights before they were quantized"
         )
+
+
+def _refuse_split_tie(source: str, model: Any) -> None:
+    """Refuse an output layer that is tied to the embedding, where only one of both is on the disk.
+
+    Raises:
+        UserError: naming both and their places.
+    """
+    places = getattr(model, "hf_device_map", None)
+    parts = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if not places or None in parts or not model.config.get_text_config().tie_word_embeddings:
+        return
+    names = [next(name for name, module in model.named_modules() if module is part) for part in parts]
+    found = [_place_of(name, places) for name in names]
+    if found.count("disk") == 1:
+        shown = " and ".join(f"{name} on {place}" for name, place in zip(names, found, strict=True))
+        raise UserError(
+            f"the output layer of {source!r} is tied to its embedding, and the device map puts them in two places "
+            f"({shown}): put both in the same one"
+        )
+
+
+def _place_of(name: str, places: Mapping[str, Any]) -> str:
+    """Where a device map puts a module: the entry of the longest name that contains it."""
+    fitting = [key for key in places if key in ("", name) or name.startswith(f"{key}.")]
+    return str(places[max(fitting, key=len)]) if fitting else ""
 
 
 def _gguf_options(path: Path) -> dict[str, Any]:

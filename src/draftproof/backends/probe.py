@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Capabilities, Feed, unread
-from draftproof.backends.facts import ADVICE, SNAPSHOTS, input_device
+from draftproof.backends.facts import ADVICE, SNAPSHOTS, input_device, quantization_method
 from draftproof.backends.mixers import cache_name, mixers_of
 from draftproof.backends.windows import CHUNKED, LINEAR, RECURRENT, SLIDING, Windows, windows_of
 from draftproof.errors import UndraftableError, UserError, reason
@@ -348,9 +348,7 @@ class Probe:
     def _known_cause(self) -> str:
         """A known property of the model that would explain a failure, in words."""
         model, config = self._model, self._model.config.get_text_config()
-        quantized = getattr(model.config, "quantization_config", None)
-        if quantized is not None:
-            method = getattr(quantized, "quant_method", type(quantized).__name__)
+        if (method := quantization_method(model)) is not None:
             return f"its weights are quantized ({method}), and its products depend on the rows beside them; "
         if getattr(config, "alibi", False) or hasattr(
             getattr(model, model.base_model_prefix, None), "build_alibi_tensor"

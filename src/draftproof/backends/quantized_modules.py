@@ -16,12 +16,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from draftproof.backends.cutting import shallow
+from draftproof.backends.facts import quantization_method
 from draftproof.backends.packed import GROUP, Product
 from draftproof.errors import UserError, reason
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
 
 TORCHAO = "pip install torchao"
+_NO_LINEAR = "none of its layers is a plain linear layer"
 
 
 class QuantizedLinear(nn.Module):
@@ -127,8 +129,10 @@ def _multiplies(module: Any, matrix: Float[Tensor, "out in"]) -> bool:
 
 def _why_not(model: Any, layers: dict[str, Any]) -> str | None:
     """Why a model has no quantized copy here."""
-    if not layers:
-        return "none of its layers is a plain linear layer (its weights may be quantized already)"
+    method = quantization_method(model)
+    head = model.get_output_embeddings()
+    if not layers or (method is not None and all(layer is head for layer in layers.values())):
+        return f"its weights are quantized already ({method})" if method else _NO_LINEAR
     if any(hasattr(each, "_hf_hook") for each in model.modules()):
         return "its layers are spread over devices or moved while it runs"
     weights = [each.weight for each in layers.values()]

@@ -81,13 +81,13 @@ def _alone(model: Any, text: Any, language: Any) -> Any:
     if not _maps(text, causal):
         return None
     with torch.device("meta"):
-        made = causal.from_config(text, attn_implementation=text._attn_implementation)  # noqa: SLF001 - as it is set
+        made: Any = causal.from_config(text, attn_implementation=text._attn_implementation)  # noqa: SLF001 - as it is set
+    made.config, made.generation_config = language.config, model.generation_config
     prefix = made.base_model_prefix
     if type(getattr(made, prefix, None)) is not type(language):
         return None
     setattr(made, prefix, language)
     made.set_output_embeddings(model.get_output_embeddings())
-    made.config, made.generation_config = language.config, model.generation_config
     if any(each.is_meta for each in [*made.parameters(), *made.buffers()]):
         return None
     return made.eval().requires_grad_(requires_grad=False)

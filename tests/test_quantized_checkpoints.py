@@ -1,0 +1,157 @@
+"""Quantized checkpoints that transformers reads on a CPU: greedy texts are transformers' own, with and without drafts.
+
+Each test is skipped where its package is missing. FP8 needs none.
+"""
+
+import importlib.util
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.loading import load_backend
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.registry import make_drafter
+from helpers import random_model
+
+PROMPTS = [[7, 8, 9], [(5 * i) % 96 + 1 for i in range(41)], [11, 12, 11, 12]]
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+def original(folder):
+    """A directory with a tiny llama in float32."""
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=640,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    model = random_model(config)
+    model.save_pretrained(folder)
+    return model
+
+
+def quantized(folder, config):
+    """The same, quantized by transformers while it is loaded, and saved."""
+    original(folder)
+    made = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    made.save_pretrained(folder)
+
+
+def bitsandbytes(folder, bits):
+    options = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    quantized(folder, transformers.BitsAndBytesConfig(**options))
+
+
+def torchao(folder, kind):
+    import torchao.quantization as kinds
+
+    quantized(folder, transformers.TorchAoConfig(getattr(kinds, kind)()))
+
+
+def compressed_tensors(folder, preset):
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = original(folder)
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    if scheme.weights.group_size:
+        scheme.weights.group_size = 32
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        format={"W4A16": "pack-quantized", "W8A8": "int-quantized", "FP8_DYNAMIC": "float-quantized"}[preset],
+        quantization_status=QuantizationStatus.COMPRESSED,
+    )
+    apply_quantization_config(model, config)
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            weight = module.weight.data
+            groups = weight.view(weight.shape[0], -1, scheme.weights.group_size or weight.shape[1])
+            scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+            module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
+            if hasattr(module, "weight_zero_point"):
+                module.weight_zero_point.data.copy_(zero.view_as(module.weight_zero_point))
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+
+
+def fp8(folder, block):
+    """Weights in blocks of float8 with a scale each, as DeepSeek publishes them."""
+    model = original(folder)
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        if "_proj" not in name:
+            tensors[name] = weight.clone()
+            continue
+        grid = weight.view(weight.shape[0] // block, block, weight.shape[1] // block, block)
+        scale = grid.abs().amax((1, 3)) / 448
+        small = (grid / scale[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
+        tensors |= {name: small, name.replace(".weight", ".weight_scale_inv"): scale}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    model.config.quantization_config = fields
+    model.config.save_pretrained(folder)
+
+
+METHODS = {  # package, function, its argument; the backend; whether `quantized` has something left to quantize
+    "bitsandbytes, 8 bits": ("bitsandbytes", bitsandbytes, 8, "plain", False),
+    "bitsandbytes, 4 bits": ("bitsandbytes", bitsandbytes, 4, "hf", False),
+    "torchao, int8 weights": ("torchao", torchao, "Int8WeightOnlyConfig", "hf", False),
+    "torchao, int8 products": ("torchao", torchao, "Int8DynamicActivationInt8WeightConfig", "hf", False),
+    "compressed-tensors, W4A16": ("compressed_tensors", compressed_tensors, "W4A16", "hf", True),
+    "compressed-tensors, W8A8": ("compressed_tensors", compressed_tensors, "W8A8", "hf", True),
+    "compressed-tensors, FP8": ("compressed_tensors", compressed_tensors, "FP8_DYNAMIC", "hf", True),
+    "fp8": ("torch", fp8, 32, "lean", True),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_texts_are_what_transformers_generates(method, tmp_path):
+    package, make, argument, backend, left = METHODS[method]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        make(tmp_path, argument)
+        made = load_backend(str(tmp_path), dtype="float32", plainly=True)
+        assert made.kind == backend, getattr(made, "because", "")
+        expected = generated(tmp_path)
+        drafters = [None] if backend == "plain" else [None, NgramDrafter(4)]
+        if left:
+            drafters.append(make_drafter("quantized:8", target=made, draft=None, stopper="fixed:3"))
+        elif backend != "plain":
+            with pytest.raises(UserError, match=f"weights are quantized already .{package}.*another drafter"):
+                make_drafter("quantized:8", target=made, draft=None, stopper="fixed:3")
+        for drafter in drafters:
+            outs = Engine(made, drafter, max_batch=2).generate(PROMPTS, GREEDY)
+            assert [list(out.token_ids) for out in outs] == expected
+
+
+def generated(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        options = transformers.GenerationConfig(max_new_tokens=16, do_sample=False, pad_token_id=0)
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=options)
+        found.append(made[0, len(prompt) :].tolist())
+    return found
