@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from architectures.tiny import tiny_config, tiny_model
 from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends import pages
 from draftproof.backends.base import Feed, Session, common_prefix
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.kept import KeptSessions
@@ -461,3 +462,18 @@ def test_requests_wait_for_memory_and_the_rest_is_refused_with_numbers():
     (open_ended,) = under_test.add(words(4, 100), SamplingParams(max_tokens=None, ignore_eos=True))
     assert open_ended.max_tokens < 200, "without a number of its own it gets what there is"
     under_test.abort(open_ended)
+
+
+def test_without_pages_a_block_follows_the_longest_sequence(monkeypatch):
+    monkeypatch.setattr(pages, "paged", lambda _: False)
+    target = HFBackend(random_model(CONFIG), name="block", check=False)
+    under_test = Engine(target, max_batch=2, prefix_reuse=False)
+    for length, capacity in ((300, 512), (900, 1024), (20, 256)):
+        prompts = [words(length, length), words(10, 5)]
+        found = under_test.generate(prompts, params(1, greedy=True))
+        assert [each.token_ids for each in found] == [alone("hf", "none", tuple(p), 1, 8, True) for p in prompts]
+        token = target.cache.token_nbytes
+        assert target.cache.peak >= 2 * length * token
+        assert not target.cache.is_paged
+        assert target.cache.nbytes == 0, "nothing is left when all have ended"
+        assert target.sequences_nbytes([length, 10]) == 2 * capacity * token

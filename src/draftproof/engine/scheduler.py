@@ -139,6 +139,8 @@ class Scheduler:
 
     def _has_room(self, lengths: Sequence[int]) -> bool:
         """Whether such requests fit, after kept sessions were closed for them where that helps."""
+        if self.budget.most is None:
+            return True
         if not self.budget.fits(lengths):
             return False
         while not self.budget.fits(lengths, self.kept.nbytes):
@@ -177,6 +179,8 @@ class Scheduler:
     def plan(self) -> Plan:
         """What the next round does."""
         decoding = [row for row in self.running if not row.reading]
+        if len(decoding) == len(self.running):
+            return Plan(decoding, waits=any(not row.patient for row in decoding))
         reading = [row for row in self.running if row.reading and not self._waits_for_another(row)]
         left = {row: self._left(row) for row in reading}
         whole = not self._target.capabilities.portions
