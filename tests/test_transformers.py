@@ -128,8 +128,15 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", FIELDS)
-@pytest.mark.parametrize("drafts", ["model", "ngram"])
+OFTEN = ("logits_processor", "prefix_allowed_tokens_fn", "all", "repetition_penalty")  # with both drafters by default
+DRAFTS = [
+    pytest.param(name, drafts, marks=pytest.mark.slow if drafts == "model" and name not in OFTEN else ())
+    for name in FIELDS
+    for drafts in ("model", "ngram")
+]
+
+
+@pytest.mark.parametrize(("name", "drafts"), DRAFTS)
 def test_greedy_with_each_field(llama, name, drafts):
     custom = NGRAM if drafts == "ngram" else speculative(small(), stopper="fixed:3")
     if name == "watermark":
@@ -266,7 +273,9 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in ("shaped", "last") else ()) for each in SAMPLED]
+)
 def test_sampling_has_the_exact_distribution(name):
     model, options = three_tokens(), SAMPLED[name]
     custom = speculative(three_tokens(seed=3, layers=1), stopper="fixed:2")
@@ -453,6 +462,43 @@ def test_engines_go_with_the_model():
         del model
         gc.collect()
         assert seen() is None
+
+
+def test_a_compiled_model():
+    for compile_it in (lambda model: model.compile(backend="eager"), _compiled_forward):
+        model = model_of()
+        expected = both(model)[0]
+        compile_it(model)
+        assert torch.equal(both_custom(model, {"max_new_tokens": 24}), expected)
+        seen = weakref.ref(model)
+        del model
+        torch.compiler.reset()
+        gc.collect()
+        assert seen() is None, "nothing of the engine keeps the model"
+
+
+def _compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+def test_counts_of_the_last_call(llama):
+    custom = speculative(drafter="ngram:4")
+    assert custom.stats is None
+    found = both(llama, custom)[1]
+    assert custom.stats.num_tokens == int((found[:, 9:] != 0).sum())
+    assert custom.stats.num_target_calls < custom.stats.num_tokens
+    assert custom.stats.num_accepted_tokens > 0
+
+
+def test_a_row_that_fails_is_named(llama):
+    class Breaks:
+        def __call__(self, input_ids, scores):
+            return scores * float("nan") if (input_ids[:, 0] != 0).all() else scores
+
+    with pytest.raises(UserError, match=r"row 1 of the batch failed: .*NaN"):
+        both_custom(llama, {"logits_processor": LogitsProcessorList([Breaks()])})
+    expected, found = both(llama)
+    assert torch.equal(found, expected), "the engine goes on"
 
 
 def test_two_threads(llama):

@@ -48,13 +48,23 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     if backend not in LEGAL:
         raise UserError(f"backend is {backend!r}: legal for a model in memory are {', '.join(LEGAL)}")
     refuse_training(model)
-    kind = suitable(model) if backend == "auto" else backend
+    twin = _twin(model)
+    kind = suitable(twin) if backend == "auto" else backend
     if kind == "lean" and backend == "auto" and not _fits(model):
         kind = "hf"
-    twin = shallow(model)
     if kind == "lean":
         return _lean(twin, name, check=check)
     return (SnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
+
+
+def _twin(model: Any) -> Any:
+    """A shallow copy of a model, without what torch.compile hung onto it: that is bound to the model itself."""
+    twin = shallow(model)
+    twin._compiled_call_impl = None  # noqa: SLF001 - set by Module.compile, which has no way back
+    original = getattr(vars(twin).get("forward"), "_torchdynamo_orig_callable", None)
+    if original is not None and getattr(original, "__func__", None) is type(model).forward:
+        del twin.forward
+    return twin
 
 
 def refuse_training(model: Any) -> None:

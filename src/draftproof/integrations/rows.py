@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftproof.engine.engine import Engine
 from draftproof.engine.request import Request
+from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
 from draftproof.finish import Cutter, Finish
 from draftproof.integrations.processors import ProcessedParams, Processors, as_params
@@ -202,7 +203,7 @@ class Rows:
         """The new tokens of all rows, one place after another, as soon as every row has come that far.
 
         Raises:
-            RequestError: a row failed; all are given up.
+            UserError: a row failed, by its number; all are given up.
         """
         place = 0
         try:
@@ -216,11 +217,20 @@ class Rows:
                 if not ready:
                     return
                 self._engine.step()
-                failed = next((request.error for request in self._requests if request.error is not None), None)
-                if failed is not None:
-                    raise failed
+                for row, request in enumerate(self._requests):
+                    if request.error is not None:
+                        why = str(request.error).partition("failed: ")[2]
+                        raise UserError(f"row {row} of the batch failed: {why}") from request.error
         finally:
             self._abort()
+
+    @property
+    def stats(self) -> Stats:
+        """Counts and times of all rows; each row of a batch counts the whole time of a round."""
+        total = Stats()
+        for request in self._requests:
+            total.add(request.stats)
+        return total
 
     def _at(self, ids: Sequence[int], place: int) -> int:
         if place < len(ids):

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
 from draftproof.integrations.generation_config import refuse_fields
 from draftproof.integrations.held import Composition, engine_of, forget
@@ -37,10 +38,14 @@ class Speculative:
         composition: models and parts.
         stop_strings: texts that end a row.
         tokenizer: the model's, for `stop_strings`.
+
+    Attributes:
+        stats: of the last call: tokens per target call, accepted tokens, times; None before the first.
     """
 
     def __init__(self, composition: Composition, stop_strings: Sequence[str] = (), tokenizer: Any = None) -> None:
         self.composition, self._stop_strings, self._tokenizer = composition, tuple(stop_strings), tokenizer
+        self.stats: Stats | None = None
 
     @torch.no_grad()
     def __call__(
@@ -58,8 +63,7 @@ class Speculative:
             sequences [rows, length], or a `GenerateDecoderOnlyOutput` where `return_dict_in_generate` is set.
 
         Raises:
-            UserError: something that cannot be had here, by its name, with what to do in its place.
-            RequestError: a row failed, such as for NaN logits.
+            UserError: something that cannot be had here, by its name, with what to do in its place; a row that failed.
         """
         caller = _generate_locals()
         refuse_fields(generation_config)
@@ -80,6 +84,7 @@ class Speculative:
                 columns.append(column)
                 if streamer is not None:
                     streamer.put(column.cpu())
+            self.stats = rows.stats
         if streamer is not None:
             streamer.end()
         sequences = torch.cat([input_ids, torch.stack(columns, -1).to(input_ids)], -1)
