@@ -13,7 +13,7 @@ class Connection(H11Protocol):
     seconds = 0.0  # 0 is no limit
     _limit: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock."""
         super().connection_made(transport)
         self._watch()
