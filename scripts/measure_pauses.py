@@ -44,7 +44,7 @@ async def stream(client: httpx.AsyncClient, base: str, end: float, pauses: list[
 async def prompts(client: httpx.AsyncClient, base: str, end: float, size: int, firsts: list[float]) -> None:
     """Prompts of this size, none of which begins as another one."""
     while size and time.perf_counter() < end:
-        ids = [random.randrange(1000, 20_000) for _ in range(size)]
+        ids = [random.randrange(300, 1900) for _ in range(size)]
         start = time.perf_counter()
         answer = await client.post(f"{base}/v1/completions", json={"prompt": ids, "max_tokens": 1})
         answer.raise_for_status()

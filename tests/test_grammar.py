@@ -123,6 +123,49 @@ def test_the_distribution_is_the_targets_with_the_mask(name, rule, temperature):
     assert len(expected) > 5
 
 
+CALLS = """
+start: TEXT | before call
+before[lazy]: TEXT "aa"
+call: "b" ("a" | "bb")
+TEXT: /[ab]*/
+"""  # in the form of the server's grammar for tools: text, or text that ends at a marker and then a call
+
+
+def called(text):
+    """Whether a text fits: no marker in it, or the first one before a call at the end."""
+    if "aa" not in text:
+        return True
+    _, _, call = text.partition("aa")
+    return call in ("ba", "bbb")
+
+
+def begins(text):
+    """Whether a text that fits begins so."""
+    _, marker, call = text.partition("aa")
+    return not marker or "ba".startswith(call) or "bbb".startswith(call)
+
+
+@pytest.mark.parametrize(("name", "rule"), [("model", "block"), ("model", "token"), ("suffix", "block")])
+def test_the_distribution_where_a_call_may_begin_in_any_text(name, rule):
+    target, prompt = TableModel(4, 1), [0, 1, 0, 2]
+    params = SamplingParams(max_tokens=5, grammar=f"lark:{CALLS}")
+
+    def make(round_rng):
+        return toy(DRAFTERS[name](target), rule, round_rng, target)
+
+    def plain(round_rng):
+        return toy(None, "block", round_rng, target)
+
+    with checks_off():
+        found, expected = (engine_distribution(one, prompt, params) for one in (make, plain))
+    assert total_variation(found, expected) < 1e-12
+    texts = ["".join(VOCAB[each] for each in answer) for answer in expected]
+    assert any("aabbb" in text for text in texts)
+    assert any("aa" not in text for text in texts)
+    for text in texts:
+        assert called(text[:-1]) if text.endswith("#") else begins(text)
+
+
 def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
     """What engines do that apply the grammar at the root of a draft and nowhere else."""
     target, prompt = TableModel(4, 1), [0, 1, 0, 2]

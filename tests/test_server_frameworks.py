@@ -1,4 +1,4 @@
-"""A framework on top of the official client, where one is installed: pip install litellm; no part of the extra dev."""
+"""A framework on the official client, where one is installed: pip install litellm mcp; no part of the extra dev."""
 
 import asyncio
 import json
@@ -20,18 +20,19 @@ def options():
 
 @pytest.fixture(scope="module")
 def expected():
-    return stories().generate(ASK, SamplingParams(seed=5, max_tokens=16))[0].text
+    return stories().generate(ASK, SamplingParams(seed=5, max_tokens=16))[0]
 
 
 def test_a_chat(options, expected):
     made = litellm.completion(**options, seed=5, max_tokens=16)
-    assert made.choices[0].message.content == expected
-    assert made.usage.completion_tokens == 16
+    assert made.choices[0].message.content == expected.text
+    assert made.choices[0].finish_reason == expected.finish_reason
+    assert made.usage.completion_tokens == len(expected.token_ids)
 
 
 def test_a_stream(options, expected):
     chunks = litellm.completion(**options, seed=5, max_tokens=16, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
 
 
 def test_asynchronously(options, expected):
@@ -40,7 +41,7 @@ def test_asynchronously(options, expected):
         stream = await litellm.acompletion(**options, seed=5, max_tokens=16, stream=True)
         return whole.choices[0].message.content, "".join([c.choices[0].delta.content or "" async for c in stream])
 
-    assert asyncio.run(ask()) == (expected, expected)
+    assert asyncio.run(ask()) == (expected.text, expected.text)
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])

@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any
 
 from draftproof.engine.loop import DecodingLoop
-from draftproof.engine.prompts import Prompt
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 from draftproof.server.errors import ApiError
@@ -168,7 +167,7 @@ class Reader:
     @cached_property
     def _longest_token(self) -> int:
         """Characters of the longest token."""
-        words = getattr(self._engine.tokenizer, "get_vocab", dict)()
+        words: dict[str, int] = getattr(self._engine.tokenizer, "get_vocab", dict)()
         return max((len(str(each)) for each in words), default=1)
 
     def _refuse_tokens(self, size: int, param: str) -> None:
@@ -305,7 +304,7 @@ def text_of(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def _several(prompt: Any) -> list[Prompt]:
+def _several(prompt: Any) -> list[str | list[int]]:
     """The prompts of a body: one text, the token ids of one, or a list of either."""
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]

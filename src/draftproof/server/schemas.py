@@ -96,11 +96,13 @@ class CalledFunction(Body):
     name: str
     arguments: str
     parsed_arguments: Any = None  # the official client sends back what it has made of them; it is not read
+    provider_specific_fields: Any = None  # litellm's; not read
 
 
 class ToolCall(Body):
     """One call in a message of the model."""
 
+    provider_specific_fields: Any = None  # litellm's; not read
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -114,6 +116,7 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True, min_length=1, max_length=128)] = None
     tool_call_id: str | None = None
     parsed: Any = None  # as parsed_arguments
+    provider_specific_fields: Any = None  # litellm's; not read
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
