@@ -110,7 +110,7 @@ def mtp_backend(target: SlotBackend) -> FollowingBackend | StepsBackend:
 def _load(target: SlotBackend) -> Any:
     from transformers.modeling_layers import MtpModel
 
-    model = getattr(target, "model", None)
+    model: Any = getattr(target, "model", None)
     config = None if model is None else model.config.get_text_config()
     count = getattr(config, _LAYERS, None)
     if not isinstance(target, HFBackend) or not count:
