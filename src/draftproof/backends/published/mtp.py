@@ -120,9 +120,8 @@ def _load(target: SlotBackend) -> Any:
             "the layout of speculators, and every other drafter"
         )
     try:
-        return (
-            MtpModel.from_pretrained(model, device_map={"": target.device}).eval().requires_grad_(requires_grad=False)
-        )
+        made = MtpModel.from_pretrained(model, device_map={"": target.device})
+        return made.requires_grad_(requires_grad=False).train(mode=False)
     except Exception as cause:
         raise UserError(
             f"drafter mtp: the prediction layers of {target.name} cannot be read ({reason(cause)}): its config names "
