@@ -229,8 +229,16 @@ def story_target(make=HFBackend):
     return make(copy.deepcopy(embedded_model("target")), name="target")
 
 
-@pytest.mark.parametrize(("make", "chains"), [(HFBackend, 1), (LeanBackend, 3)])
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("name", "make", "chains"),
+    [
+        ("eagle3", LeanBackend, 3),
+        ("eagle", HFBackend, 1),
+        ("medusa", HFBackend, 3),
+        ("peagle", LeanBackend, 1),
+        *(pytest.param(name, LeanBackend, 2, marks=pytest.mark.slow) for name in WRITERS),
+    ],
+)
 def test_greedy_output_equals_transformers_token_for_token(tmp_path, name, chains, make):
     """A batch of three requests, with sampled trees too; the head drafts a part of the vocabulary."""
     options = {"tokenizer": tokenizer(), "eos_token_ids": (1, 2)}
@@ -264,8 +272,8 @@ def test_output_is_the_same_alone_and_in_a_batch(tmp_path, name):
 @pytest.mark.parametrize(
     ("chains", "rule", "ids"),
     [
-        (1, "token", None),
         (1, "block", [0, 2]),
+        pytest.param(1, "token", None, marks=pytest.mark.slow),
         pytest.param(2, "trie_block", [0, 2], marks=pytest.mark.slow),
         pytest.param(1, "block", None, marks=pytest.mark.slow),
         pytest.param(1, "token", [0, 2], marks=pytest.mark.slow),

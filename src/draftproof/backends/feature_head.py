@@ -36,7 +36,7 @@ class LeanNet:
         UserError: it cannot be quantized here.
     """
 
-    layers = ()
+    layers: tuple[int, ...] = ()
 
     def __init__(self, net: FeatureNet, target: SlotBackend, bits: int | None = None) -> None:
         config = net.config

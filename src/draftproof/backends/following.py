@@ -27,17 +27,22 @@ from draftproof.backends.slots import SlotBackend
 
 @runtime_checkable
 class HeadNet(Protocol):
-    """The network of a head.
+    """The network of a head."""
 
-    Attributes:
-        width: of the states that it makes.
-        layers: whose hidden states of the target it reads, side by side; () for the last ones, after the final norm.
-        ids: the tokens that it can draft, ascending; None for all of the target's.
-    """
+    @property
+    def width(self) -> int:
+        """Width of the states that it makes."""
+        ...
 
-    width: int
-    layers: tuple[int, ...]
-    ids: Int[Tensor, " ids"] | None
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Whose hidden states of the target it reads, side by side; () for the last ones, after the final norm."""
+        ...
+
+    @property
+    def ids(self) -> Int[Tensor, " ids"] | None:
+        """The tokens that it can draft, ascending; None for all of the target's."""
+        ...
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
         """The target's states in the form and width of the head's own."""

@@ -287,7 +287,7 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
             f"the head {files.source!r} drafts {size} of {vocab} tokens, and has no map d2t that says which they are"
         )
     ids = offsets.long() + torch.arange(size)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < size:
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) < size:
         raise UserError(f"the map d2t of the head {files.source!r} names tokens twice or outside of 0 to {vocab - 1}")
     if mask is not None and not torch.equal(mask.bool().nonzero().squeeze(-1), ids.sort().values):
         raise UserError(f"the maps d2t and t2d of the head {files.source!r} name different tokens")

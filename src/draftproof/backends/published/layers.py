@@ -70,7 +70,7 @@ class LayerShape:
         try:
             config = AutoConfig.for_model(family, **given)
             shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-            sizes = [int(each) for each in (config.hidden_size, config.intermediate_size, *shape)]
+            size, inner, heads, keys, dim = (int(n) for n in (config.hidden_size, config.intermediate_size, *shape))
         except Exception as cause:
             raise UserError(f"the config of the head {files.source!r} cannot be used: {reason(cause)}") from cause
         if config.hidden_act != "silu":
@@ -84,7 +84,7 @@ class LayerShape:
         if set(kinds) - {_FULL, _SLIDING}:
             raise UserError(f"the head {files.source!r} has layers of kinds {kinds}: legal are {_FULL} and {_SLIDING}")
         windows = tuple(config.sliding_window if kind == _SLIDING else None for kind in kinds)
-        return cls(*sizes, float(config.rms_norm_eps), int(config.vocab_size), windows, config)
+        return cls(size, inner, heads, keys, dim, float(config.rms_norm_eps), int(config.vocab_size), windows, config)
 
 
 def make_layer(

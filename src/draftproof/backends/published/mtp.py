@@ -110,7 +110,7 @@ def mtp_backend(target: SlotBackend) -> FollowingBackend | StepsBackend:
 def _load(target: SlotBackend) -> Any:
     from transformers.modeling_layers import MtpModel
 
-    model = getattr(target, "model", None)
+    model: Any = getattr(target, "model", None)
     config = None if model is None else model.config.get_text_config()
     count = getattr(config, _LAYERS, None)
     if not isinstance(target, HFBackend) or not count:
@@ -120,9 +120,8 @@ def _load(target: SlotBackend) -> Any:
             "the layout of speculators, and every other drafter"
         )
     try:
-        return (
-            MtpModel.from_pretrained(model, device_map={"": target.device}).eval().requires_grad_(requires_grad=False)
-        )
+        made = MtpModel.from_pretrained(model, device_map={"": target.device})
+        return made.requires_grad_(requires_grad=False).train(mode=False)
     except Exception as cause:
         raise UserError(
             f"drafter mtp: the prediction layers of {target.name} cannot be read ({reason(cause)}): its config names "
