@@ -106,10 +106,6 @@ class Evidence:
         """Whether a fault is found, with a false-alarm rate of `alpha` for this check."""
         return self._peak >= -math.log(alpha)
 
-    def excludes(self, share: float, beta: float) -> bool:
-        """Whether every kind of fault in at least `share` of the tokens is excluded, each with error rate `beta`."""
-        return all(known.share is not None and known.share <= share for known in self.known(beta))
-
     def known(self, beta: float) -> list[Excluded]:
         """What is known about each kind, with error rate `beta` for each statement."""
         made = []

@@ -59,9 +59,7 @@ def _greedy_accepted(
 class _Changed(ChainVerifier):
     """Token verification of drafts and rows that a fault has changed."""
 
-    def __init__(
-        self, name: str, change: Callable[[Draft, Probs], tuple[Draft, Probs]]
-    ) -> None:
+    def __init__(self, name: str, change: Callable[[Draft, Probs], tuple[Draft, Probs]]) -> None:
         super().__init__(name, token_verify)
         self._change = change
 

@@ -75,8 +75,8 @@ class Finding:
 
     Attributes:
         check: what was asked.
-        verdict: "ok": no fault, and faults of the stated size are excluded; "FAIL"; "open": no fault, and some kinds
-            are not excluded yet; "refused": by the server.
+        verdict: "ok": no fault, and faults of the stated size are excluded, all kinds that the budget is enough for;
+            "FAIL"; "open": no fault, and some of these kinds are not excluded yet; "refused": by the server.
         why: of the verdict, in a sentence.
         answers, tokens: that were scored.
         left_out: answers whose tokens could not be known.
@@ -137,9 +137,9 @@ class Audit:
         self._refuse_long()
         self.checks = checks_for(self._frequent())
         self._names = chosen(options.checks)
-        settings = {**asdict(options), "checks": self._names, "prompts": self._texts, "url": client.url}
-        settings.pop("parallel")
-        self.records = Records(folder, settings)
+        sent = {name: getattr(options, name) for name in ("max_tokens", "seed", "seeds")}
+        fields = {name: dict(check.fields) for name, check in self.checks.items()}
+        self.records = Records(folder, {**sent, "prompts": self._texts, "url": client.url, "fields": fields})
         self.server: dict[str, Any] = {}
 
     def _refuse_long(self) -> None:
@@ -163,8 +163,7 @@ class Audit:
         model = self._rounded if rounded and self._rounded is not None else self._right
         starts = [max(1, len(prompt) // 3) for prompt in self._prompts]
         pairs = [
-            (prompt[:start], prompt[start:] or prompt[:1])
-            for start, prompt in zip(starts, self._prompts, strict=True)
+            (prompt[:start], prompt[start:] or prompt[:1]) for start, prompt in zip(starts, self._prompts, strict=True)
         ]
         return model.read(params, [left for left, _ in pairs], [rest for _, rest in pairs])
 
@@ -332,7 +331,18 @@ class Audit:
             return True
         if not evidence.kinds or not evidence.tokens:
             return False
-        return evidence.found(alpha) or evidence.excludes(self._options.share, self._options.beta)
+        return evidence.found(alpha) or not self._left(finding, evidence, self._detectable(finding))
+
+    def _detectable(self, finding: Finding) -> list[str]:
+        """The kinds of faults that the budget is enough for, in the stated share."""
+        return [
+            kind for kind, tokens in finding.needed.items() if tokens is not None and tokens <= self._options.budget
+        ]
+
+    def _left(self, finding: Finding, evidence: Evidence, kinds: Sequence[str]) -> list[str]:
+        """Those of the kinds that are not excluded in the stated share yet."""
+        known = {one.kind: one.share for one in evidence.known(self._options.beta)}
+        return [kind for kind in kinds if (known[kind] or 1.0) > self._options.share]
 
     def _conclude(self, finding: Finding, evidence: Evidence, alpha: float) -> None:
         options = self._options
@@ -353,12 +363,13 @@ class Audit:
         elif not evidence.kinds:
             finding.verdict = OK
             finding.why = f"all {finding.answers} answers are as they must be"
-        elif evidence.excludes(options.share, options.beta):
+        elif left := self._left(finding, evidence, self._detectable(finding)):
+            finding.why = f"no fault found; {finding.tokens} tokens do not exclude: {', '.join(left)}"
+        else:
+            rest = self._left(finding, evidence, evidence.kinds)
             finding.verdict = OK
             finding.why = f"faults in {options.share:.0%} of the tokens are excluded"
-        else:
-            left = [known.kind for known in evidence.known(options.beta) if (known.share or 1) > options.share]
-            finding.why = f"no fault found; {finding.tokens} tokens do not exclude: {', '.join(left)}"
+            finding.why += f"; too subtle for this budget: {', '.join(rest)}" if rest else ""
 
 
 def settle(options: Options) -> str | None:
@@ -372,5 +383,3 @@ def worst(findings: Sequence[Finding]) -> str:
     if FAIL in verdicts:
         return FAIL
     return OPEN if OPEN in verdicts or OK not in verdicts else OK
-
-

@@ -92,9 +92,7 @@ class Reference:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of sampled tokens, special ones left out."""
-        return str(
-            self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @torch.inference_mode()
     def read(
@@ -149,9 +147,7 @@ def gaps(answer: Answer) -> list[Gap]:
     ]
 
 
-def drifts(
-    right: Sequence[Answer], rounded: Sequence[Answer], kinds: Mapping[str, Maker]
-) -> dict[str, float]:
+def drifts(right: Sequence[Answer], rounded: Sequence[Answer], kinds: Mapping[str, Maker]) -> dict[str, float]:
     """By how much the mean of r/p differs from 1 under rounded probabilities: mean of the absolute value over contexts.
 
     Args:
