@@ -23,6 +23,7 @@ from draftproof.functional import (
     ChainVerdict,
     block_verify,
     match_verify,
+    multi_path_verify,
     multi_round_verify,
     spectr_verify,
     token_verify,
@@ -60,6 +61,7 @@ SEVERAL = {
     "multi_round": multi_round_verify,
     "traversal": traversal_verify,
     "trie_block": trie_block_verify,
+    "multi_path": multi_path_verify,
 }
 Calls = dict[str, Callable[[], object]]
 
