@@ -116,7 +116,8 @@ def measured(path: Path, part: tuple[int, int]) -> list[dict[str, Any]]:
     done = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     kept = {tuple(each["run"]): each for each in done}
     bench = None
-    for number, run in enumerate(runs()):
+    wanted = sorted(enumerate(runs()), key=lambda each: (each[1][4] > 3000, each[1][0] == "none"))
+    for number, run in wanted:
         if run not in kept and number % part[1] == part[0]:
             bench = bench or Bench()
             kept[run] = {"run": run, **asyncio.run(bench.run(*run))}
@@ -141,7 +142,7 @@ def page(found: list[dict[str, Any]]) -> list[str]:
         own = [each for each in found if each["run"][0] == "none" and each["run"][1] == setting]
         counts = [sum(each["verdict"] == verdict for each in own) for verdict in ("FAIL", "ok", "open")]
         honest.append((setting, len(own), *counts))
-    total = len(found) - WRONG
+    total = sum(each["run"][1] != list(SETTINGS)[3] for each in found)
     return [
         f"{total} audits of our own server, right and faulty on purpose, each in one check with a false-alarm rate of",
         f"0.01; {TARGET} with {DRAFT}, 8 drafted tokens. The budget of an audit was 3000 tokens; 30000 for the token",
@@ -151,9 +152,8 @@ def page(found: list[dict[str, Any]]) -> list[str]:
         "",
         *table(("right server", "audits", "false alarms", "ok", "open"), honest),
         "",
-        "ok: the kinds of faults that 3000 tokens are enough for were excluded, in 10% of the tokens. open: the budget "
-        "ended before. The last row "
-        "is not among these audits: a server in bfloat16 is audited as if it had float32.",
+        "ok: the kinds of faults that 3000 tokens are enough for were excluded, in 10% of the tokens. open: the budget",
+        "ended before. The last row is not among these audits: a server in bfloat16 is audited as if it had float32.",
     ]
 
 
@@ -168,8 +168,8 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     facts = run_facts()
     found = measured(out, (part[0], part[1]))
-    if len(found) < len(list(runs())):
-        print(f"{len(found)} of {len(list(runs()))} runs are done")
+    print(f"{len(found)} of {len(list(runs()))} runs are done")
+    if part[1] > 1:
         return
     Results("Audits of servers: faults found and false alarms", page(found), {"runs": found}, facts).write(out)
 

@@ -1,4 +1,4 @@
-"""Rules as other authors published them, which are not lossless: written from their published code, to be enumerated."""
+"""Rules of other authors that are not lossless, written from their published code, to be enumerated."""
 
 import torch
 

@@ -68,9 +68,7 @@ def test_selecting_can_cost_acceptance():
     for first in range(2):
         for second in range(2):
             tokens = torch.tensor([[[first], [second]]])
-            kept = [
-                int(multi_path_verify(tokens, half, row, rng=TorchRng(seed)).accepted) for seed in range(400)
-            ]
+            kept = [int(multi_path_verify(tokens, half, row, rng=TorchRng(seed)).accepted) for seed in range(400)]
             accepted += sum(kept) / len(kept) / 4
     assert abs(accepted - 0.75) < 0.05  # 1600 draws: four standard errors
 

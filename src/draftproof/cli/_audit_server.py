@@ -71,7 +71,7 @@ def server(
     )
     texts = read_prompts(prompts)
     with ExitStack() as stack:
-        progress = stack.enter_context(_shown())
+        progress = stack.enter_context(_Shown())
         made = {"model": model, "timeout": timeout}
         if target is not None:
             report = _against_weights(url, target, draft, options, texts, out, made, progress)
@@ -168,7 +168,7 @@ def _print(report: ServerReport) -> None:
     typer.echo(f"\n{report.conclusion()}")
 
 
-class _shown:
+class _Shown:
     """A progress bar on stderr, where that is a terminal."""
 
     def __enter__(self) -> Callable[[str, int, int], None]:

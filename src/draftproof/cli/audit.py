@@ -1,4 +1,4 @@
-"""`draftproof audit`: check verification rules, our own, the user's and those of other packages, and running servers."""
+"""`draftproof audit`: verification rules, our own, the user's and those of other packages, and running servers."""
 
 from __future__ import annotations
 
@@ -209,7 +209,10 @@ def check(
 
 @app.command()
 def others(*, full: Full = False, as_json: Json = False) -> None:
-    """Enumerate the rules of other packages, as installed here; exit code 1 if one is not lossless."""
+    """Check the rules of other packages, as installed here; exit code 1 if one is not lossless.
+
+    transformers is enumerated. vLLM and SGLang are tested by statistics, in an environment in which they are installed.
+    """
     import torch
 
     from draftproof.audit.adapters import ADAPTERS
@@ -301,6 +304,9 @@ def _print_report(report: Report) -> None:
         if lines:
             typer.echo(f"\nin {width}, with a total variation below {limit} required:")
             _table(OTHER_HEADS, [_other_row(line) for line in lines])
+    if report.sampled:
+        typer.echo("\nby statistics, in float32:")
+        _table(CHECK_HEADS, [_check_row(line) for line in report.sampled])
     for note in report.notes:
         typer.echo(f"\nnote: {note}")
 

@@ -1,13 +1,13 @@
 """Greedy multi-path block verification: the best of several i.i.d. drafts is selected, then verified as one block.
 
 At every node the drawn tokens are ranked by p/q, and the path goes on with the best of them. What is selected is a draw
-from another, better distribution than q: of m draws, token x is the best with probability F(x)^m - F(x-)^m, where F(x) is
-the mass under q of x and all tokens ranked below it. Block verification of the selected path against these rows is
+from another distribution than q: of m draws, token x is the best with probability F(x)^m - F(x-)^m, where F(x) is the
+mass under q of x and all tokens ranked below it. Block verification of the selected path against these rows is
 lossless, because the ranking is a function of p and q alone.
 
-For K chains of one length Thomas and Pal use the distribution of the selected path as a whole: with A(x) the mass of all
-paths ranked below the selected prefix and x, and Q its mass, (A(x) + Q q(x))^K - A(x)^K. Where the number of draws at a
-node depends on other chains (stoppers that look at all of them, prefix trees), the rows are taken given that number.
+For K chains of one length Thomas and Pal use the distribution of the selected path as a whole: with A(x) the mass of
+all paths ranked below the selected prefix and x, and Q its mass, (A(x) + Q q(x))^K - A(x)^K. Where the number of draws
+at a node depends on other chains (stoppers that look at all of them, prefix trees), the rows are taken given it.
 
 Source: Thomas and Pal 2026, greedy multi-path block verification (arXiv 2602.16961), written from its description and
 from the published code's documentation; ties are ranked by token id.
@@ -135,12 +135,14 @@ def multi_path_verify(
     """Greedy multi-path block verification of K i.i.d. chains of one length; lossless.
 
     Args:
-        tokens, q, p, rng, validate: see `spectr_verify`.
+        tokens: drafted token ids; they are copied to the host once, to merge equal prefixes.
+        q: the distribution each token was drawn from; equal prefixes have equal rows.
+        p: the target's distribution before each drafted token and after the last one.
+        rng: source of all randomness.
+        validate: check shapes, ranges and normalisation first.
         joint: use the distribution of the whole selected path, as the paper does; else the rows at each node are those
             given how many chains pass through it, which accepts less and allows chains that stop early.
 
     Source: Thomas and Pal 2026, arXiv 2602.16961.
     """
-    return verify_chains(
-        partial(_multi_path, joint=joint), tokens, q, p, rng=rng, lengths=None, validate=validate
-    )
+    return verify_chains(partial(_multi_path, joint=joint), tokens, q, p, rng=rng, lengths=None, validate=validate)

@@ -1,4 +1,4 @@
-"""Verifiers for several drafts per row: SpecTr, multi-round selection, traversal, trie block and multi-path verification."""
+"""Verifiers for several drafts per row: SpecTr, multi-round selection, traversal, trie block and multi-path."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 
+LONGEST_MINIMUM = 24  # tokens that the check min_tokens asks for
 GRAMMAR = "[a-z]+( [a-z]+){3,8}"
 SCHEMA = {
     "type": "object",
@@ -41,7 +42,7 @@ class Check:
 
     def params(self, max_tokens: int) -> SamplingParams:
         """What the request means, as SamplingParams; the form of the answer is not part of it."""
-        fields = {name: value for name, value in self.fields.items() if name not in ("structured_outputs",)}
+        fields = {name: value for name, value in self.fields.items() if name != "structured_outputs"}
         fields.pop("response_format", None)
         if "logit_bias" in fields:
             fields["logit_bias"] = {int(token): bias for token, bias in fields["logit_bias"].items()}
@@ -69,7 +70,11 @@ def checks_for(frequent: Sequence[int]) -> dict[str, Check]:
         Check("frequency", "frequency_penalty 2", {"frequency_penalty": 2.0}),
         Check("repetition", "repetition_penalty 1.5", {"repetition_penalty": 1.5}),
         Check("logit_bias", "logit_bias on three frequent tokens, one of them -100", {"logit_bias": bias}),
-        Check("min_tokens", "min_tokens 24 with a frequent stop token", {"min_tokens": 24, "stop_token_ids": [first]}),
+        Check(
+            "min_tokens",
+            f"min_tokens {LONGEST_MINIMUM} with a frequent stop token",
+            {"min_tokens": LONGEST_MINIMUM, "stop_token_ids": [first]},
+        ),
         Check("stop", "stop strings", {"stop": [" the", "."]}),
         Check("regex", "structured_outputs with a regex", {"structured_outputs": {"regex": GRAMMAR}}, form="regex"),
         Check(

@@ -23,7 +23,7 @@ _TOKEN_FIELDS: tuple[dict[str, Any], ...] = (
 KEY_NAMES = ("DRAFTPROOF_AUDIT_KEY", "OPENAI_API_KEY")
 
 
-class Refused(Exception):
+class Refused(Exception):  # noqa: N818 - an answer of the server, not a failure
     """The server refuses a request for what it asks; the text is its reason."""
 
 
@@ -215,7 +215,7 @@ def _wait(tried: int, asked: str | None) -> float:
     try:
         return min(max(float(asked or ""), 0.0), _LONGEST_WAIT)
     except ValueError:
-        return float(min(0.25 * 2**tried, _LONGEST_WAIT) * (0.5 + random.random()))  # noqa: S311 - no secret
+        return float(min(0.25 * 2**tried, _LONGEST_WAIT) * (0.5 + random.random()))
 
 
 def _message(answer: httpx.Response) -> str:

@@ -1,16 +1,17 @@
 """Sequential evidence about sampled tokens: bets against the target's distribution, and shares of faults excluded.
 
 A fault of kind k in share e means: each token is drawn from (1 - e) p + e r, where p is the target's distribution in
-the token's context and r the one that the fault would draw from. A bet on it multiplies its wealth by
-1 + e (r(y)/p(y) - 1) for each token y. While the server is right, the mean of this factor is 1 at most, so the wealth is
-a test martingale: it ever reaches 1/a with probability a at most, whenever one looks (Ville's inequality), and so does
-the mean of the wealths of all bets. The inverse of the wealth is an e-value against the hypothesis "this fault in this
-share or a larger one", because E[(l - 1)/(1 + e (l - 1))] <= 0 under p for l = r/p. So the same sums stop an audit in
-both directions.
+the token's context and r the one that the fault would draw from. A bet on it multiplies its wealth by the factor
+1 + e (r(y)/p(y) - 1) for each token y. While the server is right, the mean of this factor is 1 at most, so the wealth
+is a test martingale. It ever reaches 1/a with probability a at most, whenever one looks (Ville's inequality), and so
+does the mean of the wealths of all bets.
 
-A server whose numbers are rounded otherwise than the reference's draws from p' near p. The tested hypothesis is wider by
-a slack: the mean of r/p under p' is 1 + s at most, on average over the tokens, with an s for each kind. Every factor is
-divided by 1 + e s, so the bound on false alarms holds for every server within the slack.
+The inverse of the wealth is an e-value against the hypothesis "this fault in this share or a larger one", because
+E[(l - 1)/(1 + e (l - 1))] <= 0 under p for l = r/p. So the same sums stop an audit in both directions.
+
+A server whose numbers are rounded otherwise than the reference's draws from p' near p. The tested hypothesis is wider
+by a slack: the mean of r/p under p' is 1 + s at most, on average over the tokens, with an s for each kind. Every factor
+is divided by 1 + e s, so the bound on false alarms holds for every server within the slack.
 """
 
 from __future__ import annotations

@@ -161,13 +161,12 @@ def _wide_residual(steps: int) -> Maker:
     return made
 
 
-def kinds_of(params: SamplingParams, *, drafted: bool, grammar: bool = False) -> dict[str, Maker]:
+def kinds_of(params: SamplingParams, *, drafted: bool) -> dict[str, Maker]:
     """The kinds of faults that can show under these sampling parameters.
 
     Args:
         params: the request's.
         drafted: whether the server's draft model is known.
-        grammar: whether the request has a grammar.
     """
     if params.temperature == 0:
         return {}
@@ -181,7 +180,7 @@ def kinds_of(params: SamplingParams, *, drafted: bool, grammar: bool = False) ->
         "looked-up drafts accepted": _lookup,
         "looked-up drafts refused": _no_lookup,
     }
-    made |= _skipped(params, grammar=grammar)
+    made |= _skipped(params)
     if drafted:
         made |= {
             "drafts accepted": _q,
@@ -193,37 +192,35 @@ def kinds_of(params: SamplingParams, *, drafted: bool, grammar: bool = False) ->
     return made
 
 
-def _skipped(params: SamplingParams, *, grammar: bool) -> dict[str, Maker]:
+_OFF = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "min_tokens": 0,
+}
+_PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+def _skipped(params: SamplingParams) -> dict[str, Maker]:
     """Transforms that are left out, or that do not see drafted tokens."""
-    made: dict[str, Maker] = {}
-
-    def without(name: str, changed: SamplingParams) -> None:
-        made[name] = lambda answer, _: answer.rows(changed)
-
-    if params.temperature != 1:
-        without("temperature skipped", replace(params, temperature=1.0))
-    cuts = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    for name, off in cuts.items():
-        if getattr(params, name) != off:
-            without(f"{name} skipped", replace(params, **{name: off}))
-    penalties = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-    on = [name for name, off in penalties.items() if getattr(params, name) != off]
-    for name in on:
-        without(f"{name} skipped", replace(params, **{name: penalties[name]}))
-    if on or params.bad_words:
-        for forgotten in (1, 2, 4):
-            made[f"last {forgotten} tokens not counted"] = lambda answer, _, forgotten=forgotten: answer.rows(
-                forgotten=forgotten
-            )
-    if params.logit_bias:
-        without("logit_bias skipped", replace(params, logit_bias=None))
-    if params.min_tokens:
-        without("min_tokens skipped", replace(params, min_tokens=0))
-    if grammar:
-        made["grammar skipped"] = lambda answer, _: probabilities(
-            answer.logits, replace(answer.transforms, constraint=None), (), [() for _ in answer.tokens]
-        )
+    on = [name for name, off in _OFF.items() if getattr(params, name) != off]
+    made = {f"{name} skipped": _without(replace(params, **{name: _OFF[name]})) for name in on}
+    if set(on) & set(_PENALTIES) or params.bad_words:
+        made |= {f"last {count} tokens not counted": _forgetting(count) for count in (1, 2, 4)}
     return made
+
+
+def _without(changed: SamplingParams) -> Maker:
+    return lambda answer, _: answer.rows(changed)
+
+
+def _forgetting(count: int) -> Maker:
+    return lambda answer, _: answer.rows(forgotten=count)
 
 
 def reference(answer: Answer) -> tuple[Rows, Rows]:

@@ -1,8 +1,8 @@
 """The audit of a server against a second one without speculation: two-sample tests by betting, without any weights.
 
-Both answer the same prompts. If both have the same distribution, the two answers of a pair can be swapped, so a bet on the
-difference of any feature of theirs, chosen before the pair is seen, has the factor 1 + b (g(first) - g(second)) with
-mean 1. This needs far more answers than the target's weights do, and can exclude nothing.
+Both answer the same prompts. If both have the same distribution, the two answers of a pair can be swapped, so a bet on
+the difference of any feature of theirs, chosen before the pair is seen, has the factor 1 + b (g(first) - g(second))
+with mean 1. This needs far more answers than the target's weights do, and can exclude nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from draftproof.audit.served.checks import checks_for, chosen, violations
@@ -57,7 +58,7 @@ class Learned:
         """Between 0 and 1; above 1/2 where the answer resembles the first server's."""
         first, second = self._counts
         score = 0.0
-        for part in (tokens, list(zip(tokens, tokens[1:], strict=False))):
+        for part in (tokens, list(pairwise(tokens))):
             score += sum(math.log((first[each] + 1) / (second[each] + 1)) for each in part)
         return 1 / (1 + math.exp(-max(min(score / math.sqrt(max(len(tokens), 1)), 30), -30)))
 
@@ -65,7 +66,7 @@ class Learned:
         """Add a pair that has been bet on."""
         for counts, tokens in zip(self._counts, (first, second), strict=True):
             counts.update(tokens)
-            counts.update(zip(tokens, tokens[1:], strict=False))
+            counts.update(pairwise(tokens))
 
 
 class PairEvidence:

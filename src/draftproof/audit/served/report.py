@@ -89,12 +89,12 @@ class ServerReport:
 
 _METHOD = (
     "Each answer is read by the reference, which gives the distribution p of every token after the request's sampling",
-    "parameters. Bets on kinds of faults multiply a wealth by 1 + e (r/p - 1) for each token, where r is what the fault",
-    "would draw from. While the server is right, the mean wealth exceeds 1/a with probability a at most, whenever one",
-    "looks; its inverse is the p-value. `excluded` is the smallest share of tokens that every kind of fault is known to",
-    "stay below. The slack is how much the mean of r/p may exceed 1 because server and reference round differently:",
-    "twice what the same weights in the server's arithmetic showed on the prompts. Smaller faults than the slack and the",
-    "budget allow are not detected; the column `needed` says about how many tokens a fault in the stated share takes.",
+    "parameters. Bets on kinds of faults multiply a wealth by 1 + e (r/p - 1) for each token, where r is what the",
+    "fault would draw from. While the server is right, the mean wealth exceeds 1/a with probability a at most,",
+    "whenever one looks; its inverse is the p-value. `excluded` is the smallest share of tokens that every kind of",
+    "fault is known to stay below. The slack is how much the mean of r/p may exceed 1 because server and reference",
+    "round differently: twice what the same weights in the server's arithmetic showed on the prompts. Smaller faults",
+    "are not detected. `needed`: about how many tokens a fault in the stated share of the tokens takes.",
 )
 
 

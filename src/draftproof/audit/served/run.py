@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftproof.audit.served.checks import Check, checks_for, chosen, violations
+from draftproof.audit.served.checks import LONGEST_MINIMUM, Check, checks_for, chosen, violations
 from draftproof.audit.served.client import Client, Refused, Reply
 from draftproof.audit.served.evidence import SHARES, Evidence, needed_tokens
 from draftproof.audit.served.kinds import FLOOR, Answer, kinds_of, ratios, reference
@@ -62,9 +62,9 @@ class Options:
                 raise UserError(f"{name} is {getattr(self, name)}: legal is between 0 and 1")
         if self.share < min(SHARES):
             raise UserError(f"share is {self.share}: legal is {min(SHARES)} or more")
-        for name in ("max_tokens", "budget", "parallel"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: legal is 1 or more")
+        for name, least in (("max_tokens", LONGEST_MINIMUM), ("budget", 1), ("parallel", 1)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}: legal is {least} or more")
         if isinstance(self.numerics, str) and self.numerics not in NUMERICS:
             raise UserError(f"numerics is {self.numerics!r}: legal are {', '.join(NUMERICS)} or a number (the slack)")
 
@@ -272,7 +272,7 @@ class Audit:
         tie: float,
     ) -> None:
         """Score some answers."""
-        known = [(number, reply, self._sampled(reply, number)) for number, reply in zip(numbers, replies, strict=True)]
+        known = [(number, reply, self._sampled(reply)) for number, reply in zip(numbers, replies, strict=True)]
         finding.left_out += sum(tokens is None for _, _, tokens in known)
         whole = [(number, reply, tokens) for number, reply, tokens in known if tokens]
         finding.answers += len(whole)
@@ -312,26 +312,24 @@ class Audit:
             finding.examples.append(self._request(finding.check, number))
         finding.broken += [f"answer {number}: {what}" for what in broken]
 
-    def _sampled(self, reply: Reply, number: int) -> tuple[int, ...] | None:
-        """The sampled tokens, with the token that ended the answer; None where they cannot be known."""
+    def _sampled(self, reply: Reply) -> tuple[int, ...] | None:
+        """The sampled tokens, with the token that ended the answer; None where the server does not return them.
+
+        The text encoded again is no substitute: a right server often samples tokens that the tokenizer would not write
+        the text with, and such an audit would accuse it (docs/log.md).
+        """
+        if reply.tokens is None:
+            return None
         ended = reply.finish == "stop" and reply.stop_reason is None
-        one = self._right.ends[-1:] if len(self._right.ends) == 1 else ()
-        if reply.tokens is not None:
-            last = reply.tokens[-1:]
-            return reply.tokens if not ended or not one or last == one else (*reply.tokens, *one)
-        text = self._texts[number % len(self._prompts)]
-        prompt = self._prompts[number % len(self._prompts)]
-        ids = self._right.encode(text + reply.text)
-        tokens = tuple(ids[len(prompt) :]) if ids[: len(prompt)] == prompt else ()
-        tokens = (*tokens, *one) if ended else tokens
-        return tokens if tokens and reply.completion_tokens == len(tokens) else None
+        one = self._right.ends if len(self._right.ends) == 1 else ()
+        return reply.tokens if not ended or not one or reply.tokens[-1:] == one else (*reply.tokens, *one)
 
     def _decided(self, finding: Finding, evidence: Evidence, alpha: float) -> bool:
         if finding.broken:
             return True
         if not evidence.kinds or not evidence.tokens:
             return False
-        return evidence.found(alpha) or not self._left(finding, evidence, self._detectable(finding))
+        return evidence.found(alpha) or not self._left(evidence, self._detectable(finding))
 
     def _detectable(self, finding: Finding) -> list[str]:
         """The kinds of faults that the budget is enough for, in the stated share."""
@@ -339,7 +337,7 @@ class Audit:
             kind for kind, tokens in finding.needed.items() if tokens is not None and tokens <= self._options.budget
         ]
 
-    def _left(self, finding: Finding, evidence: Evidence, kinds: Sequence[str]) -> list[str]:
+    def _left(self, evidence: Evidence, kinds: Sequence[str]) -> list[str]:
         """Those of the kinds that are not excluded in the stated share yet."""
         known = {one.kind: one.share for one in evidence.known(self._options.beta)}
         return [kind for kind in kinds if (known[kind] or 1.0) > self._options.share]
@@ -359,14 +357,16 @@ class Audit:
             )
             finding.examples = [self._request(finding.check, number) for number in range(_EXAMPLES)]
         elif not finding.tokens:
-            finding.why = "the sampled tokens of the answers cannot be known: the server returns no token ids"
+            finding.why = (
+                "the server returns no token ids, so the sampled tokens cannot be known; --reference-url compares texts"
+            )
         elif not evidence.kinds:
             finding.verdict = OK
             finding.why = f"all {finding.answers} answers are as they must be"
-        elif left := self._left(finding, evidence, self._detectable(finding)):
+        elif left := self._left(evidence, self._detectable(finding)):
             finding.why = f"no fault found; {finding.tokens} tokens do not exclude: {', '.join(left)}"
         else:
-            rest = self._left(finding, evidence, evidence.kinds)
+            rest = self._left(evidence, evidence.kinds)
             finding.verdict = OK
             finding.why = f"faults in {options.share:.0%} of the tokens are excluded"
             finding.why += f"; too subtle for this budget: {', '.join(rest)}" if rest else ""
