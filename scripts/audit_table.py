@@ -133,6 +133,8 @@ def page(found: list[dict[str, Any]]) -> list[str]:
     for fault, (_, _, check) in FAULTS.items():
         own = [each for each in found if each["run"][0] == fault]
         caught = [each for each in own if each["verdict"] == "FAIL"]
+        if not own:
+            continue
         tokens = [each["tokens"] for each in caught]
         names = sorted({each["likely"] for each in caught})
         shown = f"{median(tokens):.0f} [{min(tokens)}, {max(tokens)}]" if tokens else "-"
@@ -144,7 +146,7 @@ def page(found: list[dict[str, Any]]) -> list[str]:
         honest.append((setting, len(own), *counts))
     total = sum(each["run"][1] != list(SETTINGS)[3] for each in found)
     return [
-        f"{total} audits of our own server, right and faulty on purpose, each in one check with a false-alarm rate of",
+        f"{total} audits of our own server (of {HONEST + 5 * FAULTY + SUBTLE} planned), right and faulty on purpose, each in one check with a false-alarm rate of",
         f"0.01; {TARGET} with {DRAFT}, 8 drafted tokens. The budget of an audit was 3000 tokens; 30000 for the token",
         "residual and 12000 for the penalties.",
         "",
@@ -162,14 +164,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the results, without an ending")
     parser.add_argument("--part", default="0/1", help="only runs with this number modulo that one; writes no page")
+    parser.add_argument("--page", action="store_true", help="write the page from the runs that are kept; run nothing")
     options = parser.parse_args()
     out, part = options.out, tuple(int(each) for each in options.part.split("/"))
     torch.set_num_threads(1)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     facts = run_facts()
-    found = measured(out, (part[0], part[1]))
+    found = measured(out, (1, 1) if options.page else (part[0], part[1]))
     print(f"{len(found)} of {len(list(runs()))} runs are done")
-    if part[1] > 1:
+    if part[1] > 1 and not options.page:
         return
     Results("Audits of servers: faults found and false alarms", page(found), {"runs": found}, facts).write(out)
 

@@ -164,7 +164,7 @@ def _notes(rounded: list[CheckLine]) -> list[str]:
 _ALPHA = 0.01  # false-alarm rate of all statistical tests of one rule together
 
 
-def _tested(rule: Callable[..., ChainVerdict], samples: int, *, full: bool) -> list[CheckLine]:
+def _tested(rule: Callable[..., Any], samples: int, *, full: bool) -> list[CheckLine]:
     """Statistical tests of a rule that brings its own randomness: chains of two tokens on the suite, in float32."""
     pairs = [replace(pair, dtype=torch.float32) for pair in suite(full=full)]
     level = _ALPHA / len(pairs)

@@ -21,6 +21,7 @@ from torch import Tensor
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.functional import (
     ChainVerdict,
+    PathVerdict,
     block_verify,
     match_verify,
     multi_path_verify,
@@ -56,7 +57,7 @@ CHAIN: dict[str, Callable[..., ChainVerdict]] = {
     "last_token (lossy)": last_token_verify,
     "typical (lossy)": typical_verify,
 }
-SEVERAL = {
+SEVERAL: dict[str, Callable[..., PathVerdict]] = {
     "spectr": spectr_verify,
     "multi_round": multi_round_verify,
     "traversal": traversal_verify,

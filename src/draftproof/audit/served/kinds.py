@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -192,7 +193,7 @@ def kinds_of(params: SamplingParams, *, drafted: bool) -> dict[str, Maker]:
     return made
 
 
-_OFF = {
+_OFF: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
     "top_k": 0,

@@ -63,9 +63,9 @@ class ServerReport:
         said = {
             FAIL: f"FAIL: {', '.join(failed)}. A right server fails in any check with probability {alpha:g} at most.",
             OK: f"ok: no fault found (a right server fails with probability {alpha:g} at most). Faults in "
-            f"{self.options.share:.0%} of the tokens are excluded, each kind with error rate {self.options.beta:g}, but "
-            "for kinds that the budget is too small for.",
-        }.get(self.verdict, "open: no fault found, and some kinds are not excluded; a larger --budget tells more.")
+            f"{self.options.share:.0%} of the tokens are excluded, each kind with error rate {self.options.beta:g}, "
+            "except for kinds that the budget is too small for.",
+        }.get(self.verdict, "open: no fault found, and some kinds are not excluded; a larger --budget tells more")
         return said + (f" Refused by the server: {', '.join(skipped)}." if skipped else "")
 
     def markdown(self) -> str:

@@ -374,7 +374,7 @@ class Audit:
 
 def settle(options: Options) -> str | None:
     """The dtype of the second copy of the weights that an audit with these options needs; None for none."""
-    return options.numerics if options.numerics in ("bfloat16", "float16") else None  # type: ignore[return-value]
+    return options.numerics if isinstance(options.numerics, str) and options.numerics != "float32" else None
 
 
 def worst(findings: Sequence[Finding]) -> str:
