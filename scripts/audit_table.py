@@ -142,20 +142,23 @@ def page(found: list[dict[str, Any]]) -> list[str]:
     honest = []
     for setting in SETTINGS:
         own = [each for each in found if each["run"][0] == "none" and each["run"][1] == setting]
+        if not own:
+            continue
         counts = [sum(each["verdict"] == verdict for each in own) for verdict in ("FAIL", "ok", "open")]
         honest.append((setting, len(own), *counts))
     total = sum(each["run"][1] != list(SETTINGS)[3] for each in found)
+    planned = HONEST + 5 * FAULTY + SUBTLE
     return [
-        f"{total} audits of our own server (of {HONEST + 5 * FAULTY + SUBTLE} planned), right and faulty on purpose, each in one check with a false-alarm rate of",
-        f"0.01; {TARGET} with {DRAFT}, 8 drafted tokens. The budget of an audit was 3000 tokens; 30000 for the token",
-        "residual and 12000 for the penalties.",
+        f"{total} audits of our own server (of {planned} planned), right and faulty on purpose, each in one check with a",
+        f"false-alarm rate of 0.01; {TARGET} with {DRAFT}, 8 drafted tokens. The budget of an audit",
+        "was 3000 tokens; 30000 for the token residual and 12000 for the penalties.",
         "",
         *table(("fault", "check", "audits", "found", "tokens until then, median and range", "looks like"), rows),
         "",
         *table(("right server", "audits", "false alarms", "ok", "open"), honest),
         "",
         "ok: the kinds of faults that 3000 tokens are enough for were excluded, in 10% of the tokens. open: the budget",
-        "ended before. The last row is not among these audits: a server in bfloat16 is audited as if it had float32.",
+        "ended before. Audits of a bfloat16 server as if it had float32 are not counted among them.",
     ]
 
 
