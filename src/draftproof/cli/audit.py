@@ -1,4 +1,4 @@
-"""`draftproof audit`: check verification rules: our own, the user's, and those of other packages."""
+"""`draftproof audit`: verification rules, our own, the user's and those of other packages, and running servers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
+
+from draftproof.cli import _audit_server
 
 if TYPE_CHECKING:
     from draftproof.audit.adapters import Report
@@ -30,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
+app.command()(_audit_server.server)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
 Full = Annotated[bool, typer.Option("--full/--quick", help="More models, in minutes; or fewer, in half a minute.")]
 EXACT = 1e-12
@@ -59,7 +62,7 @@ NOTE = (
 
 @app.callback()
 def _group() -> None:
-    """Check verification rules: our own, yours, and those of other packages.
+    """Check verification rules, our own, yours and those of other packages, and servers that run.
 
     `draftproof audit package.module:function` is short for `draftproof audit check package.module:function`.
     """
@@ -206,7 +209,10 @@ def check(
 
 @app.command()
 def others(*, full: Full = False, as_json: Json = False) -> None:
-    """Enumerate the rules of other packages, as installed here; exit code 1 if one is not lossless."""
+    """Check the rules of other packages, as installed here; exit code 1 if one is not lossless.
+
+    transformers is enumerated. vLLM and SGLang are tested by statistics, in an environment in which they are installed.
+    """
     import torch
 
     from draftproof.audit.adapters import ADAPTERS
@@ -298,6 +304,9 @@ def _print_report(report: Report) -> None:
         if lines:
             typer.echo(f"\nin {width}, with a total variation below {limit} required:")
             _table(OTHER_HEADS, [_other_row(line) for line in lines])
+    if report.sampled:
+        typer.echo("\nby statistics, in float32:")
+        _table(CHECK_HEADS, [_check_row(line) for line in report.sampled])
     for note in report.notes:
         typer.echo(f"\nnote: {note}")
 

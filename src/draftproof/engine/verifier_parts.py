@@ -11,7 +11,13 @@ from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier, gumbel_verifier, match_verifier, token_verifier
 from draftproof.verifiers.greedy import GreedyBlockVerifier
 from draftproof.verifiers.lossy import last_token_verifier, mentored_verifier, mixture_verifier, typical_verifier
-from draftproof.verifiers.trie import multi_round_verifier, spectr_verifier, traversal_verifier, trie_block_verifier
+from draftproof.verifiers.trie import (
+    multi_path_verifier,
+    multi_round_verifier,
+    spectr_verifier,
+    traversal_verifier,
+    trie_block_verifier,
+)
 
 DEFAULT_VERIFIER, DEFAULT_TREE_VERIFIER = "block", "trie_block"
 SEEDED_VERIFIER = "gumbel"  # of requests with a seed whose drafts depend on a clock
@@ -47,6 +53,7 @@ VERIFIERS: dict[str, VerifierPart] = {
         _rule(spectr_verifier, "SpecTr: K-SEQ at each place of several drafts"),
         _rule(multi_round_verifier, "SpecInfer's recursive rejection of several drafts"),
         _rule(traversal_verifier, "the bottom-up form of multi_round"),
+        _rule(multi_path_verifier, "the best of several drafts by p/q, verified as one block"),
         _rule(last_token_verifier, "lossy, SPRINTER's rule: only the last drafted token is verified"),
         _rule(
             typical_verifier,

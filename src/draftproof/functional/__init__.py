@@ -6,6 +6,7 @@ from draftproof.functional.coupling import kseq_gamma, kseq_select
 from draftproof.functional.greedy import GreedyState, advance, greedy_block_verify, modified_target
 from draftproof.functional.lossy import last_token_verify, mentored_verify, mixture_verify, typical_verify
 from draftproof.functional.match import match_verify
+from draftproof.functional.multi_path import multi_path_on_tries, multi_path_verify
 from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries
 from draftproof.functional.otm import otm_plan, otm_select
 from draftproof.functional.top_down import (
@@ -32,6 +33,8 @@ __all__ = [
     "mentored_verify",
     "mixture_verify",
     "modified_target",
+    "multi_path_on_tries",
+    "multi_path_verify",
     "multi_round_on_tries",
     "multi_round_verify",
     "multi_round_verify_without_replacement",

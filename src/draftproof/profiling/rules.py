@@ -21,8 +21,10 @@ from torch import Tensor
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.functional import (
     ChainVerdict,
+    PathVerdict,
     block_verify,
     match_verify,
+    multi_path_verify,
     multi_round_verify,
     spectr_verify,
     token_verify,
@@ -55,11 +57,12 @@ CHAIN: dict[str, Callable[..., ChainVerdict]] = {
     "last_token (lossy)": last_token_verify,
     "typical (lossy)": typical_verify,
 }
-SEVERAL = {
+SEVERAL: dict[str, Callable[..., PathVerdict]] = {
     "spectr": spectr_verify,
     "multi_round": multi_round_verify,
     "traversal": traversal_verify,
     "trie_block": trie_block_verify,
+    "multi_path": multi_path_verify,
 }
 Calls = dict[str, Callable[[], object]]
 

@@ -1,4 +1,4 @@
-"""Verifiers for several drafts per row: SpecTr, multi-round selection, traversal and trie block verification."""
+"""Verifiers for several drafts per row: SpecTr, multi-round selection, traversal, trie block and multi-path."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftproof.draft import Draft, Verdict
 from draftproof.functional.bottom_up import traversal_on_tries, trie_block_on_tries
+from draftproof.functional.multi_path import multi_path_on_tries
 from draftproof.functional.nodes import NodeVerdict, Tries
 from draftproof.functional.top_down import multi_round_on_tries, spectr_on_tries
 from draftproof.rng import Rng
@@ -74,3 +75,11 @@ def traversal_verifier() -> TrieVerifier:
 def trie_block_verifier() -> TrieVerifier:
     """Trie block verification: SpecTr's coupling inside block verification; with one chain it is block verification."""
     return TrieVerifier("trie_block", trie_block_on_tries)
+
+
+def multi_path_verifier() -> TrieVerifier:
+    """Greedy multi-path block verification (arXiv 2602.16961): the best drawn path, verified as one block.
+
+    Rows are those given the number of draws at each node, so chains may stop at any length and trees may branch.
+    """
+    return TrieVerifier("multi_path", multi_path_on_tries)

@@ -1,0 +1,240 @@
+"""A client of an OpenAI-compatible server: completions with their sampled tokens, retries, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+from draftproof.errors import UserError
+
+_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+_LONGEST_WAIT = 60.0
+_TOKEN_FIELDS: tuple[dict[str, Any], ...] = (
+    {"return_token_ids": True},
+    {"logprobs": 0, "return_tokens_as_token_ids": True},
+    {},
+)
+KEY_NAMES = ("DRAFTPROOF_AUDIT_KEY", "OPENAI_API_KEY")
+
+
+class Refused(Exception):  # noqa: N818 - an answer of the server, not a failure
+    """The server refuses a request for what it asks; the text is its reason."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the server.
+
+    Attributes:
+        text: as answered.
+        finish: finish_reason.
+        stop_reason: vLLM's field: which stop token or string ended it; None where not given.
+        tokens: sampled token ids, if the server returns them.
+        completion_tokens: the server's count of them, if given.
+    """
+
+    text: str
+    finish: str | None
+    stop_reason: int | str | None
+    tokens: tuple[int, ...] | None
+    completion_tokens: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Reply:
+        """The inverse of `to_dict`."""
+        tokens = values["tokens"]
+        return cls(**{**values, "tokens": None if tokens is None else tuple(tokens)})
+
+
+class Client:
+    """Asks one server for completions.
+
+    Args:
+        url: base address, with or without /v1.
+        model: name of the served model; default the first one it lists.
+        timeout: seconds that one request may take.
+        retries: further tries after a failure that may pass.
+        transport: of httpx; tests give one that needs no network.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        timeout: float = 120.0,
+        retries: int = 5,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise UserError(f"the server's URL is {url!r}: legal are addresses like http://127.0.0.1:8000")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = model
+        self._retries = retries
+        key = next((os.environ[name] for name in KEY_NAMES if os.environ.get(name)), None)
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
+            transport=transport,
+        )
+        # How sampled tokens are asked for, and whether prompts are token ids; `start` finds out.
+        self._token_field: dict[str, Any] = {}
+        self.prompts_as_ids = True
+        self.returns_tokens = False
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def start(self, prompt: Sequence[int], text: str) -> dict[str, Any]:
+        """Find out the model's name, what the server says of itself, and how it returns sampled tokens.
+
+        Args:
+            prompt: token ids of some prompt.
+            text: the same as a text.
+
+        Raises:
+            UserError: nobody answers, the server lists no models, or refuses a plain completion.
+        """
+        listed = await self._send("GET", "/v1/models", None)
+        cards = listed.get("data") or []
+        if self.model is None:
+            if not cards:
+                raise UserError(f"{self.url} lists no model: name the served model with --model")
+            self.model = str(cards[0].get("id"))
+        try:
+            version = (await self._send("GET", "/version", None)).get("version")
+        except (Refused, UserError):
+            version = None
+        await self._probe(prompt, text)
+        owner = next((card.get("owned_by") for card in cards if card.get("id") == self.model), None)
+        asked = next(iter(self._token_field), None) if self.returns_tokens else None
+        return {"url": self.url, "model": self.model, "owned_by": owner, "version": version, "tokens_by": asked}
+
+    async def _probe(self, prompt: Sequence[int], text: str) -> None:
+        """Choose the best way to ask for tokens that the server takes."""
+        refusal = ""
+        accepted: list[tuple[bool, dict[str, Any]]] = []
+        for as_ids in (True, False):
+            for asked in _TOKEN_FIELDS:
+                self.prompts_as_ids, self._token_field = as_ids, dict(asked)
+                try:
+                    reply = await self.complete(prompt, text, {"max_tokens": 2, "temperature": 1.0})
+                except Refused as error:
+                    refusal = str(error)
+                    continue
+                accepted.append((as_ids, dict(asked)))
+                if reply.tokens is not None:
+                    self.returns_tokens = True
+                    return
+            if accepted:
+                break
+        if not accepted:
+            raise UserError(f"{self.url} refuses a plain completion: {refusal}")
+        self.prompts_as_ids, self._token_field = accepted[0][0], {}
+
+    async def complete(self, prompt: Sequence[int], text: str, fields: Mapping[str, Any]) -> Reply:
+        """One completion.
+
+        Args:
+            prompt: token ids.
+            text: the same as a text, for servers that take no ids.
+            fields: of the request.
+
+        Raises:
+            Refused: the server does not take these fields.
+            UserError: it fails in another way, again and again.
+        """
+        return self._read(await self._send("POST", "/v1/completions", self.body(prompt, text, fields)))
+
+    def body(self, prompt: Sequence[int], text: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The body of a request, as it is sent."""
+        given: Any = list(prompt) if self.prompts_as_ids else text
+        return {"model": self.model, "prompt": given, **fields, **self._token_field}
+
+    def _read(self, answer: Mapping[str, Any]) -> Reply:
+        try:
+            choice = answer["choices"][0]
+            text, finish = str(choice["text"]), choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError):
+            raise UserError(f"{self.url} answered without choices: is it an OpenAI-compatible server?") from None
+        usage = answer.get("usage") or {}
+        return Reply(text, finish, choice.get("stop_reason"), _tokens(choice), usage.get("completion_tokens"))
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The JSON of an answer, after as many tries as are allowed."""
+        last, pause = "", 0.0
+        for tried in range(self._retries + 1):
+            if tried:
+                await asyncio.sleep(pause)
+            pause = _wait(tried, None)
+            try:
+                answer = await self._http.request(method, path, json=body)
+            except httpx.TimeoutException:
+                last = "it did not answer in time"
+                continue
+            except httpx.TransportError as error:
+                last = str(error) or type(error).__name__
+                continue
+            if answer.status_code in _RETRIED:
+                last = f"status {answer.status_code}: {_message(answer)}"
+                pause = _wait(tried, answer.headers.get("Retry-After"))
+                continue
+            return self._checked(answer, path)
+        raise UserError(f"{self.url}{path} failed {self._retries + 1} times, last: {last}; start again to go on")
+
+    def _checked(self, answer: httpx.Response, path: str) -> dict[str, Any]:
+        if answer.status_code in (401, 403):
+            raise UserError(f"{self.url} refuses the key ({answer.status_code}): set {KEY_NAMES[0]} to a legal one")
+        if answer.status_code == 404 and path != "/version":
+            raise UserError(f"{self.url}{path} is not there (404: {_message(answer)}): check the URL and --model")
+        if answer.status_code >= 400:
+            raise Refused(_message(answer))
+        try:
+            found = answer.json()
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"{self.url}{path} answered something that is no JSON object")
+        return found
+
+
+def _wait(tried: int, asked: str | None) -> float:
+    """Seconds until the next try: what the server asks for, else twice as long each time, with some jitter."""
+    try:
+        return min(max(float(asked or ""), 0.0), _LONGEST_WAIT)
+    except ValueError:
+        return float(min(0.25 * 2**tried, _LONGEST_WAIT) * (0.5 + random.random()))
+
+
+def _message(answer: httpx.Response) -> str:
+    """The server's own words, in one line."""
+    try:
+        found = answer.json()
+        found = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
+        found = found.get("message", found) if isinstance(found, dict) else found
+    except ValueError:
+        found = answer.text
+    return " ".join(str(found).split())[:200]
+
+
+def _tokens(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The sampled token ids of a choice, if it has them."""
+    ids = choice.get("token_ids")
+    if isinstance(ids, list) and all(isinstance(each, int) for each in ids):
+        return tuple(ids)
+    names = (choice.get("logprobs") or {}).get("tokens")
+    if isinstance(names, list) and names and all(str(each).startswith("token_id:") for each in names):
+        return tuple(int(str(each).removeprefix("token_id:")) for each in names)
+    return None

@@ -1,0 +1,223 @@
+"""The audit of a server against a second one without speculation: two-sample tests by betting, without any weights.
+
+Both answer the same prompts. If both have the same distribution, the two answers of a pair can be swapped, so a bet on
+the difference of any feature of theirs, chosen before the pair is seen, has the factor 1 + b (g(first) - g(second))
+with mean 1. This needs far more answers than the target's weights do, and can exclude nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from draftproof.audit.served.checks import checks_for, chosen, violations
+from draftproof.audit.served.client import Client, Refused, Reply
+from draftproof.audit.served.kinds import looked_up
+from draftproof.audit.served.run import FAIL, OPEN, REFUSED, Finding, Options
+
+_STAKES = (0.9, 0.5, 0.2, -0.2, -0.5, -0.9)
+_RECENT = 8
+
+
+def _length(tokens: Sequence[int], most: int) -> float:
+    return min(len(tokens) / most, 1.0)
+
+
+def _distinct(tokens: Sequence[int], _: int) -> float:
+    return len(set(tokens)) / max(len(tokens), 1)
+
+
+def _repeats(tokens: Sequence[int], _: int) -> float:
+    again = sum(token in tokens[max(0, place - _RECENT) : place] for place, token in enumerate(tokens))
+    return again / max(len(tokens), 1)
+
+
+def _lookups(tokens: Sequence[int], _: int) -> float:
+    return sum(looked_up(tokens[:place]) == token for place, token in enumerate(tokens)) / max(len(tokens), 1)
+
+
+_FEATURES: dict[str, Callable[[Sequence[int], int], float]] = {
+    "length": _length,
+    "distinct tokens": _distinct,
+    "recent tokens repeated": _repeats,
+    "earlier passages repeated": _lookups,
+}
+
+
+class Learned:
+    """A feature that is learned from the pairs so far: on which side an answer's pairs of tokens were more frequent."""
+
+    def __init__(self) -> None:
+        self._counts: tuple[Counter[Any], Counter[Any]] = (Counter(), Counter())
+
+    def __call__(self, tokens: Sequence[int]) -> float:
+        """Between 0 and 1; above 1/2 where the answer resembles the first server's."""
+        first, second = self._counts
+        score = 0.0
+        for part in (tokens, list(pairwise(tokens))):
+            score += sum(math.log((first[each] + 1) / (second[each] + 1)) for each in part)
+        return 1 / (1 + math.exp(-max(min(score / math.sqrt(max(len(tokens), 1)), 30), -30)))
+
+    def learn(self, first: Sequence[int], second: Sequence[int]) -> None:
+        """Add a pair that has been bet on."""
+        for counts, tokens in zip(self._counts, (first, second), strict=True):
+            counts.update(tokens)
+            counts.update(pairwise(tokens))
+
+
+class PairEvidence:
+    """The wealth of all bets on differences between two servers.
+
+    Args:
+        slack: by how much the means of a feature may differ between right servers.
+        most: tokens of an answer.
+    """
+
+    def __init__(self, slack: float, most: int) -> None:
+        self._slack, self._most = slack, most
+        self._learned = Learned()
+        self._log = {(name, stake): 0.0 for name in (*_FEATURES, "learned") for stake in _STAKES}
+        self._peak = 0.0
+        self.pairs = 0
+
+    def add(self, first: Sequence[int], second: Sequence[int]) -> None:
+        """Add the answers of both servers to one prompt."""
+        values = {name: make(first, self._most) - make(second, self._most) for name, make in _FEATURES.items()}
+        values["learned"] = self._learned(first) - self._learned(second)
+        for (name, stake), before in self._log.items():
+            factor = math.log1p(stake * values[name]) - math.log1p(abs(stake) * self._slack)
+            self._log[name, stake] = before + factor
+        self._learned.learn(first, second)
+        self.pairs += 1
+        top = max(self._log.values())
+        mean = top + math.log(sum(math.exp(each - top) for each in self._log.values()) / len(self._log))
+        self._peak = max(self._peak, mean)
+
+    @property
+    def p_value(self) -> float:
+        """Anytime-valid: see `Evidence.p_value`."""
+        return min(1.0, math.exp(-self._peak))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values for JSON."""
+        best = {name: max(self._log[name, stake] for stake in _STAKES) for name in (*_FEATURES, "learned")}
+        return {
+            "pairs": self.pairs,
+            "e_value": math.exp(min(self._peak, 700.0)),
+            "p_value": self.p_value,
+            "features": {name: math.exp(min(log, 700.0)) for name, log in best.items()},
+        }
+
+
+async def audit_pair(
+    server: Client,
+    reference: Client,
+    options: Options,
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]],
+    *,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+) -> tuple[dict[str, Any], list[Finding]]:
+    """All checks on both servers.
+
+    Args:
+        server: that speculates.
+        reference: without speculation, of the same model.
+        options: `budget` counts tokens of one server; `numerics` is the slack if it is a number, else 0.01.
+        texts: prompts.
+        encode: a text's tokens, for servers that return none; words do.
+        progress: as of `Audit`.
+
+    Returns:
+        What the server says of itself, and the findings.
+    """
+    prompts = [encode(text) for text in texts]
+    slack = float(options.numerics) if isinstance(options.numerics, int | float) else 0.01
+    try:
+        facts = await server.start(prompts[0], texts[0])
+        await reference.start(prompts[0], texts[0])
+        for each in (server, reference):  # without weights there is no tokenizer: prompts are texts
+            each.prompts_as_ids = False
+        names = [name for name in chosen(options.checks) if name not in ("greedy", "logit_bias", "min_tokens")]
+        alpha = options.alpha / max(len(names), 1)
+        checks = checks_for((0, 1, 2))
+        found = []
+        for name in names:
+            finding = Finding(checks[name])
+            evidence = PairEvidence(slack, options.max_tokens)
+            try:
+                await _compare(server, reference, options, texts, encode, finding, evidence, alpha, progress)
+            except Refused as error:
+                finding.verdict, finding.why = REFUSED, f"a server refuses it: {error}"
+            found.append(finding)
+        return facts, found
+    finally:
+        await server.close()
+        await reference.close()
+
+
+async def _compare(
+    server: Client,
+    reference: Client,
+    options: Options,
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]],
+    finding: Finding,
+    evidence: PairEvidence,
+    alpha: float,
+    progress: Callable[[str, int, int], None],
+) -> None:
+    number, check = 0, finding.check
+
+    def tokens(reply: Reply) -> list[int]:
+        return list(reply.tokens) if reply.tokens is not None else encode(reply.text)
+
+    while finding.tokens < options.budget and evidence.p_value > alpha and not finding.broken:
+        batch = range(number, number + options.parallel)
+        asked = []
+        for each in batch:
+            text = texts[each % len(texts)]
+            fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": options.max_tokens, **check.fields}
+            for offset, client in enumerate((server, reference)):
+                seed = {"seed": 2 * (options.seed * 1_000_000 + each) + offset}
+                asked.append(client.complete((), text, fields | (seed if check.seeded or options.seeds else {})))
+        replies = await asyncio.gather(*asked)
+        for at, (left, right) in enumerate(zip(replies[::2], replies[1::2], strict=True)):
+            evidence.add(tokens(left), tokens(right))
+            finding.answers += 1
+            finding.tokens += max(len(tokens(left)), 1)
+            if check.form or check.fields.get("stop"):
+                own = tokens(left)
+                finding.broken += [
+                    f"answer {number + at}: {what}"
+                    for what in violations(
+                        check,
+                        text=left.text,
+                        tokens=own,
+                        finish=left.finish if left.finish == "stop" else None,
+                        max_tokens=options.max_tokens,
+                        ends=(),
+                        decoded=left.text,
+                    )
+                ]
+        number = batch.stop
+        progress(check.name, min(finding.tokens, options.budget), options.budget)
+    finding.evidence = evidence.to_dict() | {"alpha": alpha}
+    if finding.broken:
+        finding.verdict, finding.why = FAIL, finding.broken[0]
+    elif evidence.p_value <= alpha:
+        likely = max(finding.evidence["features"].items(), key=lambda item: float(item[1]))[0]
+        finding.verdict = FAIL
+        finding.why = f"the two servers answer differently (p = {evidence.p_value:.1e}), most in: {likely}"
+    else:
+        finding.verdict = OPEN
+        finding.why = f"no difference found in {evidence.pairs} pairs of answers"
+
+
+def words(text: str) -> list[int]:
+    """The words of a text as numbers, where there is no tokenizer."""
+    return [hash(word) & 0x7FFFFFFF for word in text.split()] or [0]

@@ -1,0 +1,190 @@
+"""`draftproof audit server`: is a running server lossless? Against the target's weights, or against a second server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from draftproof.audit.served.report import ServerReport
+    from draftproof.audit.served.run import Options
+
+_HELP_NUMERICS = "The server's arithmetic: float32, bfloat16, float16, or the slack itself as a number."
+
+
+def server(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server, for example http://127.0.0.1:8000.")],
+    *,
+    target: Annotated[str | None, typer.Option(help="The weights it serves: a name, hub id or directory.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Its draft model, if known: finds subtler faults.")] = None,
+    reference_url: Annotated[str | None, typer.Option(help="A second server without speculation, instead.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the served model; default the first listed.")] = None,
+    check: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on each line, or .jsonl.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
+    budget: Annotated[int, typer.Option(help="Sampled tokens of each check at most.")] = 4000,
+    share: Annotated[float, typer.Option(help="Share of faulty tokens to exclude, from 0.02 on.")] = 0.1,
+    alpha: Annotated[float, typer.Option(help="False-alarm rate of the whole audit.")] = 0.01,
+    beta: Annotated[float, typer.Option(help="Error rate of each statement that a fault is excluded.")] = 0.05,
+    numerics: Annotated[str, typer.Option(help=_HELP_NUMERICS)] = "bfloat16",
+    parallel: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of the requests' seeds.")] = 0,
+    seeds: Annotated[
+        bool, typer.Option("--seeds", help="Send a seed with every request, not only in one check.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 120.0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for answers and report; the same command goes on there.")
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print the report for the server's maintainers.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")] = False,
+) -> None:
+    """Is the server you run lossless? Draw answers, and test every sampled token under the target; exit code 1 if not.
+
+    The API key is read from DRAFTPROOF_AUDIT_KEY or OPENAI_API_KEY.
+    """
+    from draftproof.audit.served.prompts import read_prompts
+    from draftproof.audit.served.run import Options
+    from draftproof.errors import UserError
+
+    if (target is None) == (reference_url is None):
+        raise UserError("give either --target (the weights that the server serves) or --reference-url")
+    options = Options(
+        checks=tuple(check or ()),
+        alpha=alpha,
+        beta=beta,
+        share=share,
+        max_tokens=max_tokens,
+        budget=budget,
+        parallel=parallel,
+        seed=seed,
+        seeds=seeds,
+        numerics=_number(numerics),
+    )
+    texts = read_prompts(prompts)
+    with ExitStack() as stack:
+        progress = stack.enter_context(_Shown())
+        made = {"model": model, "timeout": timeout}
+        if target is not None:
+            report = _against_weights(url, target, draft, options, texts, out, made, progress)
+        else:
+            assert reference_url is not None, "one of them is given"
+            report = _against_server(url, reference_url, options, texts, made, progress)
+    _write(report, out)
+    if as_json:
+        for finding in report.findings:
+            typer.echo(json.dumps(finding.to_dict()))
+        typer.echo(json.dumps(report.to_dict()))
+    elif markdown:
+        typer.echo(report.markdown(), nl=False)
+    else:
+        _print(report)
+    if report.verdict == "FAIL":
+        raise typer.Exit(1)
+
+
+def _number(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _against_weights(
+    url: str,
+    target: str,
+    draft: str | None,
+    options: Options,
+    texts: Sequence[str],
+    out: Path | None,
+    made: dict[str, Any],
+    progress: Callable[[str, int, int], None],
+) -> ServerReport:
+    from draftproof.audit.served.client import Client
+    from draftproof.audit.served.report import ServerReport
+    from draftproof.audit.served.run import Audit, settle
+    from draftproof.audit.served.scoring import Reference
+    from draftproof.provenance import run_facts
+
+    facts = run_facts()
+    client = Client(url, **made)
+    dtype = settle(options)
+    right = Reference.load(target, draft)
+    rounded = None if dtype is None else Reference.load(target, draft, dtype=dtype)
+    audit = Audit(client, right, options, texts, rounded=rounded, folder=out, progress=progress)
+    findings = asyncio.run(audit.run())
+    named = f"{target} in float32" + (f", with the draft model {draft}" if draft else "")
+    return ServerReport(audit.server, named, options, texts, findings, facts)
+
+
+def _against_server(
+    url: str,
+    reference_url: str,
+    options: Options,
+    texts: Sequence[str],
+    made: dict[str, Any],
+    progress: Callable[[str, int, int], None],
+) -> ServerReport:
+    from draftproof.audit.served.client import Client
+    from draftproof.audit.served.pairs import audit_pair, words
+    from draftproof.audit.served.report import ServerReport
+    from draftproof.provenance import run_facts
+
+    facts = run_facts()
+    clients = Client(url, **made), Client(reference_url, **made)
+    found, findings = asyncio.run(audit_pair(*clients, options, texts, words, progress=progress))
+    return ServerReport(found, f"the server at {reference_url}", options, texts, findings, facts)
+
+
+def _write(report: ServerReport, out: Path | None) -> None:
+    if out is None:
+        return
+    from draftproof.files import whole_file
+
+    out.mkdir(parents=True, exist_ok=True)
+    with whole_file(out / "report.md") as path:
+        path.write_text(report.markdown(), encoding="utf-8")
+    with whole_file(out / "report.json") as path:
+        whole = {**report.to_dict(), "findings": [finding.to_dict() for finding in report.findings]}
+        path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def _print(report: ServerReport) -> None:
+    from draftproof.audit.served.report import HEADS
+
+    rows = report.rows()
+    widths = [max(len(row[at]) for row in [HEADS, *rows]) for at in range(len(HEADS) - 1)]
+    for row in [HEADS, *rows]:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        typer.echo("  ".join([*cells, row[-1]]).rstrip())
+    typer.echo(f"\n{report.conclusion()}")
+
+
+class _Shown:
+    """A progress bar on stderr, where that is a terminal."""
+
+    def __enter__(self) -> Callable[[str, int, int], None]:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        console = Console(stderr=True)
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._bar.start()
+        self._tasks: dict[str, Any] = {}
+        return self._advance
+
+    def _advance(self, name: str, done: int, total: int) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bar.add_task(name, total=total)
+        self._bar.update(self._tasks[name], completed=done)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
