@@ -215,7 +215,7 @@ class PlainBackend(SlotBackend):
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("rows of a plain backend are read one by one")
 
-    def record_states(self) -> None:
+    def record_states(self, layers: Sequence[int] = ()) -> None:  # noqa: ARG002
         """Refused: see Raises.
 
         Raises:

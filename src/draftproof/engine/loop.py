@@ -92,7 +92,7 @@ class DecodingLoop:
         self._lock = threading.RLock()
         self._checks = LogitsCheck()
         self._refuse_impossible()
-        self._memory = {"kv_memory": read_bytes(kv_memory), "prefix_reuse": prefix_reuse}
+        self._kv_memory, self._prefix_reuse = read_bytes(kv_memory), prefix_reuse
         self._schedule()
 
     def _schedule(self) -> None:
@@ -103,7 +103,8 @@ class DecodingLoop:
             self._sessions,
             max_batch=lambda: self.max_batch,
             spare=lambda: self.drafter.limit + 1,
-            **self._memory,
+            kv_memory=self._kv_memory,
+            prefix_reuse=self._prefix_reuse,
         )
 
     def _refuse_impossible(self) -> None:
