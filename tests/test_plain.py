@@ -173,3 +173,15 @@ def test_the_check_sees_a_step_that_differs(monkeypatch):
     monkeypatch.setattr(PlainBackend, "_next", off)
     with pytest.raises(UserError, match="does not reproduce what transformers generates"):
         PlainBackend(rwkv(), name="rwkv")
+
+
+def test_a_model_that_keeps_its_states_in_itself_is_right_in_company():
+    """RecurrentGemma's layers hold the states of the sequence that was read last."""
+    from architectures.check import make_model
+    from architectures.configurations import Configuration
+
+    model = make_model(Configuration("recurrent_gemma"), 0)
+    made = PlainBackend(model, name="recurrent")
+    prompts = [[5, 6, 7], [9, 4, 8, 6, 5], [11, 12]]
+    outs = Engine(made, max_batch=3).generate(prompts, GREEDY)
+    assert [list(out.token_ids) for out in outs] == [generated(model, prompt, 12) for prompt in prompts]
