@@ -149,8 +149,8 @@ def page(found: list[dict[str, Any]]) -> list[str]:
     total = sum(each["run"][1] != list(SETTINGS)[3] for each in found)
     planned = HONEST + 5 * FAULTY + SUBTLE
     return [
-        f"{total} audits of our own server (of {planned} planned), right and faulty on purpose, each in one check with a",
-        f"false-alarm rate of 0.01; {TARGET} with {DRAFT}, 8 drafted tokens. The budget of an audit",
+        f"{total} audits of our own server (of {planned} planned), right and faulty on purpose, each in one check",
+        f"with a false-alarm rate of 0.01; {TARGET} with {DRAFT}, 8 drafted tokens. The budget of an audit",
         "was 3000 tokens; 30000 for the token residual and 12000 for the penalties.",
         "",
         *table(("fault", "check", "audits", "found", "tokens until then, median and range", "looks like"), rows),
