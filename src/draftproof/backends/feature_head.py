@@ -42,8 +42,6 @@ class LeanNet:
         config = net.config
         self.width, self.embed = config.hidden_size, target.embed
         self.ids = None if config.ids == target.vocab_size else net.ids
-        output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
-        self.logits = output if bits is None else output.quantized(HEAD_BITS)
         self._window = config.window
         self._states, self._embedded, self._last = (Norm(_norm(net.norms[place])) for place in (0, 1, 4))
         self._fuse = Product(net.fuse.weight.detach())
@@ -55,6 +53,8 @@ class LeanNet:
                     f"here: legal are float types, and DRAFTPROOF_NATIVE must not be 0"
                 )
             layer, self._fuse = layer.quantized(bits), self._fuse.quantized(bits)
+        output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
+        self.logits = output if bits is None else output.quantized(HEAD_BITS)
         self._attention, self._run_layers = layer.attention, in_order([layer])
         self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
 
