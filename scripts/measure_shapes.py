@@ -24,7 +24,7 @@ from draftproof.backends.slots import SlotBackend
 from draftproof.progress import Watch
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
-from draftproof.theory.acceptance import iid_block_efficiency
+from draftproof.theory.lengths import iid_block_efficiency
 
 RATES = (0.9, 0.95, 0.97)
 LENGTHS = range(1, 13)
@@ -34,7 +34,12 @@ _RANDOM = 1 << 20  # different random weights; the rest repeats them
 
 def configs() -> dict[str, Any]:
     """Configurations with the shapes of models that people run."""
-    qwen = {"vocab_size": 151936, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 32768}
+    qwen = {
+        "vocab_size": 151936,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+    }
     return {
         "qwen2.5-0.5b": transformers.Qwen2Config(
             **qwen, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14
@@ -117,7 +122,9 @@ def main() -> None:
     """Measure, print the table and write it."""
     every = configs()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=sorted(every), default=["qwen2.5-0.5b", "qwen2.5-1.5b", "gemma3-1b"])
+    parser.add_argument(
+        "--shape", nargs="+", choices=sorted(every), default=["qwen2.5-0.5b", "qwen2.5-1.5b", "gemma3-1b"]
+    )
     parser.add_argument("--context", type=int, nargs="+", default=[64, 2048])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
@@ -139,8 +146,9 @@ def main() -> None:
         title="Costs of a round at the shapes of larger models",
         lines=[
             "Random bfloat16 weights, drafter `quantized:4`, one request; passes in turns on one context. Ratios: median",
-            "[least, greatest] over turns. The last columns are computed from them: plain decoding's time over a round's,",
-            "for a share of drafted tokens that are accepted after an accepted one, at the best draft length (in brackets).",
+            "[least, greatest] over turns. The last columns are computed from them: plain decoding's time over a",
+            "round's, for a share of drafted tokens that are accepted after an accepted one, at the best draft length",
+            "(in brackets).",
             "",
             *table([*heads, *(f"speed-up at {rate}" for rate in RATES)], rows),
         ],

@@ -76,7 +76,7 @@ def head(target, bits):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_feature_head_drafts_nearly_the_same(bits):
     target = LeanBackend(random_model(transformers.LlamaConfig(**WIDE)), name="llama")
-    assert isinstance(head(target, bits)._backend, FeatureBackend)
+    assert isinstance(head(target, bits).backend, FeatureBackend)
     outs = []
     for each in (None, bits):
         engine = Engine(target, feature_drafter(head(target, each), FixedLength(3)), make_verifier("block"))

@@ -69,6 +69,23 @@ def test_plain_decoding_gives_what_transformers_generates_alone_and_in_company()
     assert len({out.token_ids for out in outs}) == len(PROMPTS)
 
 
+def test_requests_that_begin_alike_share_nothing_and_long_prompts_are_read_at_once():
+    model, prompt = rwkv(), [5, 9, 2, 7] * 11
+    engine = Engine(PlainBackend(model), max_batch=3)
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    first = engine.generate([prompt], greedy)[0].token_ids
+    assert len(engine.scheduler.kept) == 0
+    requests = [*engine.add(prompt[:2], greedy)]
+    engine.step()
+    requests += [*engine.add(prompt, greedy), *engine.add([*prompt, *first[:2]], greedy)]
+    while engine.busy:
+        engine.step()
+    assert [each.reused for each in requests] == [0, 0, 0]
+    for each in requests:
+        start = each.tokens[: each.prompt_length]
+        assert each.output_ids == generated(model, start, 6)
+
+
 def test_a_session_that_goes_back_begins_again():
     model = rwkv()
     made = PlainBackend(model, name="rwkv")

@@ -55,7 +55,7 @@ class KeptSessions:
             session.close()
             return
         unread(session, tokens)
-        length = session.length
+        length = session.reach(session.length)
         alike = [each for each in self._kept if each.backend is backend]
         longer = [each for each in alike if each.session.reach(_shared(each.session, session.tokens)) >= length]
         if length < self.shortest or longer:

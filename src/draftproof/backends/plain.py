@@ -47,6 +47,13 @@ class PlainSession(SlotSession):
         super().__init__(cache)
         self.kept: _Kept | None = None
 
+    def reach(self, length: int) -> int:  # noqa: ARG002
+        """0: nothing of it is of use for another request, which would read everything again."""
+        return 0
+
+    def _empty(self) -> None:
+        """It cannot be copied."""
+
     def _reachable(self, length: int) -> int:
         if length == self.length:
             return length
@@ -79,7 +86,7 @@ class PlainBackend(SlotBackend):
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.because = because or "backend plain was asked for"
-        self.capabilities = Capabilities(trees=False, hidden=0, ragged=False, rollback=False)
+        self.capabilities = Capabilities(trees=False, hidden=0, ragged=False, rollback=False, portions=False)
         self.embed = model.get_input_embeddings()
         self._latest: PlainSession | None = None
         self._keeps_one = False  # whether the model itself keeps states, which are those of the latest session
