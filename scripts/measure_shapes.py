@@ -145,10 +145,10 @@ def main() -> None:
     results = Results(
         title="Costs of a round at the shapes of larger models",
         lines=[
-            "Random bfloat16 weights, drafter `quantized:4`, one request; passes in turns on one context. Ratios: median",
-            "[least, greatest] over turns. The last columns are computed from them: plain decoding's time over a",
-            "round's, for a share of drafted tokens that are accepted after an accepted one, at the best draft length",
-            "(in brackets).",
+            "Random bfloat16 weights, drafter `quantized:4`, one request; passes in turns on one context. Ratios are",
+            "the median [least, greatest] over turns. The last columns are computed from them: the time of plain",
+            "decoding over that of rounds, for a share of drafted tokens that are accepted after an accepted one, at",
+            "the best draft length (in brackets).",
             "",
             *table([*heads, *(f"speed-up at {rate}" for rate in RATES)], rows),
         ],
