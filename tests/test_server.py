@@ -449,6 +449,19 @@ def test_metrics_count_what_was_decoded(engine):
     assert sum(places) == accepted
 
 
+def test_metrics_show_memory_and_what_was_reused():
+    with running(small_engine(kv_memory="8MiB")) as (base, _):
+        prompt = "Once upon a time there was a little dog. " * 6
+        first = post(base, prompt=prompt, max_tokens=2).json()
+        between = metrics_of(base)
+        post(base, prompt=prompt + "It", max_tokens=2)
+        after = metrics_of(base)
+    assert between["prefix_cache_hits_total"] == between["kv_cache_used_bytes"] == 0
+    assert between["prefix_cache_queries_total"] == first["usage"]["prompt_tokens"]
+    assert after["prefix_cache_hits_total"] > first["usage"]["prompt_tokens"] / 2
+    assert after["kv_cache_usage_perc"] == after["kv_cache_kept_bytes"] / 2**23 > 0
+
+
 def metrics_of(base):
     """Values by name, without the prefix and without the label of the model."""
     found = {}

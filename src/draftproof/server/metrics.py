@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from draftproof.engine.memory import MemoryUse
 from draftproof.engine.stats import Stats
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -27,6 +28,13 @@ class Metrics:
         self.waiting = self._gauge("num_requests_waiting", "Continuations that wait for a place in the batch.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were read.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
+        self._kv_used = self._gauge("kv_cache_used_bytes", "Keys, values and states of continuations that are decoded.")
+        self._kv_kept = self._gauge(
+            "kv_cache_kept_bytes", "Those of texts that ended, kept for others that begin alike."
+        )
+        self._kv_share = self._gauge("kv_cache_usage_perc", "Share of kv_memory that is used or kept; 1 is all of it.")
+        self.prefix_queries = self._counter("prefix_cache_queries", "Tokens of prompts that could have been known.")
+        self.prefix_hits = self._counter("prefix_cache_hits", "Tokens of prompts that other texts had left.")
         self.drafts = self._counter("spec_decode_num_drafts", "Rounds that verified a drafted token, by continuation.")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
@@ -72,6 +80,13 @@ class Metrics:
                 if gained:
                     self._by_place.labels(self._model, str(place)).inc(gained)
         return now
+
+    def holds(self, memory: MemoryUse) -> None:
+        """Show the memory of keys and values; the share stays 0 where there is no limit."""
+        self._kv_used.set(memory.used)
+        self._kv_kept.set(memory.kept)
+        if memory.capacity:
+            self._kv_share.set((memory.used + memory.kept) / memory.capacity)
 
     def page(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -352,6 +352,8 @@ class EngineWorker:
             self._metrics.first_token.observe(now - row.job.arrival)
             self._metrics.prompt_sizes.observe(row.request.prompt_length)
             self._metrics.prompt_tokens.inc(row.request.prompt_length)
+            self._metrics.prefix_queries.inc(row.request.prompt_length)
+            self._metrics.prefix_hits.inc(row.request.reused)
         else:
             made = row.request.stats.num_tokens - row.counted.tokens
             self._metrics.between_tokens.observe((now - row.last) / max(made, 1))
@@ -361,6 +363,7 @@ class EngineWorker:
     def _count(self) -> None:
         started = sum(row.started for row in self._rows)
         self._metrics.running.set(started)
+        self._metrics.holds(self._engine.memory)
         self._metrics.waiting.set(len(self._rows) - started)
 
     def _fail(self, job: Job, error: ApiError) -> None:
