@@ -9,6 +9,7 @@ shares of accepted tokens: they are computed, not measured, and leave out the ru
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from statistics import median
@@ -21,7 +22,6 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.slots import SlotBackend
-from draftproof.progress import Watch
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.theory.lengths import iid_block_efficiency
@@ -131,16 +131,15 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     facts, rows, raw = run_facts(), [], {}
-    with Watch().task("shapes", len(options.shape) * len(options.context)) as advance:
-        for name in options.shape:
-            target = with_random_weights(every[name])
-            draft = target.quantized(4)
-            for context in options.context:
-                seconds = measured(target, draft, context, options.repeats)
-                raw[f"{name}, {context}"] = seconds
-                rows.append(row(name, context, seconds))
-                advance()
-            del target, draft
+    for name in options.shape:
+        target = with_random_weights(every[name])
+        draft = target.quantized(4)
+        for context in options.context:
+            seconds = measured(target, draft, context, options.repeats)
+            raw[f"{name}, {context}"] = seconds
+            rows.append(row(name, context, seconds))
+            print(*rows[-1], file=sys.stderr)
+        del target, draft
     heads = ["shapes", "context", "plain token, ms", "drafted token / plain", f"verifying {VERIFIED} / plain"]
     results = Results(
         title="Costs of a round at the shapes of larger models",

@@ -292,7 +292,8 @@ def test_slots_are_reused_and_the_lowest_first():
     for row in (2, 0):
         sessions[row].close()
         sessions[row].close()  # a second close changes nothing
-    assert [under_test.open().slot for _ in range(3)] == [0, 2, 4]
+    opened = [under_test.open() for _ in range(3)]
+    assert [session.slot for session in opened] == [0, 2, 4]
 
 
 def test_nan_left_in_a_slot_does_not_reach_the_next_session():

@@ -145,7 +145,7 @@ def captured(monkeypatch, *args):
     """The SamplingParams that arrive at the engine."""
     seen = []
 
-    def stop(_engine, _prompt, params, prediction=None):
+    def stop(_engine, _prompt, params, **_options):
         seen.append(params)
         raise UserError("seen")
 

@@ -431,8 +431,10 @@ def test_objects_do_not_accumulate_over_160_requests(make):
     """One object a request would be 80; the first half fills what is kept for good."""
     made = make()
     many(made, 80)
+    made.forget()
     before, all_before = objects()
     many(made, 80, first=80)
+    made.forget()
     after, all_after = objects()
     assert after == before
     assert all_after - all_before < 80 // 4

@@ -87,7 +87,7 @@ def _is_stock(kind: type) -> bool:
 def _why_altered(model: nn.Module) -> str | None:
     """Whether something was put into or hung onto a model that its own class does not say."""
     for name, weights in model.named_parameters():
-        if type(weights) is not nn.Parameter:
+        if hasattr(type(weights), "__tensor_flatten__"):  # a tensor made of others, as torchao's
             return f"its {name} is a {type(weights).__name__}: its weights are quantized"
     for name, module in model.named_modules():
         if not _is_stock(type(module)) and not name.endswith("act_fn"):
