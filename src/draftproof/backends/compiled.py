@@ -58,6 +58,7 @@ class CompiledBackend(LeanBackend):
     def _get_ready(self) -> None:
         """Compile now, so that the first request need not wait."""
         records = self.device.type == "cuda"
+        self._cache.pinned = records
         self._program = Program(self.lean, bucket=_BUCKET if records else 1, records=records)
         if not records:
             _log.info("compiling the forward pass of %s: a minute or two", self.name)

@@ -109,6 +109,8 @@ class SlotCache:
 
     Attributes:
         lock: must be held to read, write or grow buffers: C code uses their memory without Python's own lock.
+        pinned: whether buffers shall move as seldom as possible, because programs were recorded with their addresses:
+            the capacity grows by doubling then, and never shrinks.
         peak: the largest `nbytes` so far; may be set to 0.
     """
 
@@ -124,6 +126,7 @@ class SlotCache:
         self._capacity = 0
         self._units: Counter[tuple[int, int]] = Counter()  # buffers by heads, and bytes of a head's position
         self._is_paged = False
+        self.pinned = False
         self.peak = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -269,7 +272,7 @@ class SlotCache:
     def reserve(self, positions: int) -> None:
         """Raise the capacity of every slot to at least `positions`."""
         if positions > self._capacity:
-            if self.is_paged or not self._memory:
+            if self.is_paged or self.pinned or not self._memory:
                 positions = max(positions, 2 * self._capacity)
                 self._capacity = -(-positions // _FIRST_CAPACITY) * _FIRST_CAPACITY
             else:
@@ -277,7 +280,7 @@ class SlotCache:
 
     def _shrink(self) -> None:
         """Where every slot has the capacity of the longest sequence: let it follow, when that sequence has ended."""
-        if self._memory and not self.is_paged:
+        if self._memory and not (self.is_paged or self.pinned):
             needed = _rounded(max(self._used))
             if 2 * needed <= self._capacity:
                 self._capacity = needed
