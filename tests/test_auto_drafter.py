@@ -336,13 +336,14 @@ def test_a_seed_gives_one_text_whatever_the_clock_says(monkeypatch):
     ]
     options = {"dtype": "float32", "check": False}
     plain = Engine.load("embedded:stories", drafter="none", verifier="gumbel", **options).generate(texts, params)
-    drafted = Engine.load("embedded:stories", "embedded:stories-draft", **options)
+    drafted, count = Engine.load("embedded:stories", "embedded:stories-draft", **options), 0
     for _ in range(3):
         found = drafted.generate(texts, params)
         assert [one.verifier for one in found] == ["gumbel", "block", "gumbel"]
         assert [one.lossless for one in found] == [True] * 3
         assert [one.token_ids for one in found[::2]] == [one.token_ids for one in plain[::2]]
-        assert sum(one.stats.num_draft_tokens for one in found) > 0
+        count += sum(one.stats.num_draft_tokens for one in found)
+    assert count > 0, "at least while little is known of the costs"
     named = Engine.load("embedded:stories", "embedded:stories-draft", verifier="block", **options)
     assert named.generate(texts[0], params[0])[0].verifier == "block", "a rule that is named holds for all requests"
     fixed = Engine.load("embedded:stories", "embedded:stories-draft", stopper="fixed:2", **options)
