@@ -18,7 +18,12 @@ ShortText = Annotated[str, Field(max_length=512)]
 class Body(BaseModel):
     """A part of a request: its types are meant exactly, and other fields are refused."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
 
     @model_validator(mode="before")
     @classmethod
