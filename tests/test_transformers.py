@@ -454,6 +454,22 @@ def test_engines_are_kept_until_the_weights_change(monkeypatch):
     changed(lambda: None)
 
 
+@pytest.mark.parametrize(("options", "kept"), [({}, 3), ({"prefix_reuse": False}, 0), ({"kv_memory": "1MiB"}, 3)])
+def test_what_is_kept_of_earlier_calls(options, kept):
+    model, composition = model_of(), speculative(drafter="ngram:4", **options)
+    expected, found = both(model, composition, max_new_tokens=40)
+    assert torch.equal(found, expected)
+    with held.engine_of(model, composition.composition) as engine:
+        assert len(engine.scheduler.kept) == kept
+        assert engine.memory.capacity == (2**20 if "kv_memory" in options else None)
+    assert torch.equal(both(model, composition, max_new_tokens=40)[1], expected)
+
+
+def test_a_memory_that_is_no_number_is_refused():
+    with pytest.raises(UserError, match="kv_memory is 'much': legal are"):
+        speculative(kv_memory="much")
+
+
 def test_engines_go_with_the_model():
     for name in ("llama", "gpt2"):
         model = model_of(name)

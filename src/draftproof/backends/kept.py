@@ -22,6 +22,7 @@ MOST_NBYTES = 1 << 30
 class _Kept:
     backend: Backend
     session: Session
+    nbytes: int  # of the session, which does not change while it is kept
 
 
 class KeptSessions:
@@ -38,7 +39,7 @@ class KeptSessions:
 
     def __init__(self, most: int = MOST_SESSIONS, most_nbytes: int = MOST_NBYTES, *, shortest: int = SHORTEST) -> None:
         self.most, self.most_nbytes, self.shortest = most, most_nbytes, shortest
-        self.reused = 0
+        self.reused = self._nbytes = 0
         self._kept: list[_Kept] = []  # the most recently used one last
 
     def __len__(self) -> int:
@@ -47,7 +48,7 @@ class KeptSessions:
     @property
     def nbytes(self) -> int:
         """Memory of the sessions, in bytes."""
-        return sum(each.session.nbytes for each in self._kept)
+        return self._nbytes
 
     def keep(self, backend: Backend, session: Session, tokens: list[int]) -> None:
         """Take over a session whose request has ended well, with these tokens; it may be closed at once."""
@@ -68,7 +69,8 @@ class KeptSessions:
             if _shared(each.session, session.tokens) == size and session.reach(size) == size:
                 self._close(each)
         session.trim()
-        self._kept.append(_Kept(backend, session))
+        self._kept.append(_Kept(backend, session, session.nbytes))
+        self._nbytes += session.nbytes
         while len(self._kept) > self.most or (self._kept and self.nbytes > self.most_nbytes):
             self.drop()
 
@@ -103,7 +105,7 @@ class KeptSessions:
         if kept is not None:
             self._touch(kept)
             if found is source:
-                self._kept.remove(kept)
+                self._take(kept)
                 source.keep(best)
                 source.trim()
         self.reused += 0 if found is None else best
@@ -125,8 +127,12 @@ class KeptSessions:
         self._kept.remove(kept)
         self._kept.append(kept)
 
-    def _close(self, kept: _Kept) -> None:
+    def _take(self, kept: _Kept) -> None:
         self._kept.remove(kept)
+        self._nbytes -= kept.nbytes
+
+    def _close(self, kept: _Kept) -> None:
+        self._take(kept)
         kept.session.close()
 
 

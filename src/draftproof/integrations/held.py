@@ -14,6 +14,7 @@ from draftproof.backends.in_memory import Version, backend_in_memory, refuse_tra
 from draftproof.backends.loading import draft_dtype, load_backend
 from draftproof.backends.slots import SlotBackend
 from draftproof.engine.engine import Engine
+from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import SHIPPED_FEATURE_HEADS, make_stopper, make_verifier
 from draftproof.errors import UserError
 from draftproof.tokenization import load_tokenizer, refuse_different
@@ -42,6 +43,8 @@ class Composition:
     check: bool = True
     backend: str = "auto"
     max_model_len: int | None = None
+    kv_memory: int | str | None = None
+    prefix_reuse: bool = True
     tokenizer: Any = field(default=None)
 
     def __post_init__(self) -> None:
@@ -55,6 +58,7 @@ class Composition:
             make_verifier(self.verifier)
         if self.stopper is not None:
             make_stopper(self.stopper, self.draft if named else self.drafter)
+        read_bytes(self.kv_memory)
         _, bits = draft_dtype(self.draft_dtype, "auto")
         if self.draft is None and bits is None and self.draft_dtype != "auto":
             raise UserError(
@@ -103,6 +107,8 @@ class Composition:
             draft_temperature=self.draft_temperature,
             draft_top_k=self.draft_top_k,
             max_batch=self.max_batch,
+            kv_memory=self.kv_memory,
+            prefix_reuse=self.prefix_reuse,
             generation_config="none",
         )
         engine.eos_token_ids = ()  # each call names its own

@@ -114,6 +114,8 @@ def speculative(
     check: bool = True,
     backend: str = "auto",
     max_model_len: int | None = None,
+    kv_memory: int | str | None = None,
+    prefix_reuse: bool = True,
     stop_strings: str | Sequence[str] = (),
     tokenizer: Any = None,
 ) -> Speculative:
@@ -137,6 +139,8 @@ def speculative(
             CPU; "hf" and "snapshot" share the model's own. "auto" takes "lean" where the model allows it and there is
             memory.
         max_model_len: as in `Engine.load`.
+        kv_memory: as there.
+        prefix_reuse: as there; what is kept of earlier calls takes up to 1 GiB, or `kv_memory`.
         stop_strings: texts that end a row; `generate` itself cannot pass them on.
         tokenizer: the model's, for `stop_strings` and to compare with that of a draft model given by name.
 
@@ -159,6 +163,8 @@ def speculative(
         check=check,
         backend=backend,
         max_model_len=max_model_len,
+        kv_memory=kv_memory,
+        prefix_reuse=prefix_reuse,
         tokenizer=tokenizer if isinstance(draft, str) else None,
     )
     return Speculative(composition, strings, tokenizer)
