@@ -260,8 +260,14 @@ class Layer:
 
     def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Any) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
+        return self.attend(self.before(x), x, at, mask)
+
+    def attend(
+        self, given: Float[Tensor, "tokens wide"], x: Float[Tensor, "tokens dim"], at: Pass, mask: Any
+    ) -> Float[Tensor, "tokens dim"]:
+        """The same where attention reads `given` in place of the normed x."""
         heads = self.heads
-        fused = self.qkv(self.before(x)).view(x.shape[0], -1, heads.dim)
+        fused = self.qkv(given).view(x.shape[0], -1, heads.dim)
         if self.qk_norm is not None:
             turned = fused.narrow(1, 0, heads.queries + heads.keys)
             turned.copy_(self.qk_norm(turned))

@@ -22,7 +22,7 @@ from draftproof.backends.published.files import (
     refuse_other_algorithm,
     refuse_other_target,
 )
-from draftproof.backends.published.layers import LayerShape, Passes, attend, make_layer
+from draftproof.backends.published.layers import LayerShape, Passes, make_layer
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.slots import SlotBackend
 
@@ -81,7 +81,7 @@ class EagleNet:
         at, masks = self._passes(states, layout, cache)
         first, *others = self._decoder
         x = self._fc(torch.cat([embedded, states], -1).flatten(0, 1))
-        x = attend(first, first.before(x) if self._normed else x, x, at, masks[first.kind])
+        x = first.attend(first.before(x) if self._normed else x, x, at, masks[first.kind])
         for layer in others:
             x = layer(x, at, masks[layer.kind])
         return x.view(states.shape)

@@ -27,7 +27,7 @@ from draftproof.backends.published.files import (
     refuse_other_algorithm,
     refuse_other_target,
 )
-from draftproof.backends.published.layers import LayerShape, Passes, attend, make_layer, make_norm
+from draftproof.backends.published.layers import LayerShape, Passes, make_layer, make_norm
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.slots import SlotBackend
 from draftproof.errors import UserError
@@ -106,7 +106,7 @@ class Eagle3Net:
         x = states.flatten(0, 1)
         normed = self._hidden_norm(x)
         both = torch.cat([first.before(embedded.flatten(0, 1)), normed], -1)
-        x = attend(first, both, normed if self._norms_residual else x, at, masks[first.kind])
+        x = first.attend(both, normed if self._norms_residual else x, at, masks[first.kind])
         for layer in others:
             x = layer(x, at, masks[layer.kind])
         return (self._norm(x) if self._norms_output else x).view(states.shape)

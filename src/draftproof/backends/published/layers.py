@@ -179,16 +179,3 @@ class Passes:
         at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
         masks = {kind: self._attention.mask(layout, window, x.dtype) for kind, window in self._windows.items()}
         return at, masks
-
-
-def attend(
-    layer: Layer, given: Float[Tensor, "tokens wide"], x: Float[Tensor, "tokens dim"], at: Pass, mask: Any
-) -> Float[Tensor, "tokens dim"]:
-    """A layer whose attention reads `given`, and adds to x; its keys and values go to the cache."""
-    heads = layer.heads
-    fused = layer.qkv(given).view(x.shape[0], -1, heads.dim)
-    if layer.qk_norm is not None:
-        turned = fused.narrow(1, 0, heads.queries + heads.keys)
-        turned.copy_(layer.qk_norm(turned))
-    x = layer.out.onto(layer.attention(layer.number, fused, at, mask), x)
-    return layer.down.onto(layer.gated(layer.gate_up(layer.between(x))), x)
