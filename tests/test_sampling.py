@@ -430,12 +430,14 @@ def test_bad_words_are_banned_bare_and_after_a_space():
 def test_top_logprobs():
     logits = torch.tensor([0.0, 2.0, 1.0, 2.0, -math.inf], dtype=torch.bfloat16)
     expected = logits.float().log_softmax(-1)
-    found = top_logprobs(logits, 2, 3)
-    assert found == TokenLogprob(2, expected[2].item(), 3, tuple((i, expected[i].item()) for i in (1, 3, 2)))
-    assert top_logprobs(logits, 3, 1).top == ((1, expected[1].item()),)
-    assert top_logprobs(logits, 3, 0) == TokenLogprob(3, expected[3].item(), 1, ())
-    assert [token for token, _ in top_logprobs(logits, 4, 99).top] == [1, 3, 2, 0, 4]
-    assert top_logprobs(logits, 4, 0).logprob == -math.inf
+    rows, tokens = logits.expand(3, -1), [2, 3, 4]
+    found = top_logprobs(rows, tokens, 3)
+    assert found[0] == TokenLogprob(2, expected[2].item(), 3, tuple((i, expected[i].item()) for i in (1, 3, 2)))
+    assert {each.top for each in found} == {found[0].top}
+    assert top_logprobs(rows, tokens, 1)[1].top == ((1, expected[1].item()),)
+    assert top_logprobs(rows, tokens, 0)[1] == TokenLogprob(3, expected[3].item(), 1, ())
+    assert [token for token, _ in top_logprobs(rows, tokens, 99)[2].top] == [1, 3, 2, 0, 4]
+    assert top_logprobs(rows, tokens, 0)[2].logprob == -math.inf
 
 
 def test_check_logits():

@@ -1,6 +1,7 @@
 """Portions of prompts, reuse of prefixes and the memory budget: the same tokens, whoever shares what with whom."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from draftproof.backends.hf import HFBackend
 from draftproof.backends.kept import KeptSessions
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.passes import PREFILL_CHUNK
+from draftproof.backends.plain import PlainBackend
 from draftproof.backends.snapshots import SnapshotBackend
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
@@ -477,3 +479,71 @@ def test_without_pages_a_block_follows_the_longest_sequence(monkeypatch):
         assert not target.cache.is_paged
         assert target.cache.nbytes == 0, "nothing is left when all have ended"
         assert target.sequences_nbytes([length, 10]) == 2 * capacity * token
+
+
+# --- log-probabilities of prompts -------------------------------------------------------------------------------------
+
+
+def asked(seed=None, top=2):
+    return SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed, max_tokens=5, prompt_logprobs=top)
+
+
+def expected_logprobs(kind, prompt):
+    """Of the prompt's tokens, by one forward pass of transformers."""
+    own = tiny_model(tiny_config("lfm2")) if kind == "snapshot" else random_model(CONFIG)
+    with torch.inference_mode():
+        logits = own(torch.tensor([prompt])).logits[0]
+    return logits[:-1].float().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"), [("hf", "none"), ("lean", "none"), ("snapshot", "none"), ("lean", "model"), ("lean", "suffix")]
+)
+def test_logprobs_of_a_prompt(kind, spec):
+    engine = made(kind, spec)
+    prompts = [words(seed, length) for seed, length in ((1, 30), (2, 1), (1, 30), (3, 2), (4, 17))]
+    wanted = [asked(), asked(), asked(), asked(), SamplingParams(temperature=0.0, max_tokens=5)]
+    rows = [engine.add(prompt, one)[0] for prompt, one in zip(prompts, wanted, strict=True)]
+    while not all(row.finished for row in rows):
+        engine.step()
+    outputs = [engine.output(row) for row in rows]
+    assert outputs[4].prompt_logprobs is None
+    for output, prompt in zip(outputs[:4], prompts[:4], strict=True):
+        expected = expected_logprobs(kind, prompt)
+        assert output.prompt_logprobs[0] is None
+        found = output.prompt_logprobs[1:]
+        assert [each.token_id for each in found] == prompt[1:]
+        for place, each in enumerate(found):
+            assert each.logprob == pytest.approx(expected[place, prompt[place + 1]].item(), abs=1e-4)
+            assert [token for token, _ in each.top] == expected[place].topk(2).indices.tolist()
+    for output, prompt, one in zip(outputs, prompts, wanted, strict=True):
+        plain = made(kind, "none", size=0, prefix_reuse=False)
+        assert output.token_ids == plain.generate([prompt], replace(one, prompt_logprobs=None))[0].token_ids
+
+
+def test_logprobs_of_a_prompt_are_those_of_every_continuation_and_reach_json():
+    output = made("lean").generate([words(1, 9)], replace(asked(seed=3), n=2))
+    assert output[0].prompt_logprobs == output[1].prompt_logprobs
+    entries = output[0].to_dict()["prompt_logprobs"]
+    assert entries[0] is None
+    assert set(entries[1]) == {"token_id", "logprob", "rank", "top"}
+
+
+def test_a_request_that_waits_again_reports_each_token_of_its_prompt_once():
+    engine = made("lean", size=4)
+    engine.add(words(6, 3), params(1, tokens=99))
+    engine.step()
+    (row,) = engine.add(words(5, 20), asked())
+    for _ in range(3):
+        engine.step()
+    assert 4 <= len(row.prompt_logprobs) < 19
+    engine.scheduler._stop_last()
+    while not row.finished:
+        engine.step()
+    assert [each.token_id for each in engine.output(row).prompt_logprobs[1:]] == words(5, 20)[1:]
+
+
+def test_a_target_that_cannot_read_drafts_refuses_logprobs_of_prompts():
+    engine = Engine(PlainBackend(random_model(CONFIG), name="small"))
+    with pytest.raises(UserError, match="prompt_logprobs cannot be had"):
+        engine.add([1, 2], asked())

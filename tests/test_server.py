@@ -130,6 +130,31 @@ def test_logprobs_of_a_completion(client, alone):
     ] == (made.logprobs.tokens)
 
 
+def test_logprobs_of_a_prompt(client, base, alone):
+    """As lm-eval asks for them (echo), and as vLLM's users do (prompt_logprobs)."""
+    options = {"model": "story", "prompt": alone.encode(STORY)[1], "max_tokens": 2, "seed": 1}
+    made = client.completions.create(**options, logprobs=2, echo=True).choices[0]
+    params = SamplingParams(max_tokens=2, seed=1, logprobs=2, prompt_logprobs=3)
+    expected = alone.generate(STORY, params)[0]
+    _, *of_prompt = expected.prompt_logprobs
+    given = made.logprobs
+    assert given.token_logprobs[0] is given.top_logprobs[0] is None
+    both = [each.logprob for each in (*of_prompt, *expected.logprobs)]
+    assert given.token_logprobs[1:] == pytest.approx(both, abs=1e-4)
+    assert all(2 <= len(top) <= 3 for top in given.top_logprobs[1:])
+    assert "".join(given.tokens) == made.text
+    assert [made.text[at : at + len(t)] for at, t in zip(given.text_offset, given.tokens, strict=True)] == given.tokens
+    for path, shape in (("/v1/completions", {}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        body = post(base, path, prompt_logprobs=3, max_tokens=2, seed=1, **shape).json()
+        entries = (body if shape else body["choices"][0])["prompt_logprobs"]
+        assert entries[0] is None
+        assert all({1, 2, 3} <= {one["rank"] for one in entry.values()} for entry in entries[1:])
+    body = post(base, prompt_logprobs=3, max_tokens=2, seed=1).json()
+    for entry, each in zip(body["choices"][0]["prompt_logprobs"][1:], of_prompt, strict=True):
+        assert entry[str(each.token_id)]["logprob"] == pytest.approx(each.logprob, abs=1e-4)
+        assert entry[str(each.token_id)]["rank"] == each.rank
+
+
 def test_logprobs_of_a_chat_and_of_its_stream(client):
     options = {"model": "story", "messages": MESSAGES, "max_tokens": 6, "seed": 1, "logprobs": True, "top_logprobs": 3}
     whole = client.chat.completions.create(**options).choices[0].logprobs.content
@@ -309,7 +334,10 @@ REFUSED = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 10**9}, "max_tokens"),
     ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": 1, "echo": True}, "echo"),
+    ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
     ({"logit_bias": {"99999": 1}}, None),
     ({"prompt": ""}, "prompt"),

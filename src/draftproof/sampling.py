@@ -98,6 +98,7 @@ _INTEGERS: dict[str, tuple[int, int | None, str]] = {
     "max_tokens": (1, None, "an integer >= 1, or None for no limit"),
     "seed": (-(1 << 63), (1 << 63) - 1, "an integer of 64 bits, or None"),
     "logprobs": (0, None, "an integer >= 0, or None"),
+    "prompt_logprobs": (0, None, "an integer >= 0, or None"),
 }
 _REALS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: x >= 0, "a finite number >= 0 (0 is greedy)"),
@@ -118,7 +119,7 @@ SHAPING = (  # parameters that change the distribution of every token
 )
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-_OPTIONAL = ("max_tokens", "seed", "logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 
 
 @no_type_check  # for type checkers at run time: this class checks its values itself, and its messages name them
@@ -150,6 +151,8 @@ class SamplingParams:
         logprobs: how many of the best tokens to report with each emitted one; None reports nothing.
         logprobs_mode: of what distribution: raw_logprobs, the model's own, or processed_logprobs, the one that is
             sampled from, after temperature, penalties and all other parameters.
+        prompt_logprobs: how many of the best tokens to report with each token of the prompt; None reports nothing. They
+            are of the model's own distribution. The prompt is read anew then.
         skip_special_tokens: leave special tokens out of the text.
         grammar: what the answer fits, from its first token to its end: json_object, json_schema:SCHEMA, regex:PATTERN
             or lark:GRAMMAR (see `draftproof.grammar`).
@@ -177,6 +180,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     logprobs_mode: str = "raw_logprobs"
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: str | None = None
 
@@ -606,7 +610,7 @@ def _best(scores: Float[Tensor, "rows vocab"], width: int) -> tuple[Tensor, Tens
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """An emitted token under the model's raw distribution, before any transform, or under the one it is sampled from.
+    """A token under the model's raw distribution, before any transform, or under the one it is sampled from.
 
     Attributes:
         token_id: the token.
@@ -620,17 +624,35 @@ class TokenLogprob:
     rank: int
     top: tuple[tuple[int, float], ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {**self.__dict__, "top": [list(pair) for pair in self.top]}
 
-def top_logprobs(logits: Float[Tensor, " vocab"], token: int, k: int) -> TokenLogprob:
-    """Log-probability and rank of `token` in one row of logits, and the `k` best tokens (or all there are)."""
+
+def top_logprobs(logits: Float[Tensor, "rows vocab"], tokens: Sequence[int], k: int) -> list[TokenLogprob]:
+    """Log-probability and rank of one token in each row of logits, and the `k` best tokens (or all there are)."""
     logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
-    mine = logprobs[token]
-    top: list[tuple[int, float]] = []
-    if k > 0:
-        least = logprobs.topk(min(k, len(logprobs))).values[-1]
-        ids = (logprobs >= least).nonzero().squeeze(-1)
-        top = sorted(zip(ids.tolist(), logprobs[ids].tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))[:k]
-    return TokenLogprob(token, float(mine), 1 + int((logprobs > mine).sum()), tuple(top))
+    ids = torch.tensor(list(tokens), device=logprobs.device).unsqueeze(-1)
+    mine = logprobs.gather(-1, ids)
+    ranks = 1 + (logprobs > mine).sum(-1)
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(tokens)
+    if k:
+        tops = _likeliest(logprobs, min(k, logprobs.shape[-1]))
+    found = zip(tokens, mine.squeeze(-1).tolist(), ranks.tolist(), tops, strict=True)
+    return [TokenLogprob(token, value, rank, top) for token, value, rank, top in found]
+
+
+def _likeliest(logprobs: Float[Tensor, "rows vocab"], k: int) -> list[tuple[tuple[int, float], ...]]:
+    """The `k` largest of each row, ties by id: `topk` alone may leave out the lower of two ids."""
+    values, ids = logprobs.topk(min(k + 1, logprobs.shape[-1]))
+    found = []
+    for row, (best, tokens) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+        pairs = list(zip(tokens, best, strict=True))
+        if len(best) > k and best[k] == best[k - 1]:
+            tied = (logprobs[row] >= best[k]).nonzero().squeeze(-1)
+            pairs = list(zip(tied.tolist(), logprobs[row, tied].tolist(), strict=True))
+        found.append(tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))[:k]))
+    return found
 
 
 def check_logits(logits: Float[Tensor, "*rows vocab"], what: str) -> None:

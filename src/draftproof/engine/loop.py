@@ -24,7 +24,7 @@ from draftproof.engine.composition import misfit, undraftable
 from draftproof.engine.memory import MemoryUse, read_bytes
 from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
-from draftproof.engine.scheduler import NoSessions, Plan, Scheduler
+from draftproof.engine.scheduler import NoSessions, Plan, Portion, Scheduler
 from draftproof.engine.stats import Seconds
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
@@ -179,6 +179,8 @@ class DecodingLoop:
         params = params or self.default_params
         text, ids = self.encode(prompt)
         predicted = self._predicted(prediction)
+        if params.prompt_logprobs is not None and self.plain_because:
+            raise UserError(f"prompt_logprobs cannot be had: {self.plain_because}")
         if not speculates and self.verifier.constant_length:
             raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
         self._check_prompt(ids)
@@ -338,13 +340,14 @@ class DecodingLoop:
             drafts = [draft.to(self.target.device) for draft in proposed]
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-            feeds += [portion.feed() for portion in plan.portions]
-            outputs = self.target.forward(feeds)[: len(rows)]
+            feeds += [portion.feed(self.target.device) for portion in plan.portions]
+            outputs = self.target.forward(feeds)
         if plan.portions:
+            self._end(plan.portions, outputs[len(rows) :])
             with seconds.measure("draft"):
                 self._sessions.read([portion.draft_request() for portion in plan.portions])
         if rows:
-            self._decide(rows, drafts, outputs, rng, seconds)
+            self._decide(rows, drafts, outputs[: len(rows)], rng, seconds)
         seconds.total = time.perf_counter() - start
         for row in [*rows, *(portion.row for portion in plan.portions)]:
             row.stats.seconds.add(seconds)
@@ -360,6 +363,15 @@ class DecodingLoop:
                     reads=PREFILL_CHUNK if plan.portions else max(len(feed.tokens) for feed in feeds),
                 )
             )
+
+    def _end(self, portions: Sequence[Portion], outputs: Sequence[FeedOutput]) -> None:
+        """Hand the logits of portions to their requests, where they are wanted."""
+        scored = [(part, each.logits) for part, each in zip(portions, outputs, strict=True) if part.scored]
+        for part, logits in scored:
+            self._checks.add(part.row.id, logits, f"the target ({self.target.name})")
+        self._checks.finish()
+        for part, logits in scored:
+            part.end(logits)
 
     def _decide(
         self,
@@ -557,4 +569,5 @@ class DecodingLoop:
             params=request.params,
             stats=request.stats,
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            prompt_logprobs=None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs),
         )

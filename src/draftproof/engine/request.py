@@ -59,6 +59,7 @@ class Output:
         seed: of this request; the same seed gives the same draws.
         params: the sampling parameters in effect, including those of the checkpoint's generation config.
         logprobs: for each token, if requested.
+        prompt_logprobs: for each token of the prompt, if requested; None for the first one.
         stats: counts, rates, times.
     """
 
@@ -76,6 +77,7 @@ class Output:
     params: SamplingParams
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -95,7 +97,9 @@ class Output:
             "stats": self.stats.to_dict(),
         }
         if self.logprobs is not None:
-            made["logprobs"] = [entry.__dict__ | {"top": [list(pair) for pair in entry.top]} for entry in self.logprobs]
+            made["logprobs"] = [entry.to_dict() for entry in self.logprobs]
+        if self.prompt_logprobs is not None:
+            made["prompt_logprobs"] = [None if entry is None else entry.to_dict() for entry in self.prompt_logprobs]
         return made
 
 
@@ -122,6 +126,7 @@ class Request:
         prediction: tokens that the answer may repeat.
         patient: whether it may wait long while prompts of others are read.
         reading: whether its prompt is still to be read, or read again.
+        prompt_logprobs: of the prompt's tokens after the first one, as far as they are read.
         reused: tokens that were taken over from other requests instead of being read.
         speculates: whether anything is drafted for it.
     """
@@ -146,6 +151,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     patient: bool = False
     reading: bool = True
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     reused: int = 0
     speculates: bool = True
 
@@ -173,6 +179,19 @@ class Request:
     def remaining(self) -> int:
         """Tokens it may still emit."""
         return self.max_tokens - self.place
+
+    @property
+    def unscored(self) -> bool:
+        """Whether log-probabilities of the prompt are wanted and not there yet."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+
+    def score(self, logits: Float[Tensor, "rows vocab"], first: int) -> None:
+        """Take in the logits after the tokens of the prompt from place `first` on."""
+        assert self.params.prompt_logprobs is not None, "only prompts whose log-probabilities are wanted"
+        known = len(self.prompt_logprobs) - first  # not 0 where a prompt is read a second time
+        tokens = self.tokens[first + 1 : first + 1 + logits.shape[0]]
+        if known < len(tokens):
+            self.prompt_logprobs += top_logprobs(logits[known:], tokens[known:], self.params.prompt_logprobs)
 
     def draft_request(self, limit: int) -> DraftRequest:
         """The part of the request that the drafter gets."""
@@ -208,8 +227,7 @@ class Request:
         if self.params.logprobs is not None:
             above = [0, *[node + 1 for node in verdict.path]][: len(kept)]
             rows = self._reported(draft, above, logits)
-            found = zip(rows, kept, strict=True)
-            self.logprobs.extend(top_logprobs(row, token, self.params.logprobs) for row, token in found)
+            self.logprobs += top_logprobs(rows, kept, self.params.logprobs)
         self.tokens.extend(kept)
         self.reading = False
         self.round += 1

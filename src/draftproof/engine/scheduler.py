@@ -11,6 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from draftproof.backends.base import Backend, Feed, common_prefix, unread
 from draftproof.backends.kept import KeptSessions
 from draftproof.backends.passes import PREFILL_CHUNK
@@ -18,21 +22,39 @@ from draftproof.drafters.base import DraftRequest, SessionDrafter
 from draftproof.engine.memory import MemoryBudget, MemoryUse
 from draftproof.engine.portions import PortionSize
 from draftproof.engine.request import Request
+from draftproof.tree import TokenTree
 
 _HEADROOM = 64  # tokens that a request can grow by when it is admitted
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Tokens of a prompt that a round reads, without its end."""
+    """Tokens of a prompt that a round reads, without its end.
+
+    Attributes:
+        row: the request.
+        tokens: what is read.
+        scored: whether the logits after each of them are wanted: they are read as drafted tokens are.
+    """
 
     row: Request
     tokens: list[int]
+    scored: bool = False
 
-    def feed(self) -> Feed:
+    def feed(self, device: torch.device) -> Feed:
         """What the target reads."""
         assert self.row.session is not None, "planned requests have a session"
+        if self.scored and len(self.tokens) > 1:
+            rest = torch.tensor(self.tokens[1:], device=device)
+            return Feed(self.row.session, self.tokens[:1], TokenTree.chain(rest))
         return Feed(self.row.session, self.tokens)
+
+    def end(self, logits: Float[Tensor, "rows vocab"]) -> None:
+        """Take in the target's logits of a scored portion."""
+        session = self.row.session
+        assert session is not None, "planned requests have a session"
+        unread(session, self.row.tokens)  # accepts what was read as drafted tokens
+        self.row.score(logits, session.length - len(self.tokens))
 
     def draft_request(self) -> DraftRequest:
         """What the drafter may read when the target has read the portion."""
@@ -70,6 +92,11 @@ class NoSessions:
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
         """Does nothing."""
+
+
+def _scored(row: Request, tokens: Sequence[int], room: int) -> Portion:
+    """The next tokens of a prompt whose log-probabilities are wanted; its end is read with the first draft."""
+    return Portion(row, list(tokens[: min(room, len(tokens) - 1)]), scored=True)
 
 
 class Scheduler:
@@ -189,7 +216,10 @@ class Scheduler:
         joined, parts, room = list(decoding), [], self.portions.size
         for row in self._in_turns(left):
             tokens = left[row]
-            if len(tokens) <= max(room, 1) or (whole and room == self.portions.size):
+            if row.unscored:
+                if room:
+                    parts.append(_scored(row, tokens, room))
+            elif len(tokens) <= max(room, 1) or (whole and room == self.portions.size):
                 joined.append(row)
             elif room and not whole:
                 parts.append(Portion(row, tokens[:room]))
@@ -198,7 +228,15 @@ class Scheduler:
         return Plan(self._in_order(joined), parts, reads, waits=True)
 
     def _at_once(self, decoding: list[Request], left: dict[Request, list[int]], *, whole: bool) -> Plan:
-        """Nobody minds waiting: a chunk of a long prompt, or all others together."""
+        """Nobody minds waiting: prompts that are scored, or a chunk of a long prompt, or all others together."""
+        parts: list[Portion] = []
+        room = PREFILL_CHUNK
+        for row in self._in_turns({row: tokens for row, tokens in left.items() if row.unscored}):
+            if room and (not parts or self._target.capabilities.ragged):
+                parts.append(_scored(row, left[row], room))
+                room -= len(parts[-1].tokens)
+        if parts:
+            return Plan(portions=parts, reads=PREFILL_CHUNK - room)
         short = [row for row, tokens in left.items() if whole or len(tokens) <= PREFILL_CHUNK]
         if len(short) < len(left) and (not short or decoding):
             row = next(row for row in self._in_turns(left) if row not in short)
@@ -215,7 +253,9 @@ class Scheduler:
 
     def _left(self, row: Request) -> list[int]:
         """What a request has to read; its session is opened at first, with what is known of its tokens."""
-        if row.session is None:
+        if row.session is None and row.unscored:
+            row.session = self._target.open()
+        elif row.session is None:
             others = [each.session for each in self.running if each.session is not None]
             row.session = self.kept.open(self._target, row.tokens, others)
             row.reused = row.session.length
@@ -223,7 +263,7 @@ class Scheduler:
 
     def _waits_for_another(self, row: Request) -> bool:
         """Whether an older request reads now what this one begins with: it is copied when it is there."""
-        if row.session is not None or not self.kept.most:
+        if row.session is not None or row.unscored or not self.kept.most:
             return False
         for other in self.running[: self.running.index(row)]:
             if other.reading:

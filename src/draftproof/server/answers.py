@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi.sse import format_sse_event
@@ -25,6 +25,8 @@ from draftproof.server.schemas import (
     CompletionChoice,
     CompletionDetails,
     CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TokenLogprobAnswer,
     TopLogprob,
     Usage,
@@ -49,6 +51,7 @@ class Continuation:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str = ""
     stop_reason: int | str | None = None
     predicted: int = 0
@@ -60,6 +63,7 @@ class Continuation:
         self.text += piece.text
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs
+        self.prompt_logprobs += piece.prompt_logprobs
         if piece.origin is Origin.PREDICTION:
             self.predicted += piece.accepted
         if piece.finish_reason is not None:
@@ -79,6 +83,7 @@ class Answer:
         with_drafts: whether a stream's chunks say which tokens were drafted.
         echo: whether the prompt's text comes first.
         as_ids: whether log-probabilities name tokens by their ids: texts of different tokens may be equal.
+        prompt_top: the number of likeliest tokens at each place of the prompt that are wanted; None for nothing.
     """
 
     id: str
@@ -89,6 +94,7 @@ class Answer:
     with_drafts: bool = False
     echo: bool = False
     as_ids: bool = False
+    prompt_top: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     continuations: list[Continuation] = field(default_factory=list)
 
@@ -208,11 +214,12 @@ class CompletionForm:
             CompletionChoice(
                 index=index,
                 text=answer.echoed(index) + each.text,
-                logprobs=_completion_logprobs(answer, each.logprobs, 0),
+                logprobs=_echoed_logprobs(answer, index) or _completion_logprobs(answer, each.logprobs, 0),
                 finish_reason=each.finish_reason,
                 stop_reason=each.stop_reason,
                 token_ids=each.token_ids if answer.with_ids else None,
                 prompt_token_ids=list(answer.question.prompts[answer.prompt_of(index)]) if answer.with_ids else None,
+                prompt_logprobs=_prompt_logprobs(answer, index),
             )
             for index, each in enumerate(answer.continuations)
         ]
@@ -268,6 +275,7 @@ class ChatForm:
             choices=choices,
             usage=answer.usage,
             prompt_token_ids=list(answer.question.prompts[0]) if answer.with_ids else None,
+            prompt_logprobs=_prompt_logprobs(answer, 0),
         )
 
     def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
@@ -363,6 +371,40 @@ def _completion_logprobs(answer: Answer, found: Sequence[TokenLogprob], offset: 
         ],
         text_offset=offsets,
     )
+
+
+def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
+    """Of the prompt and of what follows it, where the prompt is repeated."""
+    each, first = answer.continuations[index], answer.question.prompts[answer.prompt_of(index)][0]
+    if not answer.echo or answer.question.params.logprobs is None:
+        return None
+    most = answer.question.params.logprobs
+    of_prompt = [replace(one, top=one.top[:most]) for one in each.prompt_logprobs]
+    found = _completion_logprobs(answer, [*of_prompt, *each.logprobs], len(answer.token_text(first)))
+    assert found is not None, "logprobs are wanted"
+    return CompletionLogprobs(
+        tokens=[answer.name_of(first), *found.tokens],
+        token_logprobs=[None, *found.token_logprobs],
+        top_logprobs=[None, *found.top_logprobs],
+        text_offset=[0, *found.text_offset],
+    )
+
+
+def _prompt_logprobs(answer: Answer, index: int) -> PromptLogprobs | None:
+    """In vLLM's form: for each place the likeliest tokens and the prompt's own."""
+    if answer.prompt_top is None:
+        return None
+    found: PromptLogprobs = [None]
+    for each in answer.continuations[index].prompt_logprobs:
+        best = [(token, value, rank) for rank, (token, value) in enumerate(each.top[: answer.prompt_top], 1)]
+        entries = {token: (value, rank) for token, value, rank in [*best, (each.token_id, each.logprob, each.rank)]}
+        found.append(
+            {
+                str(token): PromptLogprob(logprob=max(value, _LEAST), rank=rank, decoded_token=answer.token_text(token))
+                for token, (value, rank) in entries.items()
+            }
+        )
+    return found
 
 
 def _chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> ChatLogprobs | None:

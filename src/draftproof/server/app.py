@@ -144,6 +144,8 @@ class Server:
         for option in ("stream_options", "return_drafts"):
             if getattr(body, option) and not body.stream:
                 raise ApiError(f"{option} needs stream true", param=option)
+        if body.prompt_logprobs is not None and body.stream:
+            raise ApiError("prompt_logprobs needs stream false", param="prompt_logprobs")
         self.worker.refuse_without_room()  # before the work of reading a long prompt
         question = await self.question(body)
         seconds = self.settings.request_timeout or float("inf")
@@ -163,6 +165,7 @@ class Server:
             body.return_drafts,
             echo,
             as_ids=body.return_tokens_as_token_ids,
+            prompt_top=body.prompt_logprobs,
         )
         self.worker.submit(job)
         if not body.stream:

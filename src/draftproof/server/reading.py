@@ -80,7 +80,9 @@ class Reader:
         """
         params = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
-            raise ApiError("echo with logprobs is not supported: leave one of them out", param="echo")
+            if body.stream:
+                raise ApiError("echo with logprobs needs stream false", param="echo")
+            params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
         read = [self.encode(prompt, "prompt") for prompt in _several(body.prompt)]
         texts = tuple(text for text, _ in read)
         return Question(tuple(ids for _, ids in read), texts, params, self._prediction(body.prediction))
@@ -221,8 +223,9 @@ class Reader:
         if body.logit_bias is not None:
             given["logit_bias"] = _bias(body.logit_bias)
         _refuse_above("max_tokens", max_tokens, self._settings.max_tokens_limit)
-        if logprobs is not None:
-            _refuse_above("logprobs", logprobs, _MOST_LOGPROBS)
+        for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+            if count is not None:
+                _refuse_above(name, count, _MOST_LOGPROBS)
         try:
             if grammar is not None:
                 SamplingParams(grammar=grammar)

@@ -186,6 +186,7 @@ class SamplingFields(Body):
     seed: int | None = None
     skip_special_tokens: bool | None = None
     logprobs_mode: str | None = None
+    prompt_logprobs: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -286,12 +287,23 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities of the tokens of a completion."""
+    """Log-probabilities of a completion's tokens; with `echo` the prompt's come first, the first without one."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    """The log-probability of a token at a place of the prompt, its rank there and its text; as in vLLM."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, for each place; None for the first
 
 
 class CompletionChoice(BaseModel):
@@ -304,6 +316,7 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(BaseModel):
@@ -382,6 +395,7 @@ class ChatAnswer(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ModelCard(BaseModel):

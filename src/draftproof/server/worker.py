@@ -43,6 +43,7 @@ class Piece:
         drafted: number of tokens that were drafted in the round.
         accepted: how many of `token_ids`, from the first on, were drafted.
         origin: where the drafted tokens came from.
+        prompt_logprobs: of the prompt's tokens after the first, in the last piece; empty if not requested.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Piece:
     drafted: int = 0
     accepted: int = 0
     origin: Origin = Origin.DRAFTER
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(eq=False)
@@ -338,6 +340,7 @@ class EngineWorker:
                     chunk.drafted,
                     chunk.accepted,
                     chunk.origin,
+                    tuple(request.prompt_logprobs) if last else (),
                 )
             )
         if request.finished:
