@@ -26,6 +26,7 @@ from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.scheduler import NoSessions, Plan, Portion, Scheduler
 from draftproof.engine.stats import Seconds
+from draftproof.engine.threads import ThreadCount, interruptions
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.grammar import Grammars
@@ -91,6 +92,7 @@ class DecodingLoop:
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._checks = LogitsCheck()
+        self._threads = ThreadCount(interruptions())
         self._refuse_impossible()
         self._kv_memory, self._prefix_reuse = read_bytes(kv_memory), prefix_reuse
         self._schedule()
@@ -323,12 +325,17 @@ class DecodingLoop:
                 self.drafter.release(stopped.id)
             while self.scheduler.running:
                 start, plan = time.perf_counter(), self.scheduler.plan()
+                before = sum(row.place for row in plan.rows)
                 try:
-                    self._round(plan, start)
+                    with self._threads.set():
+                        self._round(plan, start)
                 except RequestError as error:
                     self._fail(error)
                 else:
-                    self.scheduler.spent(plan, time.perf_counter() - start)
+                    seconds = time.perf_counter() - start
+                    self.scheduler.spent(plan, seconds)
+                    if not plan.reads:
+                        self._threads.spent(seconds, sum(row.place for row in plan.rows) - before)
                     return
 
     def _round(self, plan: Plan, start: float) -> None:

@@ -1,0 +1,169 @@
+"""How many threads a round computes with, where other processes want the processors too.
+
+A product of matrices is done when its last thread is. The threads of one team wait for each other hundreds of times in
+a round, and they wait by spinning, which is the fastest way on a quiet machine. Where another process has one of the
+processors, each wait may take a time slice of the system's scheduler, and a round with all threads takes ten times as
+long as a round with fewer. So where threads are interrupted often, the present number is compared by the clock with all
+threads, one, half, a quarter and so on, in turns, and the fastest stays. What native layers compute does not
+depend on the number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SUSPICIOUS = 50.0  # interruptions a second; a quiet machine has fewer
+_WINDOW = 0.2  # seconds over which interruptions are counted
+_BLOCK = 2  # rounds with one number before those with the other
+_ROUNDS, _SECONDS = 8, 1.0  # of each number in a comparison: as many rounds, or as long with half as many
+_CLEAR = ((4.0, _BLOCK), (2.0, _ROUNDS // 2))  # so many times the other's time, in so many rounds, is enough
+_FEWER = 0.9  # of the time for a token that fewer threads have to need at most
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between comparisons
+
+
+@dataclass
+class _Spent:
+    """What rounds with one number of threads took."""
+
+    rounds: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        self.rounds += 1
+        self.seconds += seconds
+        self.tokens += tokens
+
+    @property
+    def each(self) -> float:
+        """Seconds for a token."""
+        return self.seconds / max(self.tokens, 1)
+
+
+def _known(one: _Spent, other: _Spent) -> bool:
+    """Whether two numbers of threads were compared long enough."""
+    rounds, times = min(one.rounds, other.rounds), sorted((one.each, other.each))
+    if any(rounds >= least and times[1] > ratio * times[0] for ratio, least in _CLEAR):
+        return True
+    return rounds >= _ROUNDS // 2 and all(each.rounds >= _ROUNDS or each.seconds >= _SECONDS for each in (one, other))
+
+
+class ThreadCount:
+    """Chooses the number of threads of each round.
+
+    Args:
+        interruptions: how often threads of this process were interrupted so far; None where that is not known, and the
+            number of threads is then left alone.
+        clock: seconds.
+
+    Attributes:
+        count: threads of the next round; at most as many as torch is set to.
+    """
+
+    def __init__(
+        self, interruptions: Callable[[], int] | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.count = 0
+        self._interruptions, self._clock = interruptions, clock
+        self._most = 0
+        self._since, self._before = clock(), interruptions() if interruptions else 0
+        self._pause, self._next = FIRST_PAUSE, 0.0
+        self._candidates: list[int] = []
+        self._other: int | None = None
+        self._turn = 0
+        self._spent: dict[int, _Spent] = {}
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Within it this thread's OpenMP regions have the chosen number of threads."""
+        most = torch.get_num_threads()
+        if most != self._most:  # the first round, or the caller chose another number
+            self._most = self.count = most
+            self._other, self._candidates = None, []
+        now, change = self._now, omp_set_num_threads()
+        if now == most or change is None:
+            yield
+            return
+        change(now)
+        try:
+            yield
+        finally:
+            change(most)
+
+    @property
+    def _now(self) -> int:
+        """Of the round that begins: in a comparison the two numbers take turns."""
+        if self._other is not None and self._turn // _BLOCK % 2:
+            return self._other
+        return self.count
+
+    def spent(self, seconds: float, tokens: int) -> None:
+        """Take in a round without prompts: its time, and how many tokens it gave."""
+        if self._most < 2 or self._interruptions is None or omp_set_num_threads() is None:
+            return
+        if self._other is None:
+            self._watch()
+            return
+        self._spent.setdefault(self._now, _Spent()).add(seconds, tokens)
+        self._turn += 1
+        if len(self._spent) == 2 and _known(*self._spent.values()):
+            self._decide()
+
+    def _watch(self) -> None:
+        """Begin a comparison, where it is time for one."""
+        assert self._interruptions is not None, "checked by spent"
+        now = self._clock()
+        if now - self._since < _WINDOW:
+            return
+        count = self._interruptions()
+        rate = (count - self._before) / (now - self._since)
+        self._since, self._before = now, count
+        if now < self._next or (self.count == self._most and rate < SUSPICIOUS):
+            return
+        halves = [self._most >> times for times in range(self._most.bit_length())]
+        # One thread waits for nobody, so it comes early.
+        order = self._candidates or [self._most, halves.pop(), *halves[1:]]
+        self._candidates = [each for each in order if each != self.count] or [self._most]
+        self._other = self._candidates.pop(0)
+        self._turn, self._spent = 0, {}
+
+    def _decide(self) -> None:
+        """Keep the better number."""
+        assert self._other is not None, "a comparison runs"
+        few, many = sorted((self.count, self._other))
+        better = few if self._spent[few].each < _FEWER * self._spent[many].each else many
+        self._pause = FIRST_PAUSE if better != self.count else min(self._pause * 2, LONGEST_PAUSE)
+        self.count, self._other = better, None
+        self._since, self._before = self._clock(), self._interruptions() if self._interruptions else 0
+        self._next = self._since + self._pause
+
+
+@functools.cache
+def omp_set_num_threads() -> Callable[[int], None] | None:
+    """Sets the number of threads of the calling thread's regions; None where torch's OpenMP does not offer it.
+
+    `torch.set_num_threads` would also change what threads that start later begin with.
+    """
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        found: Callable[[int], None] = library.omp_set_num_threads
+    except (OSError, AttributeError):
+        return None
+    return found
+
+
+def interruptions() -> Callable[[], int] | None:
+    """Counts how often the system took a processor from a thread of this process; None where it does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw

@@ -1,0 +1,149 @@
+"""The number of threads follows the machine: simulated machines, and the engine's own rounds."""
+
+import threading
+
+import pytest
+import torch
+
+from draftproof import Engine, SamplingParams
+from draftproof.engine.threads import LONGEST_PAUSE, SUSPICIOUS, ThreadCount, interruptions, omp_set_num_threads
+
+pytestmark = pytest.mark.skipif(omp_set_num_threads() is None, reason="torch has another threading runtime here")
+
+
+class Machine:
+    """Rounds take the time of the work, and where more threads run than processors are free, a multiple of it."""
+
+    def __init__(self, threads, *, work=0.02, penalty=10.0):
+        self.free, self.work, self.penalty = threads, work, penalty
+        self.now, self.count, self.rate = 0.0, 0.0, None
+        self.used = []
+        self.chosen = ThreadCount(lambda: int(self.count), lambda: self.now)
+
+    def round(self, tokens=1):
+        with self.chosen.set():
+            now = torch.get_num_threads()
+        busy = now > self.free
+        seconds = self.work / now * (self.penalty if busy else 1.0)
+        rate = self.rate if self.rate is not None else 20 * SUSPICIOUS if busy else SUSPICIOUS / 10
+        self.now += seconds
+        self.count += rate * seconds
+        self.used.append((now, seconds))
+        self.chosen.spent(seconds, tokens)
+
+    def run(self, seconds):
+        """Returns the share of the time in rounds with each number of threads."""
+        self.used, until = [], self.now + seconds
+        while self.now < until:
+            self.round()
+        total = sum(each for _, each in self.used)
+        return {number: sum(s for n, s in self.used if n == number) / total for number, _ in self.used}
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_a_quiet_machine_keeps_all_threads(threads):
+    threads(2)
+    assert Machine(2).run(60) == {2: 1.0}
+
+
+def test_fewer_threads_where_others_have_the_processors_and_all_again_when_they_left(threads):
+    threads(2)
+    machine = Machine(2)
+    machine.run(5)
+    machine.free = 1
+    machine.run(3)
+    assert machine.chosen.count == 1
+    assert machine.run(60)[1] > 0.9  # the rest is looking again, with rounds that take ten times as long
+    machine.free = 2
+    machine.run(LONGEST_PAUSE + 2)
+    assert machine.chosen.count == 2
+    assert machine.run(60) == {2: 1.0}
+
+
+@pytest.mark.parametrize("free", [1, 2, 4, 8, 16])
+def test_as_many_threads_as_there_are_free_processors(threads, free):
+    threads(16)
+    machine = Machine(16, work=0.16, penalty=40.0)
+    machine.free = free
+    machine.run(60)
+    assert machine.chosen.count == free
+    assert machine.run(120)[free] > 0.85
+
+
+def test_interruptions_that_cost_nothing_cost_little(threads):
+    """Fewer threads are tried, and are slower; the control is a machine that is looked at all the time."""
+    threads(2)
+    machine = Machine(2)
+    machine.rate = 100 * SUSPICIOUS
+    shares = machine.run(300)
+    assert 0 < shares[1] < 0.02
+    assert machine.chosen.count == 2
+    eager = Machine(2)
+    eager.rate = 100 * SUSPICIOUS
+    eager.chosen._pause = 0.0  # doubling it leaves it there
+    assert eager.run(300)[1] > 0.1
+
+
+def test_one_thread_and_an_unknown_system_are_left_alone(threads):
+    threads(1)
+    machine = Machine(0)
+    assert machine.run(5) == {1: 1.0}
+    threads(2)
+    machine.chosen = ThreadCount(None, lambda: machine.now)
+    assert machine.run(5) == {2: 1.0}
+
+
+def test_the_callers_own_number_is_followed(threads):
+    threads(4)
+    machine = Machine(4)
+    machine.free = 1
+    machine.run(20)
+    assert machine.chosen.count == 1
+    threads(3)
+    machine.round()
+    assert machine.used[-1][0] == 3
+
+
+def test_rounds_give_the_number_back_and_the_text_does_not_depend_on_it(threads):
+    threads(2)
+    engine = Engine.load("embedded:stories", drafter="quantized:4")
+    params = SamplingParams(max_tokens=24, seed=3, ignore_eos=True)
+    whole = engine.generate("Once upon a time", params)[0]
+    inside, elsewhere = [], []
+    forward = engine.target.forward
+
+    def seen(feeds, **options):
+        inside.append(torch.get_num_threads())
+        other = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return forward(feeds, **options)
+
+    engine._threads.count = 1
+    engine._threads.spent = lambda *_: None
+    engine.target.forward = seen
+    alone = engine.generate("Once upon a time", params)[0]
+    assert set(inside) == {1}
+    assert set(elsewhere) == {2}
+    assert torch.get_num_threads() == 2
+    assert alone.token_ids == whole.token_ids
+
+    def fails(_feeds, **_options):
+        raise RuntimeError("a device is gone")
+
+    engine.target.forward = fails
+    with pytest.raises(RuntimeError, match="gone"):
+        engine.generate("Once upon a time", params)
+    assert torch.get_num_threads() == 2
+
+
+def test_this_system_counts_interruptions():
+    count = interruptions()
+    assert count is not None
+    assert count() >= 0
