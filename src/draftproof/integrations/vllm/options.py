@@ -41,34 +41,35 @@ class Options:
         if not isinstance(given, dict):
             raise UserError(f"--additional-config: {_SECTION} is {given!r}: legal is an object such as {_EXAMPLE}")
         names = [field.name for field in fields(cls)]
-        for name in given:
+        for name, value in given.items():
             if name not in names:
                 raise UserError(f"--additional-config: {_SECTION} has {name!r}: legal are {', '.join(names)}")
-        asked = cls(**given)
-        asked._check()
+            _check(name, value)
+        if given.get("stopper") is not None and given.get("drafter") == "auto":
+            raise UserError(f"{_SECTION}: drafter auto decides itself how much to draft: leave the stopper out")
         speculative = vllm_config.speculative_config
         method = "standard" if speculative is None else speculative.rejection_sample_method
-        if asked.rule is not None and method != "standard" and asked.rule != method:
+        rule = given.get("rule")
+        if rule is not None and method not in ("standard", rule):
             raise UserError(
-                f"the rule {asked.rule!r} of {_SECTION} and rejection_sample_method {method!r} of --speculative-config "
+                f"the rule {rule!r} of {_SECTION} and rejection_sample_method {method!r} of --speculative-config "
                 "contradict each other: leave one of them out"
             )
-        return cls(**{**given, "rule": "block"}) if method == "block" else asked
+        return cls(**{**given, "rule": "block" if method == "block" else rule})
 
-    def _check(self) -> None:
-        if self.rule is not None and self.rule not in RULES:
-            raise UserError(f"{_SECTION}: rule is {self.rule!r}: legal are {', '.join(RULES)}")
-        if self.drafter not in DRAFTERS:
-            raise UserError(f"{_SECTION}: drafter is {self.drafter!r}: legal are {', '.join(DRAFTERS)}")
-        if self.stopper is not None and str(self.stopper).partition(":")[0] not in STOPPERS:
-            raise UserError(
-                f"{_SECTION}: stopper is {self.stopper!r}: legal are {', '.join(STOPPERS)}, for example 'schedule:5'; "
-                "others read probabilities of a draft model"
-            )
-        if self.stopper is not None and self.drafter == "auto":
-            raise UserError(f"{_SECTION}: drafter auto decides itself how much to draft: leave the stopper out")
-        if not isinstance(self.shared, bool):
-            raise UserError(f"{_SECTION}: shared is {self.shared!r}: legal are true and false")
+
+def _check(name: str, value: object) -> None:
+    """Refuse a value that is not legal."""
+    legal = {"rule": RULES, "drafter": DRAFTERS}.get(name)
+    if legal is not None and value not in legal and (name != "rule" or value is not None):
+        raise UserError(f"{_SECTION}: {name} is {value!r}: legal are {', '.join(legal)}")
+    if name == "stopper" and value is not None and str(value).partition(":")[0] not in STOPPERS:
+        raise UserError(
+            f"{_SECTION}: stopper is {value!r}: legal are {', '.join(STOPPERS)}, for example 'schedule:5'; others read "
+            "probabilities of a draft model"
+        )
+    if name == "shared" and not isinstance(value, bool):
+        raise UserError(f"{_SECTION}: shared is {value!r}: legal are true and false")
 
 
 _EXAMPLE = '{"draftproof": {"rule": "block"}}'

@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from draftproof.drafters.auto import AutoDrafter
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.ngram import NgramDrafter
@@ -59,8 +57,8 @@ class Proposer:
     def propose(
         self,
         sampled_token_ids: Sequence[Sequence[int]],
-        num_tokens_no_spec: np.ndarray[Any, Any],
-        token_ids_cpu: np.ndarray[Any, Any],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
         slot_mappings: Any = None,  # noqa: ARG002 - there is no cache
     ) -> list[list[int]]:
         """A draft for each request of the batch, empty for those that sampled nothing.
@@ -154,7 +152,7 @@ class _Row:
         self.drafted = self.emitted = 0
         self.fresh = True
 
-    def follow(self, emitted: Sequence[int], stored: np.ndarray[Any, Any], count: int) -> None:
+    def follow(self, emitted: Sequence[int], stored: Any, count: int) -> None:
         """Take over what was committed; all of it anew where it does not follow what is known."""
         self.emitted = len(emitted)
         if len(self.tokens) + len(emitted) == count:

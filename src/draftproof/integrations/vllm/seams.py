@@ -38,7 +38,7 @@ _DONE = "_draftproof"  # marks what was changed, as a process may hold several e
 # What is changed, with the arguments that it must have.
 _SEAMS: dict[str, dict[str, str | None]] = {
     _ARGUMENTS: {"EngineArgs.create_engine_config": "self usage_context headless"},
-    _WORKER: {"WorkerWrapperBase.init_worker": "self all_kwargs"},
+    _WORKER: {"WorkerWrapperBase.init_device": "self"},
     _SAMPLER: {
         "rejection_sample": "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs "
         "target_logits bonus_token_ids sampling_metadata synthetic_mode synthetic_conditional_rates use_fp64_gumbel",
@@ -94,12 +94,12 @@ def prepare() -> None:
         Options.of(config)
         return config
 
-    def init_worker(original: Callable[..., Any], self: Any, all_kwargs: Any) -> None:
-        original(self, all_kwargs)
-        change(self.vllm_config)
+    def init_device(original: Callable[..., Any], self: Any) -> None:
+        change(self.vllm_config)  # before the model runner is made; a process of a worker loads plug-ins just before
+        original(self)
 
     _around(arguments, "create_engine_config", create_engine_config)
-    _around(worker, "init_worker", init_worker)
+    _around(worker, "init_device", init_device)
 
 
 def change(vllm_config: Any) -> None:
