@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from draftproof import Engine, SamplingParams
 from draftproof.backends.in_memory import backend_in_memory
 from draftproof.bench.estimate import bootstrap
 from draftproof.engine.registry import make_verifier
+from draftproof.integrations.vllm import seams, second_runner
 from test_real_rng import ALPHA, chi_square
 
 pytestmark = pytest.mark.slow
@@ -220,7 +222,10 @@ def test_vllm_on_a_cpu_needs_the_repair(models, tmp_path):
 def test_block_verification_accepts_more_than_vllm_s_own_rule(models, tmp_path):
     """The 95% interval of the ratio of tokens per target call is above 1; batches of equal requests are paired."""
     root, _ = models
-    lists = [[([1, *context], {"max_tokens": 48}) for context in itertools.product([batch], range(64))] for batch in range(24)]
+    lists = [
+        [([1, *context], {"max_tokens": 48}) for context in itertools.product([batch], range(64))]
+        for batch in range(24)
+    ]
     pairs = []
     for method in ("standard", "block"):
         speculative = drafting(root, "wide", 6, rejection_sample_method=method)
@@ -228,8 +233,7 @@ def test_block_verification_accepts_more_than_vllm_s_own_rule(models, tmp_path):
         steps = zip([{"num_drafts": 0, "num_accepted_tokens": 0}, *counters], counters, strict=False)
         pairs.append([1 + _gain("num_accepted_tokens", step) / _gain("num_drafts", step) for step in steps])
     ratio = bootstrap(list(zip(*pairs, strict=True)), lambda rows: sum(b for _, b in rows) / sum(a for a, _ in rows))
-    print(f"tokens per target call: {sum(pairs[0]) / 24:.3f} by vLLM, {sum(pairs[1]) / 24:.3f} by block, {ratio}")
-    assert ratio.low > 1
+    assert ratio.low > 1, f"{sum(pairs[0]) / 24:.3f} tokens per target call by vLLM, {sum(pairs[1]) / 24:.3f} by block"
 
 
 def _gain(name, step):
@@ -252,3 +256,58 @@ def test_wrong_options_end_the_start_with_a_reason(models, tmp_path):
     root, _ = models
     with pytest.raises(AssertionError, match=r"rule is 'spectr': legal are token, block, gumbel"):
         run(tmp_path, root, "wide", [SEEDED[-1:]], rule="spectr")
+
+
+# --- the second model runner, whose kernels run in Triton's interpreter -----------------------------------------------
+
+
+def test_the_second_runner_emits_what_its_plain_sampler_draws(monkeypatch):
+    pytest.importorskip("triton")
+    import triton
+    import triton.language
+    import vllm.triton_utils
+
+    monkeypatch.setattr(vllm.triton_utils, "triton", triton)
+    monkeypatch.setattr(vllm.triton_utils, "tl", triton.language)
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    made = torch.Generator().manual_seed(2)
+    counts, first, vocab = [2, 0, 3, 3], [10, 20, 5, 7], 50
+    rows = [(request, place) for request, count in enumerate(counts) for place in range(count + 1)]
+    logits = 2 * torch.randn(len(rows), vocab, generator=made)
+    owner = torch.tensor([request for request, _ in rows], dtype=torch.int32)
+    pos = torch.tensor([first[request] + place for request, place in rows])
+    temperature, seeds = torch.tensor([1.0, 0.7, 0.0, 1.0]), torch.tensor([3, 4, 5, 6])
+    plain = [
+        int(gumbel_sample(logits[i : i + 1], owner[i : i + 1], temperature, seeds, pos[i : i + 1], False, False))
+        for i in range(len(rows))
+    ]
+    assert plain[5] == int(logits[5].argmax())  # temperature 0
+    drafted = [
+        0,
+        *plain[0:2],
+        0,
+        0,
+        plain[4],
+        (plain[5] + 1) % vocab,
+        plain[6],
+        0,
+        *[(x + 1) % vocab for x in plain[8:11]],
+    ]
+    bounds = torch.tensor([0, 3, 4, 8, 12], dtype=torch.int32)
+    states = SimpleNamespace(temperature=SimpleNamespace(gpu=temperature), seeds=SimpleNamespace(gpu=seeds))
+    sampler = SimpleNamespace(
+        sampling_states=states, use_fp64_gumbel=False, apply_sampling_params=lambda given, *_: given
+    )
+    verifier = SimpleNamespace(sampler=sampler, num_speculative_steps=4)
+    tokens = torch.tensor(drafted)
+    arguments = (logits, None, tokens, pos, bounds, owner, None, owner, owner, None, tokens)
+    _, found, number = second_runner.verify(verifier, *arguments)
+    assert number.tolist() == [3, 1, 2, 1]
+    for request, start in enumerate(bounds[:-1].tolist()):
+        size = int(number[request])
+        assert found[request, :size].tolist() == plain[start : start + size]
+
+
+def test_the_second_runner_has_the_seams_that_are_changed():
+    assert seams.missing(*seams._SECOND_SEAMS) == ""

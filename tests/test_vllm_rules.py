@@ -12,7 +12,7 @@ import torch
 
 from draftproof import UserError
 from draftproof.integrations import vllm as plugin
-from draftproof.integrations.vllm import rules, seams
+from draftproof.integrations.vllm import rules, runner, seams
 from draftproof.integrations.vllm.options import Options
 from draftproof.integrations.vllm.proposer import Proposer
 from draftproof.integrations.vllm.rules import GeneratorRng, matched_rows, verify_rows
@@ -57,7 +57,7 @@ def emitted_in_the_middle(rule, drafted, last, *, masses=False, cut=None, **opti
             q,
             rows_of(batch, "p"),
             torch.tensor([1, last, 0, 2], dtype=torch.int32),
-            rng=lambda part: rng,
+            rng=lambda _: rng,
             **options,
         )
         return tuple(x for x in found[1].tolist() if x >= 0)
@@ -119,7 +119,7 @@ def test_wrong_rows_are_found(rule, monkeypatch):
 
 
 def test_drafts_whose_probabilities_are_missing_stay_exact():
-    """Where vLLM has lost the q of drawn tokens, they are verified as point masses: fewer are accepted, none wrongly."""
+    """Where vLLM has lost the q of drawn tokens, they are verified as point masses: fewer are accepted."""
     found = defaultdict(float)
     for drafted, last in itertools.product(range(VOCAB), repeat=2):
         weight = chance((drafted,), "q", PAST) * row((*PAST, drafted), "p")[last].item()
@@ -152,7 +152,7 @@ def test_gumbel_emits_what_plain_decoding_draws_whatever_is_drafted():
                 None,
                 rows_of([(PAST, drafted)], "p"),
                 torch.tensor([last]),
-                rng=lambda part: noise.round([7], [4]).at(Purpose.VERIFY),
+                rng=lambda _: noise.round([7], [4]).at(Purpose.VERIFY),
             )
             text = []
             while len(text) < 3:
@@ -193,7 +193,7 @@ def test_batches_in_portions_give_the_same(monkeypatch):
 @pytest.mark.parametrize("rule", rules.RULES)
 def test_a_batch_without_any_draft_emits_the_last_tokens(rule):
     arguments = torch.zeros(0, dtype=torch.int32), [0, 0], None, torch.zeros(0, VOCAB), torch.tensor([2, 1])
-    found = verify_rows(rule, *arguments, rng=lambda part: NoiseRng([1, 2], [0, 0], Purpose.VERIFY))
+    found = verify_rows(rule, *arguments, rng=lambda _: NoiseRng([1, 2], [0, 0], Purpose.VERIFY))
     assert found.tolist() == [[2], [1]]
 
 
@@ -335,51 +335,51 @@ class Runner:
         self.input_batch = SimpleNamespace(
             req_ids=list(emitted), num_prompt_tokens=np.array([self.sizes[name] for name in emitted])
         )
-        with seams._in(seams.Round(self)):
+        with runner.within(runner.Round(self)):
             return proposer.propose(list(emitted.values()), sizes, stored)
 
 
 def test_the_proposer_follows_requests_that_change_rows():
-    proposer, runner = Proposer(config({"shared": False})), Runner(a=[1, 2, 3, 4], b=[5, 6, 7, 8])
-    assert runner.propose(proposer, a=[1], b=[5]) == [[2, 3, 4, 1], [6, 7, 8, 5]]
-    assert runner.propose(proposer, b=[6], a=[2, 3]) == [[7, 8, 5, 6], [4, 1, 2, 3]]
-    del runner.tokens["b"]
-    assert runner.propose(proposer, a=[4]) == [[1, 2, 3, 4]]
+    proposer, model = Proposer(config({"shared": False})), Runner(a=[1, 2, 3, 4], b=[5, 6, 7, 8])
+    assert model.propose(proposer, a=[1], b=[5]) == [[2, 3, 4, 1], [6, 7, 8, 5]]
+    assert model.propose(proposer, b=[6], a=[2, 3]) == [[7, 8, 5, 6], [4, 1, 2, 3]]
+    del model.tokens["b"]
+    assert model.propose(proposer, a=[4]) == [[1, 2, 3, 4]]
     assert len(proposer._rows) == 1
 
 
 def test_the_proposer_drafts_from_other_requests_unless_told_not_to():
     for shared, wanted in ((True, [8, 9]), (False, [])):
-        proposer, runner = Proposer(config({"shared": shared}, tokens=2)), Runner(a=[6, 7, 8, 9], b=[1, 2, 6])
-        runner.propose(proposer, a=[3])
-        assert runner.propose(proposer, b=[7]) == [wanted]
+        proposer, model = Proposer(config({"shared": shared}, tokens=2)), Runner(a=[6, 7, 8, 9], b=[1, 2, 6])
+        model.propose(proposer, a=[3])
+        assert model.propose(proposer, b=[7]) == [wanted]
 
 
 def test_a_request_with_a_seed_drafts_from_its_own_tokens():
-    proposer, runner = Proposer(config(tokens=2)), Runner(a=[6, 7, 8, 9], b=[1, 2, 6])
-    runner.params["b"] = SimpleNamespace(temperature=1.0, seed=3)
-    runner.propose(proposer, a=[3])
-    assert runner.propose(proposer, b=[7]) == [[]]
+    proposer, model = Proposer(config(tokens=2)), Runner(a=[6, 7, 8, 9], b=[1, 2, 6])
+    model.params["b"] = SimpleNamespace(temperature=1.0, seed=3)
+    model.propose(proposer, a=[3])
+    assert model.propose(proposer, b=[7]) == [[]]
 
 
 def test_the_proposer_drafts_nothing_for_prompts_that_are_read_and_at_the_longest_text():
-    proposer, runner = Proposer(config()), Runner(a=[1, 2] * 5, b=[1, 2] * 14 + [1])
-    assert runner.propose(proposer, a=[], b=[2]) == [[], [1]]
-    assert runner.propose(proposer, a=[1], b=[1, 2]) == [[2, 1, 2, 1], []]
+    proposer, model = Proposer(config()), Runner(a=[1, 2] * 5, b=[1, 2] * 14 + [1])
+    assert model.propose(proposer, a=[], b=[2]) == [[], [1]]
+    assert model.propose(proposer, a=[1], b=[1, 2]) == [[2, 1, 2, 1], []]
 
 
 def test_a_stopper_cuts_drafts_and_learns_from_rounds():
-    proposer, runner = Proposer(config({"stopper": "schedule:3"}, tokens=8)), Runner(a=[1, 2] * 6)
-    assert [len(one) for one in runner.propose(proposer, a=[1])] == [3]
-    assert [len(one) for one in runner.propose(proposer, a=[2, 1, 2, 1])] == [5]
-    assert [len(one) for one in runner.propose(proposer, a=[2])] == [4]
+    proposer, model = Proposer(config({"stopper": "schedule:3"}, tokens=8)), Runner(a=[1, 2] * 6)
+    assert [len(one) for one in model.propose(proposer, a=[1])] == [3]
+    assert [len(one) for one in model.propose(proposer, a=[2, 1, 2, 1])] == [5]
+    assert [len(one) for one in model.propose(proposer, a=[2])] == [4]
 
 
 @pytest.mark.parametrize("section", [{"drafter": "auto"}, {"stopper": "auto"}, {"drafter": "ngram"}])
 def test_every_drafter_works_round_after_round(section):
-    proposer, runner = Proposer(config(section)), Runner(a=[1, 2, 3] * 2, b=[4, 5, 4, 5])
+    proposer, model = Proposer(config(section)), Runner(a=[1, 2, 3] * 2, b=[4, 5, 4, 5])
     for token in (1, 2, 3, 1, 2):
-        found = runner.propose(proposer, a=[token], b=[4 + token % 2])
+        found = model.propose(proposer, a=[token], b=[4 + token % 2])
         assert all(len(one) <= 4 for one in found)
 
 

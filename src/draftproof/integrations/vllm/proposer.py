@@ -14,7 +14,7 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_stopper
 from draftproof.errors import UserError
 from draftproof.integrations.vllm.options import Options
-from draftproof.integrations.vllm.seams import current_round
+from draftproof.integrations.vllm.runner import current_round
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams, Transforms
 from draftproof.stoppers.base import RoundTime, Stopper
@@ -47,7 +47,9 @@ class Proposer:
         self._stopper = _stopper(options)
         self._rows: dict[str, _Row] = {}
         self._next = 0
-        self._round: tuple[float, float, int, int] | None = None  # end of the last proposal, its seconds, rows and depth
+        self._round: tuple[float, float, int, int] | None = (
+            None  # end of the last proposal, its seconds, rows and depth
+        )
         name = self._drafter.name + ("" if self._stopper is None else f", stopper {self._stopper.name}")
         _log.info("draftproof drafts %d tokens at most by %s", length, name)
 
@@ -115,7 +117,9 @@ class Proposer:
 
     def _learn(self, rows: Sequence[_Row], start: float, size: int) -> None:
         """Tell drafter and stopper what became of the last drafts, and what the round cost that verified them."""
-        parts = [self._drafter, *([] if self._stopper is None else [self._stopper])]
+        parts: list[Drafter | Stopper] = [self._drafter]
+        if self._stopper is not None:
+            parts.append(self._stopper)
         for row in rows:
             for part in parts:
                 part.observe(row.id, row.drafted, min(row.emitted - 1, row.drafted))
