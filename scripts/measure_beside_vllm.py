@@ -98,8 +98,10 @@ def main() -> None:
             "/ready",
         ),
         theirs: (
-            [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
-            + ["--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"],
+            [
+                *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype),
+                *("--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"),
+            ],
             "/health",
         ),
     }
