@@ -1,8 +1,8 @@
 """Our server beside vLLM's on one machine: tokens a second, time to the first token, time between tokens.
 
-    python scripts/measure_beside_vllm.py VLLM MODEL [DTYPE]
+    python scripts/measure_beside_vllm.py PYTHON MODEL [DTYPE]
 
-VLLM is the command `vllm` of an environment of its own, MODEL a directory that both can read. Both servers run all the
+PYTHON is that of an environment of its own, with vLLM; MODEL a directory that both can read. Both servers run all the
 time, and one of them at a time has work: in turns, for 1, 4, 8 and 16 requests at once. Prompts and numbers of tokens
 are the same. The load comes from this process, by streams of /v1/completions. Takes less than 5 minutes on a quiet
 machine; prints a table in Markdown: medians over the turns.
@@ -89,7 +89,7 @@ def main() -> None:
     """Measure and print."""
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    vllm, model, dtype = (*sys.argv[1:], "bfloat16")[:3]
+    python, model, dtype = (*sys.argv[1:], "bfloat16")[:3]
     ours, theirs = free_port(), free_port()
     own = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--served-model-name", "model"]
     commands = {
@@ -98,7 +98,10 @@ def main() -> None:
             "/ready",
         ),
         theirs: (
-            [vllm, "serve", model, "--dtype", dtype, "--served-model-name", "model", "--max-model-len", "2048"],
+            [
+                *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype),
+                *("--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"),
+            ],
             "/health",
         ),
     }

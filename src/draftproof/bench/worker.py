@@ -20,7 +20,7 @@ READY = "ready"
 
 def vllm(model: str, dtype: str, batch: int) -> Generate:
     """vLLM's offline engine."""
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     engine = LLM(model, dtype=dtype, max_num_seqs=batch, max_model_len=1024, enable_prefix_caching=False)
 

@@ -1,1 +1,1 @@
-"""Ways in from other libraries: transformers' generate and pipelines, lm-eval, rollouts for reinforcement learning."""
+"""Ways in from other libraries: transformers' generate and pipelines, lm-eval, vLLM, rollouts for training."""
