@@ -230,7 +230,7 @@ PLACES = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": 
 
 
 @pytest.mark.parametrize("first", ["cpu", "disk"])
-@pytest.mark.parametrize("drafter", ["none", "ngram:3", "model", "early_exit:1"])
+@pytest.mark.parametrize("drafter", ["none", "ngram:3", "model", "early_exit:1", "auto"])
 def test_a_model_on_cpu_and_disk_generates_what_the_whole_one_does(embedded_copy, drafter, first):
     options = {"drafter": drafter, "dtype": "float32", "draft": "embedded:draft" if drafter == "model" else None}
     layers = json.loads((embedded_copy / "config.json").read_text())["num_hidden_layers"]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftproof import models
+from draftproof.backends import parallel
 from draftproof.backends.adapters import base_of, with_adapter
 from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend
@@ -65,16 +66,27 @@ def load_backend(
     adapter: str | None = None,
     attn_implementation: str | None = None,
     plainly: bool = False,
+    tensor_parallel: int = 1,
 ) -> Loaded:
     """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
 
-    With `plainly`, backend `auto` takes `plain` for a model whose drafts cannot be taken back.
+    With `plainly`, backend `auto` takes `plain` for a model whose drafts cannot be taken back. With `tensor_parallel`,
+    only process 0 returns (see `take_part`).
 
     Raises:
         UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
     """
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
+    if tensor_parallel != 1:
+        _refuse_undivided(source, tensor_parallel, backend=backend, device=device, adapter=adapter)
+        options = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "attn_implementation": attn_implementation,
+            "tensor_parallel": tensor_parallel,
+        }
+        return take_part(tensor_parallel).load(source, options, _load_part)
     model = load_model(
         models.resolve(source),
         dtype=dtype,
@@ -96,6 +108,65 @@ def load_backend(
             raise
         made = _plainly(model, source, cause, check=check)
     return made
+
+
+def take_part(processes: int) -> parallel.Group:
+    """Join the processes among which models are divided; only process 0 returns.
+
+    The others follow it until it ends, and exit then.
+
+    Raises:
+        UserError: this process was not started together with so many.
+    """
+    group = parallel.join(processes)
+    if not group.leads:
+        group.follow(_load_part)
+        raise SystemExit
+    return group
+
+
+def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
+    """Refuse what cannot be divided among processes, before anything is sent to them.
+
+    Raises:
+        UserError: an option that does not go with it, or a model that cannot be divided.
+    """
+    what = f"tensor_parallel is {processes}"
+    if options["backend"] not in ("auto", HFBackend.kind):
+        raise UserError(
+            f"{what}, and backend is {options['backend']!r}: only transformers' own forward pass is divided among "
+            f"processes, so legal is --backend {HFBackend.kind} (or auto, which takes it)"
+        )
+    for name in ("device", "adapter"):
+        if options[name] is not None:
+            raise UserError(f"{what}, which does not go with {name} {options[name]!r}: leave one of them out")
+    where = Path(models.resolve(source))
+    if where.suffix == ".gguf" or base_of(str(where)) is not None:
+        raise UserError(
+            f"{what}, and {source!r} is {'a GGUF file' if where.suffix else 'an adapter'}: only checkpoints in "
+            "safetensors are divided among processes"
+        )
+    _refuse_what_cannot_be_read(where)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(where))
+    except Exception as cause:
+        raise UserError(
+            f"cannot read the config of {source!r}: {reason(cause)} (legal: a hub id, a directory)"
+        ) from cause
+    parallel.refuse_indivisible(config, processes, source)
+
+
+def _load_part(source: str, **options: Any) -> Any:
+    """Load this process's part of a model; options as of `load_model`."""
+    model = load_model(models.resolve(source), **options)
+    if mixers_of(model):
+        raise UserError(
+            f"{source} has layers with a recurrent state, which are not divided among processes: legal is "
+            "tensor_parallel 1"
+        )
+    return model
 
 
 def _plainly(model: Any, source: str, cause: UndraftableError, *, check: bool) -> PlainBackend:
@@ -123,6 +194,7 @@ def load_model(
     trust_remote_code: bool = False,
     adapter: str | None = None,
     attn_implementation: str | None = None,
+    tensor_parallel: int = 1,
 ) -> Any:
     """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
 
@@ -137,6 +209,7 @@ def load_model(
         trust_remote_code: run code that comes with the model.
         adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
         attn_implementation: one of ATTENTION; default transformers' own choice.
+        tensor_parallel: number of processes, each of which loads its part of the weights.
 
     Raises:
         UserError: nothing to load there, in one line.
@@ -146,7 +219,7 @@ def load_model(
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    options |= _placed(device)
+    options |= _placed(device) if tensor_parallel == 1 else _divided(tensor_parallel)
     base = base_of(source)
     if base is not None and adapter is not None:
         raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
@@ -154,7 +227,7 @@ def load_model(
     named = adapter if base is None else source
     if named is not None:
         return with_adapter(whole, named)
-    return whole() if "device_map" in options else text_part(whole())
+    return text_part(whole()) if "device" in options else whole()
 
 
 def _load_whole(source: str, options: dict[str, Any]) -> Any:
@@ -203,6 +276,13 @@ def _placed(device: str | Mapping[str, Any] | None) -> dict[str, Any]:
             f"device {device!r} spreads a model, which needs the package accelerate: pip install accelerate"
         )
     return {"device_map": device if isinstance(device, str) else dict(device)}
+
+
+def _divided(processes: int) -> dict[str, Any]:
+    """Options that load a process's part of a model, by transformers' own plan for its type."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=processes)}
 
 
 def _refuse_what_cannot_be_read(where: Path) -> None:

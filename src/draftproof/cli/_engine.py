@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from draftproof.cli._launch import divide
 from draftproof.cli._options import Options, with_options
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP, default_draft
 from draftproof.cli._pulling import obtain
@@ -40,6 +42,7 @@ class EngineOptions:
         verifier: the verification rule.
         draft_temperature: temperature of the draft alone; the output distribution stays the target's.
         draft_top_k: top-k of the draft alone; the output distribution stays the target's.
+        tensor_parallel: processes among which the target is divided, each with a device or a share of the cores.
     """
 
     target: str | None = None
@@ -61,6 +64,7 @@ class EngineOptions:
     verifier: str | None = None
     draft_temperature: float | None = None
     draft_top_k: int | None = None
+    tensor_parallel: int = 1
 
 
 _SPECULATION = ("drafter", "stopper", "verifier", "draft_temperature", "draft_top_k")
@@ -78,13 +82,20 @@ _MODELS = tuple(name for name in EngineOptions.__dataclass_fields__ if name not 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace the parameter `engine` of a typer command by an option for each field of EngineOptions.
 
-    The command gets a dictionary by field.
+    The command gets a dictionary by field. Where a target is divided among processes, it runs in the first of them.
     """
     groups = [
         Options(EngineOptions, panel, only=only, help={name: _HELP[name] for name in only if name in _HELP})
         for panel, only in (("Models", _MODELS), ("Speculation", _SPECULATION))
     ]
-    return with_options(engine=groups)(command)
+
+    @functools.wraps(command)
+    def divided(**values: Any) -> Any:
+        if (processes := values["engine"]["tensor_parallel"]) != 1:
+            divide(processes)
+        return command(**values)
+
+    return with_options(engine=groups)(divided)
 
 
 def named_target(options: Mapping[str, Any]) -> str | None:

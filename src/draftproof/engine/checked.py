@@ -123,7 +123,12 @@ def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
     if os.environ.get(VARIABLE) == "0" or options["trust_remote_code"] or not options["check"]:
         return None
     altered = options["adapter"] or options["attn_implementation"] or (folder / ADAPTER).exists()
-    if altered or _has_towers(folder) or options["backend"] not in ("auto", "lean"):
+    if (
+        altered
+        or options.get("tensor_parallel", 1) != 1
+        or _has_towers(folder)
+        or options["backend"] not in ("auto", "lean")
+    ):
         return None
     try:
         files: dict[str, Any] = {

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from draftproof import models
 from draftproof.backends.loading import draft_dtype as read_draft_dtype
+from draftproof.backends.loading import take_part
 from draftproof.backends.slots import SlotBackend
 from draftproof.engine.checked import ModelSource
 from draftproof.engine.kept_costs import KeptCosts
@@ -107,6 +108,7 @@ class Engine(DecodingLoop):
         attn_implementation: str | None = None,
         max_model_len: int | None = None,
         generation_config: str = "auto",
+        tensor_parallel: int = 1,
     ) -> Engine:
         """An engine from names; registered models that are not on this machine are downloaded (`models.obtain`).
 
@@ -146,6 +148,9 @@ class Engine(DecodingLoop):
                 default. A draft model with a shorter context drafts up to its own.
             generation_config: "auto" takes the sampling parameters of the target's generation config as defaults, as
                 vLLM and transformers do (`default_params`); "none" leaves them alone.
+            tensor_parallel: number of processes among which the target is divided, by transformers' plan for its type;
+                they are started by torchrun. Only process 0 returns and has the draft model; the others compute their
+                parts of its passes in here, and exit when it ends.
 
         Raises:
             UserError: a name that is none, a model that cannot be had, parts that do not fit together.
@@ -153,6 +158,8 @@ class Engine(DecodingLoop):
         if generation_config not in ("auto", "none"):
             raise UserError(f"generation_config is {generation_config!r}: legal are auto and none")
         read_bytes(kv_memory)
+        if tensor_parallel != 1:
+            take_part(tensor_parallel)
         chosen = None if verifier is None else make_verifier(verifier)  # names are read before models are loaded
         if stopper is not None:
             make_stopper(stopper, draft or drafter)
@@ -169,7 +176,9 @@ class Engine(DecodingLoop):
         if draft is None and bits is None and draft_dtype != "auto":
             raise UserError(f"draft_dtype is {draft_dtype!r}, and there is no draft model: leave it out, or name one")
         one = device is None or (isinstance(device, str) and device != "auto")
-        source = ModelSource(target, **{**options, "adapter": adapter, "plainly": True})
+        source = ModelSource(
+            target, **{**options, "adapter": adapter, "plainly": True, "tensor_parallel": tensor_parallel}
+        )
         tokenizer, small = source.tokenizer, None
         if draft is not None:
             other = ModelSource(draft, **{**options, "dtype": loaded_in, "device": device if one else None})
