@@ -251,20 +251,21 @@ class Cluster:
 
 
 def layouts(setting: Setting, how: Speculation, total: int, rows: int, sizes: Iterable[int]) -> list[Cluster]:
-    """Every way to use `total` devices for `rows` requests at a time.
+    """Every way to use `total` devices for `rows` requests at a time; each replica decodes equally many, rounded up.
 
     Args:
         setting: of one device; its number of devices is not used.
         how: of speculation, with the best length for each number of requests.
         total: devices.
         rows: requests at a time, over all of them.
-        sizes: numbers of devices of a group; those that do not divide `total`, or have too little memory, are left out.
+        sizes: numbers of devices of a group. Those that do not divide `total`, have too little memory, or make more
+            replicas than there are requests, are left out.
     """
     made = []
     for devices in sizes:
-        if total % devices:
-            continue
         replicas = total // devices
+        if total % devices or rows < replicas:
+            continue
         each = -(-rows // replicas)
         one = replace(setting, devices=devices)
         if each > one.capacity(how.draft):
