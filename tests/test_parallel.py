@@ -70,7 +70,7 @@ def test_the_target_was_divided(divided, alone):
 
 def test_drafters_that_read_the_targets_weights_are_refused(divided):
     for name, what in (("quantized", "it has no quantized twin"), ("early_exit", "its first layers cannot draft")):
-        assert f"divided among 2 processes, so {what}: legal are drafters model, ngram, suffix" in divided[name]
+        assert f"divided among 2 processes, so {what}: legal are drafters model, chains, tree, ngram" in divided[name]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

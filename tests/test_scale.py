@@ -25,8 +25,8 @@ BALANCED = MACHINE.ridge * MODEL.bytes / 2  # tokens of a pass that take as long
 
 def test_a_small_pass_takes_as_long_as_its_weights_and_keys_are_read():
     assert pass_seconds(MACHINE, MODEL, 1, context=999) == pytest.approx((16e9 + 1000 * 65536 * 2) / 1e12)
-    reached = replace(MACHINE, reached=(0.5, 0.25), start=0.003)
-    assert pass_seconds(reached, MODEL, 1, context=999) == pytest.approx(0.003 + 4 * (16e9 + 1000 * 65536 * 2) / 1e12)
+    reached = replace(MACHINE, reached=(0.5, 0.25), start=0.0001)
+    assert pass_seconds(reached, MODEL, 1, context=999) == pytest.approx(0.0032 + 4 * (16e9 + 1000 * 65536 * 2) / 1e12)
 
 
 def test_a_large_pass_takes_as_long_as_its_arithmetic():

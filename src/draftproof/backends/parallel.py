@@ -445,8 +445,8 @@ class ParallelBackend(HFBackend):
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(
-            f"{self.name} is divided among {self._group.size} processes, so {what}: legal are drafters model, ngram, "
-            "suffix, auto and none"
+            f"{self.name} is divided among {self._group.size} processes, so {what}: legal are drafters model, chains, "
+            "tree, ngram, suffix, auto and none"
         )
 
     def _refuse_embedding(self, _: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Speed and price of decoding on machines that were not measured: a roofline of passes, batches, devices, clusters.
 
 A pass over B requests, each with w tokens, reads every weight once and the keys and values of B contexts, and makes two
-floating-point operations for each weight and token. It takes the larger one of the two times, and a fixed time. With
+floating-point operations for each weight and token. It takes the larger one of the two times, and a fixed time for each layer. With
 the weights divided over D devices (tensor parallelism) both shrink to a share of 1 / D, and each layer adds two sums
 over the devices. Speculation raises w, so it is free while weights are what a pass waits for, and costs its full price
 where arithmetic is.
@@ -32,7 +32,7 @@ class Machine:
         memory: bytes.
         link: bytes a second that a device sends to the others; 0 where it stands alone.
         reached: shares of operations and bandwidth that programs reach.
-        start: seconds that every pass takes beside them.
+        start: seconds that every layer of a pass takes beside them.
         row: seconds of sampling and verifying, for each token of a pass.
         sum: seconds that a sum over devices takes beside its bytes.
     """
@@ -115,7 +115,7 @@ def pass_seconds(
     arithmetic = (2.0 * model.weights * read + attention) / devices / (machine.operations * machine.reached[0])
     numbers = model.size + rows * (context + tokens) * model.cached * model.number
     memory = numbers / devices / (machine.bandwidth * machine.reached[1])
-    return machine.start + max(arithmetic, memory) + _sums(machine, model, read, devices)
+    return machine.start * model.layers + max(arithmetic, memory) + _sums(machine, model, read, devices)
 
 
 def _sums(machine: Machine, model: Model, read: int, devices: int) -> float:
