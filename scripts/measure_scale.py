@@ -101,7 +101,7 @@ def measured_rounds(batches: Sequence[int], rounds: int, turns: int) -> list[dic
     for turn in range(turns):
         names = list(engines) if turn % 2 else list(engines)[::-1]
         for batch in batches:
-            prompts = [tokenizer.encode(next(texts))[:128] for _ in range(batch)]
+            prompts = [tokenizer.encode(next(texts))[:48] for _ in range(batch)]
             for name in names:
                 row = decoded(engines[name], prompts, rounds, 1000 * turn)
                 made.append({"model": TARGET, "drafter": name, "batch": batch, "turn": turn, **row})

@@ -1,10 +1,10 @@
 """Speed and price of decoding on machines that were not measured: a roofline of passes, batches, devices, clusters.
 
 A pass over B requests, each with w tokens, reads every weight once and the keys and values of B contexts, and makes two
-floating-point operations for each weight and token. It takes the larger one of the two times, and a fixed time for each layer. With
-the weights divided over D devices (tensor parallelism) both shrink to a share of 1 / D, and each layer adds two sums
-over the devices. Speculation raises w, so it is free while weights are what a pass waits for, and costs its full price
-where arithmetic is.
+floating-point operations for each weight and token. It takes the larger one of the two times, and a fixed time for each
+layer. With the weights divided over D devices (tensor parallelism) both shrink to a share of 1 / D, and each layer adds
+two sums over the devices. Speculation raises w, so it is free while weights are what a pass waits for, and costs its
+full price where arithmetic is.
 
 Source: the roofline model of Williams, Waterman and Patterson (2009); the form for transformers, with sums over
 devices, follows Pope et al., arXiv 2211.05102.
