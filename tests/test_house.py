@@ -26,6 +26,7 @@ FLOORS = (
     {"audit", "bench"},
     {"reproduction", "profiling", "server", "integrations"},
     {"cli"},
+    {"__main__"},
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
