@@ -257,14 +257,15 @@ class Group:
                     self._part()
                 except RuntimeError as error:
                     _log.info("a process was gone before the end: %s", reason(error))
+                    self._leave()
 
     def _part(self) -> None:
         """Leave together: a process whose group is taken apart while another still talks to it is aborted."""
         torch.distributed.barrier(group=self.control)
         self._leave()
 
-    @staticmethod
-    def _leave() -> None:
+    def _leave(self) -> None:
+        self.control = None  # the last reference: its threads must have ended before the interpreter does
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
