@@ -575,6 +575,7 @@ def main() -> None:
     parser.add_argument("--devices", type=_positive, default=8, help="of the cluster")
     parser.add_argument("--load", type=_positive, nargs="+", default=[8, 64, 512], help="requests at a time")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="a JSON file of an earlier run")
+    parser.add_argument("--note", metavar="TEXT", help="on the machine during the measurement, for the page's header")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT.md, OUT.json and three pictures")
     options = parser.parse_args()
     options.price = dict(options.price)
@@ -586,6 +587,7 @@ def main() -> None:
         else:
             found = json.loads(options.source.read_text(encoding="utf-8"))
             facts = found[KEY]
+        facts |= {} if options.note is None else {"note": options.note}
         page(options, found, facts).write(options.out)
     except (UserError, OSError, KeyError, json.JSONDecodeError) as error:
         sys.exit(
