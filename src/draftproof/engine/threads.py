@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-SUSPICIOUS = 50.0  # interruptions a second; a quiet machine has fewer
+SUSPICIOUS = 100.0  # interruptions a second; a quiet machine has fewer (60 were seen), two busy neighbours make 250
 _WINDOW = 0.2  # seconds over which interruptions are counted
 _BLOCK = 2  # rounds with one number before those with the other
 _ROUNDS, _SECONDS = 8, 1.0  # of each number in a comparison: as many rounds, or as long with half as many
