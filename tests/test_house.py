@@ -24,7 +24,7 @@ FLOORS = (
     {"engine"},
     {"testing", "training"},
     {"audit", "bench"},
-    {"reproduction", "profiling", "server", "integrations"},
+    {"reproduction", "profiling", "server", "batch", "integrations"},
     {"cli"},
     {"__main__"},
 )

@@ -23,8 +23,8 @@ from draftproof.errors import RequestError
 from draftproof.server import schemas
 from draftproof.server.access import Keys, read_keys
 from draftproof.server.app import Stream
-from draftproof.server.run import bind, served_name
-from draftproof.server.settings import Settings
+from draftproof.server.run import bind
+from draftproof.server.settings import Settings, served_name
 from serving import STORY, error_of, post, running, small_engine, until
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "seed": 1}

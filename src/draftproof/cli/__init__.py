@@ -22,6 +22,7 @@ from draftproof.errors import UserError
 
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
+    "batch": "Answer the prompts of a file, or an OpenAI batch file, into a folder.",
     "serve": "Serve a model by OpenAI's API.",
     "bench": "Measure compositions and other engines on the same questions.",
     "reproduce": "Reproduce tables and figures of the papers, their numbers beside ours.",

@@ -13,7 +13,7 @@ from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._options import Options, with_options
 from draftproof.errors import UserError
-from draftproof.server.settings import Settings
+from draftproof.server.settings import Settings, served_name
 
 app = typer.Typer(add_completion=False)
 
@@ -37,7 +37,7 @@ def serve(
     from draftproof.server.access import read_keys
     from draftproof.server.app import Server, make_app
     from draftproof.server.logs import start_logging
-    from draftproof.server.run import address, bind, served_name, use_template
+    from draftproof.server.run import address, bind, use_template
     from draftproof.server.run import serve as serve_app
 
     settings = Settings(**server)

@@ -1,1 +1,1 @@
-"""Ways in from other libraries: transformers' generate and pipelines, lm-eval, vLLM, rollouts for training."""
+"""Ways in from other libraries: transformers' generate and pipelines, lm-eval, vLLM, Ray, rollouts for training."""

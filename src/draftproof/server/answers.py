@@ -22,11 +22,13 @@ from draftproof.server.schemas import (
     ChatChoice,
     ChatLogprobs,
     CompletionAnswer,
+    CompletionBody,
     CompletionChoice,
     CompletionDetails,
     CompletionLogprobs,
     PromptLogprob,
     PromptLogprobs,
+    SamplingFields,
     TokenLogprobAnswer,
     TopLogprob,
     Usage,
@@ -97,6 +99,21 @@ class Answer:
     prompt_top: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     continuations: list[Continuation] = field(default_factory=list)
+
+    @classmethod
+    def to(cls, body: SamplingFields, question: Question, *, name: str, model: str, token_text: TokenText) -> Answer:
+        """The answer to a body, empty yet."""
+        return cls(
+            name,
+            model,
+            question,
+            token_text,
+            body.return_token_ids,
+            body.return_drafts,
+            isinstance(body, CompletionBody) and body.echo,
+            as_ids=body.return_tokens_as_token_ids,
+            prompt_top=body.prompt_logprobs,
+        )
 
     def __post_init__(self) -> None:
         tools = self.question.tools

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import threading
@@ -32,7 +31,7 @@ from draftproof.server.access import Access, note
 from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
 from draftproof.server.errors import ApiError, failed, stopping
 from draftproof.server.metrics import Metrics
-from draftproof.server.reading import Question, Reader
+from draftproof.server.reading import Question, Reader, invalid_body, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from draftproof.server.settings import Settings
 from draftproof.server.tools import format_of, template_tools
@@ -40,9 +39,6 @@ from draftproof.server.worker import EngineWorker, Job
 
 _log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
-_FIELDS = {
-    name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
-}  # as errors may name them
 
 
 class Server:
@@ -90,13 +86,7 @@ class Server:
         Raises:
             ApiError: with status 404.
         """
-        if name not in (None, self.model):
-            raise ApiError(
-                f"the model {name[:100]!r} is not served: legal is {self.model!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+        refuse_other_model(name, self.model)
 
     async def aside(self, call: Callable[[], _Made]) -> _Made:
         """Tokenize outside the event loop's thread."""
@@ -111,10 +101,7 @@ class Server:
         """What a request asks."""
         formed = body.response_format or body.structured_outputs or (isinstance(body, ChatBody) and body.tools)
         limiter = self._compiling if formed else None  # compiling takes long: others keep their threads
-        if isinstance(body, ChatBody):
-            return await run_sync(partial(self._reader.chat, body), limiter=limiter)
-        assert isinstance(body, CompletionBody), "the other one of two kinds"
-        return await run_sync(partial(self._reader.completion, body), limiter=limiter)
+        return await run_sync(partial(self._reader.question, body), limiter=limiter)
 
     def encode(self, body: TokenizeBody) -> list[int]:
         """The token ids of a request to /tokenize."""
@@ -141,11 +128,7 @@ class Server:
     async def answer(self, request: Request, body: SamplingFields, form: Form, kind: str) -> Any:
         """Answer a request for completions, whole or as a stream."""
         self.check_model(body.model)
-        for option in ("stream_options", "return_drafts"):
-            if getattr(body, option) and not body.stream:
-                raise ApiError(f"{option} needs stream true", param=option)
-        if body.prompt_logprobs is not None and body.stream:
-            raise ApiError("prompt_logprobs needs stream false", param="prompt_logprobs")
+        refuse_stream_options(body)
         self.worker.refuse_without_room()  # before the work of reading a long prompt
         question = await self.question(body)
         seconds = self.settings.request_timeout or float("inf")
@@ -155,18 +138,7 @@ class Server:
                 f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
             )
         name = f"{kind}-{request.scope['state']['facts']['request_id']}"
-        echo = isinstance(body, CompletionBody) and body.echo
-        answer = Answer(
-            name,
-            self.model,
-            question,
-            self.token_text,
-            body.return_token_ids,
-            body.return_drafts,
-            echo,
-            as_ids=body.return_tokens_as_token_ids,
-            prompt_top=body.prompt_logprobs,
-        )
+        answer = Answer.to(body, question, name=name, model=self.model, token_text=self.token_text)
         self.worker.submit(job)
         if not body.stream:
             return await self._whole(request, job, answer, form)
@@ -446,20 +418,7 @@ async def _mistake(request: Request, error: Exception) -> Response:
 async def _invalid(request: Request, error: Exception) -> Response:
     """What is wrong with a body, without what the client sent."""
     assert isinstance(error, RequestValidationError), "registered for it"
-    found = error.errors()
-    first = next((each for each in found if not each["type"].endswith("_type")), found[0])  # of a union's branches
-    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in _FIELDS]
-    param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
-    if first["type"] == "extra_forbidden":
-        param = str(first["loc"][-1])[:100]
-        message = f"{'.'.join([*names, param])} is not supported: /openapi.json lists the fields that are"
-    elif first["type"] == "json_invalid":
-        param, message = None, "the body is not JSON"
-    elif len(first["loc"]) == 1:
-        param, message = None, "the body is no JSON object, or the header Content-Type is not application/json"
-    else:
-        message = f"{param or 'the body'}: {first['msg']}"
-    return await _shown_error(request, ApiError(message, param=param))
+    return await _shown_error(request, invalid_body(error.errors()))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
+from draftproof.server import schemas
 from draftproof.server.errors import ApiError
 from draftproof.server.schemas import (
     ChatBody,
@@ -32,6 +34,9 @@ _MOST_LOGPROBS = 20
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number; OpenAI's default
 _MOST_GRAMMAR = 131_072  # characters: masks of larger grammars take long to compute, in the engine's thread
 _FIELDS = {field.name for field in fields(SamplingParams)}
+_BODY_FIELDS = {
+    name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
+}  # as errors may name them
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,17 @@ class Reader:
         lock: AbstractContextManager[Any],
     ) -> None:
         self._engine, self._settings, self._shown, self._lock = engine, settings, shown, lock
+
+    def question(self, body: SamplingFields) -> Question:
+        """The question of a request for completions.
+
+        Raises:
+            ApiError: see `completion` and `chat`.
+        """
+        if isinstance(body, ChatBody):
+            return self.chat(body)
+        assert isinstance(body, CompletionBody), "the other one of two kinds"
+        return self.completion(body)
 
     def completion(self, body: CompletionBody) -> Question:
         """The question of a request to /v1/completions.
@@ -236,6 +252,55 @@ class Reader:
             if name in ("grammar", "grammars", "a"):
                 raise ApiError(self._shown(str(error)), param=param) from error
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
+
+
+def refuse_other_model(name: str | None, served: str) -> None:
+    """Refuse the name of another model.
+
+    Raises:
+        ApiError: with status 404.
+    """
+    if name not in (None, served):
+        raise ApiError(
+            f"the model {name[:100]!r} is not served: legal is {served!r}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def refuse_stream_options(body: SamplingFields) -> None:
+    """Refuse options of streams where the answer is none.
+
+    Raises:
+        ApiError: it names the option.
+    """
+    for option in ("stream_options", "return_drafts"):
+        if getattr(body, option) and not body.stream:
+            raise ApiError(f"{option} needs stream true", param=option)
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError("prompt_logprobs needs stream false", param="prompt_logprobs")
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """What is wrong with a body, without what the client sent.
+
+    Args:
+        errors: pydantic's, whose places begin with the word "body".
+    """
+    first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
+    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in _BODY_FIELDS]
+    param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
+    if first["type"] == "extra_forbidden":
+        param = str(first["loc"][-1])[:100]
+        message = f"{'.'.join([*names, param])} is not supported: /openapi.json lists the fields that are"
+    elif first["type"] == "json_invalid":
+        param, message = None, "the body is not JSON"
+    elif len(first["loc"]) == 1:
+        param, message = None, "the body is no JSON object, or the header Content-Type is not application/json"
+    else:
+        message = f"{param or 'the body'}: {first['msg']}"
+    return ApiError(message, param=param)
 
 
 def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:

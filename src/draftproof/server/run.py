@@ -50,14 +50,6 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def served_name(target: str, given: str | None) -> str:
-    """The model's name in the API: the given one, else the target's without its directory."""
-    if given:
-        return given
-    path = Path(target)
-    return path.resolve().name if path.exists() else target
-
-
 def use_template(engine: DecodingLoop, file: Path) -> None:
     """Give a model another chat template.
 

@@ -63,3 +63,11 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise UserError(f"{name} is {value}: legal is {low} or more")
+
+
+def served_name(target: str, given: str | None) -> str:
+    """The model's name in the API: the given one, else the target's without its directory."""
+    if given:
+        return given
+    path = Path(target)
+    return path.resolve().name if path.exists() else target

@@ -262,22 +262,9 @@ class EngineWorker:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's
             for request in made:
                 self._engine.abort(request)
-            self._fail(job, self._explained(error))
+            self._fail(job, explained(error, self._shown))
             return
         self._rows += [_Continuation(job, request, index) for index, request in enumerate(made)]
-
-    def _explained(self, error: Exception) -> ApiError:
-        """What the client is told of an error."""
-        if isinstance(error, RequestError):
-            _log.error("%s", error)
-            if isinstance(error.__cause__, NoTokenError):
-                return ApiError(self._shown(str(error.__cause__)))
-            return failed()
-        if isinstance(error, UserError):
-            code = "context_length_exceeded" if isinstance(error, ContextError) else None
-            return ApiError(self._shown(str(error)), code=code)
-        _log.error("a request failed", exc_info=error)
-        return failed()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -318,31 +305,15 @@ class EngineWorker:
         if row.dropped:  # another continuation of its job failed in this round
             return
         if request.error is not None:
-            self._fail(job, self._explained(request.error))
+            self._fail(job, explained(request.error, self._shown))
             return
         if not request.chunks:
             return
         self._observe(row, begin, now)
         pieces, _ = self._out.setdefault(job, ([], None))
-        while request.chunks:
-            chunk = request.chunks.popleft()
-            last = request.finished and not request.chunks
-            logprobs = tuple(request.logprobs[row.logprobs : row.logprobs + len(chunk.token_ids)])
-            row.logprobs += len(logprobs)
-            pieces.append(
-                Piece(
-                    row.index,
-                    chunk.text,
-                    chunk.token_ids,
-                    logprobs,
-                    chunk.finish_reason,
-                    request.cutter.stop_reason if last else None,
-                    chunk.drafted,
-                    chunk.accepted,
-                    chunk.origin,
-                    tuple(request.prompt_logprobs) if last else (),
-                )
-            )
+        made = pieces_of(request, row.index, row.logprobs)
+        row.logprobs += sum(len(piece.logprobs) for piece in made)
+        pieces += made
         if request.finished:
             self._rows.remove(row)
             self._metrics.ended(str(request.cutter.finish), now - job.arrival, request.stats.num_tokens)
@@ -397,6 +368,56 @@ class EngineWorker:
             self._loop.call_soon_threadsafe(self._hand_over, out)
         except RuntimeError:  # the loop is closed: nobody waits any more
             self._ends = True
+
+
+def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
+    """The chunks of a request that nobody has taken yet, as pieces.
+
+    Args:
+        request: its chunks are taken away.
+        index: of the continuation.
+        reported: tokens whose log-probabilities earlier pieces have.
+    """
+    made = []
+    while request.chunks:
+        chunk = request.chunks.popleft()
+        last = request.finished and not request.chunks
+        logprobs = tuple(request.logprobs[reported : reported + len(chunk.token_ids)])
+        reported += len(logprobs)
+        made.append(
+            Piece(
+                index,
+                chunk.text,
+                chunk.token_ids,
+                logprobs,
+                chunk.finish_reason,
+                request.cutter.stop_reason if last else None,
+                chunk.drafted,
+                chunk.accepted,
+                chunk.origin,
+                tuple(request.prompt_logprobs) if last else (),
+            )
+        )
+    return made
+
+
+def explained(error: Exception, shown: Callable[[str], str]) -> ApiError:
+    """What a client is told of an error; what it is not told is in the log.
+
+    Args:
+        error: of the engine.
+        shown: makes a message of the engine fit for clients.
+    """
+    if isinstance(error, RequestError):
+        _log.error("%s", error)
+        if isinstance(error.__cause__, NoTokenError):
+            return ApiError(shown(str(error.__cause__)))
+        return failed()
+    if isinstance(error, UserError):
+        code = "context_length_exceeded" if isinstance(error, ContextError) else None
+        return ApiError(shown(str(error)), code=code)
+    _log.error("a request failed", exc_info=error)
+    return failed()
 
 
 def _wanted(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:

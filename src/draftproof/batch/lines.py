@@ -1,0 +1,116 @@
+"""Lines of an OpenAI batch file: read and answered as the server reads and answers the bodies of its requests."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from draftproof.batch.rows import Asked, RowOptions, Values, row_seed
+from draftproof.batch.source import Row
+from draftproof.engine.loop import DecodingLoop
+from draftproof.engine.request import Request
+from draftproof.provenance import digest
+from draftproof.server.answers import Answer, ChatForm, CompletionForm, Form, TokenText
+from draftproof.server.errors import ApiError
+from draftproof.server.reading import Reader, invalid_body, refuse_other_model, refuse_stream_options
+from draftproof.server.schemas import ChatBody, CompletionBody, SamplingFields
+from draftproof.server.settings import Settings
+from draftproof.server.worker import explained, pieces_of
+
+_FORMS: dict[str, tuple[type[ChatBody | CompletionBody], type[ChatForm | CompletionForm], str]] = {
+    "/v1/chat/completions": (ChatBody, ChatForm, "chatcmpl"),
+    "/v1/completions": (CompletionBody, CompletionForm, "cmpl"),
+}
+
+
+class OpenAIRows:
+    """Rows with custom_id, method, url and body, answered in the shape of OpenAI's output files.
+
+    Args:
+        engine: answers them.
+        options: of the rows.
+    """
+
+    def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
+        self._options = options
+        settings = Settings(max_tokens_limit=options.max_tokens_limit, tool_format=options.tool_format)
+        self._reader = Reader(engine, settings, str, threading.RLock())
+        self._token_text = TokenText(engine.tokenizer)
+
+    def ask(self, row: Row) -> Asked:
+        """See RowForm."""
+        method, url = row.values.get("method"), row.values.get("url")
+        if method != "POST":
+            raise ApiError(f"method is {str(method)[:20]!r}: legal is POST", param="method")
+        if url not in _FORMS:
+            raise ApiError(f"url is {str(url)[:100]!r}: legal are {' and '.join(_FORMS)}", status=404, param="url")
+        kind, form, name = _FORMS[str(url)]
+        body = _body(kind, row.values.get("body"))
+        refuse_other_model(body.model, self._options.model)
+        if body.stream:
+            raise ApiError("stream is true: lines of a batch are answered whole, so leave it out", param="stream")
+        refuse_stream_options(body)
+        question = self._reader.question(body)
+        if body.seed is None and self._options.seed is not None:
+            seed = row_seed(self._options.seed, row.id)
+            question = replace(question, params=replace(question.params, seed=seed))
+        answer = Answer.to(
+            body, question, name=f"{name}-{self._name(row)}", model=self._options.model, token_text=self._token_text
+        )
+        return Asked(
+            [list(each) for each in question.prompts],
+            question.params,
+            list(question.prediction) or None,
+            body.speculation,
+            more=(answer, form()),
+        )
+
+    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
+        """See RowForm: one row, whose choices are the continuations."""
+        error = next((each.error for each in requests if each.error is not None), None)
+        if error is not None:
+            return [self.refused(row, error)], True
+        assert isinstance(asked.more, tuple), "made by ask"
+        answer: Answer = asked.more[0]
+        form: Form = asked.more[1]
+        for index, request in enumerate(requests):
+            answer.add(pieces_of(request, index))
+        return [self._row(row, 200, form.whole(answer).model_dump(mode="json"))], False
+
+    def refused(self, row: Row, error: Exception) -> Values:
+        """See RowForm."""
+        told = error if isinstance(error, ApiError) else explained(error, str)
+        return self._row(row, told.status, told.body())
+
+    def _row(self, row: Row, status: int, body: Mapping[str, Any]) -> Values:
+        name = self._name(row)
+        response = {"status_code": status, "request_id": f"req_{name}", "body": body}
+        return {"id": f"batch_req_{name}", "custom_id": row.id, "response": response, "error": None}
+
+    def _name(self, row: Row) -> str:
+        """The same for a row whenever and wherever it is answered."""
+        return digest(str(row.id), self._options.seed)[:24]
+
+
+def _body(kind: type[ChatBody | CompletionBody], given: Any) -> SamplingFields:
+    """A body of a line, an object or its JSON.
+
+    Raises:
+        ApiError: what is wrong with it.
+    """
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            raise ApiError("the body is not JSON", param="body") from None
+    if not isinstance(given, Mapping):
+        raise ApiError("the body is no JSON object", param="body")
+    try:
+        return kind.model_validate(dict(given))
+    except ValidationError as error:
+        raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None

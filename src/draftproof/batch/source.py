@@ -1,0 +1,164 @@
+"""The input of a batch: rows with ids from a JSONL or Parquet file, prompts or lines of an OpenAI batch file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from draftproof.errors import UserError, reason
+from draftproof.provenance import file_digest
+
+FORMATS = ("jsonl", "parquet")
+PROMPT_KEYS = ("messages", "prompt", "text")
+LINE_KEYS = ("custom_id", "method", "url", "body")
+_AT_ONCE = 1024  # rows of a Parquet file that are read together
+_NAMED = 5  # ids that an error names
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the input.
+
+    Attributes:
+        id: what the row's output is found by.
+        values: its columns, as JSON has them.
+    """
+
+    id: str | int
+    values: Mapping[str, Any]
+
+
+class Source:
+    """The rows of a file, which may be read several times.
+
+    Args:
+        path: a file whose name ends in .jsonl or .parquet.
+
+    Attributes:
+        path: the file.
+        form: "jsonl" or "parquet".
+        lines: whether the rows are lines of an OpenAI batch file.
+        count: number of rows.
+        integers: whether every id is a whole number.
+
+    Raises:
+        UserError: a file that cannot be read, a row without an id, or an id that occurs twice.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.form = path.suffix.lower().removeprefix(".")
+        if self.form not in FORMATS:
+            raise UserError(f"the input is {path}: legal are files whose names end in .jsonl or .parquet")
+        if not path.is_file():
+            raise UserError(f"cannot read {path}: {'it is no file' if path.exists() else 'it does not exist'}")
+        if self.form == "parquet":
+            require_pyarrow(f"reading {path.name}")
+        self._id: str | None = None
+        self._open()
+
+    def _open(self) -> None:
+        """Read all ids, and whatever else is the same for all rows."""
+        seen: Counter[str] = Counter()
+        self.lines, self.integers = False, True
+        for number, values in enumerate(self._values(("id", *LINE_KEYS, *PROMPT_KEYS))):
+            if number == 0:
+                self.lines = "custom_id" in values and "url" in values
+                self._id = "custom_id" if self.lines else "id" if "id" in values else None
+            found = self._id_of(number, values)
+            seen[str(found)] += 1
+            self.integers = self.integers and isinstance(found, int)
+        self.count = seen.total()
+        if not self.count:
+            raise UserError(f"{self.path} holds no row: legal are rows with id and prompt, or an OpenAI batch file's")
+        if twice := [name for name, times in seen.items() if times > 1]:
+            named = ", ".join(repr(name) for name in twice[:_NAMED]) + (", ..." if len(twice) > _NAMED else "")
+            raise UserError(
+                f"{self.path} has {len(twice)} ids that occur more than once: {named}; give each row an id of its own"
+            )
+
+    def _id_of(self, number: int, values: Mapping[str, Any]) -> str | int:
+        if self._id is None:
+            if "id" in values:
+                raise UserError(f"{self._where(number)} has an id, and the rows before it have none: give all or none")
+            return number
+        found = values.get(self._id)
+        whole = isinstance(found, int) and not isinstance(found, bool) and abs(found) < 1 << 63
+        text = isinstance(found, str) and found != "" and not any("\ud800" <= char <= "\udfff" for char in found)
+        if not (whole or text):
+            raise UserError(f"{self._where(number)} has no usable {self._id}: legal are texts and numbers of 64 bits")
+        assert isinstance(found, str | int), "one of both"
+        return found
+
+    def _where(self, number: int) -> str:
+        return f"{self.path}, row {number + 1}"
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the file."""
+        return file_digest(self.path)
+
+    def rows(self) -> Iterator[Row]:
+        """The rows, in order."""
+        columns = LINE_KEYS if self.lines else ("id", *PROMPT_KEYS, "prediction")
+        for number, values in enumerate(self._values(columns)):
+            found = self._id_of(number, values)
+            yield Row(found if self.integers else str(found), values)
+
+    def _values(self, columns: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+        return _json_rows(self.path) if self.form == "jsonl" else _parquet_rows(self.path, columns)
+
+
+def require_pyarrow(what: str) -> None:
+    """Refuse to go on without pyarrow.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec("pyarrow") is None:
+        raise UserError(f"{what} needs pyarrow: pip install 'draftproof[batch]', or use .jsonl")
+
+
+def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The objects of a JSONL file; lines without anything are left out."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _json_row(line, f"{path}, line {number}")
+    except OSError as cause:
+        raise UserError(f"cannot read {path}: {cause.strerror or cause}") from cause
+
+
+def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        raise UserError(f"{where}: not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{where}: legal is a JSON object, with id and prompt or as in an OpenAI batch file")
+    return found
+
+
+def _parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a Parquet file, with those of `columns` that it has."""
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            wanted = [name for name in file.schema_arrow.names if name in columns]
+            if not wanted:
+                names = ", ".join(file.schema_arrow.names[:20]) or "none"
+                raise UserError(f"{path} has the columns {names}: legal are id and prompt, or {', '.join(LINE_KEYS)}")
+            for batch in file.iter_batches(_AT_ONCE, columns=wanted):
+                yield from batch.to_pylist()
+    except (OSError, pa.ArrowException) as cause:
+        raise UserError(f"cannot read {path}: {reason(cause)}") from cause

@@ -1,0 +1,144 @@
+"""`draftproof batch`: the prompts of a file, or an OpenAI batch file, answered into a folder; killed runs go on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from draftproof import models
+from draftproof.batch.answering import Answerer, require_server
+from draftproof.batch.folder import AnswerFolder
+from draftproof.batch.rows import RowOptions, columns
+from draftproof.batch.run import Answers, Summary, answer_all, settings_of
+from draftproof.batch.source import FORMATS, Source
+from draftproof.cli import _terminal
+from draftproof.cli._engine import engine_options, load_engine, named_target
+from draftproof.cli._libraries import logged_lines, quiet_libraries
+from draftproof.cli._options import NONE, Options, with_options
+from draftproof.cli._parts import default_draft
+from draftproof.cli._prompts import read_text
+from draftproof.cli._pulling import obtain
+from draftproof.cli._results import Quiet, watch_for
+from draftproof.cli._sampling import sampling_options
+from draftproof.errors import UserError
+from draftproof.provenance import run_facts
+from draftproof.sampling import MODEL_DEFAULTS, SamplingParams
+from draftproof.server.settings import Settings, served_name
+
+app = typer.Typer(add_completion=False)
+_SERVED = Options(
+    Settings,
+    "Lines of OpenAI batch files",
+    only=("served_model_name", "max_tokens_limit", "chat_template", "tool_format"),
+    metavars={"chat_template": "FILE"},
+)
+_LEFT = {each.name: each.default for each in fields(SamplingParams) if each.name not in MODEL_DEFAULTS}
+
+
+@app.command()
+@sampling_options
+@engine_options
+@with_options(served=(_SERVED,))
+def batch(
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--in",
+            metavar="FILE",
+            help="Rows with id and prompt (or messages), or an OpenAI batch file; .jsonl or .parquet.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder of the answers; a run that was killed goes on.")],
+    form: Annotated[
+        str | None, typer.Option("--format", help=f"Of the answers: {' or '.join(FORMATS)}; without it the input's.")
+    ] = None,
+    rows_per_file: Annotated[int, typer.Option(help="The most rows of a file.")] = 1000,
+    save_every: Annotated[float, typer.Option(help="Seconds after which a file is written with fewer rows.")] = 60.0,
+    chat: Annotated[
+        bool | None, typer.Option(help="Apply the chat template; without this option it is applied if there is one.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message of the chats.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="A Ray cluster that answers: auto, local, HOST:PORT.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Engines on the cluster; without it one for each GPU, or for each node.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as a JSON object.")] = False,
+    quiet: Quiet = False,
+    *,
+    served: dict[str, Any],
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Answer the prompts of a file, one output for each id, on this machine or on a Ray cluster.
+
+    The same command goes on with a run that was interrupted. A row that cannot be answered has its error as its output.
+    """
+    target = named_target(engine) or models.DEFAULT_TARGET
+    engine = {**engine, "target": target, "draft": engine["draft"] or default_draft(target, engine["drafter"])}
+    if workers is not None and ray is None:
+        raise typer.BadParameter("--workers is of a Ray cluster: name it with --ray")
+    rows = Source(source)
+    if rows.lines:
+        require_server()
+    options = RowOptions(
+        lines=rows.lines,
+        sampling={name: value for name, value in sampling.items() if value != _LEFT.get(name, NONE)},
+        chat=chat,
+        system=system,
+        chat_template=read_text(served["chat_template"]),
+        model=served_name(target, served["served_model_name"]),
+        max_tokens_limit=served["max_tokens_limit"],
+        tool_format=served["tool_format"],
+    )
+    with quiet_libraries(), logged_lines(quiet=quiet):
+        if ray is None:
+            obtain(target, engine["draft"], quiet=quiet)
+        folder = AnswerFolder(
+            out,
+            settings_of(rows, engine, options),
+            form=form or rows.form,
+            names=columns(options),
+            integers=rows.integers,
+            rows_per_file=rows_per_file,
+            save_every=save_every,
+        )
+        answers: Answers
+        if ray is None:
+            answers = Answerer(load_engine(target, engine, quiet=quiet), options)
+        else:
+            answers = _on_ray(ray, engine, options, workers, rows.count)
+        summary = answer_all(rows, folder, answers, run=run_facts(), watch=watch_for(quiet=quiet))
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), **summary.to_dict()}))
+    elif not quiet:
+        _show(summary, out)
+
+
+def _on_ray(address: str, engine: Mapping[str, Any], options: RowOptions, workers: int | None, rows: int) -> Answers:
+    if find_spec("ray") is None or find_spec("pyarrow") is None:
+        raise UserError("--ray needs Ray: pip install 'draftproof[ray]'")
+    from draftproof.integrations.ray import cluster_answers
+
+    return cluster_answers(address, engine, options, workers=workers, rows=rows)
+
+
+def _show(summary: Summary, out: Path) -> None:
+    """The summary on stderr."""
+    found = summary.to_dict()
+    words = [f"{summary.answered} of {summary.rows} rows answered in {summary.seconds:.1f} s"]
+    if summary.before:
+        words.append(f"{summary.before} were there")
+    words.append(f"{summary.failed} with an error")
+    if found["tokens_per_second"]:
+        words.append(f"{found['tokens_per_second']:.0f} tokens/s")
+    if found["block_efficiency"]:
+        words.append(f"{found['block_efficiency']:.2f} tokens a target call")
+    _terminal.note(f"draftproof: {', '.join(words)}: {out}", dim=True)
