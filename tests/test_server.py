@@ -234,7 +234,9 @@ def test_a_prediction(client, alone):
     assert details.accepted_prediction_tokens > 30
     assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == size
     stream = client.completions.create(**options, extra_body=body, stream=True, stream_options={"include_usage": True})
-    assert list(stream)[-1].usage.completion_tokens_details == details
+    streamed = list(stream)[-1].usage.completion_tokens_details  # lengths of drafts depend on the clock
+    assert streamed.accepted_prediction_tokens > 30
+    assert streamed.accepted_prediction_tokens + streamed.rejected_prediction_tokens == size
 
 
 def test_a_prediction_of_a_chat(client, alone):
