@@ -85,6 +85,11 @@ def batch(
     engine = {**engine, "target": target, "draft": engine["draft"] or default_draft(target, engine["drafter"])}
     if workers is not None and ray is None:
         raise typer.BadParameter("--workers is of a Ray cluster: name it with --ray")
+    if ray is not None and engine["tensor_parallel"] != 1:
+        raise UserError(
+            f"--tensor-parallel is {engine['tensor_parallel']}, which does not go with --ray: workers have whole "
+            "models, so leave one of them out"
+        )
     rows = Source(source)
     if rows.lines:
         require_server()
