@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 SUSPICIOUS = 100.0  # interruptions a second; a quiet machine has fewer (60 were seen), two busy neighbours make 250
-_WINDOW = 0.2  # seconds over which interruptions are counted
+_WINDOW = 1.0  # seconds over which interruptions are counted: a quiet machine has many of them in some tenths
 _BLOCK = 2  # rounds with one number before those with the other
 _ROUNDS, _SECONDS = 8, 1.0  # of each number in a comparison: as many rounds, or as long with half as many
 _CLEAR = ((4.0, _BLOCK), (2.0, _ROUNDS // 2))  # so many times the other's time, in so many rounds, is enough
