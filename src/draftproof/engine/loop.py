@@ -365,7 +365,7 @@ class DecodingLoop:
                     rest=seconds.total - seconds.draft,
                     rows=len(rows),
                     depth=max(draft.depth for draft in drafts),
-                    nodes=max(map(len, drafts)),
+                    nodes=sum(map(len, drafts)) / len(rows),
                     # A round that read a portion says nothing about others, however small it was.
                     reads=PREFILL_CHUNK if plan.portions else max(len(feed.tokens) for feed in feeds),
                 )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-from draftproof.stoppers.base import RoundTime
+from draftproof.stoppers.base import Mean, RoundTime
 from draftproof.theory.cost import RoundCosts
 
 WINDOW, PAIRS = 32, 12  # newest figures that count: of drafting, and of neighbouring rounds, which are fewer
@@ -51,7 +51,7 @@ class Line:
         *,
         size: int = WINDOW,
         kept: int = 0,
-        unit: Callable[[int], float] = lambda _: 1.0,
+        unit: Callable[[Mean], float] = lambda _: 1.0,
         least: float = 0.0,
         floor: float = 0.0,
     ) -> None:
@@ -59,10 +59,10 @@ class Line:
         self.kept = kept
         self.doubts = 0  # newest figures in a row that contradict the line
         self.unit, self._least, self._floor = unit, least, floor
-        self.figures: deque[tuple[int, int, float]] = deque(maxlen=size)  # x, number of drafted tokens, y
+        self.figures: deque[tuple[Mean, Mean, float]] = deque(maxlen=size)  # x, number of drafted tokens, y
         self._fitted: tuple[float, float] | None = (start, slope)
 
-    def add(self, x: int, y: float, nodes: int) -> None:
+    def add(self, x: Mean, y: float, nodes: Mean) -> None:
         """Add a figure; when as many in a row contradict the line as make it known, older ones are dropped."""
         start, slope = self.fitted
         known = len(self.figures) >= TRIALS or self.kept
@@ -102,7 +102,7 @@ class Line:
         figures = [(x, y * self.unit(nodes)) for x, nodes, y in self.figures]
         ratios = [y / max(start + slope * x, 1e-9) for x, y in figures]
         middle = statistics.median(ratios) if ratios else 1.0
-        each: dict[int, list[float]] = {}
+        each: dict[Mean, list[float]] = {}
         for (x, y), ratio in zip(figures, ratios, strict=True):
             if len(ratios) < TRIALS or middle / OUTLIER <= ratio <= middle * OUTLIER:
                 each.setdefault(x, []).append(y)
@@ -153,7 +153,7 @@ class PassCosts:
             self._lines[size] = Line(start, slope, size=PAIRS, floor=1.0)
         return self._lines[size]
 
-    def rest(self, rows: int, nodes: int) -> float:
+    def rest(self, rows: int, nodes: Mean) -> float:
         """Expected rest of a round with a draft of so many tokens."""
         start, slope = self.line(rows).fitted
         return start + slope * nodes
