@@ -11,9 +11,11 @@ import torch
 from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.audit.compositions import PROMPT, STOPPERS, toy_engine
+from draftproof.backends.hf import HFBackend
 from draftproof.draft import Draft
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_stopper
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, Plan
@@ -24,7 +26,7 @@ from draftproof.stoppers.rates import SharedRates
 from draftproof.testing import TableModel, exact_distribution, target_distribution, total_variation
 from draftproof.theory.cost import BatchCosts, RoundCosts, best_round, best_round_length, expected_tokens
 from draftproof.tree import TokenTree
-from helpers import backend, engine
+from helpers import backend, embedded_model, engine
 
 LEARN, KEEP = LearnedCosts.learn, Engine.keep_costs  # before tests/conftest.py replaces them
 HOST = torch.device("cpu")
@@ -499,3 +501,24 @@ def test_costs_that_are_none_are_refused(argument):
     with pytest.raises(UserError, match="legal are 1 to"):
         Auto(RoundCosts(1.0, 1.0), limit=0)
     assert FixedLength(1).length(0) == 1
+
+
+def test_the_engine_counts_the_mean_of_the_drafted_tokens():
+    """A long draft of one request among several is no long draft of all: it costs less."""
+    pair = Engine(HFBackend(embedded_model("target"), name="target"), SuffixDrafter(8), max_batch=2)
+    drafted, times = [], []
+    propose, spent = pair.drafter.propose, pair.drafter.spent
+
+    def proposed(requests, rng):
+        made = propose(requests, rng)
+        drafted.append([len(draft) for draft in made])
+        return made
+
+    def measured(time):
+        times.append(time)
+        spent(time)
+
+    pair.drafter.propose, pair.drafter.spent = proposed, measured
+    pair.generate([[5, 6, 7, 8] * 6, [9, 30, 11]], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
+    assert any(len(set(lengths)) > 1 for lengths in drafted), "some round is uneven"
+    assert [time.nodes for time in times] == [sum(lengths) / len(lengths) for lengths in drafted]

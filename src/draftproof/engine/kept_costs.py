@@ -22,7 +22,7 @@ from draftproof.files import whole_file
 
 PAUSE = 30.0  # seconds between two writes while requests come and go
 MOST = 256  # pairs of models in the file; the oldest are dropped
-VERSION = 7
+VERSION = 8
 _log = logging.getLogger(__name__)
 
 
