@@ -217,6 +217,20 @@ def test_lookups_that_fail_are_given_up_and_tried_again():
     assert chosen[:3].count("lookup") >= 1
 
 
+@pytest.mark.parametrize(("token", "looked"), [(0.5, True), (1.5, False)])
+def test_one_request_of_eight_is_looked_up_where_its_tokens_pay(token, looked):
+    """Its draft costs what it reads, an eighth of what drafts of all eight would cost."""
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), PassCosts(token))
+    target, requests = TableModel(40, 0), []
+    for number in range(8):
+        tokens = [0, 1, 2, 3, 4] * 5 if number == 0 else [8 + number, 20 + number, 30 + number]
+        transforms = SamplingParams().bind(vocab_size=40, eos_token_ids=(), prompt_ids=tokens)
+        requests.append(DraftRequest(number, tokens, 1, 50, transforms, target.open()))
+    lengths = [len(draft) for draft in drafter.propose(requests, CounterRoundRng(list(range(8)), [0] * 8))]
+    assert bool(lengths[0]) == looked
+    assert not any(lengths[1:])
+
+
 @pytest.mark.parametrize("sources", [0, 1])
 def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
     """Where a verified token costs as much as a pass, passages are not looked up any more."""

@@ -247,10 +247,11 @@ class AutoDrafter:
         self._matched = {row: _kind(each) for row, each in found.items()}
         expected = {row: self._expected(row, each) for row, each in found.items()}
         others, costs = batch - len(found), self._lookup_costs.at(batch)
+        share = len(found) / batch  # costs are those of drafts of all requests
         choice, most = best, max(best.plan.speed, GAIN)
         for n in LOOKUP_LENGTHS:
             made = sum(tokens[min(n, len(tokens) - 1)] for tokens in expected.values()) + others
-            speed = made / batch / costs.of(n)
+            speed = made / batch / (costs.target + costs.begin + n * share * (costs.draft + costs.token))
             if speed > most:
                 most = speed
                 choice = _Choice(None, Plan(n, 1, speed), {row: _first(each, n) for row, each in found.items()})

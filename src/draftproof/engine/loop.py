@@ -92,7 +92,7 @@ class DecodingLoop:
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._checks = LogitsCheck()
-        self._threads = ThreadCount(interruptions())
+        self._threads = ThreadCount(interruptions() if target.device.type == "cpu" else None)
         self._refuse_impossible()
         self._kv_memory, self._prefix_reuse = read_bytes(kv_memory), prefix_reuse
         self._schedule()
