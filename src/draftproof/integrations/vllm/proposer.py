@@ -47,9 +47,8 @@ class Proposer:
         self._stopper = _stopper(options)
         self._rows: dict[str, _Row] = {}
         self._next = 0
-        self._round: tuple[float, float, int, int] | None = (
-            None  # end of the last proposal, its seconds, rows and depth
-        )
+        # End of the last proposal, its seconds, and the length of each row's draft.
+        self._round: tuple[float, float, list[int]] | None = None
         name = self._drafter.name + ("" if self._stopper is None else f", stopper {self._stopper.name}")
         _log.info("draftproof drafts %d tokens at most by %s", length, name)
 
@@ -94,7 +93,8 @@ class Proposer:
         drafting = [row for row in rows if row is not None]
         self._learn(drafting, start, len(rows))
         made = self._draft(drafting)
-        self._round = (time.perf_counter(), time.perf_counter() - start, len(rows), max(map(len, made), default=0))
+        lengths = [len(draft) for draft in made] + [0] * (len(rows) - len(made))
+        self._round = (time.perf_counter(), time.perf_counter() - start, lengths)
         drafts = iter(made)
         return [[] if row is None else next(drafts) for row in rows]
 
@@ -123,13 +123,13 @@ class Proposer:
         for row in rows:
             for part in parts:
                 part.observe(row.id, row.drafted, min(row.emitted - 1, row.drafted))
-        if self._round is not None:
-            end, draft, before, depth = self._round
+        if self._round is not None and self._round[2]:
+            end, draft, lengths = self._round
             # A round in which requests came or ended, or a prompt was read, says nothing about the cost of decoding.
-            same = before == size == len(rows) and all(row.emitted and not row.fresh for row in rows)
+            same = len(lengths) == size == len(rows) and all(row.emitted and not row.fresh for row in rows)
             reads = 1 if same else self._longest
             for part in parts:
-                part.spent(RoundTime(draft, start - end, size, depth, depth, reads))
+                part.spent(RoundTime(draft, start - end, size, max(lengths), sum(lengths) / len(lengths), reads))
         for row in rows:
             row.fresh = False
 
