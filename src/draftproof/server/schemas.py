@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 # The first wrong item ends a check: errors of a million items would be a long list, made in the event loop's thread.
 TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=1_000_000)]
@@ -295,8 +296,11 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
-class PromptLogprob(BaseModel):
-    """The log-probability of a token at a place of the prompt, its rank there and its text; as in vLLM."""
+class PromptLogprob(TypedDict):
+    """The log-probability of a token at a place of the prompt, its rank there and its text; as in vLLM.
+
+    A dictionary, as an answer may have a hundred thousand of them.
+    """
 
     logprob: float
     rank: int
