@@ -483,6 +483,14 @@ def test_options_that_do_not_go_together(tmp_path):
     assert command("--in", tmp_path / "no.jsonl", "--out", tmp_path / "out").exit_code == 1
 
 
+def test_a_cluster_does_not_divide_a_target(tmp_path, monkeypatch):
+    monkeypatch.setattr("draftproof.cli._engine.divide", lambda _: None)
+    source = write(tmp_path / "in.jsonl", some_rows(1))
+    found = command("--in", source, "--out", tmp_path / "out", "--ray", "local", "--tensor-parallel", 2)
+    assert found.exit_code == 1
+    assert "--tensor-parallel is 2, which does not go with --ray" in found.stderr
+
+
 # --- Parquet ------------------------------------------------------------------------------------------------------
 
 
