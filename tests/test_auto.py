@@ -20,7 +20,7 @@ from draftproof.engine.registry import make_stopper
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, Plan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
-from draftproof.stoppers.costs import LearnedCosts
+from draftproof.stoppers.costs import LearnedCosts, PassCosts
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.rates import SharedRates
 from draftproof.testing import TableModel, exact_distribution, target_distribution, total_variation
@@ -522,3 +522,23 @@ def test_the_engine_counts_the_mean_of_the_drafted_tokens():
     pair.generate([[5, 6, 7, 8] * 6, [9, 30, 11]], SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     assert any(len(set(lengths)) > 1 for lengths in drafted), "some round is uneven"
     assert [time.nodes for time in times] == [sum(lengths) / len(lengths) for lengths in drafted]
+
+
+def test_a_belief_that_every_round_contradicts_is_looked_at_soon():
+    """Plain rounds become rare while costs are as expected, and come at once when verifying costs much more."""
+    passes = PassCosts()
+
+    def rounds(number, token):
+        made = []
+        for _ in range(number):
+            nodes = 0 if passes.is_old(8) else 8
+            passes.learn(RoundTime(0.1, 1.0 + token * nodes, 8, nodes, nodes))
+            made.append(nodes)
+        return made
+
+    rounds(600, 0.02)
+    assert rounds(100, 0.02).count(0) <= 1
+    rounds(30, 1.0)
+    assert passes.rest(8, 8) == pytest.approx(9.0, rel=0.2)
+    rounds(600, 1.0)
+    assert rounds(100, 1.0).count(0) <= 1, "what was learned is no contradiction any more"

@@ -142,6 +142,7 @@ class PassCosts:
         self._newest: RoundTime | None = None  # None where its time says nothing
         self._since: dict[int, int] = {}
         self._pause: dict[int, int] = {}
+        self._plain: dict[int, float] = {}  # rest of the newest plain round, in seconds
         self.version = 0  # rises with every round
 
     def line(self, rows: int) -> Line:
@@ -169,7 +170,13 @@ class PassCosts:
         self._newest = time
         if time.nodes:
             self._since[size] = self._since.get(size, 0) + 1
-        elif self.is_old(time.rows):
+            if size in self._plain:
+                share = time.rest / max(self._plain[size] * self.rest(time.rows, time.nodes), 1e-9)
+                if not 1 / DOUBT < share < DOUBT:  # the machine, or the line: a plain round soon tells
+                    self._pause[size] = REFRESH[0]
+            return
+        self._plain[size] = time.rest
+        if self.is_old(time.rows):
             self._since[size] = 0
             self._pause[size] = min(2 * self._pause.get(size, REFRESH[0]), REFRESH[1])
 
