@@ -481,6 +481,25 @@ def test_without_pages_a_block_follows_the_longest_sequence(monkeypatch):
         assert target.sequences_nbytes([length, 10]) == 2 * capacity * token
 
 
+@pytest.mark.parametrize("spec", ["early_exit:1", "early_exit:1x3", "quantized:4"])
+@pytest.mark.parametrize("kind", ["hf", "lean"])
+def test_without_pages_a_self_draft_and_its_target_follow_buffers_that_move(kind, spec, monkeypatch):
+    """As on a device: the layers of one cache grow at different times, and shrink to what they were."""
+    if spec == "quantized:4" and kind == "hf":
+        pytest.skip("transformers' modules quantize on the device or with a package; lean has its own products")
+    monkeypatch.setattr(pages, "paged", lambda _: False)
+    target = HFBackend(random_model(CONFIG), name="block") if kind == "hf" else backend(kind)
+    drafter = make_drafter(spec, target=target, draft=None, stopper="fixed:3")
+    rule = make_verifier("trie_block" if drafter.branching else "block")
+    under_test = Engine(target, drafter, rule, max_batch=2, prefix_reuse=False)
+    plain = Engine(target, max_batch=2, prefix_reuse=False)
+    greedy = params(1, tokens=16, greedy=True)
+    for length in (300, 20, 250, 900, 20, 300):
+        prompts = [words(length, length), words(10, 5)]
+        found, wanted = ([each.token_ids for each in built.generate(prompts, greedy)] for built in (under_test, plain))
+        assert found == wanted
+
+
 # --- log-probabilities of prompts -------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ keeping a path of a tree moves data (`gather`). A slot takes memory for what its
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -124,6 +125,7 @@ class SlotCache:
         self._used: list[int] = []  # positions of each slot that were written
         self._slots = 0
         self._capacity = 0
+        self._replaced = 0  # buffers
         self._units: Counter[tuple[int, int]] = Counter()  # buffers by heads, and bytes of a head's position
         self._is_paged = False
         self.pinned = False
@@ -156,8 +158,8 @@ class SlotCache:
 
         A NaN would reach the next sequence: a masked value has weight 0, and 0 * NaN is NaN.
         """
-        for buffer in self._buffers() if self._used[slot] else ():
-            if slot < buffer.shape[0]:
+        if self._used[slot]:
+            for buffer in self._buffers_with(slot):
                 self._clear(buffer, buffer[slot])
         self._used[slot] = 0
         self._free.append(slot)
@@ -173,7 +175,7 @@ class SlotCache:
         used = self._used[slot]
         if used <= length:
             return
-        for buffer in self._buffers():
+        for buffer in self._buffers_with(slot):
             for head in buffer[slot]:
                 self._clear(buffer, head[length:used])
         self._used[slot] = length
@@ -244,12 +246,23 @@ class SlotCache:
         return sum(number * heads * unit for (heads, unit), number in self._units.items())
 
     @property
-    def extent(self) -> tuple[int, int]:
-        """Slots and positions of new buffers; a buffer that was returned stays valid until this changes."""
-        return self._slots, self._capacity
+    def extent(self) -> tuple[int, int, int]:
+        """Slots and positions of new buffers, and how many were replaced; a returned buffer is valid until this changes.
+
+        Slots and positions alone would not do: a capacity that shrinks may grow back to what it was, in other memory.
+        """
+        return self._slots, self._capacity, self._replaced
 
     def _buffers(self) -> Iterator[Tensor]:
         return (buffer for store in (self._keys, self._values) for buffer in store.values())
+
+    def _buffers_with(self, slot: int) -> Iterator[Tensor]:
+        """The buffers that have a slot.
+
+        Buffers grow when their layer is read, and a self-draft reads the first layers alone: those of the others may
+        have fewer slots and positions.
+        """
+        return (buffer for buffer in self._buffers() if slot < buffer.shape[0])
 
     # --- growth -----------------------------------------------------------------------------------------------------
 
@@ -304,6 +317,7 @@ class SlotCache:
                 if end := min(used, most):
                     made[slot, :, :end] = old[slot, :, :end]
             self._memory.pop(old.data_ptr(), None)
+            self._replaced += 1
         self._is_paged = memory.is_paged and (self._is_paged or not self._memory)
         self._memory[made.data_ptr()] = memory
         store[layer] = made
@@ -361,10 +375,21 @@ class SlotCache:
 
     @torch.inference_mode()
     def gather(self, slot: int, base: int, positions: Sequence[int]) -> None:
-        """Move the entries at `positions` of a slot to base, base + 1, ... in every layer."""
-        for buffer in self._buffers():
-            index = sent(positions, buffer.device)
-            buffer[slot, :, base : base + len(positions)] = buffer[slot].index_select(1, index)
+        """Move the entries at `positions` of a slot to base, base + 1, ... in every layer.
+
+        Args:
+            slot: of the sequence.
+            base: the first position to write.
+            positions: ascending, none below `base`.
+        """
+        indices: dict[tuple[int, torch.device], Tensor] = {}  # a copy to a device for each layer would take longer
+        for buffer in self._buffers_with(slot):
+            there = bisect.bisect_left(positions, buffer.shape[2])
+            if there:
+                which = there, buffer.device
+                if which not in indices:
+                    indices[which] = sent(positions[:there], buffer.device)
+                buffer[slot, :, base : base + there] = buffer[slot].index_select(1, indices[which])
 
 
 class CacheView:
