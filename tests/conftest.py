@@ -2,19 +2,21 @@
 
 import os
 
+import torch
+
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DRAFTPROOF_TARGET", "embedded:stories")  # for `draftproof generate`
 os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/test_checked.py is about it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read once, while triton is imported, which peft does too
+# Read once, while triton is imported, which peft does too. Tests on a device shall use what its users get.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 from jaxtyping import install_import_hook
 
 install_import_hook("draftproof", "type_checks.counted")
 
 import pytest
-import torch
 from hypothesis import settings
 
 import type_checks

@@ -247,7 +247,7 @@ class SlotCache:
 
     @property
     def extent(self) -> tuple[int, int, int]:
-        """Slots and positions of new buffers, and how many were replaced; a returned buffer is valid until this changes.
+        """Slots and positions of new buffers, and how many were replaced: a returned buffer is valid until it changes.
 
         Slots and positions alone would not do: a capacity that shrinks may grow back to what it was, in other memory.
         """
