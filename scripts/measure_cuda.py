@@ -3,8 +3,9 @@
     python scripts/measure_cuda.py docs/results/cuda                 everything, in about eight minutes
     python scripts/measure_cuda.py OUT --small --device cpu          tiny models, to see that the script runs
 
-Models have random weights, made on the device. What is compared takes turns in one process, every time ends with a wait
-for the device, and the tables have ratios to the same turn's base. It writes OUT.md and OUT.json.
+Models have random weights, made on the device: costs do not depend on what weights say, but how many drafted tokens are
+accepted does, so those figures are not a real model's. What is compared takes turns in one process, every time ends
+with a wait for the device, and the tables have ratios to the same turn's base. It writes OUT.md and OUT.json.
 """
 
 import argparse
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 import transformers
 
-from draftproof import SamplingParams
+from draftproof import Engine, SamplingParams
 from draftproof.accelerator import finish
 from draftproof.backends.base import Feed
 from draftproof.backends.compiled import CompiledBackend
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.engine.loop import DecodingLoop
+from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.functional import chain, coupling
 from draftproof.kernels import choose
 from draftproof.provenance import run_facts
@@ -36,6 +38,7 @@ from draftproof.tree import TokenTree
 
 BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
 WIDTHS = (1, 5, 9)
+DRAFTED = 4
 Calls = Mapping[Any, Callable[[], object]]
 Seconds = dict[Any, list[float]]  # of each turn
 SHAPES = {
@@ -207,7 +210,42 @@ def decoding(
     ]
     lines += table(("way", "tokens a second", "over transformers", "equal tokens at the beginning"), cells)
     found_wide, rows = passes(backends, ids, 5 * options.repeats, device)
-    return [*lines, "", *rows], {"decoding": found, "passes": found_wide, "equal": same}
+    lines += ["", *rows]
+    found_rounds = {}
+    if "compiled" in backends:
+        found_rounds, rows = rounds(backends["compiled"], ids, options, device)
+        lines += ["", *rows]
+    return lines, {"decoding": found, "passes": found_wide, "rounds": found_rounds, "equal": same}
+
+
+def rounds(
+    target: Any, ids: list[int], options: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, Any], list[str]]:
+    """Rounds of plain decoding and of drafts from the target's own rounded weights, by graphs, greedy."""
+    params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
+    engines, made, lines = {"none": Engine(target)}, {}, []
+    for spec in ("quantized:8", "quantized:4"):
+        try:
+            drafter = make_drafter(spec, target=target, draft=None, stopper=f"fixed:{DRAFTED}")
+            engines[spec] = Engine(target, drafter, make_verifier("block"))
+        except Exception as error:  # noqa: BLE001 - the others are measured all the same
+            traceback.print_exc()
+            lines += [f"- {spec} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"]
+
+    def decode(spec: str) -> None:
+        (made[spec],) = engines[spec].generate([ids], params)
+
+    found = turns({spec: functools.partial(decode, spec) for spec in engines}, options.repeats, device)
+    cells = []
+    for spec in engines:
+        calls = made[spec].stats.num_target_calls
+        rows = ([seconds / calls for seconds in found[spec]], [seconds / options.tokens for seconds in found["none"]])
+        cost = median_and_range([mine / plain for mine, plain in zip(*rows, strict=True)])
+        tokens = f"{options.tokens / calls:.2f}"
+        cells.append((spec, f"{1000 * median(rows[0]):.2f}", cost, tokens, over(found, spec, "none")))
+    heads = (f"drafter, fixed:{DRAFTED}", "round, ms", "over a plain one", "tokens a call", "speed over plain")
+    figures = {"seconds": found, "calls": {spec: each.stats.num_target_calls for spec, each in made.items()}}
+    return figures, [*lines, *table(heads, cells)]
 
 
 def passes(

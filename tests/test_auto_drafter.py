@@ -282,7 +282,7 @@ def test_decoding_goes_on_without_a_source_that_cannot_be_made(caplog):
 
 
 def test_weights_that_do_not_fit_are_not_made(monkeypatch, caplog):
-    monkeypatch.setattr(drafter_parts, "available", lambda: 1000)
+    monkeypatch.setattr(drafter_parts, "available", lambda _: 1000)
     made = Engine.load("embedded:stories", check=False)
     (out,) = made.generate("Once upon a time", SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
     assert len(out.token_ids) == 30

@@ -52,7 +52,7 @@ def expected(family):
     return model, [generated(model, ids) for ids in PROMPTS]
 
 
-def assert_same(model, prompts, found, wanted):
+def assert_same(model, prompts, found, wanted, near=NEAR):
     """Equal tokens, up to the first place where the two best logits are the same to rounding."""
     for ids, mine, theirs in zip(prompts, found, wanted, strict=True):
         if mine == theirs:
@@ -61,7 +61,7 @@ def assert_same(model, prompts, found, wanted):
         with torch.inference_mode():
             rows = model(torch.tensor([[*ids, *theirs[:place]]], device=model.device), use_cache=False).logits
         best, second = rows[0, -1].float().topk(2).values.tolist()
-        assert best - second < NEAR, (
+        assert best - second < near, (
             f"token {place} of {len(theirs)} differs, and the best logit leads by {best - second}"
         )
 
@@ -106,6 +106,54 @@ def test_the_embedded_pair_keeps_the_text(drafter, verifier, backend, tmp_path, 
     drawn = SamplingParams(temperature=0.9, top_p=0.95, seed=3, max_tokens=TOKENS, ignore_eos=True)
     together = texts(engine, PROMPTS, drawn)
     assert together == [texts(engine, [ids], drawn)[0] for ids in PROMPTS]  # a seed's text does not depend on a batch
+
+
+@pytest.mark.parametrize("backend", ["hf", "lean", "compiled"])
+@pytest.mark.parametrize("drafter", ["quantized:4", "quantized:8", "quantized:4x2"])
+def test_rounded_weights_draft_for_their_target(drafter, backend, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    options = {"dtype": "bfloat16", "device": "cuda", "backend": backend}
+    plain = Engine.load("embedded:stories", drafter="none", **options)
+    verifier = "trie_block" if "x" in drafter else "block"
+    engine = Engine.load("embedded:stories", drafter=drafter, verifier=verifier, stopper="fixed:3", **options)
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    found = engine.generate(PROMPTS, greedy)
+    assert_same(
+        plain.target.model, PROMPTS, [list(each.token_ids) for each in found], texts(plain, PROMPTS, greedy), near=0.2
+    )
+    calls = sum(each.stats.num_target_calls for each in found)
+    assert len(PROMPTS) * TOKENS > 1.5 * calls, "rounded weights draft much of what the whole ones say"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_with_rounded_weights(bits, dtype):
+    from draftproof.kernels import weights
+
+    for outs, ins in ((40, 320), (1000, 576), (64, 8960)):
+        plain = torch.randn(outs, ins, device="cuda", dtype=getattr(torch, dtype))
+        made = weights.quantize(plain, bits, 32)
+        dense = made.to_dense().double()
+        assert (dense - plain.double()).norm() < {4: 0.1, 8: 0.01}[bits] * plain.double().norm()
+        for rows in (1, 2, 16, 37):
+            x = torch.randn(rows, ins, device="cuda", dtype=plain.dtype)
+            wanted = x.double() @ dense.T
+            assert (weights.product(x, made).double() - wanted).norm() < 0.01 * wanted.norm(), (outs, ins, rows)
+
+
+def test_the_default_is_recorded_and_drafts_by_itself():
+    engine = Engine.load("embedded:stories", device="cuda")
+    assert (engine.target.kind, engine.target.device.type) == ("compiled", "cuda")
+    assert [one.name for one in engine.drafter.sources] == ["quantized:4"]
+
+
+def test_weights_of_a_recorded_model_are_changed():
+    old, new = (random_model(CONFIGS["llama"](), seed=seed).cuda() for seed in (0, 1))
+    made = CompiledBackend(old).with_weights(new.state_dict())
+    wanted = texts(Engine(HFBackend(new)), PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True))
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    for _ in range(2):  # passes are recorded when their shapes come again
+        assert_same(new, PROMPTS, texts(Engine(made), PROMPTS, greedy), wanted)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -199,7 +199,7 @@ def test_an_attention_of_transformers_can_be_chosen(tmp_path, name):
     session, tokens = made.open(), [i * i % 97 for i in range(40)]
     found = torch.cat([made.forward([Feed(session, part)])[0].logits for part in (tokens[:30], tokens[30:])])
     expected = model(input_ids=torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(found, expected[[29, 39]], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(found.cpu(), expected[[29, 39]], rtol=1e-3, atol=1e-3)
 
 
 def test_attention_that_is_none_or_without_effect_is_refused(saved):

@@ -329,7 +329,7 @@ def test_bad_arguments_and_weights_say_what_is_legal(spec, words):
 def test_without_native_layers_it_is_refused(monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")
     target = LeanBackend(random_model(transformers.LlamaConfig(**WIDE)), name="llama")
-    with pytest.raises(UserError, match="llama cannot be quantized, because its layers are not native"):
+    with pytest.raises(UserError, match="llama cannot be quantized: its layers are not native"):
         make_drafter("quantized", target=target, draft=None, stopper="fixed:4")
 
 

@@ -1,6 +1,8 @@
 """Any transformers model with quantized linear layers: what is copied, what is shared, and that outputs are exact."""
 
 import copy
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,14 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends import packed
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
-from draftproof.backends.quantized_modules import QuantizedLinear, _torchao, quantizing
+from draftproof.backends.packed import Product
+from draftproof.backends.quantized_modules import QuantizedLinear, quantizing
 from draftproof.backends.self_draft import QuantizedBackend
 from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from helpers import CONFIGS, RANGE, ROPE, random_model
+from pretend_cuda import OnDevice
 from test_quantized import drafted, needs_native
 
 FAMILIES = {
@@ -151,22 +155,19 @@ def test_it_is_at_hand_for_drafter_auto():
     ]
 
 
-def test_torchao_makes_the_same_layers_with_weights_of_its_own():
-    """What an accelerator gets, tried on the CPU with 8 bits; 4 bits need CUDA."""
-    pytest.importorskip("torchao")
-    layer, rows = nn.Linear(64, 48), torch.randn(3, 64)
-    made = _torchao(8, "llama")(layer, 8)
-    assert type(made.weight) is not type(layer.weight)
-    assert made.bias is layer.bias
-    expected = layer(rows)
-    error = (made(rows) - expected).norm() / expected.norm()
-    assert 1e-5 < error < 0.02
-
-
-def test_without_torchao_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torchao.quantization", None)
-    with pytest.raises(UserError, match="pip install torchao"):
-        _torchao(4, "llama")
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("triton_is_installed", lambda: False), r"need Triton: pip install 'draftproof\[triton\]'"),
+        (("_on_device", lambda: SimpleNamespace(why_not=lambda *_: "the kernel fails (no driver)")), r"\(no driver\)"),
+    ],
+)
+def test_on_a_device_the_message_says_what_is_missing(change, words, monkeypatch):
+    weight = torch.zeros(4, 64)
+    product = Product(weight, pack=False)
+    monkeypatch.setattr(packed, *change)
+    product.weight = OnDevice(weight)
+    assert re.search(words, product.why_not_quantized(4))
 
 
 @needs_native

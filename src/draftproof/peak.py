@@ -105,8 +105,10 @@ class _Sampler:
         return max(self._most, resident() or 0)
 
 
-def available() -> int | None:
-    """Bytes of memory that new programs can have without swapping; None where the system does not say."""
+def available(device: torch.device) -> int | None:
+    """Bytes that new tensors on a device can have, on a CPU without swapping; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

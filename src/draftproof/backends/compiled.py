@@ -3,8 +3,9 @@
 On a CPU the compiler packs the weights and fuses the operations between two products. That takes about a minute when a
 model is loaded, and again at the first batch of single tokens and the first batch of several. docs/log.md has its
 speed: it gains little. On CUDA nothing is compiled: the launches of the layers are recorded for each shape (`graphs`),
-which has never run on a device. Wide passes (prompts), and rows that are not neighbours in the cache, are read by the
-lean forward, on plain weights; on a CPU these are kept beside the program's own.
+since the host needs several times as long for them as the device. Wide passes (prompts), and rows that are not
+neighbours in the cache, are read by the lean forward, on plain weights; on a CPU these are kept beside the program's
+own.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from torch import Tensor
 from draftproof.accelerator import sent
 from draftproof.backends.attention import Pass
 from draftproof.backends.base import Feed
+from draftproof.backends.facts import ModelFacts
 from draftproof.backends.graphs import Graphs
 from draftproof.backends.layout import Layout
-from draftproof.backends.lean import LeanBackend
+from draftproof.backends.lean import LeanBackend, LeanForward
 from draftproof.backends.lean_layers import Lean
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.errors import UserError, reason
@@ -36,8 +38,61 @@ _BUCKET = 256  # on CUDA a graph serves this many horizons
 _log = logging.getLogger(__name__)
 
 
-class CompiledBackend(LeanBackend):
+class _ByProgram(LeanForward):
+    """Narrow passes by a program, where there is one; all others by the lean forward."""
+
+    kind = "compiled"
+    _program: Program | None = None
+
+    @property
+    def by_graphs(self) -> bool:
+        """Whether its passes are recorded, not compiled."""
+        return self.device.type == "cuda"
+
+    @property
+    def takes_weights(self) -> bool:
+        """See LeanForward; a compiled program holds its weights."""
+        return self.by_graphs
+
+    def around(self, facts: ModelFacts, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
+        """See LeanForward."""
+        return forward_of(facts, lean, cache) if self.by_graphs else super().around(facts, lean, cache)
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        program = self._program
+        ready = layout.width <= WIDEST and layout.plan.contiguous and (self.by_graphs or not layout.layers)
+        made = program(layout, self._cache) if program is not None and ready else None
+        if made is None:
+            return super()._compute(layout, hidden=hidden)
+        logits, states = made
+        return logits, states if hidden else None
+
+
+class GraphForward(_ByProgram):
+    """A lean forward on CUDA, such as that of a model's first layers, whose passes are recorded.
+
+    Args:
+        facts: of the model.
+        lean: its forward pass, with its weights.
+        cache: as `SlotBackend` has it.
+    """
+
+    def __init__(self, facts: ModelFacts, lean: Lean, *, cache: SlotCache | None = None) -> None:
+        super().__init__(facts, lean, cache=cache)
+        self._cache.pinned = True
+        self._program = Program(lean, bucket=_BUCKET, records=True)
+
+
+def forward_of(facts: ModelFacts, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
+    """The fastest backend for a lean forward that needs no compiler; arguments as of LeanForward."""
+    kind = GraphForward if lean.embed.weight.device.type == "cuda" else LeanForward
+    return kind(facts, lean, cache=cache)
+
+
+class CompiledBackend(_ByProgram, LeanBackend):
     """A transformers model of the Llama family, whose lean forward is compiled or recorded when it is loaded.
+
+    Where CUDA cannot record it, a warning says so, and it works as backend lean does.
 
     Args:
         model: as for LeanBackend.
@@ -48,43 +103,35 @@ class CompiledBackend(LeanBackend):
         UserError: no lean forward for this model, torch.compile does not work here, or the probe found a difference.
     """
 
-    kind = "compiled"
-
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True) -> None:
-        super().__init__(model, name=name, check=check, pack=False)
+        LeanBackend.__init__(self, model, name=name, check=check, pack=False)
         if not check:
             self._get_ready()
 
     def _get_ready(self) -> None:
-        """Compile now, so that the first request need not wait."""
-        records = self.device.type == "cuda"
-        self._cache.pinned = records
-        self._program = Program(self.lean, bucket=_BUCKET if records else 1, records=records)
-        if not records:
+        """Compile or record now, so that the first request need not wait."""
+        by_graphs = self.by_graphs
+        self._cache.pinned = by_graphs
+        self._program = Program(self.lean, bucket=_BUCKET if by_graphs else 1, records=by_graphs)
+        if not by_graphs:
             _log.info("compiling the forward pass of %s: a minute or two", self.name)
         start, session = time.perf_counter(), self.open()
         try:
             self.forward([Feed(session, [0])])  # nothing is cached yet: by the lean forward
-            self.forward([Feed(session, [0, 0])])
+            for _ in range(2 if by_graphs else 1):  # a shape is recorded when it comes again
+                self.forward([Feed(session, [0, 0])])
         except UserError:
             raise
         except Exception as cause:
-            failed = "CUDA cannot record" if records else "torch.compile cannot compile"
-            needs = "" if records else ": it needs a C++ compiler"
+            if by_graphs:
+                raise
             raise UserError(
-                f"{failed} {self.name} here ({reason(cause)}){needs}; legal is backend lean, which does without"
+                f"torch.compile cannot compile {self.name} here ({reason(cause)}): it needs a C++ compiler; legal is "
+                f"backend lean, which does without"
             ) from cause
         finally:
             session.close()
-        _log.info("%s in %.0f s", "recorded" if records else "compiled", time.perf_counter() - start)
-
-    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
-        ready = layout.width <= WIDEST and layout.plan.contiguous and not layout.layers
-        made = self._program(layout, self._cache) if ready else None
-        if made is None:
-            return super()._compute(layout, hidden=hidden)
-        logits, states = made
-        return logits, states if hidden else None
+        _log.info("%s in %.0f s", "recorded" if by_graphs else "compiled", time.perf_counter() - start)
 
 
 class _Buffers:
@@ -128,12 +175,21 @@ class Program:
         self._lean = lean
         self._bucket = bucket
         self._records = records
-        self._run: Callable[..., tuple[Tensor, ...]] = Graphs(_pass_of(lean)) if records else _compile(lean)
+        self._runs: dict[
+            tuple[int, ...], Callable[..., tuple[Tensor, ...]]
+        ] = {}  # by the layers whose states are taken
+
+    def _run(self, layers: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
+        if layers not in self._runs:
+            self._runs[layers] = Graphs(_pass_of(self._lean, layers)) if self._records else _compile(self._lean)
+        return self._runs[layers]
 
     def __call__(
         self, layout: Layout, cache: SlotCache
     ) -> tuple[Float[Tensor, "rows width vocab"], Float[Tensor, "rows width dim"]] | None:
         """Logits and states of every column; None where the cache has no buffers yet.
+
+        States of `layout.layers` go to `layout.taken`; only recorded passes take some.
 
         Padding is computed and written like any token, to positions that are overwritten before they are read.
         """
@@ -153,14 +209,18 @@ class Program:
         masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.now().items()}
         cos, sin = self._lean.rope(positions, plan.horizon)
         slots = torch.arange(rows, device=device).repeat_interleave(spread)
+        run = self._run(layout.layers)
         if self._records:
-            logits, states = self._run(ids, cos, sin, masks, slots, places, *views)
-            return logits.view(rows, spread, -1), states.view(rows, spread, -1)
+            logits, states, *taken = (
+                each.view(rows, spread, -1) for each in run(ids, cos, sin, masks, slots, places, *views)
+            )
+            layout.taken.update(zip(layout.layers, taken, strict=True))
+            return logits, states
         _mark_dynamic(*((each, (0,)) for each in (ids, cos, sin, places, slots)))
         _mark_dynamic(*((mask, (0, 2, 3)) for mask in masks.values()))
         _mark_dynamic(*((view, (0, 2)) for store in views for view in store))
         with torch._dynamo.config.patch(install_free_tensors=True):  # noqa: SLF001 - freezes the weights
-            logits, states = self._run(ids, cos, sin, masks, slots, places, *views)
+            logits, states = run(ids, cos, sin, masks, slots, places, *views)
         return logits.view(rows, spread, -1)[:, :width], states.view(rows, spread, -1)[:, :width]
 
     def _mask(self, layout: Layout, window: int | None, spread: int, horizon: int) -> Tensor:
@@ -178,14 +238,14 @@ def _mark_dynamic(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001 - has no public name
 
 
-def _compile(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
+def _compile(lean: Lean) -> Callable[..., tuple[Tensor, ...]]:
     """The pass compiled; its weights, found in a closure, are frozen into the program."""
-    made: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_pass_of(lean), options={"freezing": True})
+    made: Callable[..., tuple[Tensor, ...]] = torch.compile(_pass_of(lean), options={"freezing": True})
     return made
 
 
-def _pass_of(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The layers as a function of tensors only."""
+def _pass_of(lean: Lean, layers: tuple[int, ...] = ()) -> Callable[..., tuple[Tensor, ...]]:
+    """The layers as a function of tensors only: logits, last states, and the states after some layers."""
 
     def run(
         ids: Tensor,
@@ -196,14 +256,17 @@ def _pass_of(lean: Lean) -> Callable[..., tuple[Tensor, Tensor]]:
         places: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         rows, _, _, horizon = next(iter(masks.values())).shape
         buffers = _Buffers(keys, values, slots, places, horizon)
         at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, None)
         x = F.embedding(ids, lean.embed.weight)
-        for layer in lean.layers:
+        taken = [x.clone()] if 0 in layers else []  # clones: layers may overwrite x
+        for number, layer in enumerate(lean.layers, 1):
             x = layer(x, at, masks[layer.kind])
+            if number in layers:
+                taken.append(x.clone())
         states = lean.norm(x)
-        return lean.head(states), states
+        return lean.head(states), states, *taken
 
     return run

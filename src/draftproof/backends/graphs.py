@@ -1,11 +1,12 @@
 """CUDA graphs of a function of tensors: its launches are recorded once for each shape, and then started by one call.
 
-The layers of a model are hundreds of launches for each token, and the host needs longer for them than the device. None
-of this has run on a device yet; the tests record and replay on the CPU.
+The layers of a model are hundreds of launches for each token, and the host needs longer for them than the device. On
+machines without a device the tests record and replay on the CPU.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftproof.errors import reason
+
 MOST = 64  # graphs kept; the one that was used least recently is dropped
+_SEEN = 256  # sets that came once
 _WARM_UP = 2  # calls before a recording: libraries set themselves up in the first ones, which a recording cannot hold
 
 Run = Callable[..., tuple[Tensor, ...]]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +43,9 @@ class _Graph:
 class Graphs:
     """A function of tensors as CUDA graphs, one for each set of shapes and of buffers.
 
+    A set is recorded when it comes for the second time: recording takes as long as several runs, and prompts have many
+    lengths.
+
     Args:
         run: takes `ids, cos, sin, masks, slots, places, keys, values`, as `compiled.Program` passes them. It may write
             to keys and values only, the same whenever it is repeated, and may not wait for the device.
@@ -46,7 +54,9 @@ class Graphs:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._kept: OrderedDict[object, _Graph] = OrderedDict()
+        self._seen: OrderedDict[object, None] = OrderedDict()
         self._pool: Any = None
+        self._fails = False
 
     def __call__(
         self,
@@ -59,15 +69,18 @@ class Graphs:
         keys: Sequence[Tensor],
         values: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """What the function returns, in memory of its own; recorded at the first call with these shapes and buffers."""
+        """What the function returns, in memory of its own."""
         given, kinds = [ids, cos, sin, slots, places, *masks.values()], tuple(masks)
         # A recording holds addresses. Buffers that grow move; where a shape comes back to an address, so does its use.
         buffers = tuple((each.data_ptr(), each.shape) for each in (*keys, *values))
         key = (kinds, buffers, tuple((each.shape, each.dtype) for each in given))
-        graph = self._kept.pop(key, None) or self._recorded(given, kinds, keys, values)
-        self._kept[key] = graph
-        if len(self._kept) > MOST:
-            self._kept.popitem(last=False)
+        graph = self._kept.pop(key, None)
+        if graph is None and key in self._seen and not self._fails:
+            graph = self._recorded(given, kinds, keys, values)
+        if graph is None:
+            _keep(self._seen, key, None, _SEEN)
+            return self._run(ids, cos, sin, masks, slots, places, keys, values)
+        _keep(self._kept, key, graph, MOST)
         for mine, each in zip(graph.inputs, given, strict=True):
             mine.copy_(each)
         graph.replay()
@@ -75,7 +88,8 @@ class Graphs:
 
     def _recorded(
         self, given: Sequence[Tensor], kinds: Sequence[str], keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> _Graph:
+    ) -> _Graph | None:
+        """A recording; None where the device cannot record, once and for all: the results are the same without."""
         mine = [each.clone() for each in given]
 
         def again() -> tuple[Tensor, ...]:
@@ -84,8 +98,21 @@ class Graphs:
 
         if self._pool is None:
             self._pool = new_pool()
-        outputs, replay = record(again, self._pool)
+        try:
+            outputs, replay = record(again, self._pool)
+        except RuntimeError as cause:
+            self._fails = True
+            _log.warning("CUDA cannot record the passes of a model (%s): they take longer", reason(cause))
+            return None
         return _Graph(mine, outputs, replay)
+
+
+def _keep(held: OrderedDict[object, Any], key: object, value: Any, most: int) -> None:
+    """Put an entry last, and drop the first where there are more than `most`."""
+    held[key] = value
+    held.move_to_end(key)
+    if len(held) > most:
+        held.popitem(last=False)
 
 
 def new_pool() -> Any:

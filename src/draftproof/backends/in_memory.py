@@ -6,12 +6,14 @@ Both go by a shallow copy of the model, so that neither keeps the model itself a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
+from draftproof.backends.compiled import CompiledBackend, forward_of
 from draftproof.backends.cutting import shallow
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.hf import HFBackend
@@ -26,6 +28,7 @@ from draftproof.errors import UserError
 from draftproof.peak import available
 
 LEGAL = ("auto", "lean", "hf", "snapshot")
+_LEAN = (LeanForward.kind, CompiledBackend.kind)
 _SPARE = 1.5  # so many times the memory of the copies must be free before `auto` makes them
 _SAMPLED = 512  # words of each tensor that `weights_version` reads
 
@@ -50,10 +53,10 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     refuse_training(model)
     twin = _twin(model)
     kind = suitable(twin) if backend == "auto" else backend
-    if kind == "lean" and backend == "auto" and not _fits(model):
+    if backend == "auto" and kind in _LEAN and not _fits(model):
         kind = "hf"
-    if kind == "lean":
-        return _lean(twin, name, check=check)
+    if kind in _LEAN:
+        return _lean(twin, name, LeanForward if kind == backend else forward_of, check=check)
     return (SnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
 
 
@@ -87,7 +90,7 @@ def _same(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | nn.Embedding)
 
 
-def _lean(model: Any, name: str | None, *, check: bool) -> LeanForward:
+def _lean(model: Any, name: str | None, form: Callable[[ModelFacts, Lean], LeanForward], *, check: bool) -> LeanForward:
     facts = ModelFacts.of(model, name)
     why = supports(model)
     if why is not None:
@@ -95,7 +98,7 @@ def _lean(model: Any, name: str | None, *, check: bool) -> LeanForward:
     probe = Probe(model, facts.name) if check else None
     windows = windows_of(model) if probe is None else probe.windows
     lean = Lean(stand_in(model), windows, getattr(model.config, "layer_types", None))
-    made = LeanForward(facts, lean)
+    made = form(facts, lean)
     if probe is not None:
         probe.check(made)
     return made
@@ -153,10 +156,7 @@ def _fits(model: Any) -> bool:
     """Whether there is memory for copies of the weights; assumed where the system does not say."""
     weights = list(model.parameters())
     needed = _SPARE * sum(each.numel() * each.element_size() for each in weights)
-    if weights[0].device.type == "cuda":
-        free: int | None = torch.cuda.mem_get_info(weights[0].device)[0]
-    else:
-        free = available()
+    free = available(weights[0].device)
     return free is None or free > needed
 
 

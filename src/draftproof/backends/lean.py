@@ -132,9 +132,18 @@ class LeanForward(SlotBackend):
         """Rows of the output layer's weight."""
         return self.lean.head.dense()[ids.to(self.device)]
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether `with_weights` works."""
+        return True
+
+    def around(self, facts: ModelFacts, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
+        """A part or a form of the model that makes its passes as this one does; arguments as of the class."""
+        return LeanForward(facts, lean, cache=cache)
+
     def first_layers(self, layers: int) -> LeanForward:
         """The model's first layers on the same weights and in the same cache."""
-        made = LeanForward(self.facts, self.lean.first(layers), cache=self._cache)
+        made = self.around(self.facts, self.lean.first(layers), self._cache)
         made.capabilities = self.capabilities
         return made
 
@@ -142,7 +151,7 @@ class LeanForward(SlotBackend):
         """See `SlotBackend.quantizing`; embeddings and norms are shared."""
         for lean in self.lean.quantizing(bits, self.name):
             facts = replace(self.facts, bits=bits)
-            made = None if lean is None else LeanForward(facts, lean, cache=self._cache)
+            made = None if lean is None else self.around(facts, lean, self._cache)
             if made is not None:
                 made.capabilities = self.capabilities
             yield made
@@ -150,7 +159,7 @@ class LeanForward(SlotBackend):
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
         """See `SlotBackend.with_weights`; the weights are copied into a layout for this processor, as when loading."""
         architecture = Architecture.of(self.lean)
-        if self.kind != LeanForward.kind or architecture is None:
+        if not self.takes_weights or architecture is None:
             return super().with_weights(weights)
         state = state_of(weights)
         if HEAD in state and EMBEDDING in state and state[HEAD].data_ptr() == state[EMBEDDING].data_ptr():
@@ -158,7 +167,7 @@ class LeanForward(SlotBackend):
         refuse_misfits(state, architecture.shapes(state, self.facts.hidden_size, self.vocab_size), self.name)
         lean = architecture.lean_from(StateWeights(state, self.dtype, self.device))
         lean.rope, lean.windows = self.lean.rope, self.lean.windows
-        made = LeanForward(self.facts, lean)
+        made = self.around(self.facts, lean)
         made.max_positions, made.bounded_by = self.max_positions, self.bounded_by
         made.capabilities, made.prefill = self.capabilities, self.prefill
         return made

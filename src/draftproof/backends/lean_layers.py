@@ -85,11 +85,9 @@ class Lean:
         """
         if bits not in BITS:
             raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
-        if native_layers(self.layers) is None or self.head.layout != "native":
-            raise UserError(
-                f"{name} cannot be quantized, because its layers are not native: legal on backend lean are models "
-                f"whose heads have a multiple of 16 numbers (32 in bfloat16), and DRAFTPROOF_NATIVE must not be 0"
-            )
+        why = self._why_not_quantized(bits)
+        if why is not None:
+            raise UserError(f"{name} cannot be quantized: {why}")
         yield None
         made = copy.copy(self)
         made.layers = []
@@ -99,6 +97,15 @@ class Lean:
         made.head = self.head.quantized_output(bits, self.embed.weight if self.tied else None)
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         yield made
+
+    def _why_not_quantized(self, bits: int) -> str | None:
+        if self.embed.weight.device.type == "cpu" and native_layers(self.layers) is None:
+            return (
+                "its layers are not native: legal on backend lean are models whose heads have a multiple of 16 numbers "
+                "(32 in bfloat16), and DRAFTPROOF_NATIVE must not be 0"
+            )
+        products = [getattr(layer, name) for layer in self.layers for name in PRODUCTS]
+        return next((why for each in (*products, self.head) if (why := each.why_not_quantized(bits)) is not None), None)
 
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""

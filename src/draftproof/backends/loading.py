@@ -26,7 +26,8 @@ from draftproof.kernels.operations import BITS
 from draftproof.models.download import INSTALL_GGUF
 
 BACKENDS = {
-    "auto": "lean where the model has a lean forward, snapshot where it has recurrent layers, else hf",
+    "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
+    "else hf",
     "hf": "transformers' own forward pass",
     "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
     "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
@@ -104,7 +105,7 @@ def load_backend(
     try:
         made: Loaded = _BACKENDS[kind](model, name=source, check=check)
     except UndraftableError as cause:
-        if backend != "auto" or kind == "lean" or not plainly:  # a lean forward has taken the model apart
+        if backend != "auto" or kind in ("lean", "compiled") or not plainly:  # a lean forward has taken the model apart
             raise
         made = _plainly(model, source, cause, check=check)
     return made
@@ -182,7 +183,7 @@ def _plainly(model: Any, source: str, cause: UndraftableError, *, check: bool) -
 def suitable(model: Any) -> str:
     """The backend that `auto` takes for a loaded model."""
     if supports(model) is None:
-        return "lean"
+        return CompiledBackend.kind if model.device.type == "cuda" else LeanBackend.kind
     return "snapshot" if mixers_of(model) else "hf"
 
 

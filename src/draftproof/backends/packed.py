@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from draftproof.kernels import native
-from draftproof.kernels.operations import Interleaved, Quantized
+from draftproof.kernels.choose import installed as triton_is_installed
+from draftproof.kernels.operations import Interleaved
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
 _PIECE = 64  # outputs whose maximum is taken at once
@@ -80,7 +82,7 @@ class Product:
         self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
     ) -> None:
         self.bias, self.layout = bias, "plain"
-        self.weight: Tensor | Interleaved | Quantized = weight
+        self.weight: Any = weight  # a tensor, or in a layout of kernels/
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations(weight) if pack else None
         if operations is not None and operations.multiplies(weight.shape[1]):
@@ -89,19 +91,33 @@ class Product:
             self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
         self._latest: tuple[Tensor, Tensor] | None = None
 
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
+        """Why it has no quantized form here; None where it has one. Arguments as of `quantized`."""
+        if self.layout == "native":
+            return None
+        if not isinstance(self.weight, Tensor) or self.weight.device.type != "cuda":
+            return "its products are not native (and DRAFTPROOF_NATIVE must not be 0)"
+        if not triton_is_installed():
+            return f"its products on {self.weight.device} need Triton: pip install 'draftproof[triton]'"
+        found: str | None = _on_device().why_not(self.weight.dtype, self.weight.device, bits, group)
+        return found
+
     def quantized(self, bits: int, group: int = GROUP) -> Product:
-        """The same product with a quantized weight, as a draft reads it.
+        """The same product with a quantized weight, as a draft reads it; see `why_not_quantized`.
 
         Args:
             bits: of a weight.
             group: inputs of an output that share a scale and an offset.
         """
-        assert isinstance(self.weight, Interleaved), "the caller knows that the layout is native"
-        operations = native.operations(self.weight.blocks)
-        assert operations is not None, "the layout is native"
         made = copy.copy(self)
-        made.weight = operations.quantize(self.weight, bits, group)
-        made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
+        if isinstance(self.weight, Interleaved):
+            operations = native.operations(self.weight.blocks)
+            assert operations is not None, "the layout is native"
+            made.weight = operations.quantize(self.weight, bits, group)
+            made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
+        else:
+            weights = _on_device()
+            made.weight, made._multiply = weights.quantize(self.weight, bits, group), weights.product  # noqa: SLF001
         return made
 
     def quantized_output(self, bits: int, table: Float[Tensor, "out in"] | None = None) -> Product:
@@ -114,7 +130,9 @@ class Product:
         made = self.quantized(bits)
         if bits > 4:
             return made
-        assert isinstance(self.weight, Interleaved), "checked by `quantized`"
+        if table is None and isinstance(self.weight, Tensor):
+            table = self.weight
+        assert table is not None or isinstance(self.weight, Interleaved), "checked by `quantized`"
         return RescoredProduct(made, self.weight.rows if table is None else partial(_embedded, table))
 
     @property
@@ -169,6 +187,11 @@ class RescoredProduct(Product):
             again += self.bias[chosen]
         logits.scatter_(-1, chosen, again.to(logits.dtype))
         return made
+
+
+def _on_device() -> Any:
+    """Quantized products on a device, whose module needs Triton."""
+    return importlib.import_module("draftproof.kernels.weights")
 
 
 def _embedded(table: Float[Tensor, "out in"], chosen: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:

@@ -1,13 +1,12 @@
 """A transformers model whose linear layers have 4- or 8-bit weights, as a second model beside it.
 
-The second model is a shallow copy: everything but the quantized weights is shared with the first. On a CPU the products
-are our own (`packed`); on an accelerator they are those of the library torchao.
+The second model is a shallow copy: everything but the quantized weights is shared with the first. The products are
+those of `packed`.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,17 +16,16 @@ from torch import Tensor, nn
 
 from draftproof.backends.cutting import shallow
 from draftproof.backends.facts import quantization_method
-from draftproof.backends.packed import GROUP, Product
+from draftproof.backends.packed import Product
 from draftproof.errors import UserError, reason
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
 
-TORCHAO = "pip install torchao"
 _NO_LINEAR = "none of its layers is a plain linear layer"
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer that multiplies with a quantized copy of its weight, on a CPU.
+    """A linear layer that multiplies with a quantized copy of its weight.
 
     Args:
         weight: of the layer; still shown as its weight, for modules that look at it.
@@ -65,19 +63,17 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
     if bits not in BITS:
         raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
     layers = _linear_layers(model)
-    why = _why_not(model, layers)
+    why = _why_not(model, layers, bits)
     if why is not None:
         raise UserError(f"{name} cannot be quantized: {why}; it can be drafted for by another drafter")
     head = model.get_output_embeddings()
-    on_cpu = next(iter(layers.values())).weight.device.type == "cpu"
-    quantized = _native if on_cpu else _torchao(bits, name)
     yield None
     twin = shallow(model)
     copied: dict[str, Any] = {"": twin}
     made: dict[nn.Module, nn.Module] = {}
     for path, layer in layers.items():
         if layer not in made:
-            made[layer] = quantized(layer, bits, layer is head)
+            made[layer] = _quantized(layer, bits, output=layer is head)
             yield None
         _put(copied, path, made[layer])
     try:
@@ -127,7 +123,7 @@ def _multiplies(module: Any, matrix: Float[Tensor, "out in"]) -> bool:
         return False
 
 
-def _why_not(model: Any, layers: dict[str, Any]) -> str | None:
+def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
     """Why a model has no quantized copy here."""
     method = quantization_method(model)
     head = model.get_output_embeddings()
@@ -140,51 +136,20 @@ def _why_not(model: Any, layers: dict[str, Any]) -> str | None:
     if len(kinds) > 1:
         shown = ", ".join(sorted(f"{device} {dtype}" for device, dtype in kinds))
         return f"its linear layers have several kinds of weights ({shown})"
+    matrices = [matrix for each in layers.values() if (matrix := _matrix(each)) is not None]
     if weights[0].device.type != "cpu":
-        return None
+        return Product(matrices[0], pack=False).why_not_quantized(bits)
     operations = native.operations(weights[0])
     if operations is None:
         return f"there are no native products of {weights[0].dtype} here (and DRAFTPROOF_NATIVE must not be 0)"
-    ins = {matrix.shape[1] for each in layers.values() if (matrix := _matrix(each)) is not None}
-    unfit = sorted(each for each in ins if not operations.multiplies(each))
+    unfit = sorted(ins for ins in {matrix.shape[1] for matrix in matrices} if not operations.multiplies(ins))
     return f"native products do not take {unfit[0]} inputs" if unfit else None
 
 
-def _native(layer: Any, bits: int, output: bool) -> nn.Module:
+def _quantized(layer: Any, bits: int, *, output: bool) -> nn.Module:
     matrix = _matrix(layer)
     assert matrix is not None, "the caller chose linear layers"
     return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output)
-
-
-def _torchao(bits: int, name: str) -> Callable[[Any, int, bool], nn.Module]:
-    """Quantized copies of linear layers by torchao, which has products for accelerators.
-
-    Raises:
-        UserError: it is not installed, or lacks what is needed.
-    """
-    try:
-        torchao = importlib.import_module("torchao.quantization")
-        eight = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
-        configs = {8: eight}
-        if bits == 4:
-            packing = {"int4_packing_format": "tile_packed_to_4d", "set_inductor_config": False}
-            configs[4] = torchao.Int4WeightOnlyConfig(group_size=GROUP, **packing)
-    except (ImportError, AttributeError, TypeError, ValueError) as cause:
-        raise UserError(
-            f"quantized weights of {name} on its device need torchao ({reason(cause)}): {TORCHAO}"
-        ) from cause
-
-    def quantized(layer: Any, bits: int, output: bool) -> nn.Module:
-        matrix = _matrix(layer)
-        assert matrix is not None, "the caller chose linear layers"
-        outs, ins = matrix.shape
-        made = nn.Linear(ins, outs, bias=False, device="meta")
-        made.weight = nn.Parameter(matrix.detach(), requires_grad=False)
-        made.bias = layer.bias
-        torchao.quantize_(made, configs[8 if output else bits])  # errors of the output layer are errors of logits
-        return made
-
-    return quantized
 
 
 def _put(copied: dict[str, Any], path: str, layer: nn.Module) -> None:

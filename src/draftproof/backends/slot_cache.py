@@ -232,7 +232,7 @@ class SlotCache:
         """Bytes that sequences of these lengths take together."""
         if self.is_paged:
             return sum(map(self.sequence_nbytes, lengths))
-        return len(lengths) * self.token_nbytes * max(map(_rounded, lengths), default=0)
+        return len(lengths) * self.token_nbytes * self._capacity_of(max(lengths, default=0))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -285,11 +285,18 @@ class SlotCache:
     def reserve(self, positions: int) -> None:
         """Raise the capacity of every slot to at least `positions`."""
         if positions > self._capacity:
-            if self.is_paged or self.pinned or not self._memory:
+            if self.is_paged or not (self.pinned or self._memory):
                 positions = max(positions, 2 * self._capacity)
                 self._capacity = -(-positions // _FIRST_CAPACITY) * _FIRST_CAPACITY
             else:
-                self._capacity = _rounded(positions)
+                self._capacity = self._capacity_of(positions)
+
+    def _capacity_of(self, positions: int) -> int:
+        """The capacity for the longest sequence, where every slot has it."""
+        if not self.pinned:
+            return _rounded(positions)
+        blocks = -(-positions // _FIRST_CAPACITY)
+        return max(self._capacity, _FIRST_CAPACITY << (blocks - 1).bit_length() if blocks else 0)
 
     def _shrink(self) -> None:
         """Where every slot has the capacity of the longest sequence: let it follow, when that sequence has ended."""

@@ -177,7 +177,7 @@ def _steps(parts: Materials, name: str, stopper: Auto) -> Iterator[ModelDrafter 
         yield made
         return
     target = parts.own_model(name)
-    needed, free = round(QUANTIZED_SHARE * target.facts.size), available()
+    needed, free = round(QUANTIZED_SHARE * target.facts.size), available(target.device)
     if free is not None and free < MARGIN * needed:
         raise UserError(f"its weights take {needed >> 20} MiB, and {free >> 20} MiB of memory are free")
     quantized = None
