@@ -481,6 +481,26 @@ def test_without_pages_a_block_follows_the_longest_sequence(monkeypatch):
         assert target.sequences_nbytes([length, 10]) == 2 * capacity * token
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_without_pages_slots_of_the_past_take_no_part_in_a_long_sequence(pinned, monkeypatch):
+    monkeypatch.setattr(pages, "paged", lambda _: False)
+    target = HFBackend(random_model(CONFIG), name="block", check=False)
+    target.cache.pinned = pinned
+    sessions = [target.open() for _ in range(16)]
+    for session in sessions:
+        target.forward([Feed(session, words(session.slot, 20))])
+    for session in sessions:
+        session.close()
+    long, short = target.open(), target.open()
+    rows = [target.forward([Feed(each, words(7, length))])[0].logits for each, length in ((long, 1500), (short, 20))]
+    assert target.cache.nbytes <= 2 * 2048 * target.cache.token_nbytes
+    assert target.cache.nbytes <= target.cache.batch_nbytes([1500, 20])
+    fresh = HFBackend(random_model(CONFIG), name="fresh", check=False)
+    for row, length in zip(rows, (1500, 20), strict=True):
+        session = fresh.open()
+        assert torch.allclose(row, fresh.forward([Feed(session, words(7, length))])[0].logits, atol=1e-4)
+
+
 @pytest.mark.parametrize("spec", ["early_exit:1", "early_exit:1x3", "quantized:4"])
 @pytest.mark.parametrize("kind", ["hf", "lean"])
 def test_without_pages_a_self_draft_and_its_target_follow_buffers_that_move(kind, spec, monkeypatch):

@@ -163,6 +163,11 @@ class SlotCache:
                 self._clear(buffer, buffer[slot])
         self._used[slot] = 0
         self._free.append(slot)
+        if not self._is_paged:
+            while self._slots - 1 in self._free:  # else buffers that grow for a long sequence would have its slots, too
+                self._free.remove(self._slots - 1)
+                self._used.pop()
+                self._slots -= 1
         self._shrink()
 
     def abandon(self, slot: int) -> None:
@@ -301,7 +306,7 @@ class SlotCache:
     def _shrink(self) -> None:
         """Where every slot has the capacity of the longest sequence: let it follow, when that sequence has ended."""
         if self._memory and not (self.is_paged or self.pinned):
-            needed = _rounded(max(self._used))
+            needed = _rounded(max(self._used, default=0))
             if 2 * needed <= self._capacity:
                 self._capacity = needed
                 for store in (self._keys, self._values):
@@ -314,8 +319,10 @@ class SlotCache:
         if old is not None and old.shape[0] >= self._slots and old.shape[2] == self._capacity:
             return old
         slots = self._slots
-        if old is not None:
-            slots = old.shape[0] if old.shape[0] >= slots else max(slots, 2 * old.shape[0])
+        if old is not None and old.shape[0] < slots:
+            slots = max(slots, 2 * old.shape[0])
+        elif old is not None and self._is_paged:
+            slots = old.shape[0]
         memory = Buffer((slots, heads, self._capacity, dim), like)
         made = memory.tensor
         if old is not None:
