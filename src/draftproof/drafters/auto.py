@@ -298,13 +298,19 @@ class AutoDrafter:
         self, found: dict[int, Found], expected: dict[int, tuple[float, ...]], batch: int
     ) -> dict[int, Found]:
         """Long matches of requests that were not looked up for long, as many as may be lost to plain decoding."""
-        costs, tried, lost = self._lookup_costs.at(batch), {}, 0.0
+        costs, allowance = self._lookup_costs.at(batch), self._lookup_costs.passes.allowance
+        tried: dict[int, Found] = {}
+        lost = 0.0
         for row, each in found.items():
-            state, n = self._rates(row), min(4, len(each.tokens))
-            if each.matched >= 4 and state.idle >= LOOKUP_PAUSE * state.patience:
-                lost += (costs.of(n) - expected[row][n]) / batch
-                if self._lookup_costs.passes.allowance.affords(lost):
+            state = self._rates(row)
+            if each.matched < 4 or state.idle < LOOKUP_PAUSE * state.patience:
+                continue
+            for n in (min(4, len(each.tokens)), 1):
+                loss = (costs.of(n) - expected[row][n]) / batch
+                if allowance.affords(lost + loss, short=n == 1 and not tried):
                     tried[row] = _first(each, n)
+                    lost += loss
+                    break
         return tried
 
     def _expected(self, row: int, found: Found) -> tuple[float, ...]:

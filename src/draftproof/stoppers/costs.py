@@ -186,9 +186,10 @@ class PassCosts:
         """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests."""
         size = size_class(rows)
         if size not in self._lines:
-            near = min(self._lines, key=lambda known: (known > size, abs(known - size)), default=1)
-            start, slope = self._lines[near].fitted if near in self._lines else (1.0, self._token)
-            self._lines[size] = self._made(start, _of_more(slope, size / near))
+            known = [other for other, line in self._lines.items() if line.kept or line.figures]
+            near = min(known, key=lambda other: (other > size, abs(other - size)), default=None)
+            start, slope = (1.0, self._token) if near is None else self._lines[near].fitted
+            self._lines[size] = self._made(start, slope if near is None else _of_more(slope, size / near))
         return self._lines[size]
 
     @staticmethod
