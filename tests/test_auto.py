@@ -20,7 +20,7 @@ from draftproof.engine.registry import make_stopper
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, Plan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
-from draftproof.stoppers.costs import LearnedCosts, PassCosts
+from draftproof.stoppers.costs import DEBT, LOSS, REGAIN, Allowance, LearnedCosts, PassCosts
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.stoppers.rates import SharedRates
 from draftproof.testing import TableModel, exact_distribution, target_distribution, total_variation
@@ -423,6 +423,56 @@ def test_where_drafts_do_not_pay_decoding_is_at_most_two_percent_slower_than_pla
         stopper.costs.restore({"draft": {"1": [0.0, draft * KEPT[kept]]}, "rest": {"1": [1.0, 0.02]}})
     world = World(rate, draft, token, rows=rows, load=load, seed=2)
     assert world.play(stopper, 4000) > 0.98 * world.plain(4000)
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("rows", "draft", "token"), [(4, 0.7, 0.42), (8, 0.66, 0.58), (16, 0.8, 0.93)])
+def test_what_drafts_cost_in_batches_is_learned_with_little_loss(rows, draft, token):
+    """Verifying on a processor without matrix units: from a cold start, a few tries show that nothing pays."""
+    for seed in range(4):
+        world = World(0.85, draft, token, rows=rows, seed=seed)
+        assert world.play(Auto(), 128) > 0.95 * world.plain(128)
+        before = world.tokens, world.seconds
+        world.play(Auto(world_costs(rows, draft, token)), 512)
+        assert (world.tokens - before[0]) / (world.seconds - before[1]) > 0.98 * world.plain(512)
+
+
+def world_costs(rows, draft, token):
+    """Costs as an earlier run has learned them."""
+    costs = LearnedCosts()
+    costs.restore({"draft": {str(rows): [0.0, draft]}, "rest": {str(rows): [1.0, token]}})
+    return costs
+
+
+def test_many_short_drafts_leave_the_long_ones():
+    """Where lookups draft for one request of eight, their figures must not be all that is known of long drafts."""
+    passes = PassCosts()
+    for nodes in (4, 4, 4, *[0.5] * 100):
+        passes.learn(RoundTime(0.0, 1.0, 8, 0, 0))
+        passes.learn(RoundTime(0.1, 1.0 + 0.8 * nodes + 0.05 * (nodes < 1), 8, 4, nodes))
+    assert passes.rest(8, 4) == pytest.approx(4.2, rel=0.05)
+    near = PassCosts()
+    for _ in range(4):
+        near.learn(RoundTime(0.0, 1.0, 8, 0, 0))
+        near.learn(RoundTime(0.1, 1.4, 8, 4, 0.5))
+    assert near.rest(8, 8) > 5, "drafts of nothing cost nothing, so what is seen near there says much of long ones"
+
+
+def test_tries_are_paid_from_an_allowance():
+    allowance = Allowance()
+    assert allowance.affords(LOSS)
+    assert not allowance.affords(LOSS + 0.1)
+    assert allowance.affords(LOSS + 0.1, short=True), "an expectation may be wrong"
+    allowance.settle(-LOSS - 1)
+    assert not allowance.affords(0.1, short=True)
+    assert allowance.affords(-1.5), "what gains may always be done"
+    for _ in range(200):
+        allowance.settle(0.0)
+    assert allowance.left == pytest.approx(200 * REGAIN - 1 + REGAIN)
+    allowance.settle(-1000.0)
+    assert allowance.left == -DEBT, "one outlier does not end all tries"
+    allowance.settle(1000.0)
+    assert allowance.left == LOSS
 
 
 @pytest.mark.usefixtures("clock")

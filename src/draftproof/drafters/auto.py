@@ -294,9 +294,7 @@ class AutoDrafter:
             return choice
         return _Choice(best.source, replace(best.plan, speed=speed), better)
 
-    def _retried(
-        self, found: dict[int, Found], expected: dict[int, tuple[float, ...]], batch: int
-    ) -> dict[int, Found]:
+    def _retried(self, found: dict[int, Found], expected: dict[int, tuple[float, ...]], batch: int) -> dict[int, Found]:
         """Long matches of requests that were not looked up for long, as many as may be lost to plain decoding."""
         costs, allowance = self._lookup_costs.at(batch), self._lookup_costs.passes.allowance
         tried: dict[int, Found] = {}

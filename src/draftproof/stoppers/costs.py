@@ -179,7 +179,7 @@ class PassCosts:
         self._since: dict[int, int] = {}
         self._pause: dict[int, int] = {}
         self._plain: dict[int, float] = {}  # rest of the newest plain round, in seconds
-        self.version = 0  # rises with every round
+        self.version = 0  # rises with every figure
         self.allowance = Allowance()
 
     def line(self, rows: int) -> Line:
@@ -203,14 +203,15 @@ class PassCosts:
 
     def learn(self, time: RoundTime) -> None:
         """Add a round."""
-        self.version += 1
         line, size, other = self.line(time.rows), size_class(time.rows), self._newest
         # A plain round is compared with the rounds beside it only: as one outlier it must not look like a change.
         if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
             wide, plain = (time, other) if time.nodes else (other, time)
             line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
+            self.version += 1
         self._newest = time
         if time.nodes:
+            self.version += 1  # there may be a figure of drafting
             self._since[size] = self._since.get(size, 0) + 1
             if size in self._plain:
                 share = time.rest / max(self._plain[size] * self.rest(time.rows, time.nodes), 1e-9)
@@ -278,7 +279,7 @@ class LearnedCosts:
 
     @property
     def version(self) -> int:
-        """Rises with every round that was learned from, so that choices can be kept until then."""
+        """Rises with every figure, so that choices can be kept until then."""
         return self.passes.version
 
     def at(self, rows: int) -> RoundCosts:
