@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 BUILD_SHARE = 0.5  # time for building a source, as a share of the last round
 LOOKUP_KEY = "lookup"  # of its figures in a file
 LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
+TRIED = 4  # tokens of a lookup that is tried again, and of the match that it needs
 LOOKUP_PAUSE = 32  # rounds after which a long match is tried again, though such drafts were not accepted
 LOOKUP_PATIENCE = 4  # largest factor of that pause, after repeated failure
 PREDICTED, FORCED = 64, 128  # added to the class of a match in a predicted text, and of tokens that a grammar forces
@@ -240,7 +241,14 @@ class AutoDrafter:
         """The choice, or one with looked up drafts where these promise more."""
         if self.lookup is None:
             return best
-        found = dict(zip([one.id for one in able], self.lookup.look(able), strict=True))
+        least = max(best.plan.speed, GAIN) * self._token(batch)
+
+        def worth(row: int, matched: int) -> int:
+            tokens = tokens_by_length(*self._rates(row).expected(min(size_class(matched), LOOKUP)), LOOKUP)
+            least_length = max(best.plan.length, TRIED if self._may_retry(row, matched) else 0)
+            return max(_length(tokens, least), least_length)
+
+        found = dict(zip([one.id for one in able], self.lookup.look(able, worth), strict=True))
         found = {row: each for row, each in found.items() if each.tokens}
         if not found:
             return best
@@ -264,7 +272,7 @@ class AutoDrafter:
         repeating that with the speed that came of it (Dinkelbach's method).
         """
         costs, choice, most = self._lookup_costs.at(batch), best, max(best.plan.speed, GAIN)
-        token = costs.draft + costs.token
+        token = self._token(batch)
         while True:
             lengths = {row: _length(tokens, most * token) for row, tokens in expected.items()}
             made = sum(expected[row][n] - 1 for row, n in lengths.items()) / batch
@@ -300,16 +308,25 @@ class AutoDrafter:
         tried: dict[int, Found] = {}
         lost = 0.0
         for row, each in found.items():
-            state = self._rates(row)
-            if each.matched < 4 or state.idle < LOOKUP_PAUSE * state.patience:
+            if not self._may_retry(row, each.matched):
                 continue
-            for n in (min(4, len(each.tokens)), 1):
+            for n in (min(TRIED, len(each.tokens)), 1):
                 loss = (costs.of(n) - expected[row][n]) / batch
                 if allowance.affords(lost + loss, short=n == 1 and not tried):
                     tried[row] = _first(each, n)
                     lost += loss
                     break
         return tried
+
+    def _may_retry(self, row: int, matched: int) -> bool:
+        """Whether a match is long, and the request was not looked up for long."""
+        state = self._rates(row)
+        return matched >= TRIED and state.idle >= LOOKUP_PAUSE * state.patience
+
+    def _token(self, batch: int) -> float:
+        """What a looked up token of each request costs, in plain rounds."""
+        costs = self._lookup_costs.at(batch)
+        return costs.draft + costs.token
 
     def _expected(self, row: int, found: Found) -> tuple[float, ...]:
         """Expected tokens of a round with 0, 1, 2, ... of the tokens that were looked up."""
