@@ -458,6 +458,18 @@ def test_many_short_drafts_leave_the_long_ones():
     assert near.rest(8, 8) > 5, "drafts of nothing cost nothing, so what is seen near there says much of long ones"
 
 
+def test_costs_of_other_numbers_of_requests_follow_from_those_that_are_known():
+    for known, token in ((4, 0.4), (8, 1.5), (1, 0.0)):
+        passes = PassCosts()
+        passes.restore({str(known): [1.0, token]})
+        tokens = [passes.line(rows).fitted[1] for rows in (1, 2, 4, 8, 16)]
+        assert tokens == sorted(tokens)
+        assert max(tokens) <= max(token, 1.0)
+    passes = PassCosts()
+    passes.restore({"1": [1.0, 1 / 9]})  # a pass for r tokens takes 8 + r
+    assert passes.rest(8, 1) == pytest.approx(24 / 16)
+
+
 def test_tries_are_paid_from_an_allowance():
     allowance = Allowance()
     assert allowance.affords(LOSS)

@@ -375,9 +375,9 @@ class LearnedCosts:
 def _of_more(slope: float, times: float) -> float:
     """The cost of one more token of each request in plain rounds, for a multiple of the requests, from that of fewer.
 
-    A pass takes a + b tokens, so the cost is b r / (a + b r) for r requests.
+    A pass for r tokens takes a + b r, so the cost is b r / (a + b r) for r requests, which is below 1.
     """
-    return times * slope / max(1 + (times - 1) * slope, 1e-9)
+    return slope if slope >= 1 else times * slope / (1 + (times - 1) * slope)
 
 
 def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
