@@ -231,6 +231,45 @@ def test_one_request_of_eight_is_looked_up_where_its_tokens_pay(token, looked):
     assert not any(lengths[1:])
 
 
+def rounds_of_a_batch(drafter, texts, rounds, accept):
+    """Plays rounds of several requests; gives the lengths of the drafts of each round."""
+    target, made = TableModel(40, 0), []
+    transforms = [SamplingParams().bind(vocab_size=40, eos_token_ids=(), prompt_ids=text) for text in texts]
+    for number in range(rounds):
+        requests = [
+            DraftRequest(place, text, 2, 50, own, target.open())
+            for place, (text, own) in enumerate(zip(texts, transforms, strict=True))
+        ]
+        drafts = drafter.propose(requests, CounterRoundRng([0] * len(texts), [number] * len(texts)))
+        for place, (text, draft) in enumerate(zip(texts, drafts, strict=True)):
+            accepted = accept(len(draft))
+            text.extend([*draft.tree.tokens[:accepted].tolist(), number % 5])
+            drafter.observe(place, len(draft), accepted)
+        made.append([len(draft) for draft in drafts])
+        nodes = sum(made[-1]) / len(texts)
+        drafter.spent(RoundTime(0.0, 1.0 + 0.7 * nodes, len(texts), max(made[-1]), nodes))
+    return made
+
+
+def test_each_request_is_looked_up_as_far_as_its_tokens_pay():
+    passes = PassCosts()
+    passes.restore({"8": [1.0, 0.5]})
+    texts = [[0, 1, 2, 3, 4] * 5, [5, 6, 5, 6, 7, 5], *([8 + n, 20 + n, 30 + n] for n in range(6))]
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), passes)
+    (lengths,) = rounds_of_a_batch(drafter, texts, 1, lambda n: n)
+    assert lengths[0] > 4, "a long match"
+    assert lengths[1:] == [0] * 7, "a short one, and none"
+
+
+def test_lookups_that_fail_in_a_batch_are_tried_for_all_requests_together():
+    passes = PassCosts()
+    passes.restore({"8": [1.0, 0.7]})
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), passes)
+    made = rounds_of_a_batch(drafter, [[0, 1, 2, 3, 4] * 5 for _ in range(8)], 1200, lambda _: 0)
+    lost = [0.7 * sum(lengths) / 8 for lengths in made]
+    assert 0 < sum(lost[200:]) < 0.02 * 1000, "in plain rounds"
+
+
 @pytest.mark.parametrize("sources", [0, 1])
 def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
     """Where a verified token costs as much as a pass, passages are not looked up any more."""
@@ -246,7 +285,7 @@ def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
 
     drafter.spent = slow
     play(drafter, [0, 1, 2] * 20, 300, lambda _, n: n)
-    assert True in looked[:40]
+    assert sources or True in looked[:40], "the tries of a source show what a token costs, too"
     assert looked[-100:].count(True) <= 5
 
 

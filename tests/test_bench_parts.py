@@ -1,4 +1,4 @@
-"""`draftproof bench engines | rules | stoppers`: comparisons of one kind of part, on the embedded pair."""
+"""`draftproof bench batches | engines | rules | stoppers`: comparisons of one kind of part, on the embedded pair."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from commands import call
-from draftproof.bench import engines, stoppers, worker
+from draftproof.bench import batches, engines, stoppers, worker
 from draftproof.bench.engines import EngineComparison
 from draftproof.bench.rules import RuleComparison, SyntheticModel, compare_rules
 from draftproof.bench.stoppers import StopperComparison, costs, default_stoppers, means
@@ -113,6 +113,37 @@ def empty(options):
     return found
 
 
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_batches_take_turns_on_the_same_questions(tmp_path, monkeypatch):
+    order, measured = [], batches._measured
+
+    def noting(engine, prompts, batch, *rest):
+        order.append((engine.drafter.name, batch, prompts))
+        return measured(engine, prompts, batch, *rest)
+
+    monkeypatch.setattr(batches, "_measured", noting)
+    sizes = ("--batch", 1, "--batch", 3, "--max-tokens", 6, "--repeats", 2)
+    sets = ("--dataset", "tinystories", "--dataset", "story-openings")
+    shown = bench("batches", "--target", "embedded:stories", *sets, *sizes, "--out", tmp_path / "b").stdout
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert [(row["batch"], row["warmup"]) for row in rows] == [
+        (batch, first) for batch in (1, 3) for first in (True, False, False, False, False)
+    ]
+    assert [name for name, *_ in order[:6]] == ["none", "auto", "auto", "none", "none", "auto"], "reversed in turns"
+    assert all(one[1:] == other[1:] for one, other in zip(order[::2], order[1::2], strict=True))
+    assert [len(prompts) for _, _, prompts in order[::10]] == [4, 6], "a queue of two for each request, four at least"
+    assert order[2][2] != order[6][2], "the second turn of a data set has other questions"
+    for row in rows:
+        plain, own = row["times"]["plain"], row["times"]["auto"]
+        assert 0 < plain["first"] < plain["seconds"]
+        assert own["tokens"] >= own["rounds"]
+        assert plain["tokens"] == plain["rounds"]
+    assert shown.count("| 3 | 0 |") == 2, "one row in each table"
+    assert "embedded:stories: auto beside plain decoding" in shown
+
+
 # --- engines ----------------------------------------------------------------------------------------------------------
 
 FAKE = """
@@ -204,6 +235,10 @@ def test_the_worker_imports_nothing_of_draftproof():
         (("engines", "--other", "gpu-engine"), "the other engine is 'gpu-engine': legal are vllm"),
         (("engines", "--python", "/no/python"), "cannot run /no/python"),
         (("engines", "--batch", 0), "batch is 0"),
+        (("batches", "--batch", 0), "batch is 0"),
+        (("batches", "--drafter", "none"), "drafter none is plain decoding"),
+        (("batches", "--dataset", "nothing"), "no data set 'nothing'"),
+        (("batches", "--drafter", "perhaps"), "drafter is 'perhaps'"),
         (("rules", "--rule", "perhaps"), "rule is 'perhaps': legal are match"),
         (("rules", "--seeds", 0), "seeds is 0"),
         (("rules", "--synthetic", 1), "a synthetic vocabulary has 1 tokens"),

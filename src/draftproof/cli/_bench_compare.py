@@ -1,4 +1,4 @@
-"""`draftproof bench engines | rules | stoppers`: comparisons of one kind of part, each printed as a page."""
+"""`draftproof bench batches | engines | rules | stoppers`: comparisons of one kind, each printed as a page."""
 
 from __future__ import annotations
 
@@ -24,6 +24,47 @@ Dataset = Annotated[str, _prompts(help="A shipped data set, a file, FORM:FILE or
 Questions = Annotated[int, _prompts(help="How many of the data set, as plain text.")]
 Seeds = Annotated[int, _prompts(help="Runs of each prompt with other draws.")]
 MaxTokens = Annotated[int, _prompts(help="Tokens of every answer; stop tokens are ignored.")]
+
+
+def batches(
+    *,
+    target: Target = models.DEFAULT_TARGET,
+    draft: Annotated[str | None, _models(help="A draft model; without it none.")] = None,
+    drafter: Annotated[str, _models(help=f"Measured beside plain decoding. {DRAFTER_HELP}")] = "auto",
+    dtype: Dtype = "auto",
+    batch: Annotated[
+        list[int] | None, _compared(help="Requests at once; can be repeated; without it 1, 2, 4, 8 and 16.")
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, _compared(help="Sampling temperature; 0 is greedy; can be repeated; without it 0.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, _prompts(help="Data sets, which take turns; see bench run; without it tinystories.")
+    ] = None,
+    repeats: Annotated[int, _prompts(help="Turns of each data set that count, each with other questions.")] = 2,
+    max_tokens: Annotated[int, _prompts(help="Most tokens of an answer.")] = 96,
+    out: Out = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare a drafter with plain decoding for several numbers of requests at once, in turns on the same questions."""
+    from draftproof.bench.batches import BatchComparison, compare_batches
+
+    with quiet_libraries():
+        options = BatchComparison(
+            target=target,
+            draft=draft,
+            drafter=drafter,
+            dtype=dtype,
+            batch=batch or (1, 2, 4, 8, 16),
+            temperature=temperature or (0.0,),
+            dataset=dataset or ("tinystories",),
+            tokens=max_tokens,
+            repeats=repeats,
+        )
+        obtain(target, draft, quiet=quiet)
+        found = compare_batches(options, watch=watch_for(quiet=quiet))
+    show(found, out, as_json=as_json)
 
 
 def engines(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftproof import models
-from draftproof.cli._bench_compare import engines, rules, stoppers
+from draftproof.cli._bench_compare import batches, engines, rules, stoppers
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
 from draftproof.cli._pulling import obtain
@@ -139,6 +139,7 @@ def report(
     _finish(folder, as_json=as_json, plots=plots)
 
 
+app.command()(batches)
 app.command()(engines)
 app.command()(rules)
 app.command()(stoppers)

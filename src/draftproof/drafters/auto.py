@@ -25,18 +25,18 @@ from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.suffix import Found, SuffixDrafter
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
-from draftproof.stoppers.auto import CATCH_UP, GAIN, Auto, Plan
+from draftproof.stoppers.auto import CATCH_UP, GAIN, Auto, Plan, tokens_by_length
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
 from draftproof.stoppers.costs import LearnedCosts, PassCosts, size_class
 from draftproof.stoppers.rates import RequestRates, SharedRates
-from draftproof.theory.cost import RoundCosts, expected_tokens
+from draftproof.theory.cost import RoundCosts
 
 _log = logging.getLogger(__name__)
 
 BUILD_SHARE = 0.5  # time for building a source, as a share of the last round
 LOOKUP_KEY = "lookup"  # of its figures in a file
 LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
-LOOKUP_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+TRIED = 4  # tokens of a lookup that is tried again, and of the match that it needs
 LOOKUP_PAUSE = 32  # rounds after which a long match is tried again, though such drafts were not accepted
 LOOKUP_PATIENCE = 4  # largest factor of that pause, after repeated failure
 PREDICTED, FORCED = 64, 128  # added to the class of a match in a predicted text, and of tokens that a grammar forces
@@ -137,6 +137,7 @@ class AutoDrafter:
         self._matched: dict[int, int] = {}  # kind of the match of each request with a looked up draft
         self._built = False
         self._batch = 1
+        self._accepted = 0  # tokens of the round
         self._seconds = 0.0
         self._kept = KeptSessions(0)
         self._latest: Source | None = None
@@ -173,7 +174,7 @@ class AutoDrafter:
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter; nothing is drafted in the round that reads a request's prompt."""
         able = [one for one in requests if one.limit > 0 and len(one.tokens) > one.prompt_length]
-        self._choice, self._built, self._batch = _Choice(), False, len(requests)
+        self._choice, self._built, self._batch, self._accepted = _Choice(), False, len(requests), 0
         self._matched.clear()
         if able:
             self._build()
@@ -240,28 +241,47 @@ class AutoDrafter:
         """The choice, or one with looked up drafts where these promise more."""
         if self.lookup is None:
             return best
-        found = dict(zip([one.id for one in able], self.lookup.look(able), strict=True))
+        least = max(best.plan.speed, GAIN) * self._token(batch)
+
+        def worth(row: int, matched: int) -> int:
+            tokens = tokens_by_length(*self._rates(row).expected(min(size_class(matched), LOOKUP)), LOOKUP)
+            least_length = max(best.plan.length, TRIED if self._may_retry(row, matched) else 0)
+            return max(_length(tokens, least), least_length)
+
+        found = dict(zip([one.id for one in able], self.lookup.look(able, worth), strict=True))
         found = {row: each for row, each in found.items() if each.tokens}
         if not found:
             return best
         self._matched = {row: _kind(each) for row, each in found.items()}
         expected = {row: self._expected(row, each) for row, each in found.items()}
-        others, costs = batch - len(found), self._lookup_costs.at(batch)
-        share = len(found) / batch  # costs are those of drafts of all requests
-        choice, most = best, max(best.plan.speed, GAIN)
-        for n in LOOKUP_LENGTHS:
-            made = sum(tokens[min(n, len(tokens) - 1)] for tokens in expected.values()) + others
-            speed = made / batch / (costs.target + costs.begin + n * share * (costs.draft + costs.token))
-            if speed > most:
-                most = speed
-                choice = _Choice(None, Plan(n, 1, speed), {row: _first(each, n) for row, each in found.items()})
+        choice = self._looked(best, found, expected, batch)
         if best.source is not None and len(able) > 1:
             choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
-        if choice is best and (tried := self._retried(found)):
-            choice = _Choice(None, Plan(needed=True), tried)
+        if choice is best and (tried := self._retried(found, expected, batch)):
+            choice = _Choice(best.source, best.plan if best.source else Plan(needed=True), tried)
         if choice.source is None and self._lookup_costs.passes.is_old(batch):
             return _Choice()  # a plain round shows what a plain round takes
         return choice
+
+    def _looked(
+        self, best: _Choice, found: dict[int, Found], expected: dict[int, tuple[float, ...]], batch: int
+    ) -> _Choice:
+        """The looked up drafts with the most tokens per second, where these promise more than the best so far.
+
+        At speed s a draft pays as long as each of its tokens promises s times what it costs. The best speed is found by
+        repeating that with the speed that came of it (Dinkelbach's method).
+        """
+        costs, choice, most = self._lookup_costs.at(batch), best, max(best.plan.speed, GAIN)
+        token = self._token(batch)
+        while True:
+            lengths = {row: _length(tokens, most * token) for row, tokens in expected.items()}
+            made = sum(expected[row][n] - 1 for row, n in lengths.items()) / batch
+            speed = (1 + made) / (costs.target + costs.begin + token * sum(lengths.values()) / batch)
+            if speed <= most + 1e-9:
+                return choice
+            most, longest = speed, max(lengths.values())
+            looked = {row: _first(found[row], n) for row, n in lengths.items() if n}
+            choice = _Choice(None, Plan(longest, 1, speed), looked)
 
     def _mixed(
         self,
@@ -282,17 +302,35 @@ class AutoDrafter:
             return choice
         return _Choice(best.source, replace(best.plan, speed=speed), better)
 
-    def _retried(self, found: dict[int, Found]) -> dict[int, Found]:
-        """Long matches of requests that were not looked up for long."""
-        return {
-            row: _first(each, 4)
-            for row, each in found.items()
-            if each.matched >= 4 and (state := self._rates(row)).idle >= LOOKUP_PAUSE * state.patience
-        }
+    def _retried(self, found: dict[int, Found], expected: dict[int, tuple[float, ...]], batch: int) -> dict[int, Found]:
+        """Long matches of requests that were not looked up for long, as many as may be lost to plain decoding."""
+        costs, allowance = self._lookup_costs.at(batch), self._lookup_costs.passes.allowance
+        tried: dict[int, Found] = {}
+        lost = 0.0
+        for row, each in found.items():
+            if not self._may_retry(row, each.matched):
+                continue
+            for n in (min(TRIED, len(each.tokens)), 1):
+                loss = (costs.of(n) - expected[row][n]) / batch
+                if allowance.affords(lost + loss, short=n == 1 and not tried):
+                    tried[row] = _first(each, n)
+                    lost += loss
+                    break
+        return tried
+
+    def _may_retry(self, row: int, matched: int) -> bool:
+        """Whether a match is long, and the request was not looked up for long."""
+        state = self._rates(row)
+        return matched >= TRIED and state.idle >= LOOKUP_PAUSE * state.patience
+
+    def _token(self, batch: int) -> float:
+        """What a looked up token of each request costs, in plain rounds."""
+        costs = self._lookup_costs.at(batch)
+        return costs.draft + costs.token
 
     def _expected(self, row: int, found: Found) -> tuple[float, ...]:
         """Expected tokens of a round with 0, 1, 2, ... of the tokens that were looked up."""
-        return expected_tokens(*self._rates(row).expected(_kind(found)), len(found.tokens))
+        return tokens_by_length(*self._rates(row).expected(_kind(found)), len(found.tokens))
 
     def _rates(self, row: int) -> RequestRates:
         return self._requests.setdefault(row, RequestRates(self.lookup_rates))
@@ -302,6 +340,7 @@ class AutoDrafter:
     def observe(self, request_id: int, drafted: int, accepted: int) -> None:
         """Tell the drafter that drafted."""
         state, looked = self._rates(request_id), request_id in self._choice.looked
+        self._accepted += accepted
         if looked and drafted:
             state.learn(self._matched[request_id], drafted, accepted)
             paid = accepted + 1 > self._lookup_costs.at(self._batch).of(drafted)
@@ -316,12 +355,16 @@ class AutoDrafter:
         """Tell the drafter that drafted; a plain round counts for all of them, as they share the costs of passes."""
         self._seconds = time.draft + time.rest
         source, looked = self._choice.source, bool(self._choice.looked)
-        if self._built or time.reads > CATCH_UP or (source is not None and looked):
+        if self._built or time.reads > CATCH_UP:
             self._lookup_costs.passes.interrupted()
-        elif source is not None:
-            source.stopper.spent(time)
-        else:
+        elif source is None:
             self._lookup_costs.learn(time)
+            self._lookup_costs.settle(time, self._accepted / time.rows)
+        elif looked:  # the time of drafting is that of some requests
+            self._lookup_costs.passes.learn(time)
+            (source.stopper.learned or self._lookup_costs).settle(time, self._accepted / time.rows)
+        else:
+            source.stopper.spent(time)
 
     def release(self, request_id: int) -> None:
         """Forget the request."""
@@ -347,6 +390,11 @@ class AutoDrafter:
         for source in self.sources:
             if source.name in found:
                 source.stopper.restore(found[source.name])
+
+
+def _length(tokens: Sequence[float], least: float) -> int:
+    """The length of a draft whose tokens promise the most beyond `least` for each."""
+    return max(range(len(tokens)), key=lambda n: tokens[n] - least * n)
 
 
 def _first(found: Found, n: int) -> Found:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from draftproof.draft import Draft, Origin
@@ -92,13 +92,18 @@ class SuffixDrafter:
         """See Drafter."""
         return [point_chain(found.tokens, found.origin) for found in self.look(requests)]
 
-    def look(self, requests: Sequence[DraftRequest]) -> list[Found]:
-        """What each request's last tokens are followed by; all requests are read before the first draft is made."""
+    def look(self, requests: Sequence[DraftRequest], worth: Callable[[int, int], int] | None = None) -> list[Found]:
+        """What each request's last tokens are followed by; all requests are read before the first draft is made.
+
+        Args:
+            requests: to look for.
+            worth: how many looked up tokens are of use, from a request's id and the length of its match; default all.
+        """
         rows = [self._row(request) for request in requests]
         for row in rows:
             self._read(row)
         return [
-            self._best(request, row) if request.limit > 0 else Found([], 0)
+            self._best(request, row, worth) if request.limit > 0 else Found([], 0)
             for request, row in zip(requests, rows, strict=True)
         ]
 
@@ -110,13 +115,13 @@ class SuffixDrafter:
         row.tokens = request.tokens
         return row
 
-    def _best(self, request: DraftRequest, row: _Indexed) -> Found:
+    def _best(self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None) -> Found:
         """What the grammar forces; else the predicted text or a known suffix, whichever follows more tokens."""
         constraint = request.transforms.constraint
         forced = [] if constraint is None else constraint.forced(request.tokens[request.prompt_length :])
         if forced:
             return Found(forced[: min(self.limit, request.limit)], self._context, Origin.GRAMMAR)
-        found, predicted = self._follow(request, row), row.predicted
+        found, predicted = self._follow(request, row, worth), row.predicted
         if predicted is None or predicted.matched < found.matched:
             return found
         most = min(self.limit, request.limit, int(self._factor * predicted.matched) + 1)
@@ -134,7 +139,7 @@ class SuffixDrafter:
         if row.predicted is not None and len(row.read) > row.prompt_length:
             row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
-    def _follow(self, request: DraftRequest, row: _Indexed) -> Found:
+    def _follow(self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None) -> Found:
         """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
         others = self._memory.index if self._memory is not None and _may_share(request) else None
         near = tuple(row.read[-self._context :][::-1])
@@ -149,7 +154,9 @@ class SuffixDrafter:
                 break
             if not draft:
                 matched = size
-                most = min(most, int(self._factor * size) + 1)
+                most = min(most, int(self._factor * size) + 1, self.limit if worth is None else worth(request.id, size))
+                if not most:
+                    break
             likely *= known.share
             if likely < self._threshold:
                 break

@@ -101,6 +101,7 @@ class Auto(StopperBase):
         self._widest = 1  # largest of these numbers; requests may end before the round's time is known
         self._credit = CREDIT
         self._preset: Plan | None = None
+        self._accepted = 0  # tokens of the round
         self._again = 0  # rounds of a trial that are left
         self._unused, self._stale = 0, STALE[0]  # rounds since the last draft, and after how many figures are old
         self._reads_much = False
@@ -122,8 +123,8 @@ class Auto(StopperBase):
         self.plan, self._batch, self._most_drafts = plan, max(len(rows), 1), most
         self._drafts.clear()
         self._widest = 1
-        states = [self._state(row) for row in rows]
-        self._reads_much = self._catches_up and any(state.idle > CATCH_UP or not state.counts for state in states)
+        self._accepted = 0
+        self._reads_much = self._catches_up and self._lost_place([self._state(row) for row in rows])
 
     def planned(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> Plan:
         """The plan for a round of `batch` requests, of which these rows may draft together."""
@@ -131,13 +132,13 @@ class Auto(StopperBase):
         members = [self._state(row) for row in rows]
         best = self._choice(members)
         learned = self.learned
-        if learned is not None and (forced := self._needed(learned, best)) is not None:
+        if learned is not None and (forced := self._needed(learned, members, best)) is not None:
             return forced
         if not best.length and 2 * sum(self._may_probe(one) for one in members) > len(members):
-            return Plan(min(PROBE, self.limit), needed=True)
+            return self._trial(members, PROBE) or best
         return best
 
-    def _needed(self, costs: LearnedCosts, best: Plan) -> Plan | None:
+    def _needed(self, costs: LearnedCosts, members: Sequence[RequestRates], best: Plan) -> Plan | None:
         """A round that shows what rounds cost, where too little or nothing recent is known."""
         batch = self._batch
         self._unused += 1
@@ -146,16 +147,36 @@ class Auto(StopperBase):
         if self._unused > self._stale:
             self._unused, self._stale = 0, min(2 * self._stale, STALE[1])
             self._again = 1 + self._catches_up
-        if self._again:
-            self._again -= 1
-            return Plan(min(max(best.length, 2), self.limit), 1, best.speed, needed=True)
         self._credit = min(self._credit + REGAIN, CREDIT)
+        if self._again:
+            trial = self._trial(members, max(best.length, 2), rounds=self._again)
+            self._again -= trial is not None
+            return trial
         if not costs.lacks(batch) or self._credit < 1:
             return None
-        self._credit -= 1
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
+            self._credit -= 1
             return Plan(needed=True)
-        return Plan(min(best.length or TRIAL, 2 * TRIAL, self.limit), best.drafts, best.speed, needed=True)
+        rounds = 1 + (self._catches_up and self._lost_place(members))
+        self._credit -= 1
+        wanted = min(best.length or TRIAL, 2 * TRIAL)
+        return self._trial(members, wanted, best.drafts, rounds) or Plan(1, best.drafts, needed=True)
+
+    def _trial(self, members: Sequence[RequestRates], length: int, drafts: int = 1, rounds: int = 1) -> Plan | None:
+        """A round with drafts of this length, or shorter ones, if so many of them may be lost to plain decoding."""
+        costs, others = self.costs.at(self._batch), self._batch - len(members)
+        each = [tokens_by_length(*one.expected(drafts), self.limit) for one in members]
+        allowance = None if self.learned is None else self.learned.passes.allowance
+        for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
+            made, cost = (sum(tokens[n] for tokens in each) + others) / self._batch, costs.of(n, drafts) / costs.of(0)
+            if allowance is None or allowance.affords(rounds * (cost - made), short=n == 1):
+                return Plan(n, drafts, made / cost, needed=True)
+        return None
+
+    @staticmethod
+    def _lost_place(members: Sequence[RequestRates]) -> bool:
+        """Whether a draft model of its own has much to read first."""
+        return any(state.idle > CATCH_UP or not state.counts for state in members)
 
     def length(self, row: int) -> int:
         """The best length; where this is 0, from time to time the length of a probe."""
@@ -174,6 +195,7 @@ class Auto(StopperBase):
     def observe(self, row: int, drafted: int, accepted: int) -> None:
         """Update the row's rates."""
         state = self._state(row)
+        self._accepted += accepted
         if not drafted:
             state.rest()
             return
@@ -193,6 +215,8 @@ class Auto(StopperBase):
             learned.passes.interrupted()
         else:
             learned.learn(time, self._widest, drafting=not self._reads_much)
+            learned.settle(time, self._accepted / time.rows)
+        self._accepted = 0
 
     def release(self, row: int) -> None:
         """Forget the row."""
@@ -236,7 +260,7 @@ class Auto(StopperBase):
 
     def tokens(self, row: int, drafts: int = 1) -> tuple[float, ...]:
         """Expected tokens of a round of this request with a draft of 0, 1, 2, ... tokens."""
-        return _tokens(*self._state(row).expected(drafts), self.limit)
+        return tokens_by_length(*self._state(row).expected(drafts), self.limit)
 
     def _choice(self, members: Sequence[RequestRates]) -> Plan:
         """What is best for these requests together."""
@@ -248,7 +272,7 @@ class Auto(StopperBase):
                 self._best.clear()
             each: dict[int, list[tuple[float, ...]]] = {}
             for drafts, first, later in rates:
-                each.setdefault(drafts, []).append(_tokens(first, later, self.limit))
+                each.setdefault(drafts, []).append(tokens_by_length(first, later, self.limit))
             sums = {drafts: [sum(column) for column in zip(*rows, strict=True)] for drafts, rows in each.items()}
             costs = self.costs.at(self._batch)
             length, drafts = best_round(costs, sums, GAIN)
@@ -258,5 +282,6 @@ class Auto(StopperBase):
 
 
 @functools.lru_cache(maxsize=CACHE_SIZE)
-def _tokens(first: float, later: float, longest: int) -> tuple[float, ...]:
+def tokens_by_length(first: float, later: float, longest: int) -> tuple[float, ...]:
+    """`expected_tokens`, kept for rates that come again."""
     return expected_tokens(first, later, longest)

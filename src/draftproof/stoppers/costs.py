@@ -25,6 +25,8 @@ REFRESH = (4, 128)  # drafted rounds after which a plain round shows what a plai
 SHORT, LONG = 1.0, 8.0  # drafted tokens at which an assumption counts as a figure
 DOUBT = 1.5  # figures further from the line than this factor contradict it
 OUTLIER = 3.0  # figures further from the others than this factor do not count
+LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds that may be lost at first, regained with each round, and owed
+UNSETTLED = 6  # drafted rounds whose gain is not counted yet, while little is known of costs
 UNKNOWN = RoundCosts(target=1.0, draft=0.35, token=0.02, more=0.05, begin=0.05)
 
 
@@ -40,7 +42,7 @@ class Line:
         size: number of figures that count.
         kept: how many figures the assumed line stands for, where it was learned earlier.
         unit: what a figure is multiplied by, from its number of drafted tokens, where that may change later.
-        floor: smallest start.
+        floor: smallest start; what is assumed of the form of the line is assumed of what lies above it.
         least: smallest slope, as a share of the mean y over the mean x; against noise where all x are alike.
     """
 
@@ -59,7 +61,8 @@ class Line:
         self.kept = kept
         self.doubts = 0  # newest figures in a row that contradict the line
         self.unit, self._least, self._floor = unit, least, floor
-        self.figures: deque[tuple[Mean, Mean, float]] = deque(maxlen=size)  # x, number of drafted tokens, y
+        self._size = size
+        self.figures: list[tuple[Mean, Mean, float]] = []  # x, number of drafted tokens, y
         self._fitted: tuple[float, float] | None = (start, slope)
 
     def add(self, x: Mean, y: float, nodes: Mean) -> None:
@@ -70,9 +73,17 @@ class Line:
         self.doubts = 0 if agrees or not known else self.doubts + 1
         self.figures.append((x, nodes, y))
         if self.doubts >= TRIALS:
-            self.figures = deque(list(self.figures)[-self.doubts :], maxlen=self.figures.maxlen)
+            self.figures = self.figures[-self.doubts :]
             self.kept = self.doubts = 0
+        elif len(self.figures) > self._size:
+            self._drop()
         self._fitted = None
+
+    def _drop(self) -> None:
+        """Drop the oldest of the figures of which there are most, so that many short drafts leave the long ones."""
+        kinds = [math.frexp(x)[1] for x, *_ in self.figures]
+        most = max(set(kinds), key=kinds.count)
+        del self.figures[kinds.index(most)]
 
     @property
     def lacks(self) -> bool:
@@ -106,8 +117,11 @@ class Line:
         for (x, y), ratio in zip(figures, ratios, strict=True):
             if len(ratios) < TRIALS or middle / OUTLIER <= ratio <= middle * OUTLIER:
                 each.setdefault(x, []).append(y)
-        scale, weight = (1.0, self.kept / 2) if self.kept else (middle, 1.0 / (1 + len(ratios) / 4))
-        points = [(x, scale * (start + slope * x), weight) for x in (SHORT, LONG)]
+        floor = self._floor
+        above = [(y - floor) / max(start - floor + slope * x, 1e-9) for x, y in figures]
+        scale = max(statistics.median(above), 0.0) if above else 1.0
+        scale, weight = (1.0, self.kept / 2) if self.kept else (scale, 1.0 / (1 + len(ratios) / 4))
+        points = [(x, floor + scale * (start - floor + slope * x), weight) for x in (SHORT, LONG)]
         points += [(float(x), statistics.median(ys), float(len(ys))) for x, ys in each.items()]
         return _least_squares(points, self._least, self._floor)
 
@@ -127,6 +141,28 @@ def _least_squares(points: Sequence[tuple[float, float, float]], least: float, f
     return floor, max(sum(weight * x * (y - floor) for x, y, weight in points) / square, 0.0)
 
 
+class Allowance:
+    """How much may be lost to plain decoding by rounds that are made for what they show, in plain rounds.
+
+    Every round adds a little, and what it gained or lost. Where drafts pay, tries are free; where they do not, all
+    tries of all drafters and requests together cost a fixed share of the time.
+    """
+
+    def __init__(self) -> None:
+        self.left = LOSS
+
+    def affords(self, loss: float, *, short: bool = False) -> bool:
+        """Whether a round that is expected to lose so much may be made; a short try may where nothing is owed.
+
+        An expectation may be wrong, and only a try corrects it.
+        """
+        return loss <= self.left or (short and self.left >= 0)
+
+    def settle(self, gained: float) -> None:
+        """Add a round that made so many plain rounds' tokens more than its time allows, or less."""
+        self.left = max(min(self.left + REGAIN + gained, LOSS), -DEBT)
+
+
 class PassCosts:
     """What the rest of a round with a draft takes, in plain rounds of the same number of requests.
 
@@ -143,16 +179,22 @@ class PassCosts:
         self._since: dict[int, int] = {}
         self._pause: dict[int, int] = {}
         self._plain: dict[int, float] = {}  # rest of the newest plain round, in seconds
-        self.version = 0  # rises with every round
+        self.version = 0  # rises with every figure
+        self.allowance = Allowance()
 
     def line(self, rows: int) -> Line:
         """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests."""
         size = size_class(rows)
         if size not in self._lines:
-            smaller = max((known for known in self._lines if known < size), default=None)
-            start, slope = (1.0, self._token) if smaller is None else self._lines[smaller].fitted
-            self._lines[size] = Line(start, slope, size=PAIRS, floor=1.0)
+            known = [other for other, line in self._lines.items() if line.kept or line.figures]
+            near = min(known, key=lambda other: (other > size, abs(other - size)), default=None)
+            start, slope = (1.0, self._token) if near is None else self._lines[near].fitted
+            self._lines[size] = self._made(start, slope if near is None else _of_more(slope, size / near))
         return self._lines[size]
+
+    @staticmethod
+    def _made(start: float, slope: float, kept: int = 0) -> Line:
+        return Line(start, slope, size=PAIRS, kept=kept, floor=1.0)
 
     def rest(self, rows: int, nodes: Mean) -> float:
         """Expected rest of a round with a draft of so many tokens."""
@@ -161,14 +203,15 @@ class PassCosts:
 
     def learn(self, time: RoundTime) -> None:
         """Add a round."""
-        self.version += 1
         line, size, other = self.line(time.rows), size_class(time.rows), self._newest
         # A plain round is compared with the rounds beside it only: as one outlier it must not look like a change.
         if other is not None and size_class(other.rows) == size and bool(other.nodes) != bool(time.nodes):
             wide, plain = (time, other) if time.nodes else (other, time)
             line.add(wide.nodes, wide.rest / max(plain.rest, 1e-9), wide.nodes)
+            self.version += 1
         self._newest = time
         if time.nodes:
+            self.version += 1  # there may be a figure of drafting
             self._since[size] = self._since.get(size, 0) + 1
             if size in self._plain:
                 share = time.rest / max(self._plain[size] * self.rest(time.rows, time.nodes), 1e-9)
@@ -210,7 +253,7 @@ class PassCosts:
             ValueError, TypeError: figures of another form.
         """
         for size, line in _kept_lines(found).items():
-            self._lines.setdefault(size, Line(*line, size=PAIRS, kept=TRIALS, floor=1.0))
+            self._lines.setdefault(size, self._made(*line, kept=TRIALS))
         self.version += 1
 
 
@@ -231,11 +274,12 @@ class LearnedCosts:
     _drafting: dict[int, Line] = field(default_factory=dict)
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _current: dict[int, RoundCosts] = field(default_factory=dict)
+    _unsettled: deque[tuple[RoundTime, Mean]] = field(default_factory=deque)  # drafted rounds, with accepted tokens
     _version: int = -1  # of the passes that `_current` and the fits of drafting are for
 
     @property
     def version(self) -> int:
-        """Rises with every round that was learned from, so that choices can be kept until then."""
+        """Rises with every figure, so that choices can be kept until then."""
         return self.passes.version
 
     def at(self, rows: int) -> RoundCosts:
@@ -281,6 +325,28 @@ class LearnedCosts:
                 self._more.append(max(share - start - slope * time.depth, 0.0) / time.depth / (drafts - 1))
         self.passes.learn(time)
 
+    def settle(self, time: RoundTime, accepted: Mean) -> None:
+        """Count what a round gained over plain decoding; the first drafts count when more is known of costs.
+
+        Args:
+            time: of the round.
+            accepted: accepted tokens of a request, the mean over all.
+        """
+        if not time.depth:
+            self.passes.allowance.settle(0.0)
+            return
+        self._unsettled.append((time, accepted))
+        while self._unsettled and (len(self._unsettled) > UNSETTLED or not self.lacks(time.rows)):
+            self.passes.allowance.settle(self._gained(*self._unsettled.popleft()))
+
+    def _gained(self, time: RoundTime, accepted: Mean) -> float:
+        """Plain rounds that a round gained; the time of drafting is what was seen or what is known, the less of them.
+
+        What was seen may be an outlier, and what is known a figure from a busy machine.
+        """
+        rest, (begin, draft) = self.passes.rest(time.rows, time.nodes), self._line(size_class(time.rows)).fitted
+        return 1 + accepted - rest - min(begin + draft * time.depth, rest * time.draft / max(time.rest, 1e-9))
+
     def lacks(self, rows: int) -> bool:
         """Whether there are too few figures of this number of requests to choose by them."""
         return self._line(size_class(rows)).lacks or self.passes.lacks(rows)
@@ -304,6 +370,14 @@ class LearnedCosts:
         self.passes.restore(found["rest"])
         for size, line in lines.items():
             self._drafting[size] = Line(*line, kept=TRIALS, unit=partial(self.passes.rest, size), least=0.5)
+
+
+def _of_more(slope: float, times: float) -> float:
+    """The cost of one more token of each request in plain rounds, for a multiple of the requests, from that of fewer.
+
+    A pass for r tokens takes a + b r, so the cost is b r / (a + b r) for r requests, which is below 1.
+    """
+    return slope if slope >= 1 else times * slope / (1 + (times - 1) * slope)
 
 
 def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:

@@ -27,6 +27,7 @@ class RateCounts:
     first: list[float]
     later: list[float]
     unused: int = 0
+    _rates: tuple[float, float] | None = None  # of these counts, once they were asked for
 
     @classmethod
     def assumed(cls, first: float, later: float, weight: float = PRIOR_WEIGHT) -> RateCounts:
@@ -36,11 +37,14 @@ class RateCounts:
     @property
     def rates(self) -> tuple[float, float]:
         """Both rates, rounded to hundredths."""
-        first, later = (round(accepted / (accepted + rejected), 2) for accepted, rejected in (self.first, self.later))
-        return first, later
+        if self._rates is None:
+            first, later = (round(hit / (hit + missed), 2) for hit, missed in (self.first, self.later))
+            self._rates = first, later
+        return self._rates
 
     def count(self, drafted: int, accepted: int, decay: float = DECAY) -> None:
         """Add a round with a draft."""
+        self._rates = None
         _count(self.first, min(accepted, 1), rejected=not accepted, decay=decay)
         if accepted and drafted > 1:
             _count(self.later, accepted - 1, rejected=accepted < drafted, decay=decay)

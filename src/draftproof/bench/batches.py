@@ -1,0 +1,185 @@
+"""A drafter beside plain decoding as the number of requests grows: speed, and the time to the first token.
+
+Questions of a data set wait in a queue, of which so many are decoded together. Plain decoding and the drafter take
+turns on the same questions, each turn has another data set, and the order is reversed from turn to turn. The first
+turn of each number of requests warms up; its ratio is shown, and does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+from draftproof.bench.cell import Cell
+from draftproof.bench.estimate import geometric_mean
+from draftproof.bench.model_cache import ModelCache
+from draftproof.bench.questions import read_questions
+from draftproof.bench.report import speed
+from draftproof.engine.engine import Engine
+from draftproof.errors import UserError, refuse_below_one
+from draftproof.progress import Watch, silent
+from draftproof.provenance import load_average, run_facts, without_directory
+from draftproof.results import Results, table
+from draftproof.sampling import SamplingParams
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class BatchComparison:
+    """Options of a comparison for several numbers of requests.
+
+    Attributes:
+        target, draft, drafter, dtype: as in `Engine.load`.
+        batch, temperature: lists; all combinations are measured.
+        dataset: data sets, which take turns.
+        tokens: most tokens of an answer; stop tokens end it earlier.
+        repeats: turns of each data set that count.
+        queue: questions of a turn for each request that is decoded at once; at least `fewest` questions.
+        fewest: questions of a turn.
+
+    Raises:
+        UserError: a number below 1, no data set, or `drafter` is "none".
+    """
+
+    target: str = "embedded:stories"
+    draft: str | None = None
+    drafter: str = "auto"
+    dtype: str = "auto"
+    batch: Sequence[int] = (1, 2, 4, 8, 16)
+    temperature: Sequence[float] = (0.0,)
+    dataset: Sequence[str] = ("tinystories",)
+    tokens: int = 96
+    repeats: int = 2
+    queue: int = 2
+    fewest: int = 4
+
+    def __post_init__(self) -> None:
+        refuse_below_one(batch=min(self.batch), tokens=self.tokens, repeats=self.repeats, queue=self.queue)
+        if self.drafter == "none":
+            raise UserError("drafter none is plain decoding, which is always measured: name another one, such as auto")
+
+
+class Timing(NamedTuple):
+    """What a turn of one engine gave.
+
+    Attributes:
+        seconds: of all questions.
+        first: median seconds until the first token, of the requests that were decoded first.
+        tokens: of all answers.
+        rounds: of the target.
+    """
+
+    seconds: float
+    first: float
+    tokens: int
+    rounds: int
+
+
+def compare_batches(options: BatchComparison, *, watch: Watch = silent) -> Results:
+    """Tokens a second and seconds to the first token, plain and with the drafter, for every number of requests.
+
+    Raises:
+        UserError: a model that cannot be loaded, or no such data set.
+    """
+    facts = run_facts()
+    cache, cell = ModelCache(), Cell(options.target, dtype=options.dtype, max_tokens=options.tokens)
+    prompts = {name: [cache.encode(cell, one) for one in read_questions(name)] for name in options.dataset}
+    shared: dict[str, Any] = {"dtype": options.dtype, "prefix_reuse": False}  # prompts come again
+    engines = {
+        PLAIN: Engine.load(options.target, drafter="none", **shared),
+        options.drafter: Engine.load(options.target, options.draft, drafter=options.drafter, **shared),
+    }
+    settings = [(batch, temperature) for batch in options.batch for temperature in options.temperature]
+    turns = [name for _ in range(options.repeats) for name in options.dataset]
+    rows: list[dict[str, Any]] = []
+    with watch("measuring", len(settings) * (len(turns) + 1), 0) as tick:
+        for batch, temperature in settings:
+            for number, name in enumerate([turns[0], *turns]):
+                size = max(options.queue * batch, options.fewest)
+                first = number // len(options.dataset) * size
+                asked = [prompts[name][(first + place) % len(prompts[name])] for place in range(size)]
+                order = list(engines)[:: -1 if number % 2 else 1]
+                found = {each: _measured(engines[each], asked, batch, temperature, options.tokens) for each in order}
+                times = {each: timing._asdict() for each, timing in found.items()}
+                setting = {"batch": batch, "temperature": temperature, "dataset": name, "warmup": number == 0}
+                rows.append({**setting, "load": load_average(), "times": times})
+                tick(len(rows), tokens=sum(timing.tokens for timing in found.values()))
+    title = f"{without_directory(options.target)}: {options.drafter} beside plain decoding"
+    named = {**asdict(options), "target": without_directory(options.target)}
+    named["draft"] = None if options.draft is None else without_directory(options.draft)
+    return Results(title, _lines(options, rows), {"options": named, "rows": rows}, facts)
+
+
+def _measured(engine: Engine, prompts: Sequence[list[int]], batch: int, temperature: float, tokens: int) -> Timing:
+    engine.max_batch = batch
+    limits = [
+        SamplingParams(temperature=temperature, max_tokens=tokens, seed=1 + place) for place in range(len(prompts))
+    ]
+    start, first = time.perf_counter(), []
+    requests = [engine.add(prompt, one, patient=True)[0] for prompt, one in zip(prompts, limits, strict=True)]
+    waited = list(requests[:batch])
+    while not all(request.finished for request in requests):
+        engine.step()
+        for request in [request for request in waited if request.stats.num_tokens]:
+            first.append(time.perf_counter() - start)
+            waited.remove(request)
+    seconds = time.perf_counter() - start
+    found = [engine.output(request).stats for request in requests]  # raises what a request failed with
+    return Timing(
+        seconds, median(first), sum(one.num_tokens for one in found), sum(one.num_target_calls for one in found)
+    )
+
+
+def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The tables; ratios are of the same turn."""
+    own = options.drafter
+    overall, kinds = [], []
+    for batch in options.batch:
+        for temperature in options.temperature:
+            mine = [row for row in rows if (row["batch"], row["temperature"]) == (batch, temperature)]
+            counted = [row["times"] for row in mine if not row["warmup"]]
+            setting = (batch, f"{temperature:g}")
+            calls = [_rate(each[own], "rounds") / _rate(each[PLAIN], "rounds") for each in counted]
+            overall.append(
+                (
+                    *setting,
+                    f"{median(_rate(each[PLAIN]) for each in counted):.0f}",
+                    f"{median(_rate(each[own]) for each in counted):.0f}",
+                    speed(geometric_mean([_rate(each[own]) / _rate(each[PLAIN]) for each in counted])),
+                    f"{median(calls):.2f}",
+                    f"{median(each[PLAIN]['first'] for each in counted):.3f}",
+                    speed(geometric_mean([each[own]["first"] / each[PLAIN]["first"] for each in counted])),
+                    f"{_rate(mine[0]['times'][own]) / _rate(mine[0]['times'][PLAIN]):.2f}",
+                )
+            )
+            each_kind = []
+            for name in options.dataset:
+                times = [row["times"] for row in mine if row["dataset"] == name and not row["warmup"]]
+                each_kind.append(f"{geometric_mean([_rate(t[own]) / _rate(t[PLAIN]) for t in times]).value:.2f}")
+            kinds.append((*setting, *each_kind))
+    loads = [row["load"] for row in rows]
+    heads = ("requests", "temperature", "plain, tokens/s", f"{own}, tokens/s", "over plain", "tokens a target call")
+    return [
+        f"Data sets {', '.join(options.dataset)}, dtype {options.dtype}, up to {options.tokens} tokens an answer. Up",
+        f"to `requests` are decoded at once, from a queue of {options.queue} questions for each of them",
+        f"({options.fewest} at least). Ratios are of the same turn: geometric mean over turns with a 95% interval; `?`",
+        "marks an interval that contains 1. The time to the first token is that of the requests that are decoded",
+        "first; a ratio above 1 is later than plain decoding. The last column is the turn that warms up: weights for",
+        "drafts are made in it, and costs are learned where no earlier run did.",
+        f"Load average {min(loads):.1f} to {max(loads):.1f}.",
+        "",
+        *table((*heads, "first token, plain, s", "over plain", "speed in the first turn"), overall),
+        "",
+        "By data set, over plain:",
+        "",
+        *table(("requests", "temperature", *options.dataset), kinds),
+    ]
+
+
+def _rate(times: dict[str, Any], per: str = "seconds") -> float:
+    """Tokens for each second or round."""
+    return float(times["tokens"] / times[per])
