@@ -141,6 +141,8 @@ class Auto(StopperBase):
         """A round that shows what rounds cost, where too little or nothing recent is known."""
         batch = self._batch
         self._unused += 1
+        if costs.passes.reading:  # a round beside a prompt would cost time, and show nothing
+            return None
         if costs.passes.is_old(batch) and best.length:
             return Plan(needed=True)
         if self._unused > self._stale:
@@ -151,6 +153,8 @@ class Auto(StopperBase):
             return Plan(min(max(best.length, 2), self.limit), 1, best.speed, needed=True)
         self._credit = min(self._credit + REGAIN, CREDIT)
         if not costs.lacks(batch) or self._credit < 1:
+            return None
+        if not best.length and costs.knows_fewer(batch):  # what does not pay for some pays even less for more
             return None
         self._credit -= 1
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
@@ -189,7 +193,8 @@ class Auto(StopperBase):
             self._unused = 0
             if self.plan is not None and not self.plan.needed:
                 self._stale = STALE[0]
-        if time.reads > CATCH_UP:
+        learned.passes.reading = time.reads > CATCH_UP
+        if learned.passes.reading:
             learned.passes.interrupted()
         else:
             learned.learn(time, self._widest, drafting=not self._reads_much)
