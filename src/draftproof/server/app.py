@@ -157,17 +157,20 @@ class Server:
         events = self._events(answer, form, options, first, pieces)
         return Stream(events, ended, seconds=self.settings.write_timeout)
 
-    async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Any:
+    async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Response:
         async def collect() -> None:
             async for pieces in job.pieces():
                 answer.add(pieces)
+
+        def made() -> Response:
+            return Response(form.whole(answer).model_dump_json(), media_type="application/json")
 
         try:
             await _unless_gone(request, collect)
         finally:
             self.worker.close(job)
         _note_usage(request, answer)
-        return form.whole(answer)
+        return await run_sync(made)  # log-probabilities of a long prompt take long: streams go on meanwhile
 
     async def _events(
         self,

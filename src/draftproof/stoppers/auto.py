@@ -152,9 +152,8 @@ class Auto(StopperBase):
             self._again -= 1
             return Plan(min(max(best.length, 2), self.limit), 1, best.speed, needed=True)
         self._credit = min(self._credit + REGAIN, CREDIT)
-        if not costs.lacks(batch) or self._credit < 1:
-            return None
-        if not best.length and costs.knows_fewer(batch):  # what does not pay for some pays even less for more
+        hopeless = not best.length and costs.knows_fewer(batch)  # what does not pay for some pays even less for more
+        if not costs.lacks(batch) or self._credit < 1 or hopeless:
             return None
         self._credit -= 1
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
