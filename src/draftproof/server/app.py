@@ -329,13 +329,22 @@ def make_app(server: Server, keys: Sequence[str] = ()) -> FastAPI:
     return app
 
 
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with stream its chunks as events",
+        "content": {"text/event-stream": {"itemSchema": _EVENT}},
+    }
+}
+
+
 def _add_completions(app: FastAPI) -> None:
-    @app.post("/v1/completions", response_model=schemas.CompletionAnswer)
+    @app.post("/v1/completions", response_model=schemas.CompletionAnswer, responses=_STREAMED)
     async def completions(body: CompletionBody, request: Request, server: _Served) -> Any:
         """Continue prompts."""
         return await server.answer(request, body, CompletionForm(), "cmpl")
 
-    @app.post("/v1/chat/completions", response_model=schemas.ChatAnswer)
+    @app.post("/v1/chat/completions", response_model=schemas.ChatAnswer, responses=_STREAMED)
     async def chat(body: ChatBody, request: Request, server: _Served) -> Any:
         """Answer a chat."""
         return await server.answer(request, body, ChatForm(), "chatcmpl")
