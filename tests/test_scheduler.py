@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import time
 from dataclasses import replace
 
 import pytest
@@ -441,6 +442,45 @@ def test_a_round_without_a_portion_shows_now_and_then_what_a_usual_round_takes()
     made = play(sizes, 1, 2, 4 * REFRESH, base=0.030, token=0.0001)
     assert made.count(0) == 3, "decoding has become slower while a long prompt was read"
     assert made[-1] == pytest.approx(EXTRA * 0.030 / 0.0001, abs=1)
+
+
+def together(under_test, now, count):
+    """Times to the first token, and between tokens, of requests that come while the first one is read."""
+    rows, begun = under_test.add(words(100 * count, 15), params(1, tokens=40)), now[0]
+    under_test.step()
+    rows += [under_test.add(words(100 * count + number, 15), params(1, tokens=40))[0] for number in range(1, count)]
+    firsts, pauses, seen = {rows[0]: now[0] - begun}, [], {row: now[0] for row in rows}
+    while under_test.busy:
+        places = {row: row.place for row in rows}
+        under_test.step()
+        for row in rows:
+            if row.place > places[row]:
+                pauses += [now[0] - seen[row]] if row in firsts else []
+                firsts.setdefault(row, now[0] - begun)
+                seen[row] = now[0]
+    return sorted(firsts.values()), pauses
+
+
+def test_prompts_that_come_together_are_read_soon_and_nobody_waits_long(monkeypatch):
+    """On a clock of its own: passes take 15 ms, and 1.5 ms for each token."""
+    under_test, now = made("lean", size=0, prefix_reuse=False), [0.0]
+    under_test.max_batch, forward = 16, under_test.target.forward
+
+    def timed(feeds, **options):
+        now[0] += 0.015 + 0.0015 * sum(map(len, feeds))
+        return forward(feeds, **options)
+
+    monkeypatch.setattr(under_test.target, "forward", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for count in (1, 4, 16):
+        together(under_test, now, count)
+    usual = 0.015 + 0.0015 * 16
+    firsts, pauses = together(under_test, now, 16)
+    assert max(pauses) <= (1 + EXTRA) * usual + 0.0015
+    least = 15 * 16 * 0.0015 / ((1 + EXTRA) * usual - 0.015 - 0.0015 * 8)  # rounds, if each was as long as it may be
+    assert firsts[-1] <= 1.5 * least * (1 + EXTRA) * usual
+    firsts, pauses = together(under_test, now, 4)
+    assert max(pauses) <= (1 + EXTRA) * (0.015 + 0.0015 * 4) + 0.0015
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

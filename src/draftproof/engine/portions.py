@@ -18,8 +18,8 @@ class PortionSize:
     """Chooses the number of prompt tokens that a round reads, by what rounds with and without them have taken.
 
     A usual round is one of as many requests as run: those whose prompts are read will soon make it as long. What a
-    round takes without portions is known for each number of requests that was seen, and between two of them by the line
-    through both. A token takes the median of what portions have added to such rounds.
+    round takes without portions is known for each number of requests that was seen, and for others by the line through
+    two of them. A token takes the median of what portions have added to such rounds.
 
     Args:
         extra: share of a usual round that a round with a portion may take beyond it.
@@ -58,14 +58,15 @@ class PortionSize:
             self._added.append((max(seconds - usual, _FLOOR * usual) / tokens, tokens))
 
     def _round(self, rows: int) -> float:
-        """Seconds of a round without portions."""
+        """Seconds of a round without portions; of more requests than were seen, at most twice those of the most."""
         known = sorted(self._usual)
-        place = bisect_left(known, rows)
-        below, above = known[max(place - 1, 0)], known[min(place, len(known) - 1)]
+        place = min(max(bisect_left(known, rows), 1), len(known) - 1)
+        below, above = (known[0], known[-1]) if rows > known[-1] else (known[place - 1], known[place])
         low, high = (statistics.median(self._usual[each]) for each in (below, above))
-        if not below < rows < above:
-            return high if rows >= above else low
-        return low + (high - low) * (rows - below) / (above - below)
+        if rows <= below or below == above:
+            return low
+        found = low + (high - low) * (rows - below) / (above - below)
+        return found if rows <= above else min(max(found, high), 2 * high)
 
 
 def _middle(figures: Iterable[tuple[float, int]]) -> float:
