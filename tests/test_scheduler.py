@@ -449,7 +449,7 @@ def together(under_test, now, count):
     rows, begun = under_test.add(words(100 * count, 15), params(1, tokens=40)), now[0]
     under_test.step()
     rows += [under_test.add(words(100 * count + number, 15), params(1, tokens=40))[0] for number in range(1, count)]
-    firsts, pauses, seen = {rows[0]: now[0] - begun}, [], {row: now[0] for row in rows}
+    firsts, pauses, seen = {rows[0]: now[0] - begun}, [], dict.fromkeys(rows, now[0])
     while under_test.busy:
         places = {row: row.place for row in rows}
         under_test.step()
