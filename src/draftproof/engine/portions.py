@@ -52,7 +52,7 @@ class PortionSize:
             self._since = 0
             self._usual.setdefault(decoded, deque(maxlen=_WINDOW)).append(seconds)
             return
-        self._since += 1
+        self._since = self._since + 1 if self._since < REFRESH else 0  # the ends of prompts may come in any round
         if self._usual:
             usual = self._round(decoded)
             self._added.append((max(seconds - usual, _FLOOR * usual) / tokens, tokens))
