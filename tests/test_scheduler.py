@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import random
 import time
 from dataclasses import replace
 
@@ -85,7 +86,7 @@ class Fixed:
     def size(self, _decoded, _running):
         return self._size
 
-    def spent(self, _seconds, _tokens, _decoded):
+    def spent(self, _seconds, _tokens, _others, _drafting):
         pass
 
 
@@ -434,6 +435,15 @@ def test_the_requests_whose_prompts_are_read_count_in_a_usual_round():
         size = play(sizes, decoded, 16, 4, row=0.003, token=0.001)[-1]
         assert 0.010 + 0.003 * decoded + 0.001 * size == pytest.approx(most, abs=0.0011)
     assert sizes.size(1, 2) <= 12, "and only those that run"
+
+
+def test_drafts_of_all_lengths_are_not_taken_for_portions():
+    sizes, source = PortionSize(), random.Random(1)
+    for number in range(60):
+        size, drafted = (sizes.size(1, 2) if number > 20 else 0), source.randrange(12)
+        sizes.spent(0.010 + 0.002 * (1 + drafted + size), size, 1 + drafted, 0.005 * drafted)
+    usual = 0.010 + 0.002 * 2 + 0.005 * 5.5
+    assert sizes.size(1, 2) == pytest.approx((1 + EXTRA * usual / 0.002), rel=0.4)
 
 
 def test_a_round_without_a_portion_shows_now_and_then_what_a_usual_round_takes():

@@ -18,8 +18,10 @@ class PortionSize:
     """Chooses the number of prompt tokens that a round reads, by what rounds with and without them have taken.
 
     A usual round is one of as many requests as run: those whose prompts are read will soon make it as long. What a
-    round takes without portions is known for each number of requests that was seen, and for others by the line through
-    two of them. A token takes the median of what portions have added to such rounds.
+    round takes without portions is known for each number of tokens in the target's pass that was seen, one of each
+    request and those that are drafted, and for others by the line through two of them. A token takes the median of what
+    portions have added to such rounds. Drafting, which may take
+    another time in each round, counts by itself.
 
     Args:
         extra: share of a usual round that a round with a portion may take beyond it.
@@ -29,6 +31,7 @@ class PortionSize:
         self._extra = extra
         self._usual: dict[int, deque[float]] = {}
         self._added: deque[tuple[float, int]] = deque(maxlen=_PORTIONS)  # seconds for a token, tokens
+        self._drafting: deque[float] = deque(maxlen=_WINDOW)
         self._since = 0
 
     def size(self, decoded: int, running: int) -> int:
@@ -43,22 +46,31 @@ class PortionSize:
         if self._since >= REFRESH:
             return 0
         room = (1 + self._extra) * self._round(running) - self._round(decoded)
+        room += self._extra * statistics.median(self._drafting)
         largest = max(tokens for _, tokens in self._added)  # nothing is known of much larger ones
         return int(min(max(room / _middle(self._added), LEAST), 2 * largest, MOST))
 
-    def spent(self, seconds: float, tokens: int, decoded: int) -> None:
-        """Take in the time of a round in which so many requests were decoded, and so many prompt tokens were read."""
+    def spent(self, seconds: float, tokens: int, others: int, drafting: float = 0.0) -> None:
+        """Take in the time of a round.
+
+        Args:
+            seconds: the time besides drafting.
+            tokens: prompt tokens that it has read beside requests that were decoded.
+            others: other tokens in the target's pass: one for each of these requests, and what was drafted.
+            drafting: seconds for drafting.
+        """
+        self._drafting.append(drafting)
         if not tokens:
             self._since = 0
-            self._usual.setdefault(decoded, deque(maxlen=_WINDOW)).append(seconds)
+            self._usual.setdefault(others, deque(maxlen=_WINDOW)).append(seconds)
             return
         self._since = self._since + 1 if self._since < REFRESH else 0  # the ends of prompts may come in any round
         if self._usual:
-            usual = self._round(decoded)
+            usual = self._round(others)
             self._added.append((max(seconds - usual, _FLOOR * usual) / tokens, tokens))
 
     def _round(self, rows: int) -> float:
-        """Seconds of a round without portions; of more requests than were seen, at most twice those of the most."""
+        """Seconds of a round without portions; of more tokens than were seen, at most twice those of the most."""
         known = sorted(self._usual)
         place = min(max(bisect_left(known, rows), 1), len(known) - 1)
         below, above = (known[0], known[-1]) if rows > known[-1] else (known[place - 1], known[place])

@@ -282,7 +282,7 @@ class Scheduler:
             return True
         return other.session.reach(min(shared, other.session.stem)) < shared
 
-    def spent(self, plan: Plan, seconds: float) -> None:
-        """Take in the time of a round."""
+    def spent(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
+        """Take in the time of a round besides drafting, the number of drafted tokens, and the time of drafting."""
         if plan.waits:
-            self.portions.spent(seconds, plan.reads, plan.decoded)
+            self.portions.spent(seconds, plan.reads, plan.decoded + drafted, drafting)
