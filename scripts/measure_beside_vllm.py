@@ -1,11 +1,12 @@
-"""Our server beside vLLM's on one machine: tokens a second, time to the first token, time between tokens.
+"""Our server beside vLLM's, or beside ours of another checkout: speed, time to the first token, pauses between tokens.
 
-    python scripts/measure_beside_vllm.py PYTHON MODEL [DTYPE]
+    python scripts/measure_beside_vllm.py OTHER MODEL [DTYPE] [OPTION ...]
 
-PYTHON is that of an environment of its own, with vLLM; MODEL a directory that both can read. Both servers run all the
-time, and one of them at a time has work: in turns, for 1, 4, 8 and 16 requests at once. Prompts and numbers of tokens
-are the same. The load comes from this process, by streams of /v1/completions. Takes less than 5 minutes on a quiet
-machine; prints a table in Markdown: medians over the turns.
+OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository; MODEL
+a directory or name that both can read; options are those of `draftproof serve`, for our servers. Both servers run all
+the time, and one of them at a time has work: in turns, for 1, 4, 8 and 16 requests at once. Prompts and numbers of
+tokens are the same. The load comes from this process, by streams of /v1/completions. Takes less than 5 minutes on a
+quiet machine; prints a table in Markdown: tokens a second as medians over the turns, times of all turns together.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ import socket
 import subprocess
 import sys
 import time
-from statistics import median
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median, quantiles
 from typing import NamedTuple
 
 import httpx
 
 CONCURRENCY = (1, 4, 8, 16)
-TOKENS, TURNS = 48, 2
+TOKENS, TURNS = 48, 3
 TOPICS = ("a dog", "the sea", "an old clock", "bread", "a long road", "two friends", "snow", "a red kite")
 
 
 class Turn(NamedTuple):
-    """What one turn measured: tokens a second, and medians of milliseconds."""
+    """What one turn measured: tokens a second, seconds to the first token of each request, and between chunks."""
 
     speed: float
-    first: float
-    between: float
+    firsts: list[float]
+    pauses: list[float]
 
 
 def free_port() -> int:
@@ -43,10 +46,14 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def started(command: list[str], port: int, path: str) -> subprocess.Popen[bytes]:
-    """A server that is ready."""
+def started(command: list[str], port: int, path: str, source: Path | None = None) -> subprocess.Popen[bytes]:
+    """A server that is ready; of the package in another folder, where that is given."""
     process = subprocess.Popen(
-        [*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        [*command, "--port", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env=os.environ | ({} if source is None else {"PYTHONPATH": str(source)}),
     )
     end = time.monotonic() + 240
     while True:
@@ -61,67 +68,74 @@ def started(command: list[str], port: int, path: str) -> subprocess.Popen[bytes]
 
 async def turn(port: int, model: str, count: int, concurrency: int, number: int) -> Turn:
     """All requests with so many at once."""
-    places, firsts, between = asyncio.Semaphore(concurrency), list[float](), list[float]()
+    places, firsts, pauses = asyncio.Semaphore(concurrency), list[float](), list[float]()
 
     async def one(client: httpx.AsyncClient, place: int) -> None:
         text = f"Number {place + 100 * number}. Write a story about {TOPICS[place % len(TOPICS)]}."
         body = {"model": model, "prompt": text, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
         body["stream"] = True
         async with places:
-            start, first = time.perf_counter(), 0.0
+            last, times = time.perf_counter(), list[float]()
             url = f"http://127.0.0.1:{port}/v1/completions"
             async with client.stream("POST", url, json=body) as answer:
                 answer.raise_for_status()
                 async for line in answer.aiter_lines():
-                    if line.startswith("data: {") and not first and json.loads(line[6:])["choices"]:
-                        first = time.perf_counter()
-            firsts.append(first - start)
-            between.append((time.perf_counter() - first) / (TOKENS - 1))
+                    if line.startswith("data: {") and json.loads(line[6:])["choices"]:
+                        now = time.perf_counter()
+                        times.append(now - last)
+                        last = now
+            firsts.append(times[0])
+            pauses.extend(times[1:])
 
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=concurrency)) as client:
         start = time.perf_counter()
         await asyncio.gather(*(one(client, place) for place in range(count)))
         seconds = time.perf_counter() - start
-    return Turn(count * TOKENS / seconds, 1000 * median(firsts), 1000 * median(between))
+    return Turn(count * TOKENS / seconds, firsts, pauses)
+
+
+def row(concurrency: int, name: str, turns: Sequence[Turn], ours: Sequence[Turn]) -> str:
+    """A row of the table."""
+    speed = median(each.speed for each in turns)
+    ratio = median(own.speed / its.speed for its, own in zip(turns, ours, strict=True))
+    cells = [str(concurrency), name, f"{speed:.1f}", f"{ratio:.2f}"]
+    for times in ([each for turn in turns for each in turn.firsts], [each for turn in turns for each in turn.pauses]):
+        cells += [f"{1000 * median(times):.0f}", f"{1000 * quantiles(times, n=100)[98]:.0f}"]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Measure and print."""
     if len(sys.argv) < 3:
         sys.exit(__doc__)
-    python, model, dtype = (*sys.argv[1:], "bfloat16")[:3]
-    ours, theirs = free_port(), free_port()
+    other, model, dtype, *options = (*sys.argv[1:], *("bfloat16",)[len(sys.argv[3:4]) :])
     own = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--served-model-name", "model"]
-    commands = {
-        ours: (
-            [*own, "--target", model, "--dtype", dtype, "--max-batch", "16", "--generation-config", "none"],
-            "/ready",
-        ),
-        theirs: (
-            [
-                *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype),
-                *("--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"),
-            ],
-            "/health",
-        ),
-    }
-    servers = [started(command, port, path) for port, (command, path) in commands.items()]
+    own += ["--target", model, "--dtype", dtype, "--max-batch", "16", "--generation-config", "none", *options]
+    ports = {"ours": free_port()}
+    servers = [started(own, ports["ours"], "/ready")]
     try:
-        for port in (ours, theirs):
+        if Path(other).is_dir():
+            name, command, path, source = "the other", own, "/ready", Path(other) / "src"
+        else:
+            name, path, source = "vLLM", "/health", None
+            command = [other, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
+            command += ["--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"]
+        ports[name] = free_port()
+        servers.append(started(command, ports[name], path, source))
+        for port in ports.values():
             asyncio.run(turn(port, "model", 4, 4, 99))
-        heads = ("at once", "tokens a second", "vLLM's", "ratio", "first token, ms", "vLLM's", "between, ms", "vLLM's")
-        print(f"| {' | '.join(heads)} |")
-        print("|---" * len(heads) + "|")
+        print(f"Load average {os.getloadavg()[0]:.1f} at the start.\n")
+        heads = ("at once", "server", "tokens a second", "ours / its", "first token, ms", "99 of 100 below")
+        print(f"| {' | '.join((*heads, 'between, ms', '99 of 100 below'))} |")
+        print("|---" * (len(heads) + 2) + "|")
         for concurrency in CONCURRENCY:
-            found: dict[int, list[Turn]] = {ours: [], theirs: []}
+            found: dict[str, list[Turn]] = {each: [] for each in ports}
             for number in range(TURNS):
-                for port in (ours, theirs) if number % 2 else (theirs, ours):
+                for each in list(ports) if number % 2 else list(ports)[::-1]:
                     count = max(3, concurrency)
-                    found[port].append(asyncio.run(turn(port, "model", count, concurrency, number)))
-            own_turn, other = (Turn(*map(median, zip(*found[port], strict=True))) for port in (ours, theirs))
-            speeds = f"{own_turn.speed:.1f} | {other.speed:.1f} | {own_turn.speed / other.speed:.2f}"
-            times = f"{own_turn.first:.0f} | {other.first:.0f} | {own_turn.between:.1f} | {other.between:.1f}"
-            print(f"| {concurrency} | {speeds} | {times} |", flush=True)
+                    found[each].append(asyncio.run(turn(ports[each], "model", count, concurrency, number)))
+            for each, turns in found.items():
+                print(row(concurrency, each, turns, found["ours"]), flush=True)
     finally:
         for server in servers:
             os.killpg(server.pid, signal.SIGTERM)

@@ -7,13 +7,14 @@ from schemathesis import checks
 from schemathesis.generation import GenerationMode
 
 checks.load_all_checks()
+REFUSED = checks.CHECKS.get_one("negative_data_rejection")
 CHECKS = (
     checks.not_a_server_error,
     checks.CHECKS.get_one("status_code_conformance"),
     checks.CHECKS.get_one("content_type_conformance"),
     checks.CHECKS.get_one("response_headers_conformance"),
     checks.CHECKS.get_one("response_schema_conformance"),
-    checks.CHECKS.get_one("negative_data_rejection"),
+    REFUSED,
     checks.CHECKS.get_one("unsupported_method"),
 )
 
@@ -51,7 +52,8 @@ def check(operation, examples, *, at_random=False):
                 case.body["max_tokens"] = 2
         answer = case.call(timeout=120)
         sent.append(answer.status_code)
-        case.validate_response(answer, checks=CHECKS)
+        excluded = [REFUSED] if answer.status_code == 413 else []  # schemathesis does not count it as a refusal
+        case.validate_response(answer, checks=CHECKS, excluded_checks=excluded)
 
     run()
     return sent

@@ -605,3 +605,37 @@ def test_a_belief_that_every_round_contradicts_is_looked_at_soon():
     assert passes.rest(8, 8) == pytest.approx(9.0, rel=0.2)
     rounds(600, 1.0)
     assert rounds(100, 1.0).count(0) <= 1, "what was learned is no contradiction any more"
+
+
+@pytest.mark.usefixtures("clock")
+def test_nothing_is_drafted_for_what_it_shows_beside_prompts_that_are_read():
+    """The time of such a round is not learned from, and everybody would wait for it."""
+    stopper = Auto()
+    stopper.begin([1, 2], 1)
+    assert stopper.plan.needed
+    stopper.spent(RoundTime(0.0, 1.0, 2, 0, 0, reads=100))
+    for _ in range(20):
+        stopper.begin([1, 2], 1)
+        assert not stopper.plan.needed
+        stopper.spent(RoundTime(0.1, 1.0, 2, stopper.plan.length, stopper.plan.length, reads=100))
+    stopper.spent(RoundTime(0.0, 1.0, 2, 0, 0))
+    stopper.begin([1, 2], 1)
+    assert stopper.plan.needed
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(("token", "tried"), [(2.0, False), (0.01, True)])
+def test_drafts_that_do_not_pay_for_few_requests_are_not_tried_for_more_at_once(token, tried):
+    stopper = Auto()
+
+    def round_of(rows):
+        stopper.begin(range(rows), 1)
+        length = stopper.plan.length
+        for row in range(rows):
+            stopper.observe(row, length, length)
+        stopper.spent(RoundTime(0.05 * length, 1.0 + token * length, rows, length, length))
+        return length
+
+    for _ in range(30):
+        round_of(2)
+    assert any(round_of(16) for _ in range(5)) == tried  # before the figures are old

@@ -1,6 +1,9 @@
 """Portions of prompts, reuse of prefixes and the memory budget: the same tokens, whoever shares what with whom."""
 
 import functools
+import itertools
+import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -23,7 +26,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.memory import read_bytes
-from draftproof.engine.portions import EXTRA, LEAST, PortionSize
+from draftproof.engine.portions import EXTRA, FIRST, LEAST, REFRESH, PortionSize
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from helpers import RANGE, random_model
@@ -78,11 +81,13 @@ class Fixed:
     """Portions of one size."""
 
     def __init__(self, size):
-        self.size = size
-        self.rounds = []
+        self._size = size
 
-    def spent(self, _seconds, tokens):
-        self.rounds.append(tokens)
+    def size(self, _decoded, _running):
+        return self._size
+
+    def spent(self, _seconds, _tokens, _others, _drafting):
+        pass
 
 
 def words(seed, length):
@@ -396,16 +401,96 @@ def test_an_abort_in_the_middle_of_a_prompt_frees_its_memory():
     under_test.abort(stream)
 
 
+def play(sizes, decoded, running, rounds, *, base=0.010, row=0.0, token, slow=()):
+    """Rounds with portions on a clock of its own; some of them take ten times as long. Returns the sizes."""
+    made = []
+    for number in range(rounds):
+        size = sizes.size(decoded, running)
+        taken = base + row * decoded + token * size
+        sizes.spent(10 * taken if number in slow else taken, size, decoded)
+        made.append(size)
+    return made
+
+
 def test_the_size_of_a_portion_follows_what_rounds_take():
     sizes = PortionSize()
+    assert sizes.size(1, 2) == FIRST
     for _ in range(10):
-        sizes.spent(0.010, 0)
-    for _ in range(40):
-        sizes.spent(0.010 + 0.0001 * sizes.size, sizes.size)
-    assert 0.8 * EXTRA < 0.0001 * sizes.size / 0.010 <= EXTRA
-    for _ in range(40):
-        sizes.spent(0.010 + 0.005 * sizes.size, sizes.size)
-    assert sizes.size == LEAST
+        sizes.spent(0.010, 0, 1)
+    grown = play(sizes, 1, 2, 20, token=0.0001)
+    assert all(later <= 2 * size for size, later in itertools.pairwise(grown)), "never much more than was read before"
+    assert grown[-1] == int(EXTRA * 0.010 / 0.0001)
+    assert play(sizes, 1, 2, 20, token=0.0001, slow={3, 4, 11})[-1] == grown[-1], "a slow round changes nothing"
+    assert play(sizes, 1, 2, 30, token=0.005)[-1] == LEAST
+
+
+def test_the_requests_whose_prompts_are_read_count_in_a_usual_round():
+    """Else a portion beside one request would get shorter, the more of the others have begun in the meantime."""
+    sizes = PortionSize()
+    for rows in (1, 4, 16):
+        sizes.spent(0.010 + 0.003 * rows, 0, rows)
+    play(sizes, 1, 2, 20, row=0.003, token=0.001)
+    most = (1 + EXTRA) * (0.010 + 0.003 * 16)
+    for decoded in (1, 2, 3, 8, 15):
+        size = play(sizes, decoded, 16, 4, row=0.003, token=0.001)[-1]
+        assert 0.010 + 0.003 * decoded + 0.001 * size == pytest.approx(most, abs=0.0011)
+    assert sizes.size(1, 2) <= 12, "and only those that run"
+
+
+def test_drafts_of_all_lengths_are_not_taken_for_portions():
+    sizes, source = PortionSize(), random.Random(1)
+    for number in range(60):
+        size, drafted = (sizes.size(1, 2) if number > 20 else 0), source.randrange(12)
+        sizes.spent(0.010 + 0.002 * (1 + drafted + size), size, 1 + drafted, 0.005 * drafted)
+    usual = 0.010 + 0.002 * 2 + 0.005 * 5.5
+    assert sizes.size(1, 2) == pytest.approx((1 + EXTRA * usual / 0.002), rel=0.4)
+
+
+def test_a_round_without_a_portion_shows_now_and_then_what_a_usual_round_takes():
+    sizes = PortionSize()
+    sizes.spent(0.010, 0, 1)
+    made = play(sizes, 1, 2, 4 * REFRESH, base=0.030, token=0.0001)
+    assert made.count(0) == 3, "decoding has become slower while a long prompt was read"
+    assert made[-1] == pytest.approx(EXTRA * 0.030 / 0.0001, abs=1)
+
+
+def together(under_test, now, count):
+    """Times to the first token, and between tokens, of requests that come while the first one is read."""
+    rows, begun = under_test.add(words(100 * count, 15), params(1, tokens=40)), now[0]
+    under_test.step()
+    rows += [under_test.add(words(100 * count + number, 15), params(1, tokens=40))[0] for number in range(1, count)]
+    firsts, pauses, seen = {rows[0]: now[0] - begun}, [], dict.fromkeys(rows, now[0])
+    while under_test.busy:
+        places = {row: row.place for row in rows}
+        under_test.step()
+        for row in rows:
+            if row.place > places[row]:
+                pauses += [now[0] - seen[row]] if row in firsts else []
+                firsts.setdefault(row, now[0] - begun)
+                seen[row] = now[0]
+    return sorted(firsts.values()), pauses
+
+
+def test_prompts_that_come_together_are_read_soon_and_nobody_waits_long(monkeypatch):
+    """On a clock of its own: passes take 15 ms, and 1.5 ms for each token."""
+    under_test, now = made("lean", size=0, prefix_reuse=False), [0.0]
+    under_test.max_batch, forward = 16, under_test.target.forward
+
+    def timed(feeds, **options):
+        now[0] += 0.015 + 0.0015 * sum(map(len, feeds))
+        return forward(feeds, **options)
+
+    monkeypatch.setattr(under_test.target, "forward", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for count in (1, 4, 16):
+        together(under_test, now, count)
+    usual = 0.015 + 0.0015 * 16
+    firsts, pauses = together(under_test, now, 16)
+    assert max(pauses) <= (1 + EXTRA) * usual + 0.0015
+    least = 15 * 16 * 0.0015 / ((1 + EXTRA) * usual - 0.015 - 0.0015 * 8)  # rounds, if each was as long as it may be
+    assert firsts[-1] <= 1.5 * least * (1 + EXTRA) * usual
+    firsts, pauses = together(under_test, now, 4)
+    assert max(pauses) <= (1 + EXTRA) * (0.015 + 0.0015 * 4) + 0.0015
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from draftproof import SamplingParams, UserError
 from draftproof.errors import RequestError
 from draftproof.server import schemas
 from draftproof.server.access import Keys, read_keys
+from draftproof.server.answers import CompletionForm
 from draftproof.server.app import Stream
 from draftproof.server.run import bind
 from draftproof.server.settings import Settings, served_name
@@ -173,6 +174,26 @@ def test_a_client_that_does_not_read_holds_up_nobody(engine):
         until(lambda: server.worker._open)
         assert post(base, max_tokens=8).status_code == 200
         until(lambda: not engine.busy)  # the answer is made though nobody reads it
+
+
+def test_the_building_of_a_large_answer_holds_up_nobody(engine, monkeypatch):
+    """Such as one with log-probabilities of a long prompt."""
+    begun, released, build = threading.Event(), threading.Event(), CompletionForm.whole
+
+    def slow(form, answer):
+        if answer.prompt_top is not None:
+            begun.set()
+            released.wait(10)
+        return build(form, answer)
+
+    monkeypatch.setattr(CompletionForm, "whole", slow)
+    with running(engine) as (base, _), ThreadPoolExecutor(1) as pool:
+        large = pool.submit(post, base, max_tokens=1, prompt_logprobs=2)
+        assert begun.wait(60)
+        assert post(base, max_tokens=4).status_code == 200
+        assert not large.done(), "it was still being built"
+        released.set()
+        assert len(large.result().json()["choices"][0]["prompt_logprobs"]) == len(engine.encode(STORY)[1])
 
 
 def test_a_stream_that_nobody_reads_is_given_up():

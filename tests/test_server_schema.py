@@ -38,3 +38,14 @@ def test_answers_are_as_described(served, name):
     assert 200 in sent or name == "GET /v1/models/{name}"
     until(lambda: not server.worker._open)
     assert server.worker.ready
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_streams_are_described(served, path):
+    shape = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    case = served[0][f"POST {path}"].Case(
+        body={**shape, "max_tokens": 2, "stream": True}, media_type="application/json"
+    )
+    answer = case.call()
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(answer, checks=schema_checks.CHECKS, excluded_checks=[schema_checks.REFUSED])

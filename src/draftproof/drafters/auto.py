@@ -259,7 +259,8 @@ class AutoDrafter:
             choice = self._mixed(best, choice, expected, found, {one.id: one.limit for one in able})
         if choice is best and (tried := self._retried(found, expected, batch)):
             choice = _Choice(best.source, best.plan if best.source else Plan(needed=True), tried)
-        if choice.source is None and self._lookup_costs.passes.is_old(batch):
+        passes = self._lookup_costs.passes
+        if choice.source is None and passes.is_old(batch) and not passes.reading:
             return _Choice()  # a plain round shows what a plain round takes
         return choice
 
@@ -354,14 +355,15 @@ class AutoDrafter:
     def spent(self, time: RoundTime) -> None:
         """Tell the drafter that drafted; a plain round counts for all of them, as they share the costs of passes."""
         self._seconds = time.draft + time.rest
-        source, looked = self._choice.source, bool(self._choice.looked)
-        if self._built or time.reads > CATCH_UP:
-            self._lookup_costs.passes.interrupted()
+        source, looked, passes = self._choice.source, bool(self._choice.looked), self._lookup_costs.passes
+        passes.reading = time.reads > CATCH_UP
+        if self._built or passes.reading:
+            passes.interrupted()
         elif source is None:
             self._lookup_costs.learn(time)
             self._lookup_costs.settle(time, self._accepted / time.rows)
         elif looked:  # the time of drafting is that of some requests
-            self._lookup_costs.passes.learn(time)
+            passes.learn(time)
             (source.stopper.learned or self._lookup_costs).settle(time, self._accepted / time.rows)
         else:
             source.stopper.spent(time)

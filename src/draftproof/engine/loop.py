@@ -332,9 +332,8 @@ class DecodingLoop:
                 except RequestError as error:
                     self._fail(error)
                 else:
-                    seconds = time.perf_counter() - start
-                    self.scheduler.spent(plan, seconds)
                     if not plan.reads:
+                        seconds = time.perf_counter() - start
                         self._threads.spent(seconds, sum(row.place for row in plan.rows) - before)
                     return
 
@@ -345,6 +344,7 @@ class DecodingLoop:
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             proposed = self.drafter.propose(requests, rng) if rows else []
             drafts = [draft.to(self.target.device) for draft in proposed]
+        drafting = seconds.draft
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
             feeds += [portion.feed(self.target.device) for portion in plan.portions]
@@ -356,6 +356,7 @@ class DecodingLoop:
         if rows:
             self._decide(rows, drafts, outputs[: len(rows)], rng, seconds)
         seconds.total = time.perf_counter() - start
+        self.scheduler.spent(plan, seconds.total - drafting, sum(map(len, drafts)), drafting)
         for row in [*rows, *(portion.row for portion in plan.portions)]:
             row.stats.seconds.add(seconds)
         if rows:

@@ -2,41 +2,91 @@
 
 from __future__ import annotations
 
-EXTRA = 0.6  # time that reading may add to a usual round, as a share of it
+import statistics
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+
+EXTRA = 0.6  # time of a round beyond a usual one, as a share of it
 FIRST, LEAST, MOST = 8, 2, 512  # tokens
-_GRAIN = 16  # larger portions are multiples of this
-_WEIGHT = 0.2  # of the newest round in the averages
+REFRESH = 32  # rounds with portions after which one without shows what a usual round takes
+_WINDOW, _PORTIONS = 5, 15  # newest rounds that count: of each number of requests, and with portions
+_FLOOR = 0.02  # least time of a portion, as a share of a usual round
 
 
 class PortionSize:
     """Chooses the number of prompt tokens that a round reads, by what rounds with and without them have taken.
 
-    Args:
-        extra: share of a usual round that reading may add.
+    A usual round is one of as many requests as run: those whose prompts are read will soon make it as long. What a
+    round takes without portions is known for each number of tokens in the target's pass that was seen, one of each
+    request and those that are drafted, and for others by the line through two of them. A token takes the median of what
+    portions have added to such rounds. Drafting, which may take
+    another time in each round, counts by itself.
 
-    Attributes:
-        size: tokens for the next round.
+    Args:
+        extra: share of a usual round that a round with a portion may take beyond it.
     """
 
     def __init__(self, extra: float = EXTRA) -> None:
-        self.size = FIRST
         self._extra = extra
-        self._usual = 0.0
-        self._each = 0.0
+        self._usual: dict[int, deque[float]] = {}
+        self._added: deque[tuple[float, int]] = deque(maxlen=_PORTIONS)  # seconds for a token, tokens
+        self._drafting: deque[float] = deque(maxlen=_WINDOW)
+        self._since = 0
 
-    def spent(self, seconds: float, tokens: int) -> None:
-        """Take in the time of a round in which some requests were decoded, and so many prompt tokens were read."""
+    def size(self, decoded: int, running: int) -> int:
+        """Tokens for the next round.
+
+        Args:
+            decoded: requests that get tokens in it.
+            running: these and the ones whose prompts are read.
+        """
+        if not self._added:
+            return FIRST
+        if self._since >= REFRESH:
+            return 0
+        room = (1 + self._extra) * self._round(running) - self._round(decoded)
+        room += self._extra * statistics.median(self._drafting)
+        largest = max(tokens for _, tokens in self._added)  # nothing is known of much larger ones
+        return int(min(max(room / _middle(self._added), LEAST), 2 * largest, MOST))
+
+    def spent(self, seconds: float, tokens: int, others: int, drafting: float = 0.0) -> None:
+        """Take in the time of a round.
+
+        Args:
+            seconds: the time besides drafting.
+            tokens: prompt tokens that it has read beside requests that were decoded.
+            others: other tokens in the target's pass: one for each of these requests, and what was drafted.
+            drafting: seconds for drafting.
+        """
+        self._drafting.append(drafting)
         if not tokens:
-            self._usual = _moved(self._usual, seconds)
+            self._since = 0
+            self._usual.setdefault(others, deque(maxlen=_WINDOW)).append(seconds)
             return
-        if not self._usual:
-            return
-        self._each = _moved(self._each, max(seconds - self._usual, 0.02 * self._usual) / tokens)
-        wanted = self._extra * self._usual / self._each
-        wanted = min(max(wanted, self.size / 2), self.size * 2)
-        size = int(min(max(wanted, LEAST), MOST))
-        self.size = size if size < _GRAIN else size // _GRAIN * _GRAIN
+        self._since = self._since + 1 if self._since < REFRESH else 0  # the ends of prompts may come in any round
+        if self._usual:
+            usual = self._round(others)
+            self._added.append((max(seconds - usual, _FLOOR * usual) / tokens, tokens))
+
+    def _round(self, rows: int) -> float:
+        """Seconds of a round without portions; of more tokens than were seen, at most twice those of the most."""
+        known = sorted(self._usual)
+        place = min(max(bisect_left(known, rows), 1), len(known) - 1)
+        below, above = (known[0], known[-1]) if rows > known[-1] else (known[place - 1], known[place])
+        low, high = (statistics.median(self._usual[each]) for each in (below, above))
+        if rows <= below or below == above:
+            return low
+        found = low + (high - low) * (rows - below) / (above - below)
+        return found if rows <= above else min(max(found, high), 2 * high)
 
 
-def _moved(average: float, newest: float) -> float:
-    return newest if not average else average + _WEIGHT * (newest - average)
+def _middle(figures: Iterable[tuple[float, int]]) -> float:
+    """The median of figures, each of which counts as often as its second number says."""
+    ordered = sorted(figures)
+    left = sum(weight for _, weight in ordered) / 2
+    for value, weight in ordered:
+        left -= weight
+        if left <= 0:
+            return value
+    return ordered[-1][0]

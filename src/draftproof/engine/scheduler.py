@@ -71,12 +71,14 @@ class Plan:
         portions: parts of other prompts.
         reads: prompt tokens of both.
         waits: whether some request was decoded before, so that it waits for what is read.
+        decoded: how many of `rows` were decoded before.
     """
 
     rows: list[Request] = field(default_factory=list)
     portions: list[Portion] = field(default_factory=list)
     reads: int = 0
     waits: bool = False
+    decoded: int = 0
 
 
 class NoSessions:
@@ -207,25 +209,26 @@ class Scheduler:
         """What the next round does."""
         decoding = [row for row in self.running if not row.reading]
         if len(decoding) == len(self.running):
-            return Plan(decoding, waits=any(not row.patient for row in decoding))
+            return Plan(decoding, waits=any(not row.patient for row in decoding), decoded=len(decoding))
         reading = [row for row in self.running if row.reading and not self._waits_for_another(row)]
         left = {row: self._left(row) for row in reading}
         whole = not self._target.capabilities.portions
         if all(row.patient for row in decoding):
             return self._at_once(decoding, left, whole=whole)
-        joined, parts, room = list(decoding), [], self.portions.size
+        size = self.portions.size(len(decoding), len(self.running))
+        joined, parts, room = list(decoding), [], size
         for row in self._in_turns(left):
             tokens = left[row]
             if row.unscored:
                 if room:
                     parts.append(_scored(row, tokens, room))
-            elif len(tokens) <= max(room, 1) or (whole and room == self.portions.size):
+            elif len(tokens) <= max(room, 1) or (whole and room == size > 0):
                 joined.append(row)
             elif room and not whole:
                 parts.append(Portion(row, tokens[:room]))
             room -= min(room, len(tokens))
         reads = sum(len(left[row]) for row in joined if row.reading) + sum(len(part.tokens) for part in parts)
-        return Plan(self._in_order(joined), parts, reads, waits=True)
+        return Plan(self._in_order(joined), parts, reads, waits=True, decoded=len(decoding))
 
     def _at_once(self, decoding: list[Request], left: dict[Request, list[int]], *, whole: bool) -> Plan:
         """Nobody minds waiting: prompts that are scored, or a chunk of a long prompt, or all others together."""
@@ -279,7 +282,7 @@ class Scheduler:
             return True
         return other.session.reach(min(shared, other.session.stem)) < shared
 
-    def spent(self, plan: Plan, seconds: float) -> None:
-        """Take in the time of a round."""
+    def spent(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
+        """Take in the time of a round besides drafting, the number of drafted tokens, and the time of drafting."""
         if plan.waits:
-            self.portions.spent(seconds, plan.reads)
+            self.portions.spent(seconds, plan.reads, plan.decoded + drafted, drafting)

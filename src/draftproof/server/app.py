@@ -157,17 +157,20 @@ class Server:
         events = self._events(answer, form, options, first, pieces)
         return Stream(events, ended, seconds=self.settings.write_timeout)
 
-    async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Any:
+    async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Response:
         async def collect() -> None:
             async for pieces in job.pieces():
                 answer.add(pieces)
+
+        def made() -> Response:
+            return Response(form.whole(answer).model_dump_json(), media_type="application/json")
 
         try:
             await _unless_gone(request, collect)
         finally:
             self.worker.close(job)
         _note_usage(request, answer)
-        return form.whole(answer)
+        return await run_sync(made)  # log-probabilities of a long prompt take long: streams go on meanwhile
 
     async def _events(
         self,
@@ -326,13 +329,22 @@ def make_app(server: Server, keys: Sequence[str] = ()) -> FastAPI:
     return app
 
 
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+_STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer; with stream its chunks as events",
+        "content": {"text/event-stream": {"itemSchema": _EVENT}},
+    }
+}
+
+
 def _add_completions(app: FastAPI) -> None:
-    @app.post("/v1/completions", response_model=schemas.CompletionAnswer)
+    @app.post("/v1/completions", response_model=schemas.CompletionAnswer, responses=_STREAMED)
     async def completions(body: CompletionBody, request: Request, server: _Served) -> Any:
         """Continue prompts."""
         return await server.answer(request, body, CompletionForm(), "cmpl")
 
-    @app.post("/v1/chat/completions", response_model=schemas.ChatAnswer)
+    @app.post("/v1/chat/completions", response_model=schemas.ChatAnswer, responses=_STREAMED)
     async def chat(body: ChatBody, request: Request, server: _Served) -> Any:
         """Answer a chat."""
         return await server.answer(request, body, ChatForm(), "chatcmpl")

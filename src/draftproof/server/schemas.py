@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WrapValidator, model_validator
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 # The first wrong item ends a check: errors of a million items would be a long list, made in the event loop's thread.
@@ -307,7 +307,8 @@ class PromptLogprob(TypedDict):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id, for each place; None for the first
+# By token id, for each place; None for the first. Checking what the server made itself would hold up all its threads.
+PromptLogprobs = Annotated[list[dict[str, PromptLogprob] | None], WrapValidator(lambda made, _: made)]
 
 
 class CompletionChoice(BaseModel):

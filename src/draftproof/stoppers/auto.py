@@ -142,6 +142,8 @@ class Auto(StopperBase):
         """A round that shows what rounds cost, where too little or nothing recent is known."""
         batch = self._batch
         self._unused += 1
+        if costs.passes.reading:  # a round beside a prompt would cost time, and show nothing
+            return None
         if costs.passes.is_old(batch) and best.length:
             return Plan(needed=True)
         if self._unused > self._stale:
@@ -152,7 +154,8 @@ class Auto(StopperBase):
             trial = self._trial(members, max(best.length, 2), rounds=self._again)
             self._again -= trial is not None
             return trial
-        if not costs.lacks(batch) or self._credit < 1:
+        hopeless = not best.length and costs.knows_fewer(batch)  # what does not pay for some pays even less for more
+        if not costs.lacks(batch) or self._credit < 1 or hopeless:
             return None
         if not costs.passes.last_was_plain and costs.passes.lacks(batch):
             self._credit -= 1
@@ -211,7 +214,8 @@ class Auto(StopperBase):
             self._unused = 0
             if self.plan is not None and not self.plan.needed:
                 self._stale = STALE[0]
-        if time.reads > CATCH_UP:
+        learned.passes.reading = time.reads > CATCH_UP
+        if learned.passes.reading:
             learned.passes.interrupted()
         else:
             learned.learn(time, self._widest, drafting=not self._reads_much)

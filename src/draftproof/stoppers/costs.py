@@ -181,6 +181,7 @@ class PassCosts:
         self._plain: dict[int, float] = {}  # rest of the newest plain round, in seconds
         self.version = 0  # rises with every figure
         self.allowance = Allowance()
+        self.reading = False  # whether the newest round read a prompt, as the next one may
 
     def line(self, rows: int) -> Line:
         """Cost of drafted tokens beyond the plain round, by their number, for `rows` requests."""
@@ -350,6 +351,10 @@ class LearnedCosts:
     def lacks(self, rows: int) -> bool:
         """Whether there are too few figures of this number of requests to choose by them."""
         return self._line(size_class(rows)).lacks or self.passes.lacks(rows)
+
+    def knows_fewer(self, rows: int) -> bool:
+        """Whether there are enough figures of some smaller number of requests."""
+        return any(size < size_class(rows) and len(line.figures) >= TRIALS for size, line in self._drafting.items())
 
     def to_dict(self) -> dict[str, Any]:
         """The figures with their spread, for a file."""
