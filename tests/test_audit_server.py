@@ -205,7 +205,7 @@ def test_our_own_server_passes(engine, weights):
 def test_an_audit_goes_on_while_its_bets_are_ahead(weights, ahead, ends):
     """Kinds that the budget is enough for are excluded; one that was judged too subtle may still win."""
     audit = Audit(Client("http://nowhere"), weights, Options(checks=("plain",), budget=3000), ["Once"])
-    finding = Finding(audit.checks["plain"], needed={"enough": 100, "subtle": 9000})
+    finding = Finding(audit.checks["plain"], needed={"enough": 100.0, "subtle": 9000.0})
     evidence = Evidence(("enough", "subtle"))
     subtle = 1.12 if ahead else 0.9
     for _ in range(400):
