@@ -127,7 +127,7 @@ def test_mpt_ends_where_its_table_of_biases_ends():
     assert list(ends.token_ids) == generated(model, prompt[:50], 14)
 
 
-# --- past every original length, what transformers generates --------------------------------------------------------------
+# --- past every original length, what transformers generates ---------------------------------------------------------
 
 
 def rotary(kind, **options):
@@ -159,7 +159,7 @@ def two_chains(target):
     disturbed = copy.deepcopy(target.model)
     with torch.no_grad():
         for weights in disturbed.parameters():
-            weights += 0.05 * weights.std() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(1))
+            weights.add_(0.05 * weights.std() * torch.randn(weights.shape, generator=torch.Generator().manual_seed(1)))
     draft = HFBackend(disturbed, name="draft")
     return make_drafter("chains:2", target=target, draft=draft, stopper="fixed:4", temperature=1.0)
 

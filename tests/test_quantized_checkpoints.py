@@ -6,6 +6,7 @@ wheels want a newer torch than the others: `pip install --no-deps gptqmodel opti
 
 import importlib.util
 import json
+import sys
 import warnings
 from importlib import metadata
 
@@ -180,7 +181,9 @@ def test_texts_are_what_transformers_generates(method, tmp_path):
         if left:
             drafters.append(make_drafter("quantized:8", target=made, draft=None, stopper="fixed:3"))
         elif backend != "plain":
-            with pytest.raises(UserError, match=f"weights are quantized already .({package}|{argument}).*another drafter"):
+            with pytest.raises(
+                UserError, match=f"weights are quantized already .({package}|{argument}).*another drafter"
+            ):
                 make_drafter("quantized:8", target=made, draft=None, stopper="fixed:3")
         for drafter in drafters:
             outs = Engine(made, drafter, max_batch=2).generate(PROMPTS, GREEDY)
@@ -222,7 +225,7 @@ def test_what_a_package_prints_while_weights_are_read_is_no_output(monkeypatch, 
     whole = transformers.AutoModelForCausalLM.from_pretrained
 
     def chatting(*args, **options):
-        print("INFO  Kernel: selected")
+        sys.stdout.write("INFO  Kernel: selected\n")
         return whole(*args, **options)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", chatting)

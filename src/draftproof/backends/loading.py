@@ -333,7 +333,7 @@ def _missing_packages(source: str) -> list[str]:
     except OSError:
         return []
     installed = {each.name for each in metadata.distributions()}
-    return [each for each in _PACKAGES.get(quantized.get("quant_method"), ()) if each not in installed]
+    return [each for each in _PACKAGES.get(str(quantized.get("quant_method")), ()) if each not in installed]
 
 
 def _refuse_missing(source: str, model: Any, report: Any) -> None:
