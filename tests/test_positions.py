@@ -146,11 +146,11 @@ STRETCHED = {
 }
 
 
-def generated(model, prompt, count=24, **options):
+def generated(model, prompt, count=24):
     """What `model.generate` writes, by an untouched copy."""
     ids = torch.tensor([prompt])
     given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    made = copy.deepcopy(model).generate(ids, max_new_tokens=count, **given, **options)
+    made = copy.deepcopy(model).generate(ids, max_new_tokens=count, **given)
     return made[0, len(prompt) :].tolist()
 
 

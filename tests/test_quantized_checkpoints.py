@@ -1,7 +1,7 @@
 """Quantized checkpoints that transformers reads on a CPU: greedy texts are transformers' own, with and without drafts.
 
 Each test is skipped where its package is missing. FP8 needs none. GPTQ and AWQ need gptqmodel (and GPTQ optimum), whose
-wheels want a newer torch than the others: `pip install --no-deps gptqmodel optimum` and what they then ask for.
+metadata want a newer torch than ours: they are installed without dependencies, with what they then ask for.
 """
 
 import importlib.util
