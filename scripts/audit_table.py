@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -110,8 +111,8 @@ class Bench:
         }
 
 
-def measured(path: Path, part: tuple[int, int]) -> list[dict[str, Any]]:
-    """Every run, those from the files first; only runs of this part are made."""
+def measured(path: Path, part: tuple[int, int], commit: str | None) -> list[dict[str, Any]]:
+    """Every run, those from the files first; only runs of this part are made, by code of this commit."""
     files = sorted(path.parent.glob(f"{path.name}.runs*.jsonl"))
     done = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     kept = {tuple(each["run"]): each for each in done}
@@ -120,7 +121,7 @@ def measured(path: Path, part: tuple[int, int]) -> list[dict[str, Any]]:
     for number, run in wanted:
         if run not in kept and number % part[1] == part[0]:
             bench = bench or Bench()
-            kept[run] = {"run": run, **asyncio.run(bench.run(*run))}
+            kept[run] = {"run": run, **asyncio.run(bench.run(*run)), "commit": commit}
             with path.with_name(f"{path.name}.runs{part[0]}.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(kept[run]) + "\n")
             print(number, kept[run], flush=True)
@@ -133,12 +134,13 @@ def page(found: list[dict[str, Any]]) -> list[str]:
     for fault, (_, _, check) in FAULTS.items():
         own = [each for each in found if each["run"][0] == fault]
         caught = [each for each in own if each["verdict"] == "FAIL"]
+        missed = [sum(each["verdict"] == verdict for each in own) for verdict in ("open", "ok")]
         if not own:
             continue
         tokens = [each["tokens"] for each in caught]
         names = sorted({each["likely"] for each in caught})
         shown = f"{median(tokens):.0f} [{min(tokens)}, {max(tokens)}]" if tokens else "-"
-        rows.append((fault, check, len(own), len(caught), shown, "; ".join(names)))
+        rows.append((fault, check, len(own), len(caught), *missed, shown, "; ".join(names)))
     honest = []
     for setting in SETTINGS:
         own = [each for each in found if each["run"][0] == "none" and each["run"][1] == setting]
@@ -148,17 +150,22 @@ def page(found: list[dict[str, Any]]) -> list[str]:
         honest.append((setting, len(own), *counts))
     total = sum(each["run"][1] != list(SETTINGS)[3] for each in found)
     planned = HONEST + 5 * FAULTY + SUBTLE
+    heads = ("fault", "check", "audits", "found", "open", "ok", "tokens until found, median and range", "looks like")
+    commits = Counter(each["commit"] for each in found)
     return [
         f"{total} audits of our own server (of {planned} planned), right and faulty on purpose, each in one check",
         f"with a false-alarm rate of 0.01; {TARGET} with {DRAFT}, 8 drafted tokens. The budget of an audit",
-        "was 3000 tokens; 30000 for the token residual and 12000 for the penalties.",
+        "was 3000 tokens; 30000 for the token residual and 12000 for the penalties; an audit ends before, once it is",
+        "sure.",
         "",
-        *table(("fault", "check", "audits", "found", "tokens until then, median and range", "looks like"), rows),
+        *table(heads, rows),
         "",
         *table(("right server", "audits", "false alarms", "ok", "open"), honest),
         "",
         "ok: the kinds of faults that 3000 tokens are enough for were excluded, in 10% of the tokens. open: the budget",
         "ended before. Audits of a bfloat16 server as if it had float32 are not counted among them.",
+        "",
+        f"Audits by the commit they ran at: {', '.join(f'{name} {count}' for name, count in commits.most_common())}.",
     ]
 
 
@@ -173,7 +180,7 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     facts = run_facts()
-    found = measured(out, (1, 1) if options.page else (part[0], part[1]))
+    found = measured(out, (1, 1) if options.page else (part[0], part[1]), facts["commit"])
     print(f"{len(found)} of {len(list(runs()))} runs are done")
     if part[1] > 1 and not options.page:
         return

@@ -201,6 +201,20 @@ def test_our_own_server_passes(engine, weights):
     assert next(f for f in findings if f.check.name == "greedy").verdict == "ok"
 
 
+@pytest.mark.parametrize(("ahead", "ends"), [(False, True), (True, False)])
+def test_an_audit_goes_on_while_its_bets_are_ahead(weights, ahead, ends):
+    """Kinds that the budget is enough for are excluded; one that was judged too subtle may still win."""
+    audit = Audit(Client("http://nowhere"), weights, Options(checks=("plain",), budget=3000), ["Once"])
+    finding = Finding(audit.checks["plain"], needed={"enough": 100.0, "subtle": 9000.0})
+    evidence = Evidence(("enough", "subtle"))
+    subtle = 1.12 if ahead else 0.9
+    for _ in range(400):
+        evidence.add(torch.tensor([[0.5, subtle]]))
+    assert (evidence.log_e_value > 0) is ahead
+    assert not evidence.found(1e-30)
+    assert audit._decided(finding, evidence, 1e-30) is ends
+
+
 def test_an_interrupted_audit_goes_on(engine, weights, tmp_path):
     first = audited(engine, weights, ("plain",), budget=500, folder=tmp_path)
     path = tmp_path / "answers.jsonl"

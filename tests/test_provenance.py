@@ -115,6 +115,11 @@ def test_without_git_the_commit_is_unknown(monkeypatch, tmp_path):
         ("feature_head:/a/b/head", "feature_head:head"),
         ("relative/path", "relative/path"),
         ("fixed:4", "fixed:4"),
+        ("http://127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8000/v1"),
+        ("--reference-url=https://localhost/v1", "--reference-url=https://localhost/v1"),
+        ("https://me:secret@host/v1", "https://host/v1"),
+        ("--model=file:///home/me/mine", "--model=file:mine"),
     ],
 )
 def test_directories_are_cut_from_command_lines(word, shown):

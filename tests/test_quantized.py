@@ -134,7 +134,7 @@ def test_the_largest_outputs_of_a_4_bit_output_layer_are_the_whole_layers(with_b
     rough, made = whole.quantized(4)(x), whole.quantized_output(4, weight if tied else None)(x)
     chosen = torch.zeros(5, outs, dtype=torch.bool).scatter_(-1, largest(rough, RESCORED), True)
     assert torch.equal(made[~chosen], rough[~chosen])
-    exact, step = whole(x), 2 * torch.finfo(dtype).eps
+    exact, step = whole(x), 4 * torch.finfo(dtype).eps  # the portable build adds in another order than torch
     assert torch.allclose(made[chosen].float(), exact[chosen].float(), rtol=step, atol=step)
     assert not torch.allclose(rough[chosen].float(), exact[chosen].float(), rtol=step, atol=step), "rough ones are seen"
     assert torch.equal(whole.quantized_output(8)(x), whole.quantized(8)(x)), "8 bits are near enough"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -28,6 +29,7 @@ FILE = "provenance.json"
 KEY = "provenance"  # of the facts in a JSON file with results
 _PACKAGES = ("torch", "transformers", "safetensors")
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")  # flags that decide which kernels can run
+_ADDRESS = re.compile(r"(https?://)(?:[^/@\s]*@)?")
 _GIT_SECONDS = 10.0
 _WEIGHTS = ("*.safetensors", "config.json", "tokenizer.json")
 
@@ -224,7 +226,12 @@ def command() -> list[str]:
 
 
 def without_directory(word: str) -> str:
-    """A word of a command line with an absolute path cut to its last part, also after "NAME=" and "NAME:"."""
+    """A word of a command line with an absolute path cut to its last part, also after "NAME=" and "NAME:".
+
+    The address of a server stays whole, without a password in it.
+    """
+    if _ADDRESS.search(word):
+        return _ADDRESS.sub(r"\1", word)
     before, mark, path = next(
         (parts for parts in (word.partition(mark) for mark in ("=", ":")) if parts[1] and os.path.isabs(parts[2])),  # noqa: PTH117
         ("", "", word),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,6 +47,7 @@ DTYPES: dict[str, torch.dtype | str] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_PACKAGES = {"gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",)}  # by the method of a checkpoint's quantization
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
@@ -256,10 +260,11 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
 def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any:
     """Load a model by one of transformers' auto classes, and check that nothing is missing."""
     try:
-        model, report = kind.from_pretrained(source, output_loading_info=True, **options)
+        with redirect_stdout(sys.stderr):  # gptqmodel logs to stdout, where the caller's own output goes
+            model, report = kind.from_pretrained(source, output_loading_info=True, **options)
     except Exception as cause:
         raise UserError(
-            f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause)} "
+            f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause, source)} "
             "(legal: a hub id, a directory, a .gguf file)"
         ) from cause
     _refuse_missing(where, model, report)
@@ -305,9 +310,11 @@ def _refuse_what_cannot_be_read(where: Path) -> None:
         )
 
 
-def _hint(cause: Exception) -> str:
+def _hint(cause: Exception, source: str) -> str:
     """What to add to a library's error."""
     said = str(cause)
+    if missing := _missing_packages(source):
+        return f"; its kind of quantized weights needs {' and '.join(missing)}: pip install {' '.join(missing)}"
     if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
         return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
     if "is on the meta device" in said:
@@ -315,6 +322,18 @@ def _hint(cause: Exception) -> str:
     if isinstance(cause, ModuleNotFoundError) and cause.name:
         return f": pip install {cause.name}"
     return ""
+
+
+def _missing_packages(source: str) -> list[str]:
+    """Packages that a quantized checkpoint needs and that are not installed, where transformers does not say all."""
+    from transformers import PretrainedConfig
+
+    try:
+        quantized = PretrainedConfig.get_config_dict(source)[0].get("quantization_config") or {}
+    except OSError:
+        return []
+    installed = {each.name for each in metadata.distributions()}
+    return [each for each in _PACKAGES.get(str(quantized.get("quant_method")), ()) if each not in installed]
 
 
 def _refuse_missing(source: str, model: Any, report: Any) -> None:

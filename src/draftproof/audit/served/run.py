@@ -329,7 +329,10 @@ class Audit:
             return True
         if not evidence.kinds or not evidence.tokens:
             return False
-        return evidence.found(alpha) or not self._left(evidence, self._detectable(finding))
+        if evidence.found(alpha):
+            return True
+        suspected = evidence.log_e_value > 0  # the bets are ahead: a kind judged too subtle may show with more tokens
+        return not suspected and not self._left(evidence, self._detectable(finding))
 
     def _detectable(self, finding: Finding) -> list[str]:
         """The kinds of faults that the budget is enough for, in the stated share."""
