@@ -1,6 +1,7 @@
 """Every test runs with shape and type checks on, one thread, and no network."""
 
 import os
+import signal
 
 import torch
 
@@ -24,6 +25,8 @@ from draftproof.engine.engine import Engine
 from draftproof.stoppers.costs import LearnedCosts
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: tests interrupt programs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("draftproof", deadline=None, print_blob=True)
 settings.load_profile("draftproof")
 

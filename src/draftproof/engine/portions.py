@@ -20,8 +20,7 @@ class PortionSize:
     A usual round is one of as many requests as run: those whose prompts are read will soon make it as long. What a
     round takes without portions is known for each number of tokens in the target's pass that was seen, one of each
     request and those that are drafted, and for others by the line through two of them. A token takes the median of what
-    portions have added to such rounds. Drafting, which may take
-    another time in each round, counts by itself.
+    portions have added to such rounds. Drafting, which may take another time in each round, counts by itself.
 
     Args:
         extra: share of a usual round that a round with a portion may take beyond it.
