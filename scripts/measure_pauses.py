@@ -18,7 +18,7 @@ import time
 from statistics import quantiles
 
 import httpx
-from measure_beside_vllm import free_port, started
+from measure_servers import free_port, started
 
 STREAMS, SECONDS, EVERY = 4, 25.0, 3.0
 

@@ -98,32 +98,35 @@ def compressed_tensors(folder, preset):
     compressor.update_config(folder)
 
 
-def fp8(folder, block):
-    """Weights in blocks of float8 with a scale each, as DeepSeek publishes them."""
+def saved(folder, converted, fields):
+    """A checkpoint whose linear layers are stored as `converted` says: tensors by kind, from a weight."""
     model = original(folder)
     tensors = {}
     for name, weight in model.state_dict().items():
-        if "_proj" not in name:
-            tensors[name] = weight.clone()
-            continue
-        grid = weight.view(weight.shape[0] // block, block, weight.shape[1] // block, block)
-        scale = grid.abs().amax((1, 3)) / 448
-        small = (grid / scale[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
-        tensors |= {name: small, name.replace(".weight", ".weight_scale_inv"): scale}
+        kinds = converted(weight) if "_proj" in name else {"weight": weight.clone()}
+        tensors |= {name.replace("weight", kind): values for kind, values in kinds.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    fields = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
     model.config.quantization_config = fields
     model.config.save_pretrained(folder)
 
 
+def fp8(folder, block):
+    """Weights in blocks of float8 with a scale each, as DeepSeek publishes them."""
+
+    def converted(weight):
+        grid = weight.view(weight.shape[0] // block, block, weight.shape[1] // block, block)
+        scale = grid.abs().amax((1, 3)) / 448
+        small = (grid / scale[:, None, :, None]).view_as(weight).to(torch.float8_e4m3fn)
+        return {"weight": small, "weight_scale_inv": scale}
+
+    fields = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    saved(folder, converted, fields)
+
+
 def four_bits(folder, method, group=32):
     """Weights rounded to 4 bits with a scale for each group of inputs, in the layout of GPTQ or AWQ."""
-    model = original(folder)
-    tensors = {}
-    for name, weight in model.state_dict().items():
-        if "_proj" not in name:
-            tensors[name] = weight.clone()
-            continue
+
+    def converted(weight):
         outs, ins = weight.shape
         grid = weight.t().reshape(ins // group, group, outs)
         scales = (grid.abs().amax(1) / 7).half()
@@ -134,11 +137,10 @@ def four_bits(folder, method, group=32):
             made = {"qweight": packed(numbers.t()).t().contiguous(), "qzeros": packed(zeros - 1), "g_idx": places}
         else:
             made = {"qweight": packed(mixed(numbers)), "qzeros": packed(mixed(zeros))}
-        tensors |= {name.replace("weight", kind): values for kind, values in (made | {"scales": scales}).items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return made | {"scales": scales}
+
     own = {"gptq": {"sym": True, "desc_act": False}, "awq": {"version": "gemm", "zero_point": True}}[method]
-    model.config.quantization_config = {"quant_method": method, "bits": 4, "group_size": group, **own}
-    model.config.save_pretrained(folder)
+    saved(folder, converted, {"quant_method": method, "bits": 4, "group_size": group, **own})
 
 
 def packed(numbers):

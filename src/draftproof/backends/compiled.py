@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from draftproof.accelerator import sent
 from draftproof.backends.attention import Pass
 from draftproof.backends.base import Feed
 from draftproof.backends.facts import ModelFacts
-from draftproof.backends.graphs import Graphs
+from draftproof.backends.graphs import Graphs, Run
 from draftproof.backends.layout import Layout
 from draftproof.backends.lean import LeanBackend, LeanForward
 from draftproof.backends.lean_layers import Lean
@@ -175,11 +174,9 @@ class Program:
         self._lean = lean
         self._bucket = bucket
         self._records = records
-        self._runs: dict[
-            tuple[int, ...], Callable[..., tuple[Tensor, ...]]
-        ] = {}  # by the layers whose states are taken
+        self._runs: dict[tuple[int, ...], Run] = {}  # by the layers whose states are taken
 
-    def _run(self, layers: tuple[int, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    def _run(self, layers: tuple[int, ...]) -> Run:
         if layers not in self._runs:
             self._runs[layers] = Graphs(_pass_of(self._lean, layers)) if self._records else _compile(self._lean)
         return self._runs[layers]
@@ -238,13 +235,13 @@ def _mark_dynamic(*sizes: tuple[Tensor, tuple[int, ...]]) -> None:
                 torch._dynamo.maybe_mark_dynamic(tensor, dim)  # noqa: SLF001 - has no public name
 
 
-def _compile(lean: Lean) -> Callable[..., tuple[Tensor, ...]]:
+def _compile(lean: Lean) -> Run:
     """The pass compiled; its weights, found in a closure, are frozen into the program."""
-    made: Callable[..., tuple[Tensor, ...]] = torch.compile(_pass_of(lean), options={"freezing": True})
+    made: Run = torch.compile(_pass_of(lean), options={"freezing": True})
     return made
 
 
-def _pass_of(lean: Lean, layers: tuple[int, ...] = ()) -> Callable[..., tuple[Tensor, ...]]:
+def _pass_of(lean: Lean, layers: tuple[int, ...] = ()) -> Run:
     """The layers as a function of tensors only: logits, last states, and the states after some layers."""
 
     def run(

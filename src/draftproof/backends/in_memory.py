@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftproof.backends.compiled import CompiledBackend, forward_of
+from draftproof.backends.compiled import forward_of
 from draftproof.backends.cutting import shallow
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanForward, supports
 from draftproof.backends.lean_layers import Lean
-from draftproof.backends.loading import suitable
+from draftproof.backends.loading import LEAN_KINDS, suitable
 from draftproof.backends.probe import Probe
 from draftproof.backends.slots import SlotBackend
 from draftproof.backends.snapshots import SnapshotBackend
@@ -28,7 +28,6 @@ from draftproof.errors import UserError
 from draftproof.peak import available
 
 LEGAL = ("auto", "lean", "hf", "snapshot")
-_LEAN = (LeanForward.kind, CompiledBackend.kind)
 _SPARE = 1.5  # so many times the memory of the copies must be free before `auto` makes them
 _SAMPLED = 512  # words of each tensor that `weights_version` reads
 
@@ -53,9 +52,9 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     refuse_training(model)
     twin = _twin(model)
     kind = suitable(twin) if backend == "auto" else backend
-    if backend == "auto" and kind in _LEAN and not _fits(model):
+    if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
-    if kind in _LEAN:
+    if kind in LEAN_KINDS:
         return _lean(twin, name, LeanForward if kind == backend else forward_of, check=check)
     return (SnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
 

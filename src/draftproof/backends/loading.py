@@ -48,6 +48,7 @@ DTYPES: dict[str, torch.dtype | str] = {
     "float16": torch.float16,
 }
 _PACKAGES = {"gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",)}  # by the method of a checkpoint's quantization
+LEAN_KINDS = (LeanBackend.kind, CompiledBackend.kind)  # a lean forward takes its model apart
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
@@ -101,7 +102,7 @@ def load_backend(
         attn_implementation=attn_implementation,
     )
     kind = suitable(model) if backend == "auto" else backend
-    if attn_implementation is not None and kind in ("lean", "compiled"):
+    if attn_implementation is not None and kind in LEAN_KINDS:
         raise UserError(
             f"attn_implementation is {attn_implementation!r}, and {source} is read by backend {kind}, which has "
             "its own attention: leave it out, or name backend hf"
@@ -109,7 +110,7 @@ def load_backend(
     try:
         made: Loaded = _BACKENDS[kind](model, name=source, check=check)
     except UndraftableError as cause:
-        if backend != "auto" or kind in ("lean", "compiled") or not plainly:  # a lean forward has taken the model apart
+        if backend != "auto" or kind in LEAN_KINDS or not plainly:
             raise
         made = _plainly(model, source, cause, check=check)
     return made

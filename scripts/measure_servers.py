@@ -1,6 +1,6 @@
 """Our server beside vLLM's, or beside ours of another checkout: speed, time to the first token, pauses between tokens.
 
-    python scripts/measure_beside_vllm.py OTHER MODEL [DTYPE] [OPTION ...]
+    python scripts/measure_servers.py OTHER MODEL [DTYPE] [OPTION ...]
 
 OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository; MODEL
 a directory or name that both can read; options are those of `draftproof serve`, for our servers. Both servers run all
@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ import httpx
 
 CONCURRENCY = (1, 4, 8, 16)
 TOKENS, TURNS = 48, 3
+START = 240  # seconds that a server may take until it is ready
 TOPICS = ("a dog", "the sea", "an old clock", "bread", "a long road", "two friends", "snow", "a red kite")
 
 
@@ -47,18 +49,26 @@ def free_port() -> int:
 
 
 def started(command: list[str], port: int, path: str, source: Path | None = None) -> subprocess.Popen[bytes]:
-    """A server that is ready; of the package in another folder, where that is given."""
+    """A server that is ready; of the package in another folder, where that is given. Else the end of what it said."""
+    said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the server
     process = subprocess.Popen(
         [*command, "--port", str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=said,
+        stderr=subprocess.STDOUT,
         start_new_session=True,
         env=os.environ | ({} if source is None else {"PYTHONPATH": str(source)}),
     )
-    end = time.monotonic() + 240
+    end = time.monotonic() + START
     while True:
-        if process.poll() is not None or time.monotonic() > end:
-            sys.exit(f"{command[0]} did not start")
+        code = process.poll()
+        if code is not None or time.monotonic() > end:
+            if code is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            said.seek(0)
+            lines = said.read().decode(errors="replace").splitlines()[-20:]
+            how = f"was not ready after {START} s" if code is None else f"ended with code {code}"
+            sys.exit("\n".join((f"{command[0]} {how}; the end of what it said:", *lines)))
         try:
             if httpx.get(f"http://127.0.0.1:{port}{path}", timeout=2).status_code == 200:
                 return process
