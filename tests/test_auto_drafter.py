@@ -285,7 +285,9 @@ def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
 
     drafter.spent = slow
     play(drafter, [0, 1, 2] * 20, 300, lambda _, n: n)
-    assert sources or True in looked[:40], "the tries of a source show what a token costs, too"
+    if not sources:
+        assert True in looked[:40]
+    assert passes.rest(1, 4) == pytest.approx(9.0, rel=0.2), "the tries of a source show what a token costs, too"
     assert looked[-100:].count(True) <= 5
 
 

@@ -178,7 +178,8 @@ def test_tied_weights_and_loaded_engines():
     fresh = Engine.assemble(
         backend_in_memory(new), Engine.load("embedded:draft", drafter="none").target, tokenizer(), stopper="fixed:3"
     )
-    assert same(outputs(engine), outputs(fresh))
+    on_cpu = engine.target.device.type == "cpu"  # a device adds in another order in passes of other sizes
+    assert (outputs(engine) == outputs(fresh)) if on_cpu else same(outputs(engine), outputs(fresh))
     tied = transformers.LlamaConfig(**{**CONFIGS["llama"]().to_dict(), "tie_word_embeddings": True})
     for backend in ("lean", "hf"):
         first, second = random_model(tied), random_model(tied, seed=8)
