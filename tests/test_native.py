@@ -138,15 +138,13 @@ WIDENED = ["x86-64-v4-fma", "x86-64-v4"]  # levels whose bfloat16 products are m
 
 @pytest.mark.builds
 @pytest.mark.skipif(not set(WIDENED) <= set(LEVELS), reason="not both levels run here")
-def test_levels_that_widen_products_give_the_same_bits_and_dot_products_others(monkeypatch):
-    made = {}
-    for name in (*WIDENED, "x86-64-v4-bf16"):
+def test_levels_that_widen_products_give_the_same_bits(monkeypatch):
+    made = []
+    for name in WIDENED:
         monkeypatch.setenv(VARIABLE, name)
-        made[name] = OPERATIONS[torch.bfloat16].product(
-            drawn(1, 30, 576, dtype=torch.bfloat16), Interleaved.of(drawn(2, 400, 576))
-        )
-    assert torch.equal(made[WIDENED[0]], made[WIDENED[1]])
-    assert not torch.equal(made[WIDENED[0]], made["x86-64-v4-bf16"]), "the order within a pair differs"
+        product = OPERATIONS[torch.bfloat16].product
+        made.append(product(drawn(1, 30, 576), Interleaved.of(drawn(2, 400, 576))))
+    assert torch.equal(*made)
 
 
 @pytest.mark.builds
@@ -157,7 +155,9 @@ def test_products_without_memory_for_wide_rows(monkeypatch, tmp_path):
     x, laid = drawn(1, 30, 576, dtype=torch.bfloat16), Interleaved.of(drawn(2, 40, 576))
     expected = OPERATIONS[torch.bfloat16].product(x, laid)
     level, out = library.choose(WIDENED[0])[0], tmp_path / "library.so"
-    library.compile_library(out, level, extra=("-O1", "-include", "stdlib.h", "-Dmalloc(size)=((void*)0)"))
+    header = tmp_path / "poor.h"
+    header.write_text("#include <stdlib.h>\n#define malloc(size) ((void *)0)\n")
+    library.compile_library(out, level, extra=("-O1", "-include", str(header)))
     poor = Operations(ctypes.CDLL(str(out)), torch.bfloat16, level.name)
     assert torch.equal(poor.product(x, laid), expected)
 
