@@ -64,7 +64,7 @@ def _level(name: str, *features: str, vendor: str | None = None, defined: tuple[
 _V4 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma")
 LEVELS = (  # best first
     _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
-    # Intel's dot products of bfloat16 numbers are slower than float32 products (c/wide_products.h); AMD's are not.
+    # Intel's dot products of bfloat16 numbers are slower than float32 products (c/wide_products.h).
     _level("x86-64-v4-fma", *_V4, "avx512vnni", "avx512bf16", vendor="GenuineIntel", defined=("WIDE_PRODUCTS",)),
     _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),
     _level("x86-64-v4", *_V4),
