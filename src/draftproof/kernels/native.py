@@ -114,7 +114,7 @@ def _refuse_unused_matrix_unit(level: library.Level, dtype: torch.dtype) -> None
 
 
 def _require_agreement(made: Operations) -> None:
-    """Compare products, softmax, largest entries, draws, races and the block rule with known results up to rounding, the rest exactly.
+    """Compare operations with known results: sums up to rounding, the rest exactly.
 
     Whole layers are compared with those of transformers when a model is loaded (`backends.probe`).
 
