@@ -17,9 +17,10 @@ from draftproof.backends.base import Feed
 from draftproof.backends.cutting import first_layers
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
-from draftproof.backends.lean_layers import Norm, Rope
+from draftproof.backends.lean_layers import Norm
 from draftproof.backends.loading import load_backend
 from draftproof.backends.packed import Part, packs
+from draftproof.backends.rotary import Rope
 from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
 from draftproof.kernels.native import VARIABLE
@@ -28,6 +29,7 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
 from helpers import CONFIGS, ROPE, embedded_model, engine, plain_rows, random_model
 from test_backends import Program, run_program
+from test_probe import LONGROPE, phi3
 
 PACKS = packs(torch.float32, "cpu")
 
@@ -36,6 +38,8 @@ def rope(kind, **more):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+WIDE = {**ROPE, "head_dim": 32}  # wide enough for native layers
+BOTH = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 VARIANTS = {
     **{name: CONFIGS[name] for name in ("llama", "mistral", "qwen2", "qwen3")},
     "llama, biases": lambda: transformers.LlamaConfig(**ROPE, attention_bias=True, mlp_bias=True),
@@ -61,6 +65,32 @@ VARIANTS = {
         **ROPE, use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
     ),
     "qwen3, biases": lambda: transformers.Qwen3Config(**ROPE, head_dim=16, attention_bias=True),
+    # factors, norms, angles and orders of numbers that the Llama family has not
+    "gemma3": CONFIGS["gemma3"],
+    "gemma3, wide": lambda: transformers.Gemma3TextConfig(**WIDE, **BOTH, query_pre_attn_scalar=24),
+    "gemma": lambda: transformers.GemmaConfig(**WIDE),
+    "phi3": lambda: transformers.Phi3Config(**ROPE, pad_token_id=0),
+    "phi3, partial": lambda: transformers.Phi3Config(
+        **{**ROPE, "hidden_size": 128}, pad_token_id=0, **rope("default", partial_rotary_factor=0.75)
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **WIDE, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=8.0
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**WIDE, no_rope_layers=[1, 0], pad_token_id=0),
+    "olmo2": lambda: transformers.Olmo2Config(**WIDE),
+    "olmo3": lambda: transformers.Olmo3Config(**WIDE, **BOTH),
+    "ministral": lambda: transformers.MinistralConfig(**WIDE, **BOTH),
+    "seed_oss": lambda: transformers.SeedOssConfig(**WIDE, attention_out_bias=True),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**WIDE, use_bias=True),
+    "helium": lambda: transformers.HeliumConfig(
+        **{**WIDE, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(**WIDE, **BOTH),
+    "glm": lambda: transformers.GlmConfig(**WIDE, pad_token_id=0, attention_bias=True),
+    "glm4": lambda: transformers.Glm4Config(**WIDE, pad_token_id=0, partial_rotary_factor=0.5),
+    "hyperclovax": lambda: transformers.HyperCLOVAXConfig(
+        **WIDE, use_post_norm=True, residual_multiplier=0.5, logits_scaling=0.125, embedding_multiplier=3.0
+    ),
 }
 
 
@@ -357,11 +387,25 @@ def test_smollm2_rows_agree(dtype):
 # --- what it does not support -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", "gpt_neox", "opt"])
+UNREAD = {
+    "gpt2": (CONFIGS["gpt2"], "c_attn is a Conv1D"),
+    "gpt_neox": (CONFIGS["gpt_neox"], "the model has other parts than are known here"),
+    "opt": (CONFIGS["opt"], "its model has other parts than are known here"),
+    "hunyuan": (lambda: transformers.HunYuanDenseV1Config(**WIDE), "its attention has other parts .*query_layernorm"),
+    "starcoder2": (lambda: transformers.Starcoder2Config(**ROPE, bos_token_id=0, eos_token_id=0), "c_fc"),
+    "ministral3": (lambda: transformers.Ministral3Config(**WIDE), "calls get_llama_4_attn_scale"),
+    "phi3, longrope": (lambda: phi3(**LONGROPE), "rotary embedding is longrope"),
+    "olmo": (lambda: transformers.OlmoConfig(**ROPE, pad_token_id=0), "OlmoLayerNorm is not a norm with weights"),
+    "apertus": (lambda: transformers.ApertusConfig(**ROPE, bos_token_id=0, eos_token_id=0), "attention_layernorm"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
 def test_other_architectures_fall_back_and_are_refused_when_asked_for(name, tmp_path):
-    random_model(CONFIGS[name]()).save_pretrained(tmp_path)
+    config, why = UNREAD[name]
+    random_model(config()).save_pretrained(tmp_path)
     assert type(load_backend(str(tmp_path), check=False)) is HFBackend
-    with pytest.raises(UserError, match="is not of the families Llama, Mistral, Qwen2, Qwen3; legal is backend hf"):
+    with pytest.raises(UserError, match=f"has no lean forward: .*{why}.*; legal is backend hf"):
         load_backend(str(tmp_path), check=False, backend="lean")
 
 
@@ -414,9 +458,9 @@ def test_altered_models_are_not_read_lean(alter, why):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"hidden_act": "gelu"}, "activation is gelu"),
+        ({"hidden_act": "gelu"}, "activation is GELUActivation, not one of silu, gelu_tanh"),
         (rope("dynamic", factor=2.0), "rotary embedding is dynamic"),
-        (rope("linear", factor=2.0, partial_rotary_factor=0.5), "only a part of each head"),
+        (rope("linear", factor=2.0, partial_rotary_factor=0.5), "its rotary angles do not fit its heads"),
     ],
 )
 def test_unknown_variants_are_not_read_lean(options, why):

@@ -26,12 +26,14 @@ class Heads:
         queries, keys: number of heads; each key head serves `group` neighbouring query heads.
         dim: of each head.
         scale: factor of the scores.
+        angles: which of a pass's rotary angles turn them, where layers differ.
     """
 
     queries: int
     keys: int
     dim: int
     scale: float
+    angles: int = 0
 
     @property
     def group(self) -> int:
@@ -45,7 +47,8 @@ class Pass:
 
     Attributes:
         rows, width: of the padded feeds; hidden states are [rows * width, dim].
-        cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`.
+        cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`. Where layers differ, those
+            of each kind one after another in the last dimension.
         cache, plan: where keys and values are written: a slot cache, or what has its `write` and needs no plan.
     """
 
@@ -55,6 +58,13 @@ class Pass:
     sin: Tensor
     cache: Any
     plan: WritePlan | None
+
+    def angles(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a layer, each [rows * width, 1, dim]."""
+        if self.cos.shape[-1] == heads.dim:
+            return self.cos, self.sin
+        start = heads.angles * heads.dim
+        return self.cos.narrow(-1, start, heads.dim), self.sin.narrow(-1, start, heads.dim)
 
 
 @runtime_checkable
@@ -115,8 +125,9 @@ class TorchAttention:
     ) -> Float[Tensor, "tokens inner"]:
         """See `Attention`."""
         heads = self.heads
+        cos, sin = at.angles(heads)
         turned = fused.narrow(1, 0, heads.queries + heads.keys)
-        turned = torch.addcmul(turned * at.cos, turned.roll(heads.dim // 2, -1), at.sin)
+        turned = torch.addcmul(turned * cos, turned.roll(heads.dim // 2, -1), sin)
         grid = (at.rows, at.width, heads.keys, heads.dim)
         keys, values = at.cache.write(
             layer,
@@ -183,5 +194,5 @@ class NativeAttention:
         """See `Attention`."""
         heads = self.heads
         keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        given = AttentionArguments.of(at.cos, at.sin, keys.shape, mask, heads=heads.queries, scale=heads.scale)
+        given = AttentionArguments.of(*at.angles(heads), keys.shape, mask, heads=heads.queries, scale=heads.scale)
         return self.operations.attend(fused, given, keys, values)

@@ -34,7 +34,7 @@ BACKENDS = {
     "hf": "transformers' own forward pass",
     "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
     "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
-    "lean": "ours, for the Llama family: Llama, Mistral, Qwen2, Qwen3",
+    "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
     "plain": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
     "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
@@ -110,7 +110,22 @@ def load_backend(
     try:
         made: Loaded = _BACKENDS[kind](model, name=source, check=check)
     except UndraftableError as cause:
-        if backend != "auto" or kind in LEAN_KINDS or not plainly:
+        if backend != "auto":
+            raise
+        if kind in LEAN_KINDS:  # its parts are known, and it computes something else; the model was taken apart
+            _log.info("read by transformers' own forward pass: %s", cause)
+            del model
+            return load_backend(
+                source,
+                dtype=dtype,
+                device=device,
+                trust_remote_code=trust_remote_code,
+                check=check,
+                backend=HFBackend.kind,
+                adapter=adapter,
+                attn_implementation=attn_implementation,
+            )
+        if not plainly:
             raise
         made = _plainly(model, source, cause, check=check)
     return made

@@ -22,6 +22,7 @@ from torch import Tensor
 LANES = 16  # neighbouring outputs
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
+ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
@@ -307,9 +308,10 @@ class LayerArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "between", "turned")),
-        *((name, ctypes.c_long) for name in ("size", "inner")),
-        *((name, ctypes.c_float) for name in ("before_least", "between_least", "turned_least")),
+        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned")),
+        *((name, ctypes.c_long) for name in ("size", "inner", "whole", "gelu")),
+        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
+        ("factor", ctypes.c_float),
     ]
 
     def work(self, given: AttentionArguments) -> int:
@@ -355,7 +357,7 @@ class Operations:
             f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
         )
         self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
-        self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 3)
+        self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
         self._attend = function(f"attend_{suffix}", [pointer, number])
         self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
@@ -473,8 +475,8 @@ class Operations:
         self._norm(x.data_ptr(), scaled.data_ptr(), y.data_ptr(), rows, dim, least, torch.get_num_threads())
         return y
 
-    def gated(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
-        """silu(gate) up, where each row holds gate and up.
+    def gated(self, x: Float[Tensor, "*rows both"], activation: str = "silu") -> Float[Tensor, "*rows dim"]:
+        """act(gate) up, where each row holds gate and up; the activation is one of ACTIVATIONS.
 
         Raises:
             ValueError: rows of another type or device, or of an odd width.
@@ -482,7 +484,8 @@ class Operations:
         x, dim = x.contiguous(), x.shape[-1] // 2
         require("x", x, self.dtype, (*x.shape[:-1], 2 * dim))
         y = x.new_empty((*x.shape[:-1], dim))
-        self._gated(x.data_ptr(), y.data_ptr(), y.numel() // max(dim, 1), dim, torch.get_num_threads())
+        sizes = y.numel() // max(dim, 1), dim, ACTIVATIONS.index(activation)
+        self._gated(x.data_ptr(), y.data_ptr(), *sizes, torch.get_num_threads())
         return y
 
     def attend(

@@ -130,8 +130,8 @@ void NAME(draftproof_product)(const ELEM *x, const ELEM *w, const ELEM *bias, co
 typedef struct {
   const ELEM *x;
   ELEM *y;
-  long rows, dim;
-} NAME(row_work);
+  long rows, dim, gelu;
+} NAME(gate_work);
 
 static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim, float least) {
   floats squares = zeros();
@@ -146,16 +146,25 @@ static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim
   }
 }
 
-static void NAME(gated_row)(const NAME(row_work) * w, long row) {
+/* gelu by tanh is x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), silu the same with x in place of 2 u. */
+INLINE void NAME(gated_row)(const NAME(gate_work) * w, long row, const int gelu) {
   const ELEM *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
   ELEM *y = w->y + row * w->dim;
   const floats one = splat(1.0f);
   for (long i = 0; i < w->dim; i += LANES) {
     const long here = w->dim - i;
     const floats v = NAME(load_first)(gate + i, here);
-    const floats silu = quotient(v, add(one, exponential(sub(zeros(), v))));
-    NAME(store_first)(y + i, here, mul(NAME(rounded)(silu), NAME(load_first)(up + i, here)));
+    const floats cubic = gelu ? multiply_add(mul(v, v), splat(0.0713548163f), splat(1.59576912f)) : one;
+    const floats act = quotient(v, add(one, exponential(sub(zeros(), gelu ? mul(v, cubic) : v))));
+    NAME(store_first)(y + i, here, mul(NAME(rounded)(act), NAME(load_first)(up + i, here)));
   }
+}
+
+static void NAME(gated_rows)(const NAME(gate_work) * w, long start, long stop) {
+  if (w->gelu)
+    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 1);
+  else
+    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 0);
 }
 
 typedef struct {
@@ -184,18 +193,28 @@ void NAME(draftproof_norm)(const ELEM *x, const float *scaled, ELEM *y, long row
 }
 
 static void NAME(share_gated)(void *given) {
-  const NAME(row_work) *w = given;
+  const NAME(gate_work) *w = given;
   const long number = thread_number(), count = thread_count();
-  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) NAME(gated_row)(w, row);
+  NAME(gated_rows)(w, w->rows * number / count, w->rows * (number + 1) / count);
 }
 
-/* silu(gate) up of each row [gate, up]; dim is that of each half. */
-void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long threads) {
-  NAME(row_work) w = {x, y, rows, dim};
+/* silu(gate) up, or gelu(gate) up, of each row [gate, up]; dim is that of each half. */
+void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long gelu, long threads) {
+  NAME(gate_work) w = {x, y, rows, dim, gelu};
   if (threads > 1 && rows * dim > SMALL / 16)
     parallel(NAME(share_gated), &w, (unsigned)threads, 0);
   else
-    for (long row = 0; row < rows; row++) NAME(gated_row)(&w, row);
+    NAME(gated_rows)(&w, 0, rows);
+}
+
+/* x + factor y, with y normed before where there is a norm; rounded as three operations. */
+static void NAME(join_row)(ELEM *x, ELEM *y, const float *scaled, float least, float factor, long dim) {
+  const floats by = splat(factor);
+  if (scaled) NAME(norm_row)(y, scaled, y, dim, least);
+  for (long i = 0; i < dim; i += LANES) {
+    const floats v = NAME(rounded)(mul(NAME(load_first)(y + i, dim - i), by));
+    NAME(store_first)(x + i, dim - i, add(NAME(load_first)(x + i, dim - i), v));
+  }
 }
 
 /* Whether each row's largest number is finite and none is NaN: then a distribution follows from it. */
@@ -462,10 +481,38 @@ static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto,
 /* The same fields as `LayerArguments` in kernels/operations.py. */
 typedef struct {
   NAME(linear) qkv, out, gate_up, down;
-  const float *before, *between, *turned; /* scaled norms; the last of each query and key head, or 0 */
-  long size, inner;                       /* of hidden states, and of the gated ones */
-  float before_least, between_least, turned_least;
+  const float *before, *mixed, *between, *made; /* scaled norms before attention, of what it made, and so for the gates;
+                                                   0 where there is none */
+  const float *turned;       /* that of each query and key head, or 0 */
+  long size, inner;          /* of hidden states, and of the gated ones */
+  long whole, gelu;          /* whether all query heads have one norm, and all key heads; whether gates are gelu */
+  float before_least, mixed_least, between_least, made_least, turned_least;
+  float factor;              /* of what is added to x */
 } NAME(layer);
+
+static void NAME(norm_heads)(const NAME(layer) * l, const NAME(attention) * a, long token) {
+  const long heads = a->heads + 2 * a->key_heads, both = a->heads + a->key_heads;
+  ELEM *at = a->fused + token * heads * a->dim;
+  if (l->whole) {
+    const long queries = a->heads * a->dim, keys = a->key_heads * a->dim;
+    NAME(norm_row)(at, l->turned, at, queries, l->turned_least);
+    NAME(norm_row)(at + queries, l->turned + queries, at + queries, keys, l->turned_least * keys / queries);
+  } else
+    for (long head = 0; head < both; head++, at += a->dim)
+      NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
+}
+
+/* x + product, or x + factor norm(product), which is made in y. */
+static void NAME(apply_onto)(const NAME(layer) * l, const NAME(linear) * by, const ELEM *given, ELEM *x, ELEM *y,
+                             const float *norm, float least, long tokens, long ins, void *memory, long threads) {
+  if (!norm && l->factor == 1.0f) {
+    NAME(apply)(by, given, x, x, tokens, l->size, ins, memory, threads);
+    return;
+  }
+  NAME(apply)(by, given, 0, y, tokens, l->size, ins, memory, threads);
+  for (long token = 0; token < tokens; token++)
+    NAME(join_row)(x + token * l->size, y + token * l->size, norm, least, l->factor, l->size);
+}
 
 /* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
 static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
@@ -476,20 +523,16 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
   both = a->out + tokens * mixed;
   gated = both + tokens * 2 * l->inner;
   rest = gated + tokens * l->inner;
-  NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
-  NAME(apply)(&l->qkv, normed, 0, a->fused, tokens, heads * a->dim, l->size, rest, threads);
+  if (l->before) NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
+  NAME(apply)(&l->qkv, l->before ? normed : x, 0, a->fused, tokens, heads * a->dim, l->size, rest, threads);
   if (l->turned)
-    for (long token = 0; token < tokens; token++)
-      for (long head = 0; head < a->heads + a->key_heads; head++) {
-        ELEM *at = a->fused + (token * heads + head) * a->dim;
-        NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
-      }
+    for (long token = 0; token < tokens; token++) NAME(norm_heads)(l, a, token);
   NAME(draftproof_attend)(a, threads);
-  NAME(apply)(&l->out, a->out, x, x, tokens, l->size, mixed, rest, threads);
-  NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
-  NAME(apply)(&l->gate_up, normed, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
-  NAME(draftproof_gated)(both, gated, tokens, l->inner, threads);
-  NAME(apply)(&l->down, gated, x, x, tokens, l->size, l->inner, rest, threads);
+  NAME(apply_onto)(l, &l->out, a->out, x, normed, l->mixed, l->mixed_least, tokens, mixed, rest, threads);
+  if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
+  NAME(apply)(&l->gate_up, l->between ? normed : x, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
+  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->gelu, threads);
+  NAME(apply_onto)(l, &l->down, gated, x, normed, l->made, l->made_least, tokens, l->inner, rest, threads);
 }
 
 /* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
