@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,6 +28,7 @@ class Heads:
         dim: of each head.
         scale: factor of the scores.
         angles: which of a pass's rotary angles turn them, where layers differ.
+        cap: soft limit of the scores (cap tanh(score / cap)); 0 for none.
     """
 
     queries: int
@@ -34,6 +36,7 @@ class Heads:
     dim: int
     scale: float
     angles: int = 0
+    cap: float = 0.0
 
     @property
     def group(self) -> int:
@@ -147,6 +150,8 @@ class TorchAttention:
     ) -> Float[Tensor, "tokens inner"]:
         """Attention; the query heads of one key head are rows of one product, so that keys are read once."""
         heads = self.heads
+        if heads.cap:
+            return self._attend_capped(queries, keys, values, at, mask)
         if at.width > _FOLDED:  # a folded mask would be large, and little time would be saved
             wide = queries.view(at.rows, at.width, heads.queries, heads.dim).transpose(1, 2)
             made = F.scaled_dot_product_attention(
@@ -159,12 +164,31 @@ class TorchAttention:
         made = made.view(at.rows, heads.keys, at.width, heads.group, heads.dim).transpose(1, 2)
         return made.reshape(queries.shape[0], -1)
 
+    def _attend_capped(
+        self, queries: Tensor, keys: Tensor, values: Tensor, at: Pass, mask: Tensor | None
+    ) -> Float[Tensor, "tokens inner"]:
+        """The same by separate operations, since torch's own has no soft limit of scores."""
+        heads = self.heads
+        split = queries.view(at.rows, at.width, heads.keys, heads.group, heads.dim).transpose(1, 2)
+        scores = split.reshape(at.rows, heads.keys, -1, heads.dim) @ keys.transpose(2, 3) * heads.scale
+        scores = (scores / heads.cap).tanh_().mul_(heads.cap)
+        if mask is not None:
+            scores += mask if at.width <= _FOLDED else mask.repeat_interleave(heads.group, 2)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+        made = (weights @ values).view(at.rows, heads.keys, at.width, heads.group, heads.dim).transpose(1, 2)
+        return made.reshape(queries.shape[0], -1)
+
 
 def sees_all(layout: Layout, window: int | None) -> bool:
     """Whether each row's only new token sees every slot that is read."""
     plan = layout.plan
     alone = layout.width == 1 and plan.aligned and (window is None or plan.horizon <= window)
     return alone and not any(feed.session.tail for feed in layout.feeds)
+
+
+def arguments(heads: Heads, at: Pass, shape: Sequence[int], mask: PassMask) -> AttentionArguments:
+    """What C's attention is told of a layer in a pass; `shape` is that of its keys' buffer."""
+    return AttentionArguments.of(*at.angles(heads), shape, mask, heads=heads.queries, scale=heads.scale, cap=heads.cap)
 
 
 class NativeAttention:
@@ -194,5 +218,5 @@ class NativeAttention:
         """See `Attention`."""
         heads = self.heads
         keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        given = AttentionArguments.of(*at.angles(heads), keys.shape, mask, heads=heads.queries, scale=heads.scale)
+        given = arguments(heads, at, keys.shape, mask)
         return self.operations.attend(fused, given, keys, values)

@@ -6,6 +6,7 @@ Both go by a shallow copy of the model, so that neither keeps the model itself a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,8 @@ LEGAL = ("auto", "lean", "hf", "snapshot")
 _SPARE = 1.5  # so many times the memory of the copies must be free before `auto` makes them
 _SAMPLED = 512  # words of each tensor that `weights_version` reads
 
+_log = logging.getLogger(__name__)
+
 Version = tuple[tuple[Any, ...], ...]
 
 
@@ -56,7 +59,13 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:
-        return _lean(twin, name, LeanForward if kind == backend else forward_of, check=check)
+        try:
+            return _lean(twin, name, LeanForward if kind == backend else forward_of, check=check)
+        except UserError as cause:
+            if backend != "auto":
+                raise
+            _log.warning("read by transformers' own forward pass: %s", cause)
+            kind = "hf"
     return (SnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
 
 

@@ -140,8 +140,10 @@ class Lean:
 
     def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens vocab"]:
         """Logits after normed last states."""
-        made = self.head(states)
-        return made if self.traits.divisor == 1.0 else made.div_(self.traits.divisor)
+        made, traits = self.head(states), self.traits
+        if traits.divisor != 1.0:
+            made = made.div_(traits.divisor)
+        return made if not traits.logit_cap else made.div_(traits.logit_cap).tanh_().mul_(traits.logit_cap)
 
     def _run(self, x: Tensor, at: Pass, masks: Mapping[str, Any], layout: Layout) -> Float[Tensor, "tokens dim"]:
         """All layers; in pieces where states between them are to be taken."""
@@ -264,6 +266,7 @@ class Layer:
             int(attention.head_dim),
             float(attention.scaling),
             angles,
+            traits.cap,
         )
         self.heads = heads
         norms = [

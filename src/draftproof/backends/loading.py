@@ -109,11 +109,11 @@ def load_backend(
         )
     try:
         made: Loaded = _BACKENDS[kind](model, name=source, check=check)
-    except UndraftableError as cause:
+    except UserError as cause:
         if backend != "auto":
             raise
-        if kind in LEAN_KINDS:  # its parts are known, and it computes something else; the model was taken apart
-            _log.info("read by transformers' own forward pass: %s", cause)
+        if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
+            _log.warning("read by transformers' own forward pass: %s", cause)
             del model
             return load_backend(
                 source,
@@ -125,7 +125,7 @@ def load_backend(
                 adapter=adapter,
                 attn_implementation=attn_implementation,
             )
-        if not plainly:
+        if not plainly or not isinstance(cause, UndraftableError):
             raise
         made = _plainly(model, source, cause, check=check)
     return made

@@ -12,9 +12,9 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.attention import NativeAttention, Pass
+from draftproof.backends.attention import NativeAttention, Pass, arguments
 from draftproof.backends.slot_cache import SlotCache
-from draftproof.kernels.operations import ACTIVATIONS, AttentionArguments, LayerArguments, LinearArguments, PassMask
+from draftproof.kernels.operations import ACTIVATIONS, LayerArguments, LinearArguments, PassMask
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer
 NORMS = ("before", "mixed", "between", "made", "turned")
@@ -105,8 +105,8 @@ class NativeLayers:
             places = self._places[number]
             if places is None or places.cache is not at.cache or places.extent != at.cache.extent:
                 places = self._places[number] = _Places(run, at.cache, x)
-            heads, mask = run.attention.heads, masks[run.kind]
-            given = AttentionArguments.of(*at.angles(heads), places.shape, mask, heads=heads.queries, scale=heads.scale)
+            mask = masks[run.kind]
+            given = arguments(run.attention.heads, at, places.shape, mask)
             work = mask.buffer(run.given[0].work(given), x.dtype, 1)
             run.attention.operations.layers(run.given, x, given, (places.keys, places.values), work)
         return x

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from draftproof.backends.cutting import shallow
 from draftproof.backends.facts import input_device
 from draftproof.backends.rotary import Rotary, order_of
 from draftproof.backends.windows import ONE_AT_A_TIME
@@ -39,6 +40,7 @@ _NORMS: tuple[tuple[str | None, ...], ...] = (  # before attention, after it, be
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 _CALLED = {"apply_rotary_pos_emb", "eager_attention_forward"}  # functions of its file that an attention may call
+_OTHER = ("s_aux", "position_bias", "cache", "head_mask")  # arguments of attention that change what it computes
 _NOTHING = (nn.Dropout, nn.Identity)  # modules that do nothing when a model is not trained
 
 
@@ -61,6 +63,7 @@ class Traits:
         entering: factor of what it gives to the layers.
         residual: factor of what a part adds to the hidden states.
         divisor: of the logits.
+        logit_cap, cap: soft limit of the logits, and of attention scores (cap tanh(x / cap)); 0 for none.
         order: of each head's numbers in queries and keys (`rotary`); empty where it is the family's own.
         angles: frequencies and factor of each kind of rotary embedding; () until the model was watched.
         angles_of: the kind of each layer, as an index of `angles`.
@@ -77,6 +80,8 @@ class Traits:
     entering: float = 1.0
     residual: float = 1.0
     divisor: float = 1.0
+    logit_cap: float = 0.0
+    cap: float = 0.0
     order: tuple[int, ...] = ()
     angles: tuple[tuple[tuple[float, ...], float], ...] = ()
     angles_of: tuple[int, ...] = ()
@@ -298,7 +303,7 @@ def _noise(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two results are equal up to the rounding of the first one's dtype; float64 models round to float32 too."""
+    """Whether two results are equal up to rounding: that of the first one's dtype, and of float32 inside of modules."""
     size, step = expected.double().norm(), max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
     return bool((found.double() - expected.double()).norm() <= 8 * step * size)
 
@@ -360,23 +365,23 @@ def traits_of(model: Any) -> Traits:
     """
     seen = seen_traits(model)
     attention = model.model.layers[0].self_attn
-    turning, divisor = _watch(model, inspect.unwrap(type(attention).forward).__globals__)
+    watched = _Watch(model, attention)
     rotary, dim = model.model.rotary_emb, attention.head_dim
     kinds = list(_kinds_of(rotary))
     found = [_padded(*_frequencies(rotary, kind), dim) for kind in kinds]
-    layers = getattr(model.config, "layer_types", None) or [""] * len(turning)
+    layers = getattr(model.config, "layer_types", None) or [""] * len(watched.turned)
     angles_of = [kinds.index(kind) if kind in kinds else 0 for kind in layers]
-    if not all(turning):
-        angles_of = [kind if turns else len(found) for kind, turns in zip(angles_of, turning, strict=True)]
+    if not all(watched.turned):
+        angles_of = [kind if turns else len(found) for kind, turns in zip(angles_of, watched.turned, strict=True)]
         found.append(((0.0,) * (dim // 2), 1.0))  # angles of 0: nothing is turned
     used = sorted(set(angles_of))
-    return Traits(
-        **{
-            **vars(seen),
-            "divisor": divisor,
-            "angles": tuple(found[kind] for kind in used),
-            "angles_of": tuple(used.index(kind) for kind in angles_of),
-        }
+    return replace(
+        seen,
+        cap=watched.cap,
+        divisor=watched.divisor,
+        logit_cap=watched.logit_cap,
+        angles=tuple(found[kind] for kind in used),
+        angles_of=tuple(used.index(kind) for kind in angles_of),
     )
 
 
@@ -384,36 +389,95 @@ def _padded(frequencies: Tensor, scale: float, dim: int) -> tuple[tuple[float, .
     return (*frequencies.tolist(), *[0.0] * (dim // 2 - frequencies.numel())), scale
 
 
-def _watch(model: Any, names: dict[str, Any]) -> tuple[list[bool], float]:
-    """Which layers turn their queries and keys, and by what logits are divided, in a pass over two tokens."""
-    calls: list[int] = []
-    turned: set[int] = set()
-    outputs: list[Tensor] = []
-    right = names["apply_rotary_pos_emb"]
+class _Constant(nn.Module):
+    """A layer that gives the same numbers for all inputs."""
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        turned.add(calls[-1])
-        return right(*args, **kwargs)
+    def __init__(self, made: Tensor) -> None:
+        super().__init__()
+        self.made = made
 
-    with ExitStack() as stack:
-        stack.enter_context(ONE_AT_A_TIME)
-        stack.enter_context(mock.patch.dict(names, {"apply_rotary_pos_emb": watched}))
-        for number, layer in enumerate(model.model.layers):
-            handle = layer.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
-            stack.callback(handle.remove)
-        stack.callback(model.lm_head.register_forward_hook(lambda *given: outputs.append(given[-1])).remove)
-        ids = torch.zeros((1, 2), dtype=torch.int64, device=input_device(model))
-        logits = model(input_ids=ids, use_cache=False).logits
-    if calls != list(range(len(model.model.layers))) or len(outputs) != 1:
-        raise UnreadError("its layers do not run once each, one after another")
-    for divisor in _divisors(model.config):
-        if _close(logits, outputs[0].double() / divisor):
-            return [number in turned for number in calls], divisor
-    raise UnreadError("its logits are another function of its output layer's than a factor")
+    def forward(self, _: Tensor) -> Tensor:
+        """The numbers."""
+        return self.made
 
 
-def _divisors(config: Any) -> Iterator[float]:
-    """1, and what the config's numbers about logits say: families use the same name for a factor and for a divisor."""
+class _Watch:
+    """What a model does in a pass over two tokens.
+
+    Args:
+        model: with the parts that the lean forward knows.
+        attention: one of its attentions, whose code is that of all.
+
+    Attributes:
+        turned: whether each layer turns its queries and keys.
+        cap: soft limit of scores; 0 for none.
+        divisor, logit_cap: what the output layer's results go through.
+
+    Raises:
+        UnreadError: something that the lean forward does not compute.
+    """
+
+    def __init__(self, model: Any, attention: Any) -> None:
+        self._names = inspect.unwrap(type(attention).forward).__globals__
+        self._layer, self._calls, self._scale = -1, 0, float(attention.scaling)
+        self._turned: set[int] = set()
+        self._caps: set[float] = set()
+        # What follows the output layer is found by giving it other numbers, large enough for a soft limit to show.
+        shown = model.lm_head.weight.new_empty((1, 2, model.lm_head.out_features))
+        shown.copy_(torch.linspace(-200, 200, shown.numel()).view(shown.shape))
+        total = len(model.model.layers)
+        with ExitStack() as stack:
+            stack.enter_context(ONE_AT_A_TIME)
+            changed = {"apply_rotary_pos_emb": self._turn, "ALL_ATTENTION_FUNCTIONS": self}
+            self._real = {name: self._names[name] for name in changed if name in self._names}
+            if len(self._real) < len(changed):
+                raise UnreadError("its attention is not transformers' usual one")
+            stack.enter_context(mock.patch.dict(self._names, changed))
+            for layer in model.model.layers:
+                stack.callback(layer.register_forward_pre_hook(self._enter).remove)
+            twin = shallow(model)
+            twin.lm_head = _Constant(shown)
+            ids = torch.zeros((1, 2), dtype=torch.int64, device=input_device(model))
+            logits = twin(input_ids=ids, use_cache=False).logits
+        if self._layer != total - 1 or self._calls != total or len(self._caps) != 1:
+            raise UnreadError("its layers do not attend once each, one after another, all in the same way")
+        self.turned, self.cap = [number in self._turned for number in range(total)], self._caps.pop()
+        self.divisor, self.logit_cap = _output(shown, logits, model.config)
+
+    def _enter(self, *_: Any) -> None:
+        self._layer += 1
+
+    def _turn(self, *args: Any, **kwargs: Any) -> Any:
+        self._turned.add(self._layer)
+        return self._real["apply_rotary_pos_emb"](*args, **kwargs)
+
+    def get_interface(self, *given: Any, **more: Any) -> Callable[..., Any]:
+        """In place of transformers' own: the function that computes attention, watched."""
+        right = self._real["ALL_ATTENTION_FUNCTIONS"].get_interface(*given, **more)
+
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            self._calls += 1
+            self._caps.add(float(kwargs.get("softcap") or 0.0))
+            if kwargs.get("scaling") != self._scale or any(kwargs.get(name) is not None for name in _OTHER):
+                raise UnreadError(f"its attention is told more than is known here ({', '.join(kwargs)})")
+            return right(*args, **kwargs)
+
+        return attend
+
+
+def _output(shown: Tensor, logits: Tensor, config: Any) -> tuple[float, float]:
+    """The divisor and the soft limit by which an output layer's results become logits."""
+    x = shown.double()
+    for value in _said_of_logits(config):
+        if _close(logits, x / value):
+            return value, 0.0
+        if _close(logits, value * (x / value).tanh()):
+            return 1.0, value
+    raise UnreadError("its logits are another function of its output layer's results than a factor or a soft limit")
+
+
+def _said_of_logits(config: Any) -> Iterator[float]:
+    """1, and what a config says of logits: families use the same name for a factor and for a divisor."""
     yield 1.0
     for name, value in vars(config).items():
         if "logit" in name and isinstance(value, int | float) and value:

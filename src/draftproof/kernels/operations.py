@@ -211,6 +211,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
         *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size")),
         ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
     ]
 
     @classmethod
@@ -223,6 +224,7 @@ class AttentionArguments(ctypes.Structure):
         *,
         heads: int,
         scale: float,
+        cap: float = 0.0,
     ) -> AttentionArguments:
         """Make the structure from tensors.
 
@@ -233,6 +235,7 @@ class AttentionArguments(ctypes.Structure):
             mask: of this pass.
             heads: query heads; neighbours share a key head.
             scale: of scores.
+            cap: soft limit of scores (cap tanh(score / cap)); 0 for none.
 
         Raises:
             ValueError: shapes that do not fit together; C would read past an end.
@@ -261,6 +264,7 @@ class AttentionArguments(ctypes.Structure):
             columns=columns,
             scratch_size=scratch_size,
             scale=scale,
+            cap=cap,
         )
 
 

@@ -247,7 +247,7 @@ typedef struct {
   float *scratch;         /* for each thread `scratch_size` floats */
   long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
   long columns, scratch_size; /* columns of a row that attend at once */
-  float scale;
+  float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
 /* The rotary embedding of one head, rounded as in transformers; in place, or into the cache. */
@@ -349,6 +349,7 @@ static void NAME(weigh)(const NAME(attention) * a, long row, long head, long fir
         if (m >= here) continue;
         const long token = a->places[4 * row + 3] + first + (q + m) / group;
         floats score = mul(sum[m], scale);
+        if (a->cap != 0.0f) score = capped(score, a->cap);
         if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, most - key));
         store_float(scores + (q + m) * padded + key, first_of(a->visible[token] - key, score, nothing));
       }
