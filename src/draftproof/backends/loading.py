@@ -93,7 +93,8 @@ def load_backend(
             "tensor_parallel": tensor_parallel,
         }
         return take_part(tensor_parallel).load(source, options, _load_part)
-    model = load_model(
+    load = partial(
+        load_model,
         models.resolve(source),
         dtype=dtype,
         device=device,
@@ -101,6 +102,7 @@ def load_backend(
         adapter=adapter,
         attn_implementation=attn_implementation,
     )
+    model = load()
     kind = suitable(model) if backend == "auto" else backend
     if attn_implementation is not None and kind in LEAN_KINDS:
         raise UserError(
@@ -110,25 +112,21 @@ def load_backend(
     try:
         made: Loaded = _BACKENDS[kind](model, name=source, check=check)
     except UserError as cause:
-        if backend != "auto":
+        if backend != "auto" or (kind not in LEAN_KINDS and not isinstance(cause, UndraftableError)):
             raise
-        if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
-            _log.warning("read by transformers' own forward pass: %s", cause)
-            del model
-            return load_backend(
-                source,
-                dtype=dtype,
-                device=device,
-                trust_remote_code=trust_remote_code,
-                check=check,
-                backend=HFBackend.kind,
-                adapter=adapter,
-                attn_implementation=attn_implementation,
-            )
-        if not plainly or not isinstance(cause, UndraftableError):
-            raise
-        made = _plainly(model, source, cause, check=check)
-    return made
+        because = cause
+    else:
+        return made
+    if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
+        _log.warning("read by transformers' own forward pass: %s", because)
+        model = load()
+        try:
+            return HFBackend(model, name=source, check=check)
+        except UndraftableError as cause:
+            because = cause
+    if not plainly:
+        raise because
+    return _plainly(model, source, because, check=check)
 
 
 def take_part(processes: int) -> parallel.Group:
@@ -190,7 +188,7 @@ def _load_part(source: str, **options: Any) -> Any:
     return model
 
 
-def _plainly(model: Any, source: str, cause: UndraftableError, *, check: bool) -> PlainBackend:
+def _plainly(model: Any, source: str, cause: UserError, *, check: bool) -> PlainBackend:
     """The backend of last resort; where that does not work either, the first reason stands."""
     try:
         made = PlainBackend(model, name=source, check=check, because=str(cause))
