@@ -207,14 +207,30 @@ void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long ge
     NAME(gated_rows)(&w, 0, rows);
 }
 
+typedef struct {
+  ELEM *x, *y;
+  const float *scaled; /* a norm, or 0 */
+  long rows, dim;
+  float least, factor;
+} NAME(join_work);
+
 /* x + factor y, with y normed before where there is a norm; rounded as three operations. */
-static void NAME(join_row)(ELEM *x, ELEM *y, const float *scaled, float least, float factor, long dim) {
-  const floats by = splat(factor);
-  if (scaled) NAME(norm_row)(y, scaled, y, dim, least);
-  for (long i = 0; i < dim; i += LANES) {
-    const floats v = NAME(rounded)(mul(NAME(load_first)(y + i, dim - i), by));
-    NAME(store_first)(x + i, dim - i, add(NAME(load_first)(x + i, dim - i), v));
+static void NAME(join_rows)(const NAME(join_work) * w, long start, long stop) {
+  const floats by = splat(w->factor);
+  for (long row = start; row < stop; row++) {
+    ELEM *x = w->x + row * w->dim, *y = w->y + row * w->dim;
+    if (w->scaled) NAME(norm_row)(y, w->scaled, y, w->dim, w->least);
+    for (long i = 0; i < w->dim; i += LANES) {
+      const floats v = NAME(rounded)(mul(NAME(load_first)(y + i, w->dim - i), by));
+      NAME(store_first)(x + i, w->dim - i, add(NAME(load_first)(x + i, w->dim - i), v));
+    }
   }
+}
+
+static void NAME(share_join)(void *given) {
+  const NAME(join_work) *w = given;
+  const long number = thread_number(), count = thread_count();
+  NAME(join_rows)(w, w->rows * number / count, w->rows * (number + 1) / count);
 }
 
 /* Whether each row's largest number is finite and none is NaN: then a distribution follows from it. */
@@ -511,8 +527,11 @@ static void NAME(apply_onto)(const NAME(layer) * l, const NAME(linear) * by, con
     return;
   }
   NAME(apply)(by, given, 0, y, tokens, l->size, ins, memory, threads);
-  for (long token = 0; token < tokens; token++)
-    NAME(join_row)(x + token * l->size, y + token * l->size, norm, least, l->factor, l->size);
+  NAME(join_work) w = {x, y, norm, tokens, l->size, least, l->factor};
+  if (threads > 1 && tokens * l->size > SMALL / 4)
+    parallel(NAME(share_join), &w, (unsigned)threads, 0);
+  else
+    NAME(join_rows)(&w, 0, tokens);
 }
 
 /* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
