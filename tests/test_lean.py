@@ -26,6 +26,7 @@ from draftproof.backends.packed import Part, packs
 from draftproof.backends.rotary import Rope
 from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.backends.traits import LLAMA, traits_of
+from draftproof.backends.windows import Windows
 from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
 from draftproof.engine.registry import make_verifier
 from draftproof.kernels.native import VARIABLE
@@ -303,6 +304,15 @@ def test_the_probe_sees_a_misread_trait(name, trait, wrong, by, monkeypatch):
     monkeypatch.setattr(lean_module, "traits_of", lambda model: replace(traits_of(model), **{trait: wrong}))
     with pytest.raises(UserError, match="does not reproduce its own logits"):
         lean_backend(reference(name))
+
+
+def test_what_is_wrong_past_a_window_only_is_refused(monkeypatch):
+    model = lively_model(transformers.MistralConfig(**WIDE, sliding_window=20))
+    made = lean_backend(model)
+    assert (made.max_positions, made.bounded_by) == (640, "")
+    monkeypatch.setattr(Windows, "_window", lambda *_: 100)
+    with pytest.raises(UserError, match="has other logits past its sliding_window of 20 than transformers' own"):
+        lean_backend(model)
 
 
 def test_what_is_misread_is_left_to_transformers_unless_lean_is_asked_for(tmp_path, monkeypatch, caplog):

@@ -107,7 +107,7 @@ def _lean(model: Any, name: str | None, form: Callable[[ModelFacts, Lean], LeanF
     lean = Lean(stand_in(model, traits), windows, traits, getattr(model.config, "layer_types", None))
     made = form(facts, lean)
     if probe is not None:
-        probe.check(made)
+        probe.check(made, beyond=False)
     return made
 
 

@@ -119,6 +119,7 @@ def load_backend(
         return made
     if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
         _log.warning("read by transformers' own forward pass: %s", because)
+        del model  # before there are two
         model = load()
         try:
             return HFBackend(model, name=source, check=check)
