@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,7 @@ from draftproof.backends.lean import LeanBackend, LeanForward, supports
 from draftproof.backends.lean_layers import Norm
 from draftproof.backends.loading import load_backend
 from draftproof.backends.packed import Part, packs
-from draftproof.backends.rotary import Rope
+from draftproof.backends.rotary import Rope, order_of
 from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.backends.traits import LLAMA, traits_of
 from draftproof.backends.windows import Windows
@@ -275,6 +276,26 @@ def test_rows_and_the_probe_see_the_mistake(mistake, monkeypatch):
         exercise(Program(made))
     with pytest.raises(UserError, match="does not reproduce its own logits"):
         lean_backend(model)
+
+
+def test_the_order_of_a_heads_numbers_is_found_by_turning_unit_vectors():
+    llama, ernie, phi, glm = (
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}").apply_rotary_pos_emb
+        for name in ("llama", "ernie4_5", "phi3", "glm")
+    )
+    assert order_of(llama, 8, 8) == tuple(range(8))
+    assert order_of(ernie, 8, 8) == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert order_of(phi, 8, 4) == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert order_of(glm, 8, 4) == (0, 2, 4, 5, 1, 3, 6, 7)
+    assert order_of(lambda q, k, cos, sin: llama(q, k, cos, -sin), 8, 8) == (4, 5, 6, 7, 0, 1, 2, 3), "backwards"
+    assert order_of(phi, 9, 4) is None, "one number has no place"
+    wrong = {
+        "queries and keys differ": lambda q, k, cos, sin: (llama(q, k, cos, sin)[0], llama(q, k, cos, -sin)[1]),
+        "longer": lambda q, k, cos, sin: llama(2 * q, 2 * k, cos, sin),
+        "no cosine": lambda q, k, cos, sin: llama(q, k, torch.ones_like(cos), sin),
+        "not at all": lambda q, k, *_: (q, k),
+    }
+    assert [name for name, turn in wrong.items() if order_of(turn, 8, 8) is not None] == []
 
 
 WRONG = [  # a family, one of its traits, and what it would be by mistake
