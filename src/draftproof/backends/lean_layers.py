@@ -314,12 +314,20 @@ class Layer:
         self, given: Float[Tensor, "tokens wide"], x: Float[Tensor, "tokens dim"], at: Pass, mask: Any
     ) -> Float[Tensor, "tokens dim"]:
         """The same where attention reads `given` in place of the normed x."""
+        return self.finish(self.attention(self.number, self.project(given), at, mask), x)
+
+    def project(self, given: Float[Tensor, "tokens wide"]) -> Float[Tensor, "tokens heads dim"]:
+        """Queries, keys and values of what attention reads, in the form that it takes."""
         heads = self.heads
-        fused = self.qkv(given).view(x.shape[0], -1, heads.dim)
+        fused = self.qkv(given).view(given.shape[0], -1, heads.dim)
         if self.turned is not None:
             turned = fused.narrow(1, 0, heads.queries + heads.keys)
             turned.copy_(self.turned(turned))
-        x = self._added(self.out, self.attention(self.number, fused, at, mask), x, self.mixed)
+        return fused
+
+    def finish(self, attended: Float[Tensor, "tokens inner"], x: Float[Tensor, "tokens dim"]) -> Tensor:
+        """The layer's output after attention's, where x is the layer's input."""
+        x = self._added(self.out, attended, x, self.mixed)
         gates = self.gate_up(x if self.between is None else self.between(x))
         return self._added(self.down, self.gated(gates), x, self.made)
 
