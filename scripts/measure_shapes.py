@@ -2,8 +2,9 @@
 
     python scripts/measure_shapes.py [--shape NAME ...] [--context 64 2048] [--repeats 9] [--out docs/results/shapes]
 
-What a pass costs does not depend on what the weights say. The speed-ups in the table follow from these costs, for given
-shares of accepted tokens: they are computed, not measured, and leave out the rule (see round.md).
+Beside them stand transformers' own step with its cache, and the same pass on backend hf. What a pass costs does not
+depend on what the weights say. The speed-ups in the table follow from these costs, for given shares of accepted tokens:
+they are computed, not measured, and leave out the rule (see round.md).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import transformers
 
 from draftproof.backends.base import Feed, unread
 from draftproof.backends.hf import HFBackend
-from draftproof.backends.lean import LeanBackend
+from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.slots import SlotBackend
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
@@ -60,16 +61,51 @@ def configs() -> dict[str, Any]:
             head_dim=256,
             tie_word_embeddings=True,
         ),
+        "olmo2-1b": transformers.Olmo2Config(
+            vocab_size=100352,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=16,
+            max_position_embeddings=4096,
+        ),
+        "granite3-2b": transformers.GraniteConfig(
+            vocab_size=49159,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=40,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.015625,
+            logits_scaling=8.0,
+        ),
+        "phi4-mini, default rope": transformers.Phi3Config(
+            vocab_size=200064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=32,
+            num_attention_heads=24,
+            num_key_value_heads=8,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        ),
     }
 
 
-def with_random_weights(config: Any) -> SlotBackend:
-    """A backend of a model whose weights repeat a block of random numbers, which is made in no time."""
+def with_random_weights(config: Any) -> Any:
+    """A model whose weights repeat a block of random numbers, which is made in no time."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     rotary = model.model.rotary_emb
     model = model.to_empty(device="cpu").eval()
     model.model.rotary_emb = type(rotary)(config)
+    if hasattr(model.model.embed_tokens, "scalar_embed_scale"):
+        model.model.embed_tokens.embed_scale.fill_(model.model.embed_tokens.scalar_embed_scale)
     model.tie_weights()
     block = (torch.randn(_RANDOM, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     with torch.no_grad():
@@ -81,26 +117,55 @@ def with_random_weights(config: Any) -> SlotBackend:
                 whole = flat.numel() // _RANDOM * _RANDOM
                 flat[:whole].view(-1, _RANDOM).copy_(block)
                 flat[whole:].copy_(block[: flat.numel() - whole])
-    kind = LeanBackend if isinstance(config, transformers.Qwen2Config) else HFBackend
-    return kind(model, name=config.model_type, check=False)
+    return model
+
+
+class OwnSteps:
+    """Transformers' own steps with its cache, which grows by a token each.
+
+    Args:
+        model: of transformers.
+        tokens: of the context.
+    """
+
+    def __init__(self, model: Any, tokens: list[int]) -> None:
+        self._model = model
+        self._cache = model(input_ids=torch.tensor([tokens]), use_cache=True, logits_to_keep=1).past_key_values
+
+    def step(self) -> None:
+        """One token."""
+        self._model(input_ids=torch.tensor([[7]]), past_key_values=self._cache, use_cache=True)
 
 
 @torch.inference_mode()
-def measured(target: SlotBackend, draft: SlotBackend, context: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of a plain pass, of one drafted token and of a verification, in turns on one context."""
-    session = target.open()
-    tokens = [(place * 7919 + 11) % 31000 for place in range(context)]
-    target.forward([Feed(session, tokens)])
-    passes = {"plain": (target, 1), "draft": (draft, 1), "verify": (target, VERIFIED + 1)}
-    seconds: dict[str, list[float]] = {name: [] for name in passes}
+def measured(target: SlotBackend, draft: SlotBackend, own: Any, context: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of passes in turns on one context.
+
+    They are transformers' own step, a plain pass on backend hf and on the target's, a drafted token, a verification.
+    """
+    tokens = [(place * 7919 + 11) % min(31000, target.vocab_size) for place in range(context)]
+    theirs = OwnSteps(own, tokens)
+    hf = HFBackend(own, name="hf", check=False)
+    passes = {"hf": (hf, 1), "plain": (target, 1), "draft": (draft, 1), "verify": (target, VERIFIED + 1)}
+    sessions = {"hf": hf.open(), "lean": target.open()}
+    for backend, session in zip((hf, target), sessions.values(), strict=True):
+        backend.forward([Feed(session, tokens)])
+    seconds: dict[str, list[float]] = {name: [] for name in ("transformers", *passes)}
     for turn in range(repeats + 2):
+        start = time.perf_counter()
+        theirs.step()
+        spent = {"transformers": time.perf_counter() - start}
         for name, (backend, width) in passes.items():
+            session = sessions["hf" if name == "hf" else "lean"]
             start = time.perf_counter()
             backend.forward([Feed(session, tokens[:width])])
-            if turn > 1:
-                seconds[name].append(time.perf_counter() - start)
+            spent[name] = time.perf_counter() - start
             unread(session, [*tokens, 0])
-    session.close()
+        if turn > 1:
+            for name, each in spent.items():
+                seconds[name].append(each)
+    for session in sessions.values():
+        session.close()
     return seconds
 
 
@@ -114,8 +179,9 @@ def row(name: str, context: int, seconds: dict[str, list[float]]) -> list[object
         speeds = {n: iid_block_efficiency(rate, n) / (n * median(draft) + 1 + n * more) for n in LENGTHS}
         best = max(speeds, key=lambda n: speeds[n])
         found.append(f"{speeds[best]:.2f} ({best})")
-    times = f"{1e3 * median(seconds['plain']):.0f}"
-    return [name, context, times, median_and_range(draft), median_and_range(verify), *found]
+    times = [f"{1e3 * median(seconds[each]):.0f}" for each in ("transformers", "hf", "plain")]
+    faster = [one / other for one, other in zip(seconds["transformers"], seconds["plain"], strict=True)]
+    return [name, context, *times, median_and_range(faster), median_and_range(draft), median_and_range(verify), *found]
 
 
 def main() -> None:
@@ -132,22 +198,26 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     facts, rows, raw = run_facts(), [], {}
     for name in options.shape:
-        target = with_random_weights(every[name])
+        own, model = (with_random_weights(every[name]) for _ in range(2))
+        kind = LeanBackend if supports(model) is None else HFBackend
+        target = kind(model, name=name, check=False)
         draft = target.quantized(4)
         for context in options.context:
-            seconds = measured(target, draft, context, options.repeats)
+            seconds = measured(target, draft, own, context, options.repeats)
             raw[f"{name}, {context}"] = seconds
             rows.append(row(name, context, seconds))
             print(*rows[-1], file=sys.stderr)
-        del target, draft
-    heads = ["shapes", "context", "plain token, ms", "drafted token / plain", f"verifying {VERIFIED} / plain"]
+        del target, draft, own, model
+    heads = ["shapes", "context", "transformers, ms", "backend hf, ms", "plain token, ms", "transformers / plain"]
+    heads += ["drafted token / plain", f"verifying {VERIFIED} / plain"]
     results = Results(
         title="Costs of a round at the shapes of larger models",
         lines=[
-            "Random bfloat16 weights, drafter `quantized:4`, one request; passes in turns on one context. Ratios are",
-            "the median [least, greatest] over turns. The last columns are computed from them: the time of plain",
-            "decoding over that of rounds, for a share of drafted tokens that are accepted after an accepted one, at",
-            "the best draft length (in brackets).",
+            "Random bfloat16 weights, drafter `quantized:4`, one request; passes in turns on one context. Columns in",
+            "ms are one token: transformers' own step with its cache, backend `hf`, and the backend that `auto` takes",
+            "(plain). Ratios are the median [least, greatest] over turns. The last columns are computed from them: the",
+            "time of plain decoding over that of rounds, for a share of drafted tokens that are accepted after an",
+            "accepted one, at the best draft length (in brackets).",
             "",
             *table([*heads, *(f"speed-up at {rate}" for rate in RATES)], rows),
         ],

@@ -31,9 +31,10 @@ BY_PROGRAM = {"one": [False, True, True, True, True], "batch": [True, True, True
 
 def main(what):
     """Both read the same feeds: (session number, tokens, tree); tails are forgotten after each."""
-    config = CONFIGS["mistral"]()  # a window of 7: masks matter
-    config.num_hidden_layers = 1
-    made = CompiledBackend(random_model(config), name="mistral"), LeanBackend(random_model(config), name="mistral")
+    config = CONFIGS["mistral" if what == "one" else "gemma3"]()  # windows of 7 and 6: masks matter
+    if what == "one":
+        config.num_hidden_layers = 1
+    made = CompiledBackend(random_model(config), name="model"), LeanBackend(random_model(config), name="model")
     call, passes = compiled.Program.__call__, []
 
     def counted(self, layout, cache):

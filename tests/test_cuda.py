@@ -74,7 +74,7 @@ def texts(engine, prompts, params):
 @pytest.mark.parametrize(
     ("family", "backend"),
     [(family, "hf") for family in CONFIGS]
-    + [(family, kind) for family in ("llama", "qwen2", "qwen3", "mistral") for kind in ("lean", "compiled")],
+    + [(family, kind) for family in ("llama", "qwen2", "qwen3", "mistral", "gemma3") for kind in ("lean", "compiled")],
 )
 def test_greedy_text_is_that_of_transformers(family, backend, drafter):
     model, wanted = expected(family)

@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,23 +13,30 @@ from hypothesis import strategies as st
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends import attention as attention_module
+from draftproof.backends import lean as lean_module
 from draftproof.backends import lean_layers
 from draftproof.backends.attention import TorchAttention
 from draftproof.backends.base import Feed
 from draftproof.backends.cutting import first_layers
 from draftproof.backends.hf import HFBackend
-from draftproof.backends.lean import LeanBackend, supports
-from draftproof.backends.lean_layers import Norm, Rope
+from draftproof.backends.in_memory import backend_in_memory
+from draftproof.backends.lean import LeanBackend, LeanForward, supports
+from draftproof.backends.lean_layers import Norm
 from draftproof.backends.loading import load_backend
 from draftproof.backends.packed import Part, packs
+from draftproof.backends.rotary import Rope, order_of
 from draftproof.backends.self_draft import EarlyExitBackend
+from draftproof.backends.traits import LLAMA, traits_of
+from draftproof.backends.windows import Windows
 from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
+from draftproof.engine.registry import make_verifier
 from draftproof.kernels.native import VARIABLE
 from draftproof.models import resolve
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
 from helpers import CONFIGS, ROPE, embedded_model, engine, plain_rows, random_model
 from test_backends import Program, run_program
+from test_probe import LONGROPE, phi3
 
 PACKS = packs(torch.float32, "cpu")
 
@@ -36,6 +45,8 @@ def rope(kind, **more):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+WIDE = {**ROPE, "head_dim": 32}  # wide enough for native layers
+BOTH = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 VARIANTS = {
     **{name: CONFIGS[name] for name in ("llama", "mistral", "qwen2", "qwen3")},
     "llama, biases": lambda: transformers.LlamaConfig(**ROPE, attention_bias=True, mlp_bias=True),
@@ -61,13 +72,60 @@ VARIANTS = {
         **ROPE, use_sliding_window=True, sliding_window=6, max_window_layers=1, tie_word_embeddings=True
     ),
     "qwen3, biases": lambda: transformers.Qwen3Config(**ROPE, head_dim=16, attention_bias=True),
+    # factors, norms, angles and orders of numbers that the Llama family has not
+    "gemma3": CONFIGS["gemma3"],
+    "gemma3, wide": lambda: transformers.Gemma3TextConfig(**WIDE, **BOTH, query_pre_attn_scalar=24),
+    "gemma": lambda: transformers.GemmaConfig(**WIDE),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **WIDE, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "phi3": lambda: transformers.Phi3Config(**ROPE, pad_token_id=0),
+    "phi3, partial": lambda: transformers.Phi3Config(
+        **{**ROPE, "hidden_size": 128}, pad_token_id=0, **rope("default", partial_rotary_factor=0.75)
+    ),
+    "granite": lambda: transformers.GraniteConfig(
+        **WIDE, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.3, logits_scaling=8.0
+    ),
+    "smollm3": lambda: transformers.SmolLM3Config(**WIDE, no_rope_layers=[1, 0], pad_token_id=0),
+    "olmo2": lambda: transformers.Olmo2Config(**WIDE),
+    "olmo3": lambda: transformers.Olmo3Config(**WIDE, **BOTH),
+    "ministral": lambda: transformers.MinistralConfig(**WIDE, **BOTH),
+    "seed_oss": lambda: transformers.SeedOssConfig(**WIDE, attention_out_bias=True),
+    "ernie4_5": lambda: transformers.Ernie4_5Config(**WIDE, use_bias=True),
+    "helium": lambda: transformers.HeliumConfig(
+        **{**WIDE, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(**WIDE, **BOTH),
+    "glm": lambda: transformers.GlmConfig(**WIDE, pad_token_id=0, attention_bias=True),
+    "glm4": lambda: transformers.Glm4Config(**WIDE, pad_token_id=0, partial_rotary_factor=0.5),
+    "hyperclovax": lambda: transformers.HyperCLOVAXConfig(
+        **WIDE, use_post_norm=True, residual_multiplier=0.5, logits_scaling=0.125, embedding_multiplier=3.0
+    ),
 }
+NATIVE = (  # other families than Llama's, wide enough for native layers
+    "gemma",
+    "gemma2",
+    "gemma3, wide",
+    "phi3, partial",
+    "granite",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "ministral",
+    "seed_oss",
+    "ernie4_5",
+    "helium",
+    "exaone4",
+    "glm",
+    "glm4",
+    "hyperclovax",
+)
 
 
-def lively_model(config, dtype=torch.float32):
+def lively_model(config, dtype=torch.float32, seed=0):
     """A random model whose norms and biases are not ones and zeros, so that leaving one out shows."""
-    model = random_model(config)
-    source = torch.Generator().manual_seed(1)
+    model = random_model(config, seed)
+    source = torch.Generator().manual_seed(1 + seed)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if "norm" in name or "bias" in name:
@@ -220,6 +278,148 @@ def test_rows_and_the_probe_see_the_mistake(mistake, monkeypatch):
         lean_backend(model)
 
 
+def test_the_order_of_a_heads_numbers_is_found_by_turning_unit_vectors():
+    llama, ernie, phi, glm = (
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}").apply_rotary_pos_emb
+        for name in ("llama", "ernie4_5", "phi3", "glm")
+    )
+    assert order_of(llama, 8, 8) == tuple(range(8))
+    assert order_of(ernie, 8, 8) == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert order_of(phi, 8, 4) == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert order_of(glm, 8, 4) == (0, 2, 4, 5, 1, 3, 6, 7)
+    assert order_of(lambda q, k, cos, sin: llama(q, k, cos, -sin), 8, 8) == (4, 5, 6, 7, 0, 1, 2, 3), "backwards"
+    assert order_of(phi, 9, 4) is None, "one number has no place"
+    wrong = {
+        "queries and keys differ": lambda q, k, cos, sin: (llama(q, k, cos, sin)[0], llama(q, k, cos, -sin)[1]),
+        "longer": lambda q, k, cos, sin: llama(2 * q, 2 * k, cos, sin),
+        "no cosine": lambda q, k, cos, sin: llama(q, k, torch.ones_like(cos), sin),
+        "not at all": lambda q, k, *_: (q, k),
+    }
+    assert [name for name, turn in wrong.items() if order_of(turn, 8, 8) is not None] == []
+
+
+WRONG = [  # a family, one of its traits, and what it would be by mistake
+    ("gemma3, wide", "activation", "silu"),
+    ("gemma3, wide", "offset", 0.0),
+    ("gemma3, wide", "embedding", 1.0),
+    ("gemma3, wide", "angles_of", (0, 1)),
+    ("gemma3, wide", "norms", (LLAMA.norms[0], None, "pre_feedforward_layernorm", None)),
+    ("gemma2", "cap", 0.0),
+    ("gemma2", "logit_cap", 0.0),
+    ("olmo2", "norms", (None, None, None, "post_feedforward_layernorm")),
+    ("granite", "entering", 1.0),
+    ("granite", "residual", 1.0),
+    ("granite", "divisor", 1.0),
+    ("smollm3", "angles_of", (0, 0)),
+    ("phi3, partial", "order", ()),
+    ("ernie4_5", "order", ()),
+    ("glm4", "order", ()),
+]
+
+
+@pytest.mark.parametrize("by", ["auto", "0"])
+@pytest.mark.parametrize(("name", "trait", "wrong"), WRONG)
+def test_the_probe_sees_a_misread_trait(name, trait, wrong, by, monkeypatch):
+    monkeypatch.setenv(VARIABLE, by)
+    lean_backend(reference(name))
+    monkeypatch.setattr(lean_module, "traits_of", lambda model: replace(traits_of(model), **{trait: wrong}))
+    with pytest.raises(UserError, match="does not reproduce its own logits"):
+        lean_backend(reference(name))
+
+
+def test_what_is_wrong_past_a_window_only_is_refused(monkeypatch):
+    model = lively_model(transformers.MistralConfig(**WIDE, sliding_window=20))
+    made = lean_backend(model)
+    assert (made.max_positions, made.bounded_by) == (640, "")
+    monkeypatch.setattr(Windows, "_window", lambda *_: 100)
+    with pytest.raises(UserError, match="has other logits past its sliding_window of 20 than transformers' own"):
+        lean_backend(model)
+
+
+def test_what_is_misread_is_left_to_transformers_unless_lean_is_asked_for(tmp_path, monkeypatch, caplog):
+    random_model(CONFIGS["gemma3"]()).save_pretrained(tmp_path)
+    assert type(load_backend(str(tmp_path))) is LeanBackend
+    monkeypatch.setattr(lean_module, "traits_of", lambda model: replace(traits_of(model), embedding=1.0))
+    made = load_backend(str(tmp_path))
+    assert type(made) is HFBackend
+    assert "does not reproduce its own logits" in caplog.text
+    exercise(Program(made))
+    with pytest.raises(UserError, match="does not reproduce its own logits"):
+        load_backend(str(tmp_path), backend="lean")
+    held = random_model(CONFIGS["gemma3"]())
+    assert type(backend_in_memory(held)) is HFBackend
+    with pytest.raises(UserError, match="does not reproduce its own logits"):
+        backend_in_memory(held, backend="lean")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_model_in_memory_is_read_lean_and_left_as_it_is(name):
+    model = reference(name)
+    before = {key: each.clone() for key, each in model.state_dict().items()}
+    made = backend_in_memory(model)
+    assert type(made) is LeanForward
+    made.model = model
+    exercise(Program(made))
+    assert all(torch.equal(each, before[key]) for key, each in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_other_families_give_away_their_weights_and_compute_the_same(name):
+    model = reference(name)
+    given_away = copy.deepcopy(model)
+    made = LeanBackend(given_away)
+    ids = torch.arange(40).view(2, 20)
+    with torch.inference_mode():
+        assert torch.allclose(made.model(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(given_away.model.layers, model.model.layers, strict=True):
+        for part, names in made.lean.traits.linear.items():
+            for each in names:
+                found, wanted = (getattr(getattr(layer, part), each) for layer in (ours, theirs))
+                assert torch.equal(found.weight, wanted.weight)
+                assert (found.bias is None) == (wanted.bias is None)
+                assert found.bias is None or torch.equal(found.bias, wanted.bias)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_other_families_take_new_weights_by_their_own_names(name):
+    made, other = LeanBackend(copy.deepcopy(reference(name))), lively_model(VARIANTS[name](), seed=3)
+    renewed = made.with_weights(other)
+    assert type(renewed) is LeanForward
+    renewed.model = other
+    exercise(Program(renewed))
+    state = {key: each for key, each in other.state_dict().items() if "layers.1.mlp.down_proj" not in key}
+    with pytest.raises(UserError, match=r"lack model\.layers\.1\.mlp\.down_proj\.weight"):
+        made.with_weights(state)
+
+
+def test_greedy_text_of_a_family_is_transformers_own():
+    """Windows passed, drafts of its first layer and of its quantized weights, several prompts in one batch."""
+    for name in ("gemma3, wide", "gemma2", "phi3, partial", "granite", "olmo3"):
+        target = LeanBackend(copy.deepcopy(reference(name)))
+        prompts = [[1, 2, 3], [7], [5, 9, 11, 4, 2, 8] * 7]
+        greedy = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+        wanted = [transformers_text(reference(name), prompt, 30) for prompt in prompts]
+        drafters = {"plain": None, "early": self_drafter(EarlyExitModel(target, 1), FixedLength(4), chains=1)}
+        drafters["chains"] = self_drafter(EarlyExitModel(target, 1), FixedLength(3), chains=3)
+        for kind, drafter in drafters.items():
+            made = Engine(target, drafter, make_verifier("trie_block" if kind == "chains" else "block"))
+            assert [list(out.token_ids) for out in made.generate(prompts, greedy)] == wanted, (name, kind)
+
+
+@torch.inference_mode()
+def transformers_text(model, prompt, count):
+    """Tokens of transformers' own greedy decoding."""
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
 # --- what becomes of the model ----------------------------------------------------------------------------------------
 
 
@@ -357,11 +557,25 @@ def test_smollm2_rows_agree(dtype):
 # --- what it does not support -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3", "gpt_neox", "opt"])
+UNREAD = {
+    "gpt2": (CONFIGS["gpt2"], "c_attn is a Conv1D"),
+    "gpt_neox": (CONFIGS["gpt_neox"], "the model has other parts than are known here"),
+    "opt": (CONFIGS["opt"], "its model has other parts than are known here"),
+    "hunyuan": (lambda: transformers.HunYuanDenseV1Config(**WIDE), "its attention has other parts .*query_layernorm"),
+    "starcoder2": (lambda: transformers.Starcoder2Config(**ROPE, bos_token_id=0, eos_token_id=0), "c_fc"),
+    "ministral3": (lambda: transformers.Ministral3Config(**WIDE), "calls get_llama_4_attn_scale"),
+    "phi3, longrope": (lambda: phi3(**LONGROPE), "rotary embedding is longrope"),
+    "olmo": (lambda: transformers.OlmoConfig(**ROPE, pad_token_id=0), "OlmoLayerNorm is not a norm with weights"),
+    "apertus": (lambda: transformers.ApertusConfig(**ROPE, bos_token_id=0, eos_token_id=0), "attention_layernorm"),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
 def test_other_architectures_fall_back_and_are_refused_when_asked_for(name, tmp_path):
-    random_model(CONFIGS[name]()).save_pretrained(tmp_path)
+    config, why = UNREAD[name]
+    random_model(config()).save_pretrained(tmp_path)
     assert type(load_backend(str(tmp_path), check=False)) is HFBackend
-    with pytest.raises(UserError, match="is not of the families Llama, Mistral, Qwen2, Qwen3; legal is backend hf"):
+    with pytest.raises(UserError, match=f"has no lean forward: .*{why}.*; legal is backend hf"):
         load_backend(str(tmp_path), check=False, backend="lean")
 
 
@@ -414,9 +628,9 @@ def test_altered_models_are_not_read_lean(alter, why):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"hidden_act": "gelu"}, "activation is gelu"),
+        ({"hidden_act": "gelu"}, "activation is GELUActivation, not one of silu, gelu_tanh"),
         (rope("dynamic", factor=2.0), "rotary embedding is dynamic"),
-        (rope("linear", factor=2.0, partial_rotary_factor=0.5), "only a part of each head"),
+        (rope("linear", factor=2.0, partial_rotary_factor=0.5), "its rotary angles do not fit its heads"),
     ],
 )
 def test_unknown_variants_are_not_read_lean(options, why):

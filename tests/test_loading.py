@@ -194,7 +194,7 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path):
 def test_an_attention_of_transformers_can_be_chosen(tmp_path, name):
     model = random_model(CONFIGS["gemma3"]())
     model.save_pretrained(tmp_path)
-    made = load_backend(str(tmp_path), attn_implementation=name)
+    made = load_backend(str(tmp_path), attn_implementation=name, backend="hf")
     assert made.model.config._attn_implementation == name
     session, tokens = made.open(), [i * i % 97 for i in range(40)]
     found = torch.cat([made.forward([Feed(session, part)])[0].logits for part in (tokens[:30], tokens[30:])])

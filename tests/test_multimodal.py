@@ -20,7 +20,7 @@ MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mro
 TYPES = {  # the class that reads text, and its backend
     "llava": ({}, "LlamaForCausalLM", "lean"),
     "mistral3": ({}, "MistralForCausalLM", "lean"),
-    "gemma3": ({}, "Gemma3ForCausalLM", "hf"),
+    "gemma3": ({}, "Gemma3ForCausalLM", "lean"),
     "qwen2_5_vl": ({"text_config": MROPE}, "Qwen2_5_VLForConditionalGeneration", "hf"),
     "qwen3_vl": ({}, "Qwen3VLForConditionalGeneration", "hf"),
     "lfm2_vl": ({}, "Lfm2ForCausalLM", "snapshot"),

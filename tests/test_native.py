@@ -20,8 +20,10 @@ from draftproof.backends.attention import NativeAttention
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
+from draftproof.backends.native_layers import NativeLayers
 from draftproof.backends.packed import Product, packs
 from draftproof.backends.self_draft import EarlyExitBackend
+from draftproof.backends.traits import ACTIVATIONS
 from draftproof.functional import chain
 from draftproof.kernels import library, native
 from draftproof.kernels.native import VARIABLE
@@ -30,7 +32,7 @@ from draftproof.rng import first_arrival, fold
 from draftproof.tree import TokenTree
 from helpers import ROPE, engine
 from test_backends import Program, run_program
-from test_lean import exercise, lean_backend, lively_model
+from test_lean import NATIVE, VARIANTS, exercise, lean_backend, lively_model
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -194,15 +196,26 @@ def test_norms(rows, dim, dtype):
     assert not close(OPERATIONS[dtype].norm(x, scaled, 0.7 + dim / 4), expected, 1e-6), "another epsilon is seen"
 
 
+def gelu_by_tanh(x):
+    """The same as torch's in float64, which loses small results: 1 + tanh(u) is 2 / (1 + exp(-2 u))."""
+    return x * torch.sigmoid((8 / math.pi) ** 0.5 * (x + 0.044715 * x**3))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "dim"), [(1, 16), (3, 43), (9, 1536), (300, 32)])
-def test_gates(rows, dim, dtype):
+def test_gates(rows, dim, activation, dtype):
     x = drawn(1, rows, 2 * dim, scale=4.0, dtype=dtype)
     x[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -87.0])
     gate, up = x.double().chunk(2, -1)
-    made = OPERATIONS[dtype].gated(x)
-    assert close(made, F.silu(gate) * up, 1e-30, roundings=2.01)
-    theirs = F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
-    assert dtype == torch.float32 or (made == theirs).double().mean() > 0.99, "rounded where torch rounds"
+    act = gelu_by_tanh(gate) if activation == "gelu_tanh" else F.silu(gate)
+    assert torch.allclose(act, ACTIVATIONS[activation](gate), rtol=1e-9, atol=1e-12)
+    made = OPERATIONS[dtype].gated(x, activation)
+    # A large negative gate is an exponential of a large number, whose own rounding counts.
+    assert close(made, act * up, 1e-6 if activation == "gelu_tanh" else 1e-30, roundings=2.01)
+    (other,) = {*ACTIVATIONS} - {activation}
+    assert not close(OPERATIONS[dtype].gated(x, other), act * up, 1e-6, roundings=2.01), "another one is seen"
+    rounded = act.to(dtype) * up.to(dtype)
+    assert dtype == torch.float32 or (made == rounded).double().mean() > 0.98, "rounded where torch rounds"
 
 
 @needs_native
@@ -414,7 +427,8 @@ def test_what_has_no_winner():
 class Case:
     """A ragged pass over random keys, and what comes of it in float64."""
 
-    def __init__(self, seed, *, dim, group, width, masked, dtype=torch.bfloat16):
+    def __init__(self, seed, *, dim, group, width, masked, dtype=torch.bfloat16, cap=0.0):
+        self.cap = cap
         draw, self.dtype = torch.Generator().manual_seed(seed), dtype
 
         def some(low, high):
@@ -448,7 +462,8 @@ class Case:
         keys, values = self.keys.clone(), self.values.clone()
         mask = PassMask([tuple(place) for place in self.places.tolist()], self.seen.tolist(), self.mask)
         heads = self.group * self.key_heads
-        given = AttentionArguments.of(self.cos, self.sin, keys.shape, mask, heads=heads, scale=self.dim**-0.5)
+        scale = {"scale": self.dim**-0.5, "cap": self.cap}
+        given = AttentionArguments.of(self.cos, self.sin, keys.shape, mask, heads=heads, **scale)
         return OPERATIONS[self.dtype].attend(self.fused.clone(), given, keys, values), keys, values
 
     def turned(self, x):
@@ -470,6 +485,8 @@ class Case:
                 token, count = row * self.width + column, int(self.seen[row, column])
                 read = (slot, head // self.group, slice(0, count))
                 scores = keys[read].double() @ turned[token, head].double() * self.dim**-0.5
+                if self.cap:
+                    scores = self.cap * (scores / self.cap).tanh()
                 if self.mask is not None:
                     scores += self.mask[row, 0, column, :count]
                 out[token, head] = scores.softmax(-1) @ values[read].double()
@@ -492,7 +509,7 @@ CASES = [
 def test_attention(dtype, dim, group, width, masked):
     assert OPERATIONS[dtype].attends(dim)
     for seed in range(3):
-        case = Case(seed, dim=dim, group=group, width=width, masked=masked, dtype=dtype)
+        case = Case(seed, dim=dim, group=group, width=width, masked=masked, dtype=dtype, cap=1.5 * (seed == 2))
         (out, keys, values), (expected, expected_keys, expected_values) = case.run(), case.expected()
         assert torch.allclose(keys, expected_keys, rtol=0, atol=1e-6 if dtype == torch.float32 else 0)
         assert torch.equal(values, expected_values)
@@ -536,13 +553,17 @@ class Mistakes:
         case.cos, case.sin = case.cos.contiguous(), case.sin.abs()
 
     @staticmethod
+    def no_soft_limit(case):
+        case.cap = 0.0
+
+    @staticmethod
     def rows_in_each_others_slots(case):
         case.places = torch.cat([case.places[:, :1].roll(1, 0), case.places[:, 1:]], 1)
 
 
 @pytest.mark.parametrize("mistake", [name for name in vars(Mistakes) if not name.startswith("_")])
 def test_the_comparison_sees_the_mistake(mistake, dtype):
-    case = Case(5, dim=64, group=3, width=4, masked=False, dtype=dtype)
+    case = Case(5, dim=64, group=3, width=4, masked=False, dtype=dtype, cap=1.5)
     assert case.rows > 1
     expected = case.expected()[0]
     assert agrees(case.run()[0], expected)
@@ -575,7 +596,15 @@ MODELS = {
         **WIDE, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**WIDE),
+    **{name: VARIANTS[name] for name in NATIVE},
 }
+
+
+@needs_native
+@pytest.mark.parametrize("name", NATIVE)
+def test_other_families_layers_are_one_call(name, dtype):
+    made = LeanBackend(lively_model(MODELS[name](), dtype))
+    assert isinstance(made.lean.run_layers, NativeLayers)
 
 
 @pytest.mark.parametrize("name", MODELS)

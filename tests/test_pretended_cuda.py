@@ -24,6 +24,7 @@ from draftproof.theory.cost import RoundCosts
 from draftproof.tree import TokenTree
 from helpers import CONFIGS, random_model
 from pretend_cuda import COUNTS, OnDevice, place, pretended
+from test_lean import NATIVE, VARIANTS
 
 IDS = [[3, 4, 5], [7], [10, 11, 12, 13, 14, 3, 4, 5, 9, 3, 4]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -97,10 +98,10 @@ def test_stoppers_read_the_device(stopper, device, monkeypatch):
     assert not waited  # figures are given to tests: nothing is measured
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "gpt2", *NATIVE])
 def test_families(family, device):
-    make = LeanBackend if family in ("qwen3", "mistral") else HFBackend
-    here, there = make(random_model(CONFIGS[family]())), make(place(random_model(CONFIGS[family]())))
+    config, make = CONFIGS.get(family) or VARIANTS[family], HFBackend if family == "gpt2" else LeanBackend
+    here, there = make(random_model(config())), make(place(random_model(config())))
     found, expected = written(Engine(there), GREEDY), written(Engine(here), GREEDY)
     assert found == expected
 

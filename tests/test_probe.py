@@ -219,10 +219,10 @@ def test_rows_are_compared_with_those_of_the_untouched_model(monkeypatch):
             layer.self_attn.k_proj.bias.add_(torch.linspace(-2, 2, 16))
             layer.self_attn.q_proj.bias.add_(torch.linspace(2, -1, 32))
 
-    def forgetful(owner, names, *, pack=True):
+    def forgetful(owner, names, **options):
         for name in names:
             getattr(owner, name).bias = None
-        return fuse(owner, names, pack=pack)
+        return fuse(owner, names, **options)
 
     monkeypatch.setattr("draftproof.backends.lean_layers.fuse", forgetful)
     with pytest.raises(UserError, match="does not reproduce its own logits"):

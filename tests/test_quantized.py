@@ -18,6 +18,7 @@ from draftproof.engine.registry import make_drafter, make_verifier, why_not
 from draftproof.kernels.operations import BITS, GROUPS, Interleaved, Quantized
 from draftproof.stoppers.fixed import FixedLength
 from helpers import CONFIGS, ROPE, assert_output_distribution, random_model
+from test_lean import NATIVE, VARIANTS
 from test_native import LEVELS, OPERATIONS, drawn, dtype, level  # noqa: F401 - fixtures
 
 needs_native = pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
@@ -242,6 +243,7 @@ FAMILIES = {
         **WIDE, use_sliding_window=True, sliding_window=6, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**WIDE),
+    **{name: VARIANTS[name] for name in NATIVE},
 }
 
 

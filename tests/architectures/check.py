@@ -165,6 +165,9 @@ def make_backends(model, result):
         try:
             pairs[name] = make(copy.deepcopy(model), name="target"), make(disturbed(model), name="draft")
         except UndraftableError as cause:
+            if name == "lean":
+                result.notes.append(f"{name} refuses: {cause}")
+                continue
             try:
                 pairs["plain"] = (PlainBackend(copy.deepcopy(model), name="target"),) * 2
                 result.notes.append(f"no drafts: {cause}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,12 +27,16 @@ class Heads:
         queries, keys: number of heads; each key head serves `group` neighbouring query heads.
         dim: of each head.
         scale: factor of the scores.
+        angles: which of a pass's rotary angles turn them, where layers differ.
+        cap: soft limit of the scores (cap tanh(score / cap)); 0 for none.
     """
 
     queries: int
     keys: int
     dim: int
     scale: float
+    angles: int = 0
+    cap: float = 0.0
 
     @property
     def group(self) -> int:
@@ -45,7 +50,8 @@ class Pass:
 
     Attributes:
         rows, width: of the padded feeds; hidden states are [rows * width, dim].
-        cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`.
+        cos, sin: rotary angles, [rows * width, 1, dim]; sin with the sign of `rotate_half`. Where layers differ, those
+            of each kind one after another in the last dimension.
         cache, plan: where keys and values are written: a slot cache, or what has its `write` and needs no plan.
     """
 
@@ -55,6 +61,13 @@ class Pass:
     sin: Tensor
     cache: Any
     plan: WritePlan | None
+
+    def angles(self, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a layer, each [rows * width, 1, dim]."""
+        if self.cos.shape[-1] == heads.dim:
+            return self.cos, self.sin
+        start = heads.angles * heads.dim
+        return self.cos.narrow(-1, start, heads.dim), self.sin.narrow(-1, start, heads.dim)
 
 
 @runtime_checkable
@@ -123,8 +136,9 @@ class TorchAttention:
     ) -> Float[Tensor, "tokens inner"]:
         """See `Attention`."""
         heads = self.heads
+        cos, sin = at.angles(heads)
         turned = fused.narrow(1, 0, heads.queries + heads.keys)
-        turned = torch.addcmul(turned * at.cos, turned.roll(heads.dim // 2, -1), at.sin)
+        turned = torch.addcmul(turned * cos, turned.roll(heads.dim // 2, -1), sin)
         grid = (at.rows, at.width, heads.keys, heads.dim)
         keys, values = at.cache.write(
             layer,
@@ -144,6 +158,8 @@ class TorchAttention:
     ) -> Float[Tensor, "tokens inner"]:
         """Attention; the query heads of one key head are rows of one product, so that keys are read once."""
         heads = self.heads
+        if heads.cap:
+            return self._attend_capped(queries, keys, values, at, mask)
         if at.width > _FOLDED:  # a folded mask would be large, and little time would be saved
             wide = queries.view(at.rows, at.width, heads.queries, heads.dim).transpose(1, 2)
             made = F.scaled_dot_product_attention(
@@ -156,12 +172,31 @@ class TorchAttention:
         made = made.view(at.rows, heads.keys, at.width, heads.group, heads.dim).transpose(1, 2)
         return made.reshape(queries.shape[0], -1)
 
+    def _attend_capped(
+        self, queries: Tensor, keys: Tensor, values: Tensor, at: Pass, mask: Tensor | None
+    ) -> Float[Tensor, "tokens inner"]:
+        """The same by separate operations, since torch's own has no soft limit of scores."""
+        heads = self.heads
+        split = queries.view(at.rows, at.width, heads.keys, heads.group, heads.dim).transpose(1, 2)
+        scores = split.reshape(at.rows, heads.keys, -1, heads.dim) @ keys.transpose(2, 3) * heads.scale
+        scores = (scores / heads.cap).tanh_().mul_(heads.cap)
+        if mask is not None:
+            scores += mask if at.width <= _FOLDED else mask.repeat_interleave(heads.group, 2)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+        made = (weights @ values).view(at.rows, heads.keys, at.width, heads.group, heads.dim).transpose(1, 2)
+        return made.reshape(queries.shape[0], -1)
+
 
 def sees_all(layout: Layout, window: int | None) -> bool:
     """Whether each row's only new token sees every slot that is read."""
     plan = layout.plan
     alone = layout.width == 1 and plan.aligned and (window is None or plan.horizon <= window)
     return alone and not any(feed.session.tail for feed in layout.feeds)
+
+
+def arguments(heads: Heads, at: Pass, shape: Sequence[int], mask: PassMask) -> AttentionArguments:
+    """What C's attention is told of a layer in a pass; `shape` is that of its keys' buffer."""
+    return AttentionArguments.of(*at.angles(heads), shape, mask, heads=heads.queries, scale=heads.scale, cap=heads.cap)
 
 
 class NativeAttention:
@@ -201,5 +236,5 @@ class NativeAttention:
         """See `Attention`."""
         heads = self.heads
         keys, values = at.cache.buffers(layer, heads.keys, heads.dim, fused)
-        given = AttentionArguments.of(at.cos, at.sin, keys.shape, mask, heads=heads.queries, scale=heads.scale)
+        given = arguments(heads, at, keys.shape, mask)
         return self.operations.attend(fused, given, keys, values)

@@ -1,4 +1,4 @@
-"""A model of the Llama family from its safetensors files alone, without transformers.
+"""A model that the lean forward reads from its safetensors files alone, without transformers.
 
 What the weights do not say (scales, angles, windows) is taken from a transformers model that was read by the lean
 forward before (`Architecture.of`).
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
 from safetensors import safe_open
 from torch import Tensor
 
 from draftproof.backends.lean_layers import Lean
+from draftproof.backends.traits import Traits
 from draftproof.backends.windows import Windows
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @runtime_checkable
@@ -50,8 +48,7 @@ class Architecture:
         heads, key_heads, head_dim: of every layer.
         scaling: of the products of queries and keys.
         eps: of every norm.
-        frequencies: radians per position of the rotary embedding, head_dim / 2 of them.
-        angle_scale: factor of its cosines and sines.
+        traits: how its layers are read.
         kinds: the kinds of attention mask.
         window: of those with a window.
         layer_kinds: the kind of each layer; None where all have one.
@@ -63,8 +60,7 @@ class Architecture:
     head_dim: int
     scaling: float
     eps: float
-    frequencies: tuple[float, ...]
-    angle_scale: float
+    traits: Traits
     kinds: tuple[str, ...]
     window: int | None
     layer_kinds: tuple[str, ...] | None
@@ -72,11 +68,11 @@ class Architecture:
     @classmethod
     def of(cls, lean: Lean) -> Architecture | None:
         """Of a model that is read by the lean forward; None where its layers differ from one another."""
-        heads = {layer.heads for layer in lean.layers}
-        eps = {norm.eps for layer in lean.layers for norm in (layer.before, layer.between, layer.qk_norm) if norm}
+        heads = {replace(layer.heads, angles=0) for layer in lean.layers}
+        eps = {norm.eps for layer in lean.layers for norm in layer.norms}
         if len(heads) != 1 or eps != {lean.norm.eps}:
             return None
-        (head,), rope, windows = heads, lean.rope.module, lean.windows
+        (head,), windows = heads, lean.windows
         several = len(windows.kinds) > 1
         return cls(
             layers=len(lean.layers),
@@ -85,8 +81,7 @@ class Architecture:
             head_dim=head.dim,
             scaling=head.scale,
             eps=lean.norm.eps,
-            frequencies=tuple(rope.inv_freq.float().tolist()),
-            angle_scale=float(rope.attention_scaling),
+            traits=lean.traits,
             kinds=tuple(sorted(windows.kinds)),
             window=next((window for window in windows.now().values() if window is not None), None),
             layer_kinds=tuple(layer.kind for layer in lean.layers) if several else None,
@@ -100,7 +95,7 @@ class Architecture:
             TypeError: other fields.
         """
         made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-        return cls(**made)
+        return cls(**{**made, "traits": Traits.read(row["traits"])})
 
     def lean(self, folder: Path, dtype: torch.dtype, device: torch.device) -> Lean:
         """The lean forward over the weights in a directory.
@@ -123,7 +118,7 @@ class Architecture:
             KeyError: a tensor is missing.
         """
         windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
-        return Lean(self._parts(weights), windows, self.layer_kinds)
+        return Lean(self._parts(weights), windows, self.traits, self.layer_kinds)
 
     def shapes(self, weights: Mapping[str, Tensor], hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor that these weights must hold: which layers have biases and norms, they say.
@@ -133,12 +128,18 @@ class Architecture:
             hidden: width of a hidden state.
             vocab: tokens of the vocabulary.
         """
-        first = weights.get("model.layers.0.mlp.gate_proj.weight")
-        inner = 0 if first is None else int(first.shape[0])
+        traits = self.traits
+        first = weights.get(f"model.layers.0.mlp.{traits.gate_up[0]}.weight")
+        gates = 0 if first is None else int(first.shape[0])
+        inner = gates if len(traits.gate_up) > 1 else gates // 2
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
-        widths = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": hidden}
-        linear = {f"self_attn.{name}": (out, queries if name == "o_proj" else hidden) for name, out in widths.items()}
-        linear |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        widths = (queries, keys, keys) if len(traits.qkv) > 1 else (queries + 2 * keys,)
+        linear = {f"self_attn.{name}": (out, hidden) for name, out in zip(traits.qkv, widths, strict=True)}
+        linear |= {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
+        linear |= {f"mlp.{name}": (gates, hidden) for name in traits.gate_up}
+        turned = (queries, keys) if traits.whole else (self.head_dim, self.head_dim)
+        norms = {name: (hidden,) for name in traits.norms if name}
+        norms |= {f"self_attn.{name}": (size,) for name, size in zip(traits.turned, turned, strict=False)}
         made: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (vocab, hidden),
             "model.norm.weight": (hidden,),
@@ -147,9 +148,7 @@ class Architecture:
             made["lm_head.weight"] = (vocab, hidden)
         for number in range(self.layers):
             at = f"model.layers.{number}."
-            made |= {f"{at}{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
-            norms = [f"{at}self_attn.{name}.weight" for name in ("q_norm", "k_norm")]
-            made |= {name: (self.head_dim,) for name in norms if name in weights}
+            made |= {f"{at}{name}.weight": shape for name, shape in norms.items()}
             for name, shape in linear.items():
                 made[f"{at}{name}.weight"] = shape
                 if f"{at}{name}.bias" in weights:
@@ -165,26 +164,24 @@ class Architecture:
             embed_tokens=SimpleNamespace(weight=embedding),
             layers=[self._layer(weights, f"model.layers.{number}.") for number in range(self.layers)],
             norm=self._norm(weights, "model.norm"),
-            rotary_emb=Rotary(torch.tensor(self.frequencies, device=embedding.device), self.angle_scale),
         )
         return SimpleNamespace(model=inner, lm_head=head if tied else _linear(weights, "lm_head"))
 
     def _layer(self, weights: TensorsByName, at: str) -> SimpleNamespace:
+        traits = self.traits
+        parts = {
+            part: {name: _linear(weights, f"{at}{part}.{name}") for name in names}
+            for part, names in traits.linear.items()
+        }
         attention = SimpleNamespace(
             head_dim=self.head_dim,
             scaling=self.scaling,
             config=SimpleNamespace(num_attention_heads=self.heads, num_key_value_heads=self.key_heads),
-            **{name: _linear(weights, f"{at}self_attn.{name}") for name in _ATTENTION},
+            **parts["self_attn"],
+            **{name: self._norm(weights, f"{at}self_attn.{name}") for name in traits.turned},
         )
-        for name in ("q_norm", "k_norm"):
-            if f"{at}self_attn.{name}.weight" in weights:
-                setattr(attention, name, self._norm(weights, f"{at}self_attn.{name}"))
-        return SimpleNamespace(
-            input_layernorm=self._norm(weights, f"{at}input_layernorm"),
-            post_attention_layernorm=self._norm(weights, f"{at}post_attention_layernorm"),
-            self_attn=attention,
-            mlp=SimpleNamespace(**{name: _linear(weights, f"{at}mlp.{name}") for name in _MLP}),
-        )
+        norms = {name: self._norm(weights, f"{at}{name}") for name in traits.norms if name}
+        return SimpleNamespace(**norms, self_attn=attention, mlp=SimpleNamespace(**parts["mlp"]))
 
     def _norm(self, weights: TensorsByName, name: str) -> SimpleNamespace:
         return SimpleNamespace(weight=weights[f"{name}.weight"], variance_epsilon=self.eps)
@@ -194,26 +191,6 @@ def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:
     weight = weights[f"{name}.weight"]
     bias = weights.optional(f"{name}.bias")
     return SimpleNamespace(weight=weight, bias=bias, out_features=len(weight))
-
-
-class Rotary:
-    """Rotary angles with constant frequencies, as transformers computes them.
-
-    Args:
-        inv_freq: radians per position, float32.
-        attention_scaling: factor of cosines and sines.
-    """
-
-    def __init__(self, inv_freq: Float[Tensor, " half"], attention_scaling: float) -> None:
-        self.inv_freq, self.attention_scaling = inv_freq, attention_scaling
-
-    def __call__(self, like: Tensor, *, position_ids: Int[Tensor, "1 positions"]) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [1, positions, dim], in the dtype of `like`."""
-        angles = position_ids[..., None].float() * self.inv_freq
-        both = torch.cat((angles, angles), -1)
-        return (both.cos() * self.attention_scaling).to(like.dtype), (both.sin() * self.attention_scaling).to(
-            like.dtype
-        )
 
 
 class Weights:

@@ -89,7 +89,7 @@ def forward_of(facts: ModelFacts, lean: Lean, cache: SlotCache | None = None) ->
 
 
 class CompiledBackend(_ByProgram, LeanBackend):
-    """A transformers model of the Llama family, whose lean forward is compiled or recorded when it is loaded.
+    """A transformers model whose lean forward is compiled or recorded when it is loaded.
 
     Where CUDA cannot record it, a warning says so, and it works as backend lean does.
 
@@ -257,13 +257,13 @@ def _pass_of(lean: Lean, layers: tuple[int, ...] = ()) -> Run:
         rows, _, _, horizon = next(iter(masks.values())).shape
         buffers = _Buffers(keys, values, slots, places, horizon)
         at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, None)
-        x = F.embedding(ids, lean.embed.weight)
+        x = lean.enter(ids)
         taken = [x.clone()] if 0 in layers else []  # clones: layers may overwrite x
         for number, layer in enumerate(lean.layers, 1):
             x = layer(x, at, masks[layer.kind])
             if number in layers:
                 taken.append(x.clone())
         states = lean.norm(x)
-        return lean.head(states), states, *taken
+        return lean.logits(states), states, *taken
 
     return run

@@ -14,9 +14,10 @@ from draftproof.backends.attention import Pass
 from draftproof.backends.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.following import FollowingBackend
 from draftproof.backends.layout import Layout
-from draftproof.backends.lean_layers import Layer, Norm, Rope, in_order
+from draftproof.backends.lean_layers import Layer, Norm, in_order
 from draftproof.backends.native_layers import native_layers
 from draftproof.backends.packed import Product
+from draftproof.backends.rotary import Rope
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.slots import SlotBackend
 from draftproof.errors import UserError

@@ -6,6 +6,7 @@ Both go by a shallow copy of the model, so that neither keeps the model itself a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,13 @@ from draftproof.backends.compiled import forward_of
 from draftproof.backends.cutting import shallow
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.hf import HFBackend
-from draftproof.backends.lean import LeanForward, supports
+from draftproof.backends.lean import LeanForward, readable_traits
 from draftproof.backends.lean_layers import Lean
 from draftproof.backends.loading import LEAN_KINDS, suitable
 from draftproof.backends.probe import Probe
 from draftproof.backends.slots import SlotBackend
 from draftproof.backends.snapshots import SnapshotBackend
+from draftproof.backends.traits import Traits
 from draftproof.backends.windows import windows_of
 from draftproof.errors import UserError
 from draftproof.peak import available
@@ -30,6 +32,8 @@ from draftproof.peak import available
 LEGAL = ("auto", "lean", "hf", "snapshot")
 _SPARE = 1.5  # so many times the memory of the copies must be free before `auto` makes them
 _SAMPLED = 512  # words of each tensor that `weights_version` reads
+
+_log = logging.getLogger(__name__)
 
 Version = tuple[tuple[Any, ...], ...]
 
@@ -55,7 +59,13 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
     if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
         kind = "hf"
     if kind in LEAN_KINDS:
-        return _lean(twin, name, LeanForward if kind == backend else forward_of, check=check)
+        try:
+            return _lean(twin, name, LeanForward if kind == backend else forward_of, check=check)
+        except UserError as cause:
+            if backend != "auto":
+                raise
+            _log.warning("read by transformers' own forward pass: %s", cause)
+            kind = "hf"
     return (SnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
 
 
@@ -91,23 +101,22 @@ def _same(module: nn.Module) -> bool:
 
 def _lean(model: Any, name: str | None, form: Callable[[ModelFacts, Lean], LeanForward], *, check: bool) -> LeanForward:
     facts = ModelFacts.of(model, name)
-    why = supports(model)
-    if why is not None:
-        raise UserError(f"{facts.name} has no lean forward: {why}; legal is backend hf (or auto)")
+    traits = readable_traits(model, facts.name)
     probe = Probe(model, facts.name) if check else None
     windows = windows_of(model) if probe is None else probe.windows
-    lean = Lean(stand_in(model), windows, getattr(model.config, "layer_types", None))
+    lean = Lean(stand_in(model, traits), windows, traits, getattr(model.config, "layer_types", None))
     made = form(facts, lean)
     if probe is not None:
-        probe.check(made)
+        probe.check(made, beyond=False)
     return made
 
 
-def stand_in(model: Any) -> SimpleNamespace:
-    """The weights of a model of the Llama family under the same names, for `Lean` to take apart in the model's place.
+def stand_in(model: Any, traits: Traits) -> SimpleNamespace:
+    """The weights of a model under the same names, for `Lean` to take apart in the model's place.
 
     Args:
         model: one that `supports` supports.
+        traits: its own.
     """
     inner = model.model
     embedding = SimpleNamespace(weight=inner.embed_tokens.weight.detach())
@@ -115,34 +124,26 @@ def stand_in(model: Any) -> SimpleNamespace:
     head = _linear(model.lm_head)
     if tied:
         head.weight = embedding.weight
-    return SimpleNamespace(
-        lm_head=head,
-        model=SimpleNamespace(
-            embed_tokens=embedding,
-            layers=[_layer(layer) for layer in inner.layers],
-            norm=inner.norm,
-            rotary_emb=inner.rotary_emb,
-        ),
-    )
+    layers = [_layer(layer, traits) for layer in inner.layers]
+    return SimpleNamespace(lm_head=head, model=SimpleNamespace(embed_tokens=embedding, layers=layers, norm=inner.norm))
 
 
-def _layer(layer: Any) -> SimpleNamespace:
+def _layer(layer: Any, traits: Traits) -> SimpleNamespace:
     attention = layer.self_attn
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    norms = {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+    parts = {
+        part: {name: _linear(getattr(getattr(layer, part), name)) for name in names}
+        for part, names in traits.linear.items()
+    }
     return SimpleNamespace(
-        input_layernorm=layer.input_layernorm,
-        post_attention_layernorm=layer.post_attention_layernorm,
+        **{name: getattr(layer, name) for name in traits.norms if name},
         self_attn=SimpleNamespace(
             head_dim=attention.head_dim,
             scaling=attention.scaling,
             config=attention.config,
-            **{name: _linear(getattr(attention, name)) for name in names},
-            **norms,
+            **parts["self_attn"],
+            **{name: getattr(attention, name) for name in traits.turned},
         ),
-        mlp=SimpleNamespace(
-            **{name: _linear(getattr(layer.mlp, name)) for name in ("gate_proj", "up_proj", "down_proj")}
-        ),
+        mlp=SimpleNamespace(**parts["mlp"]),
     )
 
 

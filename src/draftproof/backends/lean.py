@@ -1,4 +1,4 @@
-"""The lean forward as a backend, and which transformers models have one: the Llama family, unaltered.
+"""The lean forward as a backend, and which transformers models have one: decoders with known traits, unaltered.
 
 Memory: the linear weights of the model are moved, not copied; what is held twice is the embedding of a model whose
 output layer is tied to it, where weights are packed: rows are looked up in the plain one. The model that was given
@@ -22,11 +22,10 @@ from draftproof.backends.lean_layers import Lean
 from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
 from draftproof.backends.probe import Probe
 from draftproof.backends.slots import SlotBackend
+from draftproof.backends.traits import Traits, UnreadError, is_stock, seen_traits, traits_of
 from draftproof.backends.windows import windows_of
 from draftproof.errors import UserError
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-ROPES = ("default", "linear", "llama3", "yarn")  # those whose angles do not depend on how long the sequence is
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -36,52 +35,12 @@ def supports(model: Any) -> str | None:
     Args:
         model: a transformers causal LM.
     """
-    kind = type(model)
-    if kind.__name__ not in {f"{family}ForCausalLM" for family in FAMILIES} or not _is_stock(kind):
-        return f"{kind.__name__} is not of the families {', '.join(FAMILIES)}"
-    config = model.config
-    if (why := _why_built_otherwise(model)) is not None:
-        return why
-    rope = model.model.rotary_emb
-    if config.hidden_act != "silu":
-        return f"its activation is {config.hidden_act}, not silu"
-    if rope.rope_type not in ROPES:
-        return f"its rotary embedding is {rope.rope_type}, not one of {', '.join(ROPES)}"
-    if 2 * rope.inv_freq.numel() != model.model.layers[0].self_attn.head_dim:
-        return "its rotary embedding turns only a part of each head"
-    return _why_altered(model)
-
-
-def _why_built_otherwise(model: Any) -> str | None:
-    """Whether a part that the lean forward reads is missing, of another class, or used twice."""
-    family = type(model).__name__.removesuffix("ForCausalLM")
-    norms = {"input_layernorm", "post_attention_layernorm"}
-    projections = {"self_attn": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
-    inner = getattr(model, "model", None)
-    expected: dict[str, tuple[Any, str]] = {
-        "lm_head": (getattr(model, "lm_head", None), "Linear"),
-        "model.norm": (getattr(inner, "norm", None), f"{family}RMSNorm"),
-        "model.embed_tokens": (getattr(inner, "embed_tokens", None), "Embedding"),
-        "model.rotary_emb": (getattr(inner, "rotary_emb", None), f"{family}RotaryEmbedding"),
-    }
-    layers = list(getattr(inner, "layers", ()))
-    for number, layer in enumerate(layers):
-        at = f"model.layers.{number}"
-        expected |= {f"{at}.{name}": (getattr(layer, name, None), f"{family}RMSNorm") for name in norms}
-        for part, names in projections.items():
-            owner = getattr(layer, part, None)
-            expected |= {f"{at}.{part}.{name}": (getattr(owner, name, None), "Linear") for name in names}
-    for name, (found, kind) in expected.items():
-        if type(found).__name__ != kind:
-            return f"its {name} is a {type(found).__name__}, not a {kind}"
-    parts = [id(found) for found, _ in expected.values()]
-    if len(set(parts)) < len(parts) or len(layers) != model.config.num_hidden_layers:
-        return "a part of it is used in several layers, or its config names another number of layers"
-    return None
-
-
-def _is_stock(kind: type) -> bool:
-    return kind.__module__.startswith(("transformers.models.", "torch.nn.modules."))
+    try:
+        if (why := _why_altered(model)) is None:
+            seen_traits(model)
+    except UnreadError as cause:
+        why = str(cause)
+    return why
 
 
 def _why_altered(model: nn.Module) -> str | None:
@@ -90,16 +49,37 @@ def _why_altered(model: nn.Module) -> str | None:
         if hasattr(type(weights), "__tensor_flatten__"):  # a tensor made of others, as torchao's
             return f"its {name} is a {type(weights).__name__}: its weights are quantized"
     for name, module in model.named_modules():
-        if not _is_stock(type(module)) and not name.endswith("act_fn"):
+        if not is_stock(type(module)):
             return f"its {name} is a {type(module).__name__}, which transformers' own model has not"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]  # noqa: SLF001
         if "forward" in vars(module) or any(not _is_recorder(hook) for hook in hooks):
             return f"hooks are attached to {name or 'the model'}"
     held = {(weights.dtype, weights.device) for weights in model.parameters()}
-    if len(held) > 1:
+    if len(held) != 1:
         return "its weights are of several dtypes or on several devices"
-    dtype = next(iter(held))[0]
-    return None if dtype in _DTYPES else f"its weights are {dtype}"
+    dtype, device = next(iter(held))
+    return None if dtype in _DTYPES and device.type != "meta" else f"its weights are {dtype} on {device}"
+
+
+def readable_traits(model: Any, name: str) -> Traits:
+    """How the lean forward reads a model.
+
+    Args:
+        model: in eval mode.
+        name: for errors.
+
+    Raises:
+        UserError: it does not.
+    """
+    try:
+        why, traits = _why_altered(model), None
+        if why is None:
+            traits = traits_of(model)
+    except UnreadError as cause:
+        why = str(cause)
+    if traits is None:
+        raise UserError(f"{name} has no lean forward: {why}; legal is backend hf (or auto)")
+    return traits
 
 
 def _is_recorder(hook: Any) -> bool:
@@ -108,7 +88,7 @@ def _is_recorder(hook: Any) -> bool:
 
 
 class LeanForward(SlotBackend):
-    """A model of the Llama family, read by the lean forward.
+    """A model read by the lean forward.
 
     Args:
         facts: of the model.
@@ -177,7 +157,7 @@ class LeanForward(SlotBackend):
 
 
 class LeanBackend(LeanForward):
-    """A transformers model of the Llama family, read by the lean forward.
+    """A transformers model, read by the lean forward.
 
     Args:
         model: in eval mode, weights in place; its linear weights move into the backend.
@@ -194,18 +174,17 @@ class LeanBackend(LeanForward):
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True, pack: bool = True) -> None:
         facts = ModelFacts.of(model, name)
-        why = supports(model)
-        if why is not None:
-            raise UserError(f"{facts.name} has no lean forward: {why}; legal is backend hf (or auto)")
         self.model = model.eval()
+        traits = readable_traits(model, facts.name)
         self.config = model.config
         self.probe = Probe(model, facts.name) if check else None
         self.windows = windows_of(model) if self.probe is None else self.probe.windows
         model.requires_grad_(requires_grad=False)
-        super().__init__(facts, Lean(model, self.windows, getattr(model.config, "layer_types", None), pack=pack))
+        kinds = getattr(model.config, "layer_types", None)
+        super().__init__(facts, Lean(model, self.windows, traits, kinds, pack=pack))
         if self.probe is not None:
             self._get_ready()
-            self.probe.check(self)
+            self.probe.check(self, beyond=False)
 
     def _get_ready(self) -> None:
         """Called before the first pass."""

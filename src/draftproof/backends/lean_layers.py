@@ -1,9 +1,9 @@
-"""A lean forward pass for the Llama family: the arithmetic of transformers' modules in a third of the operations.
+"""A lean forward pass for decoders: the arithmetic of transformers' modules in a third of the operations.
 
 Queries, keys and values are one product, and so are gate and up; weights are packed for the CPU (`packed`); keys go
 straight into the slot cache, in transformers' layout, and are never expanded to the number of query heads
 (`attention`); logits are computed for the requested columns only. Where all parts of layers are C code they are one
-call (`native_layers`).
+call (`native_layers`). `traits` says what differs between families.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ from torch import Tensor
 from draftproof.backends.attention import Heads, NativeAttention, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.layout import Layout
-from draftproof.backends.native_layers import PRODUCTS, native_layers
+from draftproof.backends.native_layers import NORMS, PRODUCTS, native_layers
 from draftproof.backends.packed import Product, fuse, give_back
+from draftproof.backends.rotary import Rope, Rotary
 from draftproof.backends.slot_cache import SlotCache
+from draftproof.backends.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.windows import Windows
 from draftproof.errors import UserError
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
-
-_FIRST_POSITIONS = 512
 
 
 class Lean:
@@ -39,26 +40,39 @@ class Lean:
     Args:
         model: a transformers model that `lean.supports` supports, or parts of the same names (`checkpoint`).
         windows: the kinds of attention mask that it builds.
+        traits: how its layers are read, with angles.
         layer_kinds: the kind of each layer, where there are several.
         pack: whether to pack weights for the CPU.
     """
 
     def __init__(
-        self, model: Any, windows: Windows, layer_kinds: Sequence[str] | None = None, *, pack: bool = True
+        self,
+        model: Any,
+        windows: Windows,
+        traits: Traits,
+        layer_kinds: Sequence[str] | None = None,
+        *,
+        pack: bool = True,
     ) -> None:
         inner = model.model
         tied = model.lm_head.weight is inner.embed_tokens.weight
-        self.embed = Embedding(inner.embed_tokens.weight)
+        self.traits = traits
+        self.embed = Embedding(inner.embed_tokens.weight, traits.embedding)
         self.tied = tied
         self.head = Product(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
-        self.rope = Rope(inner.rotary_emb, self.embed.weight)
+        weight = self.embed.weight
+        angles = [Rotary(torch.tensor(each, device=weight.device), scale) for each, scale in traits.angles]
+        self.rope = Rope(angles, weight)
         self.windows = windows
         kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
         assert kinds is not None, "a model with several kinds of layer says which is which"
-        self.layers = [Layer(layer, number, kinds[number], pack=pack) for number, layer in enumerate(inner.layers)]
+        self.layers = [
+            Layer(layer, number, kinds[number], traits, angles=traits.angles_of[number], pack=pack)
+            for number, layer in enumerate(inner.layers)
+        ]
         self.run_layers = in_order(self.layers)
         self._pieces: dict[tuple[int, int], Callable[..., Tensor]] = {}
-        self.norm = Norm(inner.norm, pack=pack)
+        self.norm = Norm(inner.norm, offset=traits.offset, pack=pack)
         give_back()
 
     @property
@@ -110,15 +124,26 @@ class Lean:
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         """Logits of the requested columns [rows, columns, vocab], and the last hidden state of each column if asked."""
         rows, width = layout.ids.shape
-        x = self.embed(layout.ids.view(-1))
+        x = self.enter(layout.ids.view(-1))
         at = Pass(rows, width, *self.rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
         attention = self.layers[0].attention
         masks = {kind: attention.mask(layout, window, x.dtype) for kind, window in self.windows.now().items()}
         states = self.norm(self._run(x, at, masks, layout)).view(rows, width, -1)
         columns = len(layout.columns)
         chosen = states if columns == width else states.index_select(1, layout.requested)
-        logits = self.head(chosen.flatten(0, 1)).view(rows, columns, -1)
+        logits = self.logits(chosen.flatten(0, 1)).view(rows, columns, -1)
         return logits, states if hidden else None
+
+    def enter(self, ids: Int[Tensor, " tokens"]) -> Float[Tensor, "tokens dim"]:
+        """What the first layer reads."""
+        return _scaled(self.embed(ids), self.traits.entering)
+
+    def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens vocab"]:
+        """Logits after normed last states."""
+        made, traits = self.head(states), self.traits
+        if traits.divisor != 1.0:
+            made = made.div_(traits.divisor)
+        return made if not traits.logit_cap else made.div_(traits.logit_cap).tanh_().mul_(traits.logit_cap)
 
     def _run(self, x: Tensor, at: Pass, masks: Mapping[str, Any], layout: Layout) -> Float[Tensor, "tokens dim"]:
         """All layers; in pieces where states between them are to be taken."""
@@ -140,46 +165,20 @@ class Embedding:
 
     Args:
         weight: the table.
+        factor: of the rows.
     """
 
-    def __init__(self, weight: Float[Tensor, "vocab dim"]) -> None:
-        self.weight = weight
+    def __init__(self, weight: Float[Tensor, "vocab dim"], factor: float = 1.0) -> None:
+        self.weight, self.factor = weight, factor
 
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
-        return F.embedding(ids, self.weight)
+        return _scaled(F.embedding(ids, self.weight), self.factor)
 
 
-class Rope:
-    """Rotary angles by position, from the model's own module; the table grows by doubling.
-
-    Args:
-        module: the model's rotary embedding.
-        like: a tensor of the dtype and on the device of the hidden states.
-    """
-
-    def __init__(self, module: Any, like: Tensor) -> None:
-        self.module = module
-        self._like = like
-        self._table = like.new_empty((0, 0))
-
-    def __call__(self, positions: Int[Tensor, " tokens"], horizon: int) -> tuple[Tensor, Tensor]:
-        """Cosine, and sine with the sign of `rotate_half`, each [tokens, 1, dim].
-
-        Args:
-            positions: of each token.
-            horizon: more than the largest of them.
-        """
-        if horizon > self._table.shape[0]:
-            self._grow(max(horizon, 2 * self._table.shape[0], _FIRST_POSITIONS))
-        cos, sin = F.embedding(positions, self._table).unsqueeze(1).chunk(2, -1)
-        return cos, sin
-
-    def _grow(self, size: int) -> None:
-        positions = torch.arange(size, device=self._like.device).unsqueeze(0)
-        cos, sin = self.module(self._like, position_ids=positions)
-        low, high = sin[0].chunk(2, -1)
-        self._table = torch.cat((cos[0], -low, high), -1)
+def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:
+    """The product with a factor, in place."""
+    return x if factor == 1.0 else x.mul_(factor)
 
 
 class Norm:
@@ -188,18 +187,20 @@ class Norm:
     Args:
         module: transformers' norm, or several whose inputs stand above one another in the last but one dimension.
         counts: how many rows of that dimension each of several norms has.
+        offset: added to the weights.
         pack: whether states may be read in ways of the CPU's own.
     """
 
-    def __init__(self, *modules: Any, counts: tuple[int, ...] = (), pack: bool = True) -> None:
+    def __init__(self, *modules: Any, counts: tuple[int, ...] = (), offset: float = 0.0, pack: bool = True) -> None:
         weight = modules[0].weight
         if counts:
             weight = torch.cat([one.weight.expand(n, -1) for one, n in zip(modules, counts, strict=True)])
         size = weight.shape[-1]
-        self.weight, self.shape, self.eps = weight.detach(), (size,), float(modules[0].variance_epsilon)
+        self.weight, self.shape, self.eps = weight.detach(), (size,), eps_of(modules[0])
         self.fused = weight.device.type != "cpu"
         self.wide = torch.promote_types(weight.dtype, torch.float32)
-        self.scaled = weight.detach().to(self.wide) * size**0.5
+        self.whole = self.weight.to(self.wide) + offset if offset else None
+        self.scaled = (self.weight.to(self.wide) if self.whole is None else self.whole) * size**0.5
         self.added = size * self.eps  # to the sum of squares
         self.least = torch.tensor(self.added**0.5, dtype=self.wide)
         self._operations = native.operations(weight) if pack and not counts else None
@@ -213,12 +214,33 @@ class Norm:
         """The normed rows; on the CPU in four operations, where torch's own has seven."""
         if self._operations is not None:
             return self._operations.norm(x, self.scaled, self.added)
+        if self.fused and self.whole is not None:  # rounded once, as where weights have an offset
+            return F.rms_norm(x.to(self.wide), self.shape, eps=self.eps).mul_(self.whole).to(x.dtype)
         if self.fused:
             normed: Tensor = F.rms_norm(x, self.shape, eps=self.eps) * self.weight
             return normed
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.wide).hypot_(self.least)
         made: Tensor = (x * self.scaled).div_(length).to(x.dtype)
         return made
+
+
+class WholeNorm:
+    """A norm of all query heads together, and one of all key heads.
+
+    Args:
+        norms: of queries and of keys, each over all heads.
+        counts: of heads.
+    """
+
+    def __init__(self, norms: Sequence[Norm], counts: Sequence[int]) -> None:
+        self._norms, self._counts = norms, counts
+        self.scaled = torch.cat([norm.scaled for norm in norms])
+        self.added, self.eps = norms[0].added, norms[0].eps
+
+    def __call__(self, x: Float[Tensor, "tokens heads dim"]) -> Float[Tensor, "tokens heads dim"]:
+        """The normed heads of queries and keys."""
+        each = zip(self._norms, torch.split(x, list(self._counts), 1), strict=True)
+        return torch.cat([norm(part.flatten(1)).view(part.shape) for norm, part in each], 1)
 
 
 class Layer:
@@ -228,30 +250,45 @@ class Layer:
         layer: transformers' own, whose linear weights move in here.
         number: its place, from 0.
         kind: of its attention mask.
+        traits: how it is read.
+        angles: which of the pass's rotary angles are its own.
         pack: whether to pack weights for the CPU.
     """
 
-    def __init__(self, layer: Any, number: int, kind: str, *, pack: bool = True) -> None:
+    def __init__(
+        self, layer: Any, number: int, kind: str, traits: Traits = LLAMA, *, angles: int = 0, pack: bool = True
+    ) -> None:
         attention, config = layer.self_attn, layer.self_attn.config
-        self.number, self.kind = number, kind
+        self.number, self.kind, self.traits = number, kind, traits
         heads = Heads(
             int(config.num_attention_heads),
             int(config.num_key_value_heads),
             int(attention.head_dim),
             float(attention.scaling),
+            angles,
+            traits.cap,
         )
         self.heads = heads
-        self.qk_norm = None
-        if hasattr(attention, "q_norm"):
-            self.qk_norm = Norm(attention.q_norm, attention.k_norm, counts=(heads.queries, heads.keys), pack=pack)
-        self.before = Norm(layer.input_layernorm, pack=pack)
-        self.between = Norm(layer.post_attention_layernorm, pack=pack)
-        self.attention = attention_of(heads, layer.input_layernorm.weight, pack=pack)
-        self.gated = gate_of(layer.input_layernorm.weight, pack=pack)
-        self.qkv = fuse(attention, ["q_proj", "k_proj", "v_proj"], pack=pack)
+        norms = [
+            None if name is None else Norm(getattr(layer, name), offset=traits.offset, pack=pack)
+            for name in traits.norms
+        ]
+        self.before, self.mixed, self.between, self.made = norms
+        self.turned = _turned_norm(attention, heads, traits, pack=pack)
+        like = getattr(layer, next(filter(None, traits.norms))).weight
+        self.attention = attention_of(heads, like, pack=pack)
+        self.gated = gate_of(like, traits.activation, pack=pack)
+        rows = _rows_in_order(heads, traits.order) if traits.order else None
+        self.qkv = fuse(attention, traits.qkv, rows=rows, pack=pack)
         self.out = fuse(attention, ["o_proj"], pack=pack)
-        self.gate_up = fuse(layer.mlp, ["gate_proj", "up_proj"], pack=pack)
+        self.gate_up = fuse(layer.mlp, traits.gate_up, pack=pack)
         self.down = fuse(layer.mlp, ["down_proj"], pack=pack)
+
+    @property
+    def norms(self) -> list[Norm | WholeNorm]:
+        """All its norms."""
+        every: list[Norm | WholeNorm | None] = [getattr(self, name) for name in NORMS]
+        return [norm for norm in every if norm is not None]
 
     def quantized(self, bits: int) -> Layer:
         """The same with quantized weights; norms are shared."""
@@ -263,23 +300,67 @@ class Layer:
     @property
     def gates_natively(self) -> bool:
         """Whether rows are gated by `native`."""
-        return self.gated is not gated
+        return not isinstance(self.gated, TorchGate)
 
     def __call__(self, x: Float[Tensor, "tokens dim"], at: Pass, mask: Any) -> Float[Tensor, "tokens dim"]:
         """The layer's output; its keys and values go to the cache."""
-        return self.attend(self.before(x), x, at, mask)
+        return self.attend(self.normed(x), x, at, mask)
+
+    def normed(self, x: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """What attention reads: x, normed where the family does that."""
+        return x if self.before is None else self.before(x)
 
     def attend(
         self, given: Float[Tensor, "tokens wide"], x: Float[Tensor, "tokens dim"], at: Pass, mask: Any
     ) -> Float[Tensor, "tokens dim"]:
         """The same where attention reads `given` in place of the normed x."""
+        return self.finish(self.attention(self.number, self.project(given), at, mask), x)
+
+    def project(self, given: Float[Tensor, "tokens wide"]) -> Float[Tensor, "tokens heads dim"]:
+        """Queries, keys and values of what attention reads, in the form that it takes."""
         heads = self.heads
-        fused = self.qkv(given).view(x.shape[0], -1, heads.dim)
-        if self.qk_norm is not None:
+        fused = self.qkv(given).view(given.shape[0], -1, heads.dim)
+        if self.turned is not None:
             turned = fused.narrow(1, 0, heads.queries + heads.keys)
-            turned.copy_(self.qk_norm(turned))
-        x = self.out.onto(self.attention(self.number, fused, at, mask), x)
-        return self.down.onto(self.gated(self.gate_up(self.between(x))), x)
+            turned.copy_(self.turned(turned))
+        return fused
+
+    def finish(self, attended: Float[Tensor, "tokens inner"], x: Float[Tensor, "tokens dim"]) -> Tensor:
+        """The layer's output after attention's, where x is the layer's input."""
+        x = self._added(self.out, attended, x, self.mixed)
+        gates = self.gate_up(x if self.between is None else self.between(x))
+        return self._added(self.down, self.gated(gates), x, self.made)
+
+    def _added(self, product: Product, given: Tensor, x: Tensor, norm: Norm | None) -> Tensor:
+        """x with what a part adds to it: a product, normed and scaled where the family does that."""
+        if norm is None and self.traits.residual == 1.0:
+            return product.onto(given, x)
+        made = product(given)
+        return _scaled(made if norm is None else norm(made), self.traits.residual).add_(x)
+
+
+def _turned_norm(attention: Any, heads: Heads, traits: Traits, *, pack: bool) -> Norm | WholeNorm | None:
+    """The norm of queries and keys."""
+    if not hasattr(attention, "q_norm"):
+        return None
+    both, counts = (attention.q_norm, attention.k_norm), (heads.queries, heads.keys)
+    order = torch.tensor(traits.order or range(heads.dim))
+    if not traits.whole:
+        return Norm(*(_norm_in_order(one, order) for one in both), counts=counts, offset=traits.offset, pack=pack)
+    rows = [(torch.arange(count).unsqueeze(1) * heads.dim + order).flatten() for count in counts]
+    ordered = [_norm_in_order(one, each) for one, each in zip(both, rows, strict=True)]
+    return WholeNorm([Norm(one, offset=traits.offset, pack=pack) for one in ordered], counts)
+
+
+def _norm_in_order(norm: Any, order: Int[Tensor, " dim"]) -> SimpleNamespace:
+    return SimpleNamespace(weight=norm.weight.detach()[order.to(norm.weight.device)], variance_epsilon=eps_of(norm))
+
+
+def _rows_in_order(heads: Heads, order: Sequence[int]) -> Int[Tensor, " outs"]:
+    """Rows of the joint weight of queries, keys and values, those of queries and keys in another order in each head."""
+    whole = torch.arange((heads.queries + 2 * heads.keys) * heads.dim).view(-1, heads.dim)
+    turned = heads.queries + heads.keys
+    return torch.cat((whole[:turned, list(order)], whole[turned:])).flatten()
 
 
 def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:
@@ -293,13 +374,25 @@ def _one_by_one(layers: Sequence[Layer], x: Tensor, at: Pass, masks: Mapping[str
     return x
 
 
-def gated(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
-    """silu(gate) up, where each row holds gate and up."""
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+class TorchGate:
+    """act(gate) up of rows that hold gate and up, by torch's operations.
+
+    Args:
+        activation: a name of ACTIVATIONS.
+    """
+
+    def __init__(self, activation: str) -> None:
+        self._act = ACTIVATIONS[activation]
+
+    def __call__(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
+        """The gated rows."""
+        gate, up = x.chunk(2, -1)
+        return self._act(gate).mul_(up)
 
 
-def gate_of(like: Tensor, *, pack: bool) -> Callable[[Tensor], Tensor]:
+def gate_of(like: Tensor, activation: str = "silu", *, pack: bool) -> Callable[[Tensor], Tensor]:
     """The fastest way to gate rows; see `attention_of`."""
     operations = native.operations(like) if pack else None
-    return gated if operations is None else operations.gated
+    if operations is None:
+        return TorchGate(activation)
+    return partial(operations.gated, activation=activation)

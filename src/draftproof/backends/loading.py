@@ -34,7 +34,7 @@ BACKENDS = {
     "hf": "transformers' own forward pass",
     "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
     "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
-    "lean": "ours, for the Llama family: Llama, Mistral, Qwen2, Qwen3",
+    "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
     "plain": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
     "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
@@ -93,7 +93,8 @@ def load_backend(
             "tensor_parallel": tensor_parallel,
         }
         return take_part(tensor_parallel).load(source, options, _load_part)
-    model = load_model(
+    load = partial(
+        load_model,
         models.resolve(source),
         dtype=dtype,
         device=device,
@@ -101,6 +102,7 @@ def load_backend(
         adapter=adapter,
         attn_implementation=attn_implementation,
     )
+    model = load()
     kind = suitable(model) if backend == "auto" else backend
     if attn_implementation is not None and kind in LEAN_KINDS:
         raise UserError(
@@ -109,11 +111,23 @@ def load_backend(
         )
     try:
         made: Loaded = _BACKENDS[kind](model, name=source, check=check)
-    except UndraftableError as cause:
-        if backend != "auto" or kind in LEAN_KINDS or not plainly:
+    except UserError as cause:
+        if backend != "auto" or (kind not in LEAN_KINDS and not isinstance(cause, UndraftableError)):
             raise
-        made = _plainly(model, source, cause, check=check)
-    return made
+        because = cause
+    else:
+        return made
+    if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
+        _log.warning("read by transformers' own forward pass: %s", because)
+        del model  # before there are two
+        model = load()
+        try:
+            return HFBackend(model, name=source, check=check)
+        except UndraftableError as cause:
+            because = cause
+    if not plainly:
+        raise because
+    return _plainly(model, source, because, check=check)
 
 
 def take_part(processes: int) -> parallel.Group:
@@ -175,7 +189,7 @@ def _load_part(source: str, **options: Any) -> Any:
     return model
 
 
-def _plainly(model: Any, source: str, cause: UndraftableError, *, check: bool) -> PlainBackend:
+def _plainly(model: Any, source: str, cause: UserError, *, check: bool) -> PlainBackend:
     """The backend of last resort; where that does not work either, the first reason stands."""
     try:
         made = PlainBackend(model, name=source, check=check, because=str(cause))

@@ -12,11 +12,12 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.attention import NativeAttention, Pass
+from draftproof.backends.attention import NativeAttention, Pass, arguments
 from draftproof.backends.slot_cache import SlotCache
-from draftproof.kernels.operations import AttentionArguments, LayerArguments, LinearArguments, PassMask
+from draftproof.kernels.operations import ACTIVATIONS, LayerArguments, LinearArguments, PassMask
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer
+NORMS = ("before", "mixed", "between", "made", "turned")
 
 
 def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
@@ -25,7 +26,8 @@ def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
 
 
 def _is_native(layer: Any) -> bool:
-    rows = layer.before.is_native and layer.between.is_native and layer.gates_natively
+    norms = (layer.before, layer.mixed, layer.between, layer.made)
+    rows = layer.gates_natively and all(norm is None or norm.is_native for norm in norms)
     products = all(getattr(layer, name).layout == "native" for name in PRODUCTS)
     return isinstance(layer.attention, NativeAttention) and rows and products
 
@@ -103,18 +105,21 @@ class NativeLayers:
             places = self._places[number]
             if places is None or places.cache is not at.cache or places.extent != at.cache.extent:
                 places = self._places[number] = _Places(run, at.cache, x)
-            heads, mask = run.attention.heads, masks[run.kind]
-            given = AttentionArguments.of(at.cos, at.sin, places.shape, mask, heads=heads.queries, scale=heads.scale)
+            mask = masks[run.kind]
+            given = arguments(run.attention.heads, at, places.shape, mask)
             work = mask.buffer(run.given[0].work(given), x.dtype, 1)
             run.attention.operations.layers(run.given, x, given, (places.keys, places.values), work)
         return x
 
 
 def _given(layer: Any) -> LayerArguments:
-    norms = {"before": layer.before, "between": layer.between, "turned": layer.qk_norm}
+    norms = {name: getattr(layer, name) for name in NORMS}
     return LayerArguments(
         size=layer.out.weight.outs,
         inner=layer.down.weight.ins,
+        whole=layer.traits.whole,
+        gelu=ACTIVATIONS.index(layer.traits.activation),
+        factor=layer.traits.residual,
         **{name: _linear(getattr(layer, name)) for name in PRODUCTS},
         **{name: None if norm is None else norm.scaled.data_ptr() for name, norm in norms.items()},
         **{f"{name}_least": 0.0 if norm is None else norm.added for name, norm in norms.items()},

@@ -223,36 +223,42 @@ class Part(nn.Module):
         product: the packed product.
         start: its first output here.
         stop: one more than its last.
+        places: where each of the layer's outputs is among these; None where they have the same order.
     """
 
-    def __init__(self, product: Product, start: int, stop: int) -> None:
+    def __init__(self, product: Product, start: int, stop: int, places: Int[Tensor, " part"] | None = None) -> None:
         super().__init__()
         self.product = product
-        self.start, self.stop = start, stop
+        self.start, self.stop, self._places = start, stop, places
 
     @property
     def weight(self) -> Float[Tensor, "out in"]:
         """A plain copy of the weight, made at every access."""
-        plain: Tensor = self.product.weight.to_dense()
-        return plain[self.start : self.stop]
+        part = self.product.dense()[self.start : self.stop]
+        return part if self._places is None else part[self._places]
 
     @property
     def bias(self) -> Float[Tensor, " out"] | None:
         """The bias, if there is one."""
-        return None if self.product.bias is None else self.product.bias[self.start : self.stop]
+        if self.product.bias is None:
+            return None
+        part = self.product.bias[self.start : self.stop]
+        return part if self._places is None else part[self._places]
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
-        return self.product.part(x, self.start, self.stop)
+        part = self.product.part(x, self.start, self.stop)
+        return part if self._places is None else part[..., self._places]
 
 
 @torch.no_grad()
-def fuse(owner: Any, names: Sequence[str], *, pack: bool = True) -> Product:
+def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None = None, pack: bool = True) -> Product:
     """Make one product from linear layers of a module that read the same input; the module works on, untrainable.
 
     Args:
         owner: the module.
         names: its linear layers, in the order of their outputs; if some have a bias, the others get zeros.
+        rows: the order of all outputs in the product, if it is another one; those of a layer stay together.
         pack: see `Product`.
     """
     layers = [getattr(owner, name) for name in names]
@@ -260,11 +266,15 @@ def fuse(owner: Any, names: Sequence[str], *, pack: bool = True) -> Product:
     if any(layer.bias is not None for layer in layers):
         each = (layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
         bias = _joined(list(each))
+    if rows is not None:
+        rows = rows.to(weight.device)
+        weight, bias = weight[rows], None if bias is None else bias[rows]
     product, start = Product(weight, bias, pack=pack), 0
     for name, layer in zip(names, layers, strict=True):
         stop = start + layer.out_features
-        if product.packed:
-            setattr(owner, name, Part(product, start, stop))
+        if product.packed or rows is not None:
+            places = None if rows is None else rows[start:stop].argsort()
+            setattr(owner, name, Part(product, start, stop, places))
         else:
             layer.weight = nn.Parameter(weight[start:stop], requires_grad=False)
             layer.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)

@@ -284,8 +284,12 @@ class Probe:
 
     # --- the comparison -------------------------------------------------------------------------------------------
 
-    def check(self, backend: Checked) -> None:
+    def check(self, backend: Checked, *, beyond: bool = True) -> None:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
+
+        Args:
+            backend: to be compared.
+            beyond: whether it may be right only below a limit, and then be used up to that.
 
         Raises:
             UndraftableError: it does not compute what the model computes.
@@ -299,6 +303,11 @@ class Probe:
             if error < tolerance:
                 right.append(scenario)
                 continue
+            if scenario.limit is not None and not beyond:
+                raise UndraftableError(
+                    f"{self._name} has other logits past its {scenario.limit.name} of {scenario.limit.value} than "
+                    f"transformers' own forward pass (relative error {error:.2g}, allowed {tolerance:.2g})"
+                )
             if scenario.limit is None:
                 raise UndraftableError(
                     f"{self._name} does not reproduce its own logits after a rollback (relative error {error:.2g}, "

@@ -31,7 +31,7 @@ _FACTORIES = {
     "create_bidirectional_mask": "bidirectional attention",
     "create_bidirectional_sliding_window_mask": "bidirectional attention",
 }
-_ONE_AT_A_TIME = threading.Lock()  # functions of modules are replaced meanwhile
+ONE_AT_A_TIME = threading.Lock()  # functions of modules are replaced meanwhile
 
 
 class Chunk(int):
@@ -68,7 +68,7 @@ class Windows:
 def windows_of(model: Any) -> Windows:
     """The kinds of mask that a model builds when it reads two tokens; full attention where it builds none."""
     found: list[tuple[str, Any]] = []
-    with _ONE_AT_A_TIME, _watched(model, found), torch.inference_mode():
+    with ONE_AT_A_TIME, _watched(model, found), torch.inference_mode():
         ids = torch.zeros((1, 2), dtype=torch.int64, device=input_device(model))
         model(input_ids=ids, use_cache=False)
     text = model.config.get_text_config()

@@ -22,6 +22,7 @@ from torch import Tensor
 LANES = 16  # neighbouring outputs
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
+ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
@@ -210,6 +211,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
         *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size")),
         ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
     ]
 
     @classmethod
@@ -222,6 +224,7 @@ class AttentionArguments(ctypes.Structure):
         *,
         heads: int,
         scale: float,
+        cap: float = 0.0,
     ) -> AttentionArguments:
         """Make the structure from tensors.
 
@@ -232,6 +235,7 @@ class AttentionArguments(ctypes.Structure):
             mask: of this pass.
             heads: query heads; neighbours share a key head.
             scale: of scores.
+            cap: soft limit of scores (cap tanh(score / cap)); 0 for none.
 
         Raises:
             ValueError: shapes that do not fit together; C would read past an end.
@@ -260,6 +264,7 @@ class AttentionArguments(ctypes.Structure):
             columns=columns,
             scratch_size=scratch_size,
             scale=scale,
+            cap=cap,
         )
 
 
@@ -307,9 +312,10 @@ class LayerArguments(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "between", "turned")),
-        *((name, ctypes.c_long) for name in ("size", "inner")),
-        *((name, ctypes.c_float) for name in ("before_least", "between_least", "turned_least")),
+        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned")),
+        *((name, ctypes.c_long) for name in ("size", "inner", "whole", "gelu")),
+        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
+        ("factor", ctypes.c_float),
     ]
 
     def work(self, given: AttentionArguments) -> int:
@@ -355,7 +361,7 @@ class Operations:
             f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
         )
         self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
-        self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 3)
+        self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
         self._attend = function(f"attend_{suffix}", [pointer, number])
         self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
@@ -474,8 +480,8 @@ class Operations:
         self._norm(x.data_ptr(), scaled.data_ptr(), y.data_ptr(), rows, dim, least, torch.get_num_threads())
         return y
 
-    def gated(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
-        """silu(gate) up, where each row holds gate and up.
+    def gated(self, x: Float[Tensor, "*rows both"], activation: str = "silu") -> Float[Tensor, "*rows dim"]:
+        """act(gate) up, where each row holds gate and up; the activation is one of ACTIVATIONS.
 
         Raises:
             ValueError: rows of another type or device, or of an odd width.
@@ -483,7 +489,8 @@ class Operations:
         x, dim = x.contiguous(), x.shape[-1] // 2
         require("x", x, self.dtype, (*x.shape[:-1], 2 * dim))
         y = x.new_empty((*x.shape[:-1], dim))
-        self._gated(x.data_ptr(), y.data_ptr(), y.numel() // max(dim, 1), dim, torch.get_num_threads())
+        sizes = y.numel() // max(dim, 1), dim, ACTIVATIONS.index(activation)
+        self._gated(x.data_ptr(), y.data_ptr(), *sizes, torch.get_num_threads())
         return y
 
     def attend(

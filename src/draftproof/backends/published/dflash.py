@@ -190,13 +190,8 @@ class DFlashNet:
     @staticmethod
     def _layer(layer: Layer, given: Tensor, x: Tensor, block: Int[Tensor, " blocks"], at: Any, mask: Any) -> Tensor:
         """One layer: keys and values of all places, all else of those in blocks."""
-        heads = layer.heads
-        fused = layer.qkv(given.index_copy(0, block, layer.before(x))).view(len(given), -1, heads.dim)
-        if layer.qk_norm is not None:
-            turned = fused.narrow(1, 0, heads.queries + heads.keys)
-            turned.copy_(layer.qk_norm(turned))
-        x = layer.out.onto(layer.attention(layer.number, fused, at, mask).index_select(0, block), x)
-        return layer.down.onto(layer.gated(layer.gate_up(layer.between(x))), x)
+        fused = layer.project(given.index_copy(0, block, layer.normed(x)))
+        return layer.finish(layer.attention(layer.number, fused, at, mask).index_select(0, block), x)
 
     def _allowed(self, layout: Layout, sight: Sight) -> Bool[Tensor, "tokens horizon"]:
         """Which slots each place sees; places outside of blocks are not asked, and see the first slot."""

@@ -81,7 +81,7 @@ class EagleNet:
         at, masks = self._passes(states, layout, cache)
         first, *others = self._decoder
         x = self._fc(torch.cat([embedded, states], -1).flatten(0, 1))
-        x = first.attend(first.before(x) if self._normed else x, x, at, masks[first.kind])
+        x = first.attend(first.normed(x) if self._normed else x, x, at, masks[first.kind])
         for layer in others:
             x = layer(x, at, masks[layer.kind])
         return x.view(states.shape)

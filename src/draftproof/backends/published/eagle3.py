@@ -103,7 +103,7 @@ class Eagle3Net:
         first, *others = self._decoder
         x = states.flatten(0, 1)
         normed = self._hidden_norm(x)
-        both = torch.cat([first.before(embedded.flatten(0, 1)), normed], -1)
+        both = torch.cat([first.normed(embedded.flatten(0, 1)), normed], -1)
         x = first.attend(both, normed if self._norms_residual else x, at, masks[first.kind])
         for layer in others:
             x = layer(x, at, masks[layer.kind])

@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.attention import Pass
 from draftproof.backends.layout import Layout
-from draftproof.backends.lean import ROPES
-from draftproof.backends.lean_layers import Layer, Norm, Rope
+from draftproof.backends.lean_layers import Layer, Norm
 from draftproof.backends.published.files import HeadFiles, cast
+from draftproof.backends.rotary import Rope
 from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.slots import SlotBackend
+from draftproof.backends.traits import ROPES
 from draftproof.errors import UserError, reason
 
 FAMILIES = ("llama", "qwen3")
@@ -168,7 +170,7 @@ class Passes:
 
         self._attention = layers[0].attention
         self._windows = {kind_of(window): window for window in shape.windows}
-        like = layers[0].before.weight
+        like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._rope = Rope(LlamaRotaryEmbedding(shape.config).to(target.device), like)
 
     def __call__(

@@ -44,6 +44,7 @@ static float weigh_query(const attention_bfloat16 *a, long token, float *scores,
   floats top = nothing, sum = zeros();
   for (long key = 0; key < padded; key += LANES) {
     floats score = mul(load_float(scores + key), scale);
+    if (a->cap != 0.0f) score = capped(score, a->cap);
     if (a->mask) score = add(score, load_first_bfloat16(a->mask + token * a->horizon + key, most - key));
     score = first_of(seen - key, score, nothing);
     top = larger(top, score);

@@ -132,8 +132,8 @@ void NAME(draftproof_product)(const ELEM *x, const ELEM *w, const ELEM *bias, co
 typedef struct {
   const ELEM *x;
   ELEM *y;
-  long rows, dim;
-} NAME(row_work);
+  long rows, dim, gelu;
+} NAME(gate_work);
 
 static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim, float least) {
   floats squares = zeros();
@@ -148,16 +148,25 @@ static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim
   }
 }
 
-static void NAME(gated_row)(const NAME(row_work) * w, long row) {
+/* gelu by tanh is x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), silu the same with x in place of 2 u. */
+INLINE void NAME(gated_row)(const NAME(gate_work) * w, long row, const int gelu) {
   const ELEM *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
   ELEM *y = w->y + row * w->dim;
   const floats one = splat(1.0f);
   for (long i = 0; i < w->dim; i += LANES) {
     const long here = w->dim - i;
     const floats v = NAME(load_first)(gate + i, here);
-    const floats silu = quotient(v, add(one, exponential(sub(zeros(), v))));
-    NAME(store_first)(y + i, here, mul(NAME(rounded)(silu), NAME(load_first)(up + i, here)));
+    const floats cubic = gelu ? multiply_add(mul(v, v), splat(0.0713548163f), splat(1.59576912f)) : one;
+    const floats act = quotient(v, add(one, exponential(sub(zeros(), gelu ? mul(v, cubic) : v))));
+    NAME(store_first)(y + i, here, mul(NAME(rounded)(act), NAME(load_first)(up + i, here)));
   }
+}
+
+static void NAME(gated_rows)(const NAME(gate_work) * w, long start, long stop) {
+  if (w->gelu)
+    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 1);
+  else
+    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 0);
 }
 
 typedef struct {
@@ -186,18 +195,44 @@ void NAME(draftproof_norm)(const ELEM *x, const float *scaled, ELEM *y, long row
 }
 
 static void NAME(share_gated)(void *given) {
-  const NAME(row_work) *w = given;
+  const NAME(gate_work) *w = given;
   const long number = thread_number(), count = thread_count();
-  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) NAME(gated_row)(w, row);
+  NAME(gated_rows)(w, w->rows * number / count, w->rows * (number + 1) / count);
 }
 
-/* silu(gate) up of each row [gate, up]; dim is that of each half. */
-void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long threads) {
-  NAME(row_work) w = {x, y, rows, dim};
+/* silu(gate) up, or gelu(gate) up, of each row [gate, up]; dim is that of each half. */
+void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long gelu, long threads) {
+  NAME(gate_work) w = {x, y, rows, dim, gelu};
   if (threads > 1 && rows * dim > SMALL / 16)
     parallel(NAME(share_gated), &w, (unsigned)threads, 0);
   else
-    for (long row = 0; row < rows; row++) NAME(gated_row)(&w, row);
+    NAME(gated_rows)(&w, 0, rows);
+}
+
+typedef struct {
+  ELEM *x, *y;
+  const float *scaled; /* a norm, or 0 */
+  long rows, dim;
+  float least, factor;
+} NAME(join_work);
+
+/* x + factor y, with y normed before where there is a norm; rounded as three operations. */
+static void NAME(join_rows)(const NAME(join_work) * w, long start, long stop) {
+  const floats by = splat(w->factor);
+  for (long row = start; row < stop; row++) {
+    ELEM *x = w->x + row * w->dim, *y = w->y + row * w->dim;
+    if (w->scaled) NAME(norm_row)(y, w->scaled, y, w->dim, w->least);
+    for (long i = 0; i < w->dim; i += LANES) {
+      const floats v = NAME(rounded)(mul(NAME(load_first)(y + i, w->dim - i), by));
+      NAME(store_first)(x + i, w->dim - i, add(NAME(load_first)(x + i, w->dim - i), v));
+    }
+  }
+}
+
+static void NAME(share_join)(void *given) {
+  const NAME(join_work) *w = given;
+  const long number = thread_number(), count = thread_count();
+  NAME(join_rows)(w, w->rows * number / count, w->rows * (number + 1) / count);
 }
 
 /* Whether each row's largest number is finite and none is NaN: then a distribution follows from it. */
@@ -230,7 +265,7 @@ typedef struct {
   float *scratch;         /* for each thread `scratch_size` floats */
   long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
   long columns, scratch_size; /* columns of a row that attend at once */
-  float scale;
+  float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
 /* The rotary embedding of one head, rounded as in transformers; in place, or into the cache. */
@@ -358,6 +393,7 @@ static void NAME(weigh)(const NAME(attention) * a, long row, long head, long fir
         if (m >= here) continue;
         const long token = a->places[4 * row + 3] + first + (q + m) / group;
         floats score = mul(sum[m], scale);
+        if (a->cap != 0.0f) score = capped(score, a->cap);
         if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, most - key));
         store_float(scores + (q + m) * padded + key, first_of(a->visible[token] - key, score, nothing));
       }
@@ -490,10 +526,41 @@ static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto,
 /* The same fields as `LayerArguments` in kernels/operations.py. */
 typedef struct {
   NAME(linear) qkv, out, gate_up, down;
-  const float *before, *between, *turned; /* scaled norms; the last of each query and key head, or 0 */
-  long size, inner;                       /* of hidden states, and of the gated ones */
-  float before_least, between_least, turned_least;
+  const float *before, *mixed, *between, *made; /* scaled norms before attention, of what it made, and so for the gates;
+                                                   0 where there is none */
+  const float *turned;       /* that of each query and key head, or 0 */
+  long size, inner;          /* of hidden states, and of the gated ones */
+  long whole, gelu;          /* whether all query heads have one norm, and all key heads; whether gates are gelu */
+  float before_least, mixed_least, between_least, made_least, turned_least;
+  float factor;              /* of what is added to x */
 } NAME(layer);
+
+static void NAME(norm_heads)(const NAME(layer) * l, const NAME(attention) * a, long token) {
+  const long heads = a->heads + 2 * a->key_heads, both = a->heads + a->key_heads;
+  ELEM *at = a->fused + token * heads * a->dim;
+  if (l->whole) {
+    const long queries = a->heads * a->dim, keys = a->key_heads * a->dim;
+    NAME(norm_row)(at, l->turned, at, queries, l->turned_least);
+    NAME(norm_row)(at + queries, l->turned + queries, at + queries, keys, l->turned_least * keys / queries);
+  } else
+    for (long head = 0; head < both; head++, at += a->dim)
+      NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
+}
+
+/* x + product, or x + factor norm(product), which is made in y. */
+static void NAME(apply_onto)(const NAME(layer) * l, const NAME(linear) * by, const ELEM *given, ELEM *x, ELEM *y,
+                             const float *norm, float least, long tokens, long ins, void *memory, long threads) {
+  if (!norm && l->factor == 1.0f) {
+    NAME(apply)(by, given, x, x, tokens, l->size, ins, memory, threads);
+    return;
+  }
+  NAME(apply)(by, given, 0, y, tokens, l->size, ins, memory, threads);
+  NAME(join_work) w = {x, y, norm, tokens, l->size, least, l->factor};
+  if (threads > 1 && tokens * l->size > SMALL / 4)
+    parallel(NAME(share_join), &w, (unsigned)threads, 0);
+  else
+    NAME(join_rows)(&w, 0, tokens);
+}
 
 /* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
 static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
@@ -504,20 +571,16 @@ static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x,
   both = a->out + tokens * mixed;
   gated = both + tokens * 2 * l->inner;
   rest = gated + tokens * l->inner;
-  NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
-  NAME(apply)(&l->qkv, normed, 0, a->fused, tokens, heads * a->dim, l->size, rest, threads);
+  if (l->before) NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
+  NAME(apply)(&l->qkv, l->before ? normed : x, 0, a->fused, tokens, heads * a->dim, l->size, rest, threads);
   if (l->turned)
-    for (long token = 0; token < tokens; token++)
-      for (long head = 0; head < a->heads + a->key_heads; head++) {
-        ELEM *at = a->fused + (token * heads + head) * a->dim;
-        NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
-      }
+    for (long token = 0; token < tokens; token++) NAME(norm_heads)(l, a, token);
   NAME(draftproof_attend)(a, threads);
-  NAME(apply)(&l->out, a->out, x, x, tokens, l->size, mixed, rest, threads);
-  NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
-  NAME(apply)(&l->gate_up, normed, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
-  NAME(draftproof_gated)(both, gated, tokens, l->inner, threads);
-  NAME(apply)(&l->down, gated, x, x, tokens, l->size, l->inner, rest, threads);
+  NAME(apply_onto)(l, &l->out, a->out, x, normed, l->mixed, l->mixed_least, tokens, mixed, rest, threads);
+  if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
+  NAME(apply)(&l->gate_up, l->between ? normed : x, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
+  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->gelu, threads);
+  NAME(apply_onto)(l, &l->down, gated, x, normed, l->made, l->made_least, tokens, l->inner, rest, threads);
 }
 
 /* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
