@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -22,6 +23,7 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.slots import SlotBackend
+from draftproof.kernels.native import VARIABLE
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.theory.lengths import iid_block_efficiency
@@ -60,11 +62,29 @@ def configs() -> dict[str, Any]:
             head_dim=256,
             tie_word_embeddings=True,
         ),
+        "mixture-1.7b": transformers.Qwen3MoeConfig(
+            vocab_size=151936,
+            hidden_size=1024,
+            intermediate_size=3072,
+            moe_intermediate_size=512,
+            num_hidden_layers=20,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+            num_experts=48,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            tie_word_embeddings=True,
+            max_position_embeddings=32768,
+        ),
     }
 
 
-def with_random_weights(config: Any) -> SlotBackend:
-    """A backend of a model whose weights repeat a block of random numbers, which is made in no time."""
+def with_random_weights(config: Any) -> tuple[SlotBackend, SlotBackend | None]:
+    """A backend of a model whose weights repeat a block of random numbers, which is made in no time.
+
+    And the same model on torch's own products, where the backend shares its weights.
+    """
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     rotary = model.model.rotary_emb
@@ -81,17 +101,27 @@ def with_random_weights(config: Any) -> SlotBackend:
                 whole = flat.numel() // _RANDOM * _RANDOM
                 flat[:whole].view(-1, _RANDOM).copy_(block)
                 flat[whole:].copy_(block[: flat.numel() - whole])
-    kind = LeanBackend if isinstance(config, transformers.Qwen2Config) else HFBackend
-    return kind(model, name=config.model_type, check=False)
+    if isinstance(config, transformers.Qwen2Config):
+        return LeanBackend(model, name=config.model_type, check=False), None
+    target = HFBackend(model, name=config.model_type, check=False)
+    with mock.patch.dict("os.environ", {VARIABLE: "0"}):
+        return target, HFBackend(model, name=config.model_type, check=False, cache=target.cache)
 
 
 @torch.inference_mode()
-def measured(target: SlotBackend, draft: SlotBackend, context: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of a plain pass, of one drafted token and of a verification, in turns on one context."""
+def measured(
+    target: SlotBackend, draft: SlotBackend, other: SlotBackend | None, context: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of a plain pass, of one drafted token and of a verification, in turns on one context.
+
+    And of a plain pass and a verification on torch's own products, where there is such a backend.
+    """
     session = target.open()
     tokens = [(place * 7919 + 11) % 31000 for place in range(context)]
     target.forward([Feed(session, tokens)])
     passes = {"plain": (target, 1), "draft": (draft, 1), "verify": (target, VERIFIED + 1)}
+    if other is not None:
+        passes |= {"torch": (other, 1), "torch verify": (other, VERIFIED + 1)}
     seconds: dict[str, list[float]] = {name: [] for name in passes}
     for turn in range(repeats + 2):
         for name, (backend, width) in passes.items():
@@ -115,7 +145,12 @@ def row(name: str, context: int, seconds: dict[str, list[float]]) -> list[object
         best = max(speeds, key=lambda n: speeds[n])
         found.append(f"{speeds[best]:.2f} ({best})")
     times = f"{1e3 * median(seconds['plain']):.0f}"
-    return [name, context, times, median_and_range(draft), median_and_range(verify), *found]
+    shared = ["", ""]
+    if "torch" in seconds:
+        both = zip(("torch", "torch verify"), ("plain", "verify"), strict=True)
+        pairs = [zip(seconds[torchs], seconds[own], strict=True) for torchs, own in both]
+        shared = [median_and_range([one / other for one, other in pair]) for pair in pairs]
+    return [name, context, times, *shared, median_and_range(draft), median_and_range(verify), *found]
 
 
 def main() -> None:
@@ -123,7 +158,10 @@ def main() -> None:
     every = configs()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--shape", nargs="+", choices=sorted(every), default=["qwen2.5-0.5b", "qwen2.5-1.5b", "gemma3-1b"]
+        "--shape",
+        nargs="+",
+        choices=sorted(every),
+        default=["qwen2.5-0.5b", "qwen2.5-1.5b", "gemma3-1b", "mixture-1.7b"],
     )
     parser.add_argument("--context", type=int, nargs="+", default=[64, 2048])
     parser.add_argument("--repeats", type=int, default=9)
@@ -132,22 +170,24 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     facts, rows, raw = run_facts(), [], {}
     for name in options.shape:
-        target = with_random_weights(every[name])
+        target, other = with_random_weights(every[name])
         draft = target.quantized(4)
         for context in options.context:
-            seconds = measured(target, draft, context, options.repeats)
+            seconds = measured(target, draft, other, context, options.repeats)
             raw[f"{name}, {context}"] = seconds
             rows.append(row(name, context, seconds))
             print(*rows[-1], file=sys.stderr)
-        del target, draft
-    heads = ["shapes", "context", "plain token, ms", "drafted token / plain", f"verifying {VERIFIED} / plain"]
+        del target, draft, other
+    torchs = "on torch's products / plain", f"verifying {VERIFIED} on them / verifying {VERIFIED}"
+    heads = ["shapes", "context", "plain token, ms", *torchs, "drafted token / plain", f"verifying {VERIFIED} / plain"]
     results = Results(
         title="Costs of a round at the shapes of larger models",
         lines=[
             "Random bfloat16 weights, drafter `quantized:4`, one request; passes in turns on one context. Ratios are",
-            "the median [least, greatest] over turns. The last columns are computed from them: the time of plain",
-            "decoding over that of rounds, for a share of drafted tokens that are accepted after an accepted one, at",
-            "the best draft length (in brackets).",
+            "the median [least, greatest] over turns. Where a backend shares the model's weights, the same passes are made",
+            "on torch's own products, too (DRAFTPROOF_NATIVE=0). The last columns are computed from the ratios: the time",
+            "of plain decoding over that of rounds, for a share of drafted tokens that are accepted after an accepted",
+            "one, at the best draft length (in brackets).",
             "",
             *table([*heads, *(f"speed-up at {rate}" for rate in RATES)], rows),
         ],

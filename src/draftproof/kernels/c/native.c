@@ -35,6 +35,7 @@ INLINE void take_bfloat16(units *into, const bfloat16 *one, const bfloat16 *two)
 #define UNIT 1
 #define NAME(x) x##_float
 #include "typed.h"
+#include "rows.h"
 #undef ELEM
 #undef UNIT
 #undef NAME
@@ -43,6 +44,7 @@ INLINE void take_bfloat16(units *into, const bfloat16 *one, const bfloat16 *two)
 #define UNIT 2
 #define NAME(x) x##_bfloat16
 #include "typed.h"
+#include "rows.h"
 #undef ELEM
 #undef UNIT
 #undef NAME
