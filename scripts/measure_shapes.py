@@ -80,11 +80,23 @@ def configs() -> dict[str, Any]:
     }
 
 
-def with_random_weights(config: Any) -> tuple[SlotBackend, SlotBackend | None]:
-    """A backend of a model whose weights repeat a block of random numbers, which is made in no time.
+def with_random_weights(config: Any) -> SlotBackend:
+    """A backend of `random_model`."""
+    kind = LeanBackend if isinstance(config, transformers.Qwen2Config) else HFBackend
+    return kind(random_model(config), name=config.model_type, check=False)
 
-    And the same model on torch's own products, where the backend shares its weights.
-    """
+
+def both_products(config: Any) -> tuple[SlotBackend, SlotBackend | None]:
+    """The same, and the same model on torch's own products where the backend shares its weights."""
+    if isinstance(config, transformers.Qwen2Config):
+        return with_random_weights(config), None
+    with mock.patch.dict("os.environ", {VARIABLE: "0"}):
+        other = HFBackend(random_model(config), name=config.model_type, check=False)
+    return HFBackend(other.model, name=other.name, check=False, cache=other.cache), other
+
+
+def random_model(config: Any) -> Any:
+    """A model whose weights repeat a block of random numbers, which is made in no time."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     rotary = model.model.rotary_emb
@@ -101,11 +113,7 @@ def with_random_weights(config: Any) -> tuple[SlotBackend, SlotBackend | None]:
                 whole = flat.numel() // _RANDOM * _RANDOM
                 flat[:whole].view(-1, _RANDOM).copy_(block)
                 flat[whole:].copy_(block[: flat.numel() - whole])
-    if isinstance(config, transformers.Qwen2Config):
-        return LeanBackend(model, name=config.model_type, check=False), None
-    target = HFBackend(model, name=config.model_type, check=False)
-    with mock.patch.dict("os.environ", {VARIABLE: "0"}):
-        return target, HFBackend(model, name=config.model_type, check=False, cache=target.cache)
+    return model
 
 
 @torch.inference_mode()
@@ -170,7 +178,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     facts, rows, raw = run_facts(), [], {}
     for name in options.shape:
-        target, other = with_random_weights(every[name])
+        target, other = both_products(every[name])
         draft = target.quantized(4)
         for context in options.context:
             seconds = measured(target, draft, other, context, options.repeats)
@@ -184,10 +192,10 @@ def main() -> None:
         title="Costs of a round at the shapes of larger models",
         lines=[
             "Random bfloat16 weights, drafter `quantized:4`, one request; passes in turns on one context. Ratios are",
-            "the median [least, greatest] over turns. Where a backend shares the model's weights, the same passes are made",
-            "on torch's own products, too (DRAFTPROOF_NATIVE=0). The last columns are computed from the ratios: the time",
-            "of plain decoding over that of rounds, for a share of drafted tokens that are accepted after an accepted",
-            "one, at the best draft length (in brackets).",
+            "the median [least, greatest] over turns. Where a backend shares the model's weights, the same passes are",
+            "made on torch's own products, too (DRAFTPROOF_NATIVE=0). The last columns are computed from the ratios:",
+            "the time of plain decoding over that of rounds, for a share of drafted tokens that are accepted after an",
+            "accepted one, at the best draft length (in brackets).",
             "",
             *table([*heads, *(f"speed-up at {rate}" for rate in RATES)], rows),
         ],
