@@ -129,6 +129,8 @@ INLINE void NAME(add_across)(const NAME(rows_product) * p, const ELEM *w, const 
   for (int i = 0; i < INPUTS_TOGETHER; i++) {
     const long one = k + UNIT * (i < deep ? i : deep - 1), two = one + UNIT - 1 < p->ins ? one + UNIT - 1 : one;
     const ELEM *first = w + one * p->stride + out, *second = w + two * p->stride + out;
+    __builtin_prefetch(first + INPUTS_TOGETHER * UNIT * p->stride); /* what the next inputs need */
+    __builtin_prefetch(second + INPUTS_TOGETHER * UNIT * p->stride);
     ELEM copies[2][NAME(WIDTH)];
     if (here < NAME(WIDTH)) {
       memset(copies, 0, sizeof copies);
