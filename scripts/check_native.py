@@ -83,7 +83,7 @@ def run(arguments: list[str]) -> int:
 
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
     sys.path.insert(0, str(ROOT / "tests"))
-    files = [str(ROOT / "tests" / name) for name in ("test_native.py", "test_quantized.py")]
+    files = [str(ROOT / "tests" / name) for name in ("test_native.py", "test_quantized.py", "test_rows.py")]
     return int(pytest.main(["-q", "-W", "ignore", "-m", "not builds", *files, *arguments]))
 
 

@@ -161,7 +161,7 @@ def test_a_limit_is_lowered_everywhere_and_put_back():
     model = random_model(CONFIGS["gemma3"]())
     layer = model.model.layers[0].self_attn
     assert (model.config.sliding_window, layer.sliding_window) == (6, 6)
-    with Limit("sliding_window", 6).lowered(model, 3):
+    with Limit("sliding_window", 6).lowered([model], 3):
         assert (model.config.sliding_window, layer.sliding_window) == (3, 3)
     assert (model.config.sliding_window, layer.sliding_window) == (6, 6)
 
@@ -195,8 +195,8 @@ def test_nobody_else_reads_with_shared_weights_while_limits_are_lowered(monkeypa
     free, lowered = [], Limit.lowered
 
     @contextmanager
-    def watched(limit, model, value):
-        with lowered(limit, model, value):
+    def watched(limit, models, value):
+        with lowered(limit, models, value):
             tried = threading.Thread(target=lambda: free.append(whole.cache.lock.acquire(blocking=False)))
             tried.start()
             tried.join()

@@ -13,6 +13,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends import packed
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
+from draftproof.backends.native_modules import QuantizedExperts
 from draftproof.backends.packed import Product
 from draftproof.backends.quantized_modules import QuantizedLinear, quantizing
 from draftproof.backends.self_draft import QuantizedBackend
@@ -29,11 +30,13 @@ FAMILIES = {
     "falcon": lambda: transformers.FalconConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **RANGE, alibi=False
     ),
-    "mixtral": lambda: transformers.MixtralConfig(**ROPE, num_local_experts=3, num_experts_per_tok=2),
+    "mixtral": lambda: transformers.MixtralConfig(**ROPE, num_local_experts=3, num_experts_per_tok=3),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
         **ROPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, decoder_sparse_step=1
     ),
+    "gpt_oss": lambda: transformers.GptOssConfig(**ROPE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
 }
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 def last(steps):
@@ -65,6 +68,14 @@ def test_the_copy_is_the_model_with_the_weights_that_its_products_have(family, b
         if bits == 4 and layer is made.get_output_embeddings():
             dense = layer.weight
         plain.weight = nn.Parameter(dense if isinstance(plain, nn.Linear) else dense.t())
+    experts = {path: each for path, each in made.named_modules() if isinstance(each, QuantizedExperts)}
+    assert bool(experts) == (family in MIXTURES)
+    for path, each in experts.items():
+        plain = expected.get_submodule(path)
+        for name, weights in each.quantized.items():
+            assert weights.bits == bits
+            dense = torch.stack([weights.matrix(number).to_dense() for number in range(len(weights.blocks))])
+            setattr(plain, name, nn.Parameter(dense.transpose(1, 2) if each.is_transposed else dense))
     twin = expected(input_ids=tokens, use_cache=False).logits
     error = (rows - twin).norm() / twin.norm()
     assert error < 0.04, "only inputs are rounded besides"

@@ -166,7 +166,7 @@ def test_the_target_with_fewer_bits_drafts_from_the_targets_own_states(name, bit
     drafted, accepted = (
         sum(getattr(output.stats, each) for output in outputs) for each in ("num_draft_tokens", "num_accepted_tokens")
     )
-    assert accepted / drafted > (0.7 if bits == 8 else 0.3), "a draft that began with another state would be refused"
+    assert accepted / drafted > (0.7 if bits == 8 else 0.15), "0.07 at most after another state"
 
 
 @needs_native

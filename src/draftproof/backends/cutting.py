@@ -63,6 +63,25 @@ def shallow(module: Any) -> Any:
     return twin
 
 
+def put(copied: dict[str, Any], path: str, layer: nn.Module) -> None:
+    """Replace the module at a path of a shallow copy, and every module above it by a copy of its own.
+
+    Args:
+        copied: modules of the copy by path that are its own already, with the copy itself under "".
+        path: of the module that is replaced.
+        layer: what takes its place.
+    """
+    *above, last = path.split(".")
+    owner, here = copied[""], ""
+    for part in above:
+        here = f"{here}.{part}" if here else part
+        if here not in copied:
+            copied[here] = shallow(owner.get_submodule(part))
+            owner.add_module(part, copied[here])
+        owner = copied[here]
+    owner.add_module(last, layer)
+
+
 def _shortened(config: Any, layers: int) -> Any:
     """A copy of a config with fewer layers and layer types."""
     made = copy.deepcopy(config)

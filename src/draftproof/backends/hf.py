@@ -19,6 +19,7 @@ from draftproof.backends.cutting import first_layers, layers_of
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
 from draftproof.backends.mixers import STATES_ONLY, cache_name, mixers_of
+from draftproof.backends.native_modules import natively
 from draftproof.backends.new_weights import copy_into, state_of
 from draftproof.backends.probe import Probe
 from draftproof.backends.quantized_modules import quantizing
@@ -31,6 +32,8 @@ from draftproof.errors import UndraftableError, UserError
 
 class HFBackend(SlotBackend):
     """A loaded transformers causal LM.
+
+    On a CPU, few rows are multiplied natively (`native_modules`); the model itself is left as it is.
 
     Args:
         model: in eval mode, weights in place.
@@ -63,11 +66,16 @@ class HFBackend(SlotBackend):
         with self._cache.lock:  # limits are lowered meanwhile, in modules that another backend may share
             probe = self._probe() if check else None
             self._windows = windows_of(model) if probe is None else probe.windows
+            self._multiply_natively()
             if probe is not None:
-                probe.check(self)
+                probe.check(self, self.model)
 
     def _probe(self) -> Probe:
         return Probe(self.model, self.name)
+
+    def _multiply_natively(self) -> None:
+        """Read by a copy of the model that shares every weight and multiplies natively, where that is possible."""
+        self.model = natively(self.model)
 
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
         """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""

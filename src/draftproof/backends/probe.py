@@ -67,9 +67,9 @@ class Limit:
     value: int
 
     @contextmanager
-    def lowered(self, model: Any, value: int) -> Iterator[None]:
-        """Set the limit to another value everywhere in the model."""
-        places = list(self._places(model))
+    def lowered(self, models: Sequence[Any], value: int) -> Iterator[None]:
+        """Set the limit to another value everywhere in some models."""
+        places = list(self._places(models))
         try:
             for store, key in places:
                 _write(store, key, value)
@@ -78,9 +78,9 @@ class Limit:
             for store, key in places:
                 _write(store, key, self.value)
 
-    def _places(self, model: Any) -> Iterator[tuple[Any, str]]:
+    def _places(self, models: Sequence[Any]) -> Iterator[tuple[Any, str]]:
         seen = set()
-        for module in model.modules():
+        for module in itertools.chain.from_iterable(model.modules() for model in models):
             for store in (module, *_stores(getattr(module, "config", None))):
                 if id(store) not in seen and _read(store, self.name) == self.value:
                     seen.add(id(store))
@@ -168,6 +168,7 @@ class Probe:
 
     def __init__(self, model: Any, name: str, *, recurrent: bool = False, stepped: bool = False) -> None:
         self._model, self._name, self._recurrent, self._stepped = model, name, recurrent, stepped
+        self._models = [model]  # whose limits are lowered together
         try:
             self.windows: Windows = windows_of(model)
         except Exception as cause:
@@ -218,7 +219,7 @@ class Probe:
         if length == _SHORT:
             tokens = torch.linspace(1, vocab - 1, length).long().tolist()
         other = [(place * 104729 + 2) % vocab for place in range(5)]
-        with _at(limit, self._model, lowered):
+        with _at(limit, self._models, lowered):
             rows = self._plain(tokens)
             if limit is not None and limit.name == _ROPE:  # the angles of a row are those of the tokens up to its own
                 first = limit.value if lowered is None else lowered
@@ -284,21 +285,23 @@ class Probe:
 
     # --- the comparison -------------------------------------------------------------------------------------------
 
-    def check(self, backend: Checked, *, beyond: bool = True) -> None:
+    def check(self, backend: Checked, twin: Any = None, *, beyond: bool = True) -> None:
         """Compare a backend with the model, and set what it can do: trees, ragged batches, number of positions.
 
         Args:
-            backend: to be compared.
+            backend: what reads.
+            twin: a copy of the model with modules of its own, if that is what the backend calls.
             beyond: whether it may be right only below a limit, and then be used up to that.
 
         Raises:
             UndraftableError: it does not compute what the model computes.
         """
+        self._models = [self._model] if twin is None else [self._model, twin]
         tolerance = _tolerance(backend)
         right: list[Scenario] = []
         bounds: list[tuple[Limit, str]] = [(limit, "that far it can be checked here") for limit in self._untested]
         for scenario in self._scenarios:
-            with _at(scenario.limit, self._model, scenario.lowered):
+            with _at(scenario.limit, self._models, scenario.lowered):
                 error = self._error(backend, scenario)
             if error < tolerance:
                 right.append(scenario)
@@ -351,7 +354,7 @@ class Probe:
             )
 
     def _measured(self, measure: Callable[[Backend, Scenario], float], backend: Backend, scenario: Scenario) -> float:
-        with _at(scenario.limit, self._model, scenario.lowered):
+        with _at(scenario.limit, self._models, scenario.lowered):
             return measure(backend, scenario)
 
     def _known_cause(self) -> str:
@@ -373,8 +376,8 @@ def _tolerance(backend: Checked) -> float:
 
 
 @contextmanager
-def _at(limit: Limit | None, model: Any, lowered: int | None) -> Iterator[None]:
-    with nullcontext() if limit is None or lowered is None else limit.lowered(model, lowered):
+def _at(limit: Limit | None, models: Sequence[Any], lowered: int | None) -> Iterator[None]:
+    with nullcontext() if limit is None or lowered is None else limit.lowered(models, lowered):
         yield
 
 

@@ -1,4 +1,4 @@
-"""A transformers model whose linear layers have 4- or 8-bit weights, as a second model beside it.
+"""A transformers model whose linear layers and experts have 4- or 8-bit weights, as a second model beside it.
 
 The second model is a shallow copy: everything but the quantized weights is shared with the first. The products are
 those of `packed`.
@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from draftproof.backends.cutting import shallow
+from draftproof.backends.cutting import put, shallow
 from draftproof.backends.facts import quantization_method
+from draftproof.backends.linear_layers import linear_layers, matrix_of
+from draftproof.backends.native_modules import native_experts, quantizing_experts
 from draftproof.backends.packed import Product
 from draftproof.errors import UserError, reason
 from draftproof.kernels import native
@@ -49,7 +50,9 @@ class QuantizedLinear(nn.Module):
 
 
 def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
-    """A copy of a model with quantized linear layers, made in steps: None after each step, and at last the copy.
+    """A copy of a model with quantized linear layers and experts, made in steps: None after each, and at last the copy.
+
+    Experts are quantized where they are native (`native_modules`), and shared elsewhere.
 
     Args:
         model: a transformers causal LM, in eval mode.
@@ -62,7 +65,7 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
     """
     if bits not in BITS:
         raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
-    layers = _linear_layers(model)
+    layers = linear_layers(model)
     why = _why_not(model, layers, bits)
     if why is not None:
         raise UserError(f"{name} cannot be quantized: {why}; it can be drafted for by another drafter")
@@ -75,7 +78,11 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
         if layer not in made:
             made[layer] = _quantized(layer, bits, output=layer is head)
             yield None
-        _put(copied, path, made[layer])
+        put(copied, path, made[layer])
+    for path, module in model.named_modules():
+        experts = native_experts(module)
+        if experts is not None:
+            put(copied, path, (yield from quantizing_experts(experts, bits)))
     try:
         with torch.inference_mode():
             twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
@@ -84,43 +91,6 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
             f"{name} does not work with quantized layers ({type(cause).__name__}: {reason(cause)})"
         ) from cause
     yield twin
-
-
-def _linear_layers(model: nn.Module) -> dict[str, Any]:
-    """Modules that are plain linear layers, by path: of a class whose first member multiplies as one does."""
-    plain: dict[type, bool] = {}
-    found = {}
-    for path, module in model.named_modules():
-        matrix = _matrix(module)
-        if matrix is None:
-            continue
-        if type(module) not in plain:
-            plain[type(module)] = type(module) is nn.Linear or _multiplies(module, matrix)
-        if plain[type(module)]:
-            found[path] = module
-    return found
-
-
-def _matrix(module: Any) -> Float[Tensor, "out in"] | None:
-    """The weight of a module that looks like a linear layer; None for all others."""
-    transposed = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-    if not (transposed or isinstance(module, nn.Linear)) or type(module.weight) is not nn.Parameter:
-        return None
-    weight = module.weight.detach()
-    if not weight.is_floating_point() or weight.dim() != 2 or weight.is_meta:
-        return None
-    return weight.t() if transposed else weight
-
-
-def _multiplies(module: Any, matrix: Float[Tensor, "out in"]) -> bool:
-    """Whether a module gives x W^T + b for a row, as rounding allows."""
-    row = torch.linspace(-1, 1, matrix.shape[1], device=matrix.device, dtype=matrix.dtype).unsqueeze(0)
-    try:
-        with torch.inference_mode():
-            made, expected = module(row), F.linear(row, matrix, module.bias)
-            return made.shape == expected.shape and bool(torch.allclose(made, expected, rtol=0.01, atol=0.01))
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
-        return False
 
 
 def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
@@ -136,7 +106,7 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
     if len(kinds) > 1:
         shown = ", ".join(sorted(f"{device} {dtype}" for device, dtype in kinds))
         return f"its linear layers have several kinds of weights ({shown})"
-    matrices = [matrix for each in layers.values() if (matrix := _matrix(each)) is not None]
+    matrices = [matrix for each in layers.values() if (matrix := matrix_of(each)) is not None]
     if weights[0].device.type != "cpu":
         return Product(matrices[0], pack=False).why_not_quantized(bits)
     operations = native.operations(weights[0])
@@ -147,19 +117,6 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
 
 
 def _quantized(layer: Any, bits: int, *, output: bool) -> nn.Module:
-    matrix = _matrix(layer)
+    matrix = matrix_of(layer)
     assert matrix is not None, "the caller chose linear layers"
     return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output)
-
-
-def _put(copied: dict[str, Any], path: str, layer: nn.Module) -> None:
-    """Replace the module at a path of the copy, and every module above it by a copy of its own."""
-    *above, last = path.split(".")
-    owner, here = copied[""], ""
-    for part in above:
-        here = f"{here}.{part}" if here else part
-        if here not in copied:
-            copied[here] = shallow(owner.get_submodule(part))
-            owner.add_module(part, copied[here])
-        owner = copied[here]
-    owner.add_module(last, layer)

@@ -174,6 +174,12 @@ class SnapshotBackend(HFBackend):
         self.capabilities = replace(self.capabilities, trees=False)
         return Probe(self.model, self.name, recurrent=True, stepped=self._goes_on.own)
 
+    def _multiply_natively(self) -> None:
+        own = self.model
+        super()._multiply_natively()
+        if self.model is not own:
+            self._mixers = mixers_of(self.model) or ()
+
     def open(self) -> SnapshotSession:
         """A fresh session."""
         return SnapshotSession(self._cache)

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -98,14 +98,14 @@ class Quantized:
     with 4 bits a byte each, in steps of the output's own, so that in groups of 32 a weight takes 4.5 bits.
 
     Attributes:
-        blocks: [outputs / 16, bytes]; outputs and inputs are padded.
+        blocks: [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights.
         outs: number of outputs.
         ins: number of inputs.
         bits: of a number, 4 or 8.
         group: inputs of a group.
     """
 
-    blocks: UInt8[Tensor, "blocks bytes"]
+    blocks: UInt8[Tensor, "*matrices blocks bytes"]
     outs: int
     ins: int
     bits: int
@@ -121,6 +121,10 @@ class Quantized:
         """The shape of `blocks`."""
         pieces = -(-ins // (group * 8 // bits))  # of 8 / bits groups
         return -(-outs // LANES), _head(bits) + pieces * (4 * LANES + LANES * group)
+
+    def matrix(self, number: int) -> Quantized:
+        """One of several weights."""
+        return replace(self, blocks=self.blocks[number])
 
     def to_dense(self) -> Float32[Tensor, "out in"]:
         """The weights that the numbers stand for."""
@@ -333,6 +337,13 @@ def quantized_inputs_size(rows: int, ins: int) -> int:
     return 64 + rows * (ins + most + 8 * -(-ins // least))
 
 
+def _checked_groups(groups: Sequence[tuple[int, int, int]], matrices: int, rows: int) -> ctypes.Array[ctypes.c_int64]:
+    for matrix, first, count in groups:
+        if not (0 <= matrix < matrices and first >= 0 and count >= 0 and first + count <= rows):
+            raise ValueError(f"group {(matrix, first, count)}: there are {matrices} matrices and {rows} rows")
+    return (ctypes.c_int64 * (3 * len(groups)))(*itertools.chain.from_iterable(groups))
+
+
 class Operations:
     """The functions of the library for rows of one type.
 
@@ -359,6 +370,10 @@ class Operations:
         self._quantize = function(f"quantize_{suffix}", [pointer] * 3 + [number] * 5)
         self._quantized_product = function(
             f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
+        )
+        self._rows_product = function(f"rows_product_{suffix}", [pointer] * 6 + [number] * 6)
+        self._quantized_rows_product = function(
+            f"quantized_rows_product_{suffix}", [pointer] * 5 + [number] * 6 + [pointer, number]
         )
         self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
@@ -418,6 +433,59 @@ class Operations:
         addresses = [None if each is None else each.data_ptr() for each in (x, weight.blocks, bias, onto, y)]
         return x, y, tuple(addresses)
 
+    def rows_product(
+        self,
+        x: Float[Tensor, "*rows in"],
+        weight: Float[Tensor, "*matrices out in"],
+        bias: Float[Tensor, "*matrices out"] | None = None,
+        groups: Sequence[tuple[int, int, int]] | None = None,
+    ) -> Float[Tensor, "*rows out"]:
+        """x W^T + b with weights as torch keeps them, for few rows; summed in float32 and rounded once.
+
+        Args:
+            x: of the weight's type.
+            weight: one matrix, or several; outputs or inputs are neighbours in memory (a transposed view has the
+                latter).
+            bias: of each matrix.
+            groups: the number of a matrix, the first row that it multiplies, and the number of rows; by default the
+                only matrix multiplies all of them. Rows of no group have undefined outputs.
+
+        Raises:
+            ValueError: an argument of another type, device or shape, or a group out of range.
+        """
+        x, (outs, ins) = x.contiguous(), weight.shape[-2:]
+        matrices, rows = (weight.shape[0] if weight.dim() == 3 else 1), x.numel() // max(ins, 1)
+        require("x", x, self.dtype, (*x.shape[:-1], ins))
+        require("weight", weight, self.dtype, packed=False)
+        by_input, by_output = weight.stride(-1), weight.stride(-2)
+        if weight.dim() not in (2, 3) or 1 not in (by_input, by_output) or not outs or not ins:
+            raise ValueError(
+                f"weight of shape {tuple(weight.shape)} has strides {weight.stride()}: legal are one or several "
+                "matrices whose inputs or outputs are neighbours in memory"
+            )
+        across = by_input != 1
+        if bias is not None:
+            require("bias", bias, self.dtype, weight.shape[:-1])
+        chosen = ((0, 0, rows),) if groups is None else groups
+        given = _checked_groups(chosen, matrices, rows)
+        y = x.new_empty((*x.shape[:-1], outs))
+        sums = torch.empty((rows, outs), dtype=torch.float32) if across else None
+        self._rows_product(
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            None if sums is None else sums.data_ptr(),
+            given,
+            len(chosen),
+            outs,
+            ins,
+            by_input if across else by_output,
+            weight.stride(0) if weight.dim() == 3 else 0,
+            torch.get_num_threads(),
+        )
+        return y
+
     def quantize(self, weight: Interleaved, bits: int, group: int) -> Quantized:
         """Quantize a weight: in each group the best of several ranges, by squared error.
 
@@ -462,6 +530,34 @@ class Operations:
         memory = torch.empty(quantized_inputs_size(rows, ins), dtype=torch.uint8)
         sizes = rows, outs, ins, bits, group
         self._quantized_product(*tensors, *sizes, memory.data_ptr(), torch.get_num_threads())
+        return y
+
+    def quantized_rows_product(
+        self,
+        x: Float[Tensor, "rows in"],
+        weight: Quantized,
+        bias: Float[Tensor, "matrices out"] | None,
+        groups: Sequence[tuple[int, int, int]],
+    ) -> Float[Tensor, "rows out"]:
+        """`rows_product` with several quantized weights.
+
+        Raises:
+            ValueError: an argument of another type, device or shape, or a group out of range.
+        """
+        x, ins, outs, bits, group = x.contiguous(), weight.ins, weight.outs, weight.bits, weight.group
+        if bits not in BITS or group not in GROUPS:
+            raise ValueError(f"{bits} bits in groups of {group}: legal are {BITS} and {GROUPS}")
+        matrices = len(weight.blocks)
+        require("weight", weight.blocks, torch.uint8, (matrices, *Quantized.shape(outs, ins, bits, group)))
+        require("x", x, self.dtype, (len(x), ins))
+        if bias is not None:
+            require("bias", bias, self.dtype, (matrices, outs))
+        given = _checked_groups(groups, matrices, len(x))
+        y = x.new_empty((len(x), outs))
+        memory = torch.empty(quantized_inputs_size(len(x), ins), dtype=torch.uint8)
+        sizes = len(groups), outs, ins, bits, group, weight.blocks.stride(0)
+        addresses = x.data_ptr(), weight.blocks.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
+        self._quantized_rows_product(*addresses, given, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
 
     def norm(

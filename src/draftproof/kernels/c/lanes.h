@@ -45,6 +45,9 @@ enum {
   TILE_ROWS_OF_TWO = 12, /* the same with two blocks */
   TILE_ROWS_OF_FOUR = 4, /* the same with four */
   TOGETHER = 6,          /* queries that attend at once */
+  ROWS_TOGETHER = 6,     /* rows that a plain weight multiplies at once */
+  OUTS_OF_ONE = 8,       /* its outputs at once, for one row */
+  INPUTS_TOGETHER = 8,   /* units of its inputs at once, where it is across */
   WIDE = 4               /* times sixteen dimensions of their outputs at once */
 };
 
@@ -207,9 +210,9 @@ INLINE void pair_up(units *into, const bfloat16 *one, const bfloat16 *two) {
 #else /* smaller vectors */
 
 #if defined(__AVX2__) && defined(__FMA__)
-enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_FOUR = 1, TOGETHER = 3, WIDE = 2 };
+enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_FOUR = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #else
-enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_FOUR = 0, TOGETHER = 2, WIDE = 2 };
+enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_FOUR = 0, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
 #endif
 enum { PARTS = LANES / PART };
 
@@ -552,6 +555,20 @@ INLINE void pair_up(units *into, const bfloat16 *one, const bfloat16 *two) {
 
 INLINE floats zeros(void) { return splat(0); }
 INLINE void spread_float(floats *into, const void *at) { into[0] = load_float(at); }
+
+/* Sixteen lanes' sums of sixteen vectors. */
+INLINE floats sums_of_each(const floats *each) {
+  units turned[LANES];
+  floats made[LANES];
+  memcpy(turned, each, sizeof turned);
+  exchange(turned);
+  memcpy(made, turned, sizeof made);
+#pragma GCC unroll 4
+  for (int half = LANES / 2; half; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++) made[i] = add(made[i], made[i + half]);
+  return made[0];
+}
 
 /* e^v, to two units in the last place; 0 below what float32 holds, and NaN stays NaN. */
 INLINE floats exponential(floats v) {

@@ -41,6 +41,7 @@ INLINE floats capped(floats x, float cap) {
 #define UNIT 1
 #define NAME(x) x##_float
 #include "typed.h"
+#include "rows.h"
 #undef ELEM
 #undef UNIT
 #undef NAME
@@ -49,6 +50,7 @@ INLINE floats capped(floats x, float cap) {
 #define UNIT 2
 #define NAME(x) x##_bfloat16
 #include "typed.h"
+#include "rows.h"
 #undef ELEM
 #undef UNIT
 #undef NAME
