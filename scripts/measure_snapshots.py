@@ -206,11 +206,11 @@ def main() -> None:
             for key, each in found.items()
         ]
         title = f"## {name}: {weights / 1e6:.0f} M weights, {options.dtype}, a plain step {step:.1f} ms"
-        lines += [title, "", *table(HEADS, rows), ""]
-    results = Results("Costs of a round on models with recurrent layers", lines, figures, facts)
-    print(results.markdown())
-    if options.out is not None:
-        print(*results.write(options.out))
+        section = [title, "", *table(HEADS, rows), ""]
+        print(*section, sep="\n", flush=True)
+        lines += section
+        if options.out is not None:  # after each model: the next one may be interrupted
+            Results("Costs of a round on models with recurrent layers", lines, figures, facts).write(options.out)
 
 
 if __name__ == "__main__":
