@@ -138,9 +138,14 @@ def _decoded(engine: Engine, batch: int, *, paged: bool) -> Any:
 # --- pauses -------------------------------------------------------------------------------------------------------
 
 
-def pauses(engine: Engine, figures: dict[str, Any], long: int) -> list[str]:
-    """Times of rounds while prompts of several lengths arrive, read in portions and at once."""
+def pauses(engine: Engine, figures: dict[str, Any], long: int, known: int) -> list[str]:
+    """Times of rounds while prompts of several lengths arrive, read in portions and at once.
+
+    Of the longest prompt, `known` tokens are taken over from an earlier request, so that only its end is read.
+    """
     rows = []
+    if known:
+        engine.generate([words(long, long)[:known]], settled(known, tokens=1))
     streams = [engine.add(words(100, 50 + number), settled(100))[0] for number in range(STREAMS)]
     _rounds(engine, 20)
     for length in (long // 4, long):
@@ -152,14 +157,17 @@ def pauses(engine: Engine, figures: dict[str, Any], long: int) -> list[str]:
         while not request.finished:
             mixed += _rounds(engine, 1)
         seconds, made = time.perf_counter() - start, sum(len(each.tokens) for each in streams) - tokens
+        after = _rounds(engine, ROUNDS)
         alone = _first_token(engine, words(length, length + 1), streams)
         figures[f"pauses_{length}"] = {
-            "usual": usual, "mixed": mixed, "seconds": seconds, "alone": alone, "tokens": made, "portion": held,
+            "usual": usual, "mixed": mixed, "after": after, "seconds": seconds, "alone": alone, "tokens": made,
+            "portion": held, "known": request.reused,
         }  # fmt: skip
         base = _percentile(usual, 0.5)
         rows.append(
             (
                 length,
+                length - request.reused,
                 *(f"{1e3 * _percentile(usual, share):.1f}" for share in (0.5, 0.99)),
                 *(f"{1e3 * _percentile(mixed, share):.1f}" for share in (0.5, 0.99)),
                 *(f"{_percentile(mixed, share) / base:.2f}" for share in (0.5, 0.99)),
@@ -172,7 +180,7 @@ def pauses(engine: Engine, figures: dict[str, Any], long: int) -> list[str]:
         engine.abort(each)
     engine.forget()
     heads = (
-        "prompt", "usual p50", "p99", "while it is read p50", "p99", "p50 / usual p50", "p99 / usual p50",
+        "prompt", "of which are read", "usual p50", "p99", "while it is read p50", "p99", "p50 / usual p50", "p99 / usual p50",
         "pause if read at once", "until its first token, s", "tokens of the others meanwhile",
     )  # fmt: skip
     intro = f"Time between tokens of {STREAMS} requests that are decoded, in ms, drafter {engine.drafter.name}:"
@@ -264,6 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--long", type=int, default=8000, help="tokens of the longest prompt")
+    parser.add_argument("--known", type=int, default=0, help="tokens of it that are not read again, for the pauses")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafters", nargs="+", default=["none", "auto"], help="for the pauses")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
@@ -278,7 +287,7 @@ def main() -> None:
             use_cache(engine, SlotCache())
     for drafter in options.drafters if "pauses" in options.parts else ():
         made = Engine.load(options.target, dtype=options.dtype, device="cpu", drafter=drafter, max_batch=40)
-        lines += pauses(made, figures.setdefault(drafter, {}), options.long)
+        lines += pauses(made, figures.setdefault(drafter, {}), options.long, options.known)
         del made
     seconds, threads = time.perf_counter() - start, torch.get_num_threads()
     lines.append(f"Target {options.target}, {options.dtype}, {threads} threads; all in {seconds:.0f} s.")
