@@ -180,8 +180,8 @@ def pauses(engine: Engine, figures: dict[str, Any], long: int, known: int) -> li
         engine.abort(each)
     engine.forget()
     heads = (
-        "prompt", "of which are read", "usual p50", "p99", "while it is read p50", "p99", "p50 / usual p50", "p99 / usual p50",
-        "pause if read at once", "until its first token, s", "tokens of the others meanwhile",
+        "prompt", "of which are read", "usual p50", "p99", "while it is read p50", "p99", "p50 / usual p50",
+        "p99 / usual p50", "pause if read at once", "until its first token, s", "tokens of the others meanwhile",
     )  # fmt: skip
     intro = f"Time between tokens of {STREAMS} requests that are decoded, in ms, drafter {engine.drafter.name}:"
     return [f"## Pauses, drafter {engine.drafter.name}", "", intro, "", *table(heads, rows), ""]
