@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +93,7 @@ class Oracle(NoDrafter):
 
 @dataclass
 class Run:
-    """One request's figures: milliseconds of a round, tokens of a round, and tokens that a round read again."""
+    """One request's figures: milliseconds of processor time of a round, tokens of a round, and tokens that a round read again."""
 
     tokens: list[int]
     round_ms: float
@@ -121,16 +122,17 @@ def run(target: Any, drafter: Any, tokens: int) -> Run:
         prompt = [(place * 7919 + 11) % 31000 for place in range(PROMPT)]
         (request,) = engine.add(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
         engine.step()
-        first, before = request.stats.seconds.total, len(request.output_ids)
+        first, before = time.process_time(), len(request.output_ids)
         while not request.finished:
             engine.step()
+        seconds = time.process_time() - first
     finally:
         target.forward = counted.forward
     rounds, stats = request.round, request.stats
     needed = PROMPT + rounds - 1 + stats.num_draft_tokens  # every round reads one token that the last one drew
     return Run(
         tokens=request.output_ids,
-        round_ms=1e3 * (stats.seconds.total - first) / (rounds - 1),
+        round_ms=1e3 * seconds / (rounds - 1),
         per_round=(len(request.output_ids) - before) / (rounds - 1),
         read_again=(counted.read - needed) / (rounds - 1),
     )
@@ -159,7 +161,7 @@ def turns(target: Any, plain: Run, drafter: Callable[[], Oracle], options: argpa
 
 HEADS = ("drafted", "acceptance", "tokens a round", "read again", "round / plain step", "speed-up")
 INTRO = (
-    "One request, greedy, a prompt of {prompt} tokens and {tokens} new ones. Drafts cost no time, and each drafted "
+    "One request, greedy, one thread, processor time; a prompt of {prompt} tokens and {tokens} new ones. Drafts cost no time, and each drafted "
     "token is right with the probability in the second column. Read again: tokens a round that the target had read "
     "before. A round over a plain step, and the speed-up (tokens a round over that): median [least, greatest] of "
     "{repeats} pairs of requests with and without drafts, in turns."
@@ -178,6 +180,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
     facts, figures = run_facts("cpu"), dict[str, Any]()
     lines = [INTRO.format(prompt=PROMPT, tokens=options.tokens, repeats=options.repeats), ""]
     for name, config in every.items():
