@@ -161,9 +161,9 @@ def turns(target: Any, plain: Run, drafter: Callable[[], Oracle], options: argpa
 
 HEADS = ("drafted", "acceptance", "tokens a round", "read again", "round / plain step", "speed-up")
 INTRO = (
-    "One request, greedy, one thread, processor time; a prompt of {prompt} tokens and {tokens} new ones. Drafts cost no "
-    "time, and each drafted token is right with the probability in the second column. Read again: tokens a round that "
-    "the target had read before. A round over a plain step, and the speed-up (tokens a round over that): median "
+    "One request, greedy, one thread, processor time; a prompt of {prompt} tokens and {tokens} new ones. Drafts cost "
+    "no time, and each drafted token is right with the probability in the second column. Read again: tokens a round "
+    "that the target had read before. A round over a plain step, and the speed-up (tokens a round over that): median "
     "[least, greatest] of {repeats} pairs of requests with and without drafts, in turns."
 )
 
