@@ -93,7 +93,7 @@ class Oracle(NoDrafter):
 
 @dataclass
 class Run:
-    """One request's figures: milliseconds of processor time of a round, tokens of a round, and tokens that a round read again."""
+    """One request: processor time of a round in ms, tokens of a round, and tokens that a round read again."""
 
     tokens: list[int]
     round_ms: float
