@@ -3,7 +3,8 @@
     python scripts/measure_memory.py [--target smollm2-135m] [--parts memory speed pauses reuse] [--out NAME]
 
 `--out docs/results/memory` writes the page and its figures. The pauses are the times of rounds while some requests are
-decoded and a prompt arrives; beside them those of reading the prompt at once. Speeds are compared in turns.
+decoded and a prompt arrives; beside them those of reading the prompt at once. Speeds are compared in turns. With
+`--processor-time` other processes disturb the figures little.
 """
 
 from __future__ import annotations
@@ -138,31 +139,38 @@ def _decoded(engine: Engine, batch: int, *, paged: bool) -> Any:
 # --- pauses -------------------------------------------------------------------------------------------------------
 
 
-def pauses(engine: Engine, figures: dict[str, Any], long: int) -> list[str]:
-    """Times of rounds while prompts of several lengths arrive, read in portions and at once."""
+def pauses(engine: Engine, figures: dict[str, Any], long: int, known: int) -> list[str]:
+    """Times of rounds while prompts of several lengths arrive, read in portions and at once.
+
+    Of the longest prompt, `known` tokens are taken over from an earlier request, so that only its end is read.
+    """
     rows = []
+    if known:
+        engine.generate([words(long, long)[:known]], settled(known, tokens=1))
     streams = [engine.add(words(100, 50 + number), settled(100))[0] for number in range(STREAMS)]
     _rounds(engine, 20)
     for length in (long // 4, long):
         usual = _rounds(engine, ROUNDS)
-        held = engine.scheduler.portions.size
         start = time.perf_counter()
         (request,) = engine.add(words(length, length), settled(length, tokens=1))
         mixed, tokens = [], sum(len(each.tokens) for each in streams)
         while not request.finished:
             mixed += _rounds(engine, 1)
         seconds, made = time.perf_counter() - start, sum(len(each.tokens) for each in streams) - tokens
+        after = _rounds(engine, ROUNDS)
         alone = _first_token(engine, words(length, length + 1), streams)
         figures[f"pauses_{length}"] = {
-            "usual": usual, "mixed": mixed, "seconds": seconds, "alone": alone, "tokens": made, "portion": held,
+            "usual": usual, "mixed": mixed, "after": after, "seconds": seconds, "alone": alone, "tokens": made,
+            "known": request.reused,
         }  # fmt: skip
-        base = _percentile(usual, 0.5)
+        ratios = _over_usual(mixed, _percentile(usual, 0.5), _percentile(after, 0.5))
         rows.append(
             (
                 length,
-                *(f"{1e3 * _percentile(usual, share):.1f}" for share in (0.5, 0.99)),
+                length - request.reused,
+                *(f"{1e3 * _percentile(each, 0.5):.1f}" for each in (usual, after)),
                 *(f"{1e3 * _percentile(mixed, share):.1f}" for share in (0.5, 0.99)),
-                *(f"{_percentile(mixed, share) / base:.2f}" for share in (0.5, 0.99)),
+                *(f"{_percentile(ratios, share):.2f}" for share in (0.5, 0.99)),
                 f"{1e3 * alone:.0f}",
                 f"{seconds:.1f}",
                 made,
@@ -172,11 +180,19 @@ def pauses(engine: Engine, figures: dict[str, Any], long: int) -> list[str]:
         engine.abort(each)
     engine.forget()
     heads = (
-        "prompt", "usual p50", "p99", "while it is read p50", "p99", "p50 / usual p50", "p99 / usual p50",
-        "pause if read at once", "until its first token, s", "tokens of the others meanwhile",
+        "prompt", "of which are read", "usual p50 before", "after", "while it is read p50", "p99", "over usual p50",
+        "p99", "pause if read at once", "until its first token, s", "tokens of the others meanwhile",
     )  # fmt: skip
-    intro = f"Time between tokens of {STREAMS} requests that are decoded, in ms, drafter {engine.drafter.name}:"
+    intro = (
+        f"Time between tokens of {STREAMS} requests that are decoded, in ms, drafter {engine.drafter.name}. Their "
+        "texts grow meanwhile, so a usual round is one between those before and after:"
+    )
     return [f"## Pauses, drafter {engine.drafter.name}", "", intro, "", *table(heads, rows), ""]
+
+
+def _over_usual(mixed: Sequence[float], before: float, after: float) -> list[float]:
+    """Each round over a usual one of its time, on the line from those before to those after."""
+    return [each / (before + (after - before) * place / len(mixed)) for place, each in enumerate(mixed)]
 
 
 def _first_token(engine: Engine, prompt: Sequence[int], streams: Sequence[Request]) -> float:
@@ -264,11 +280,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--long", type=int, default=8000, help="tokens of the longest prompt")
+    parser.add_argument("--known", type=int, default=0, help="tokens of it that are not read again, for the pauses")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--drafters", nargs="+", default=["none", "auto"], help="for the pauses")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument(
+        "--processor-time", action="store_true", help="one thread, by whose processor time everything is timed"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.processor_time:
+        torch.set_num_threads(1)
+        time.perf_counter = time.process_time  # also for the engine, which chooses portions by it
     facts = run_facts(torch.device("cpu"))
     start, figures, lines = time.perf_counter(), dict[str, Any](), list[str]()
     engine = Engine.load(options.target, dtype=options.dtype, device="cpu", drafter="none", max_batch=40)
@@ -278,10 +301,11 @@ def main() -> None:
             use_cache(engine, SlotCache())
     for drafter in options.drafters if "pauses" in options.parts else ():
         made = Engine.load(options.target, dtype=options.dtype, device="cpu", drafter=drafter, max_batch=40)
-        lines += pauses(made, figures.setdefault(drafter, {}), options.long)
+        lines += pauses(made, figures.setdefault(drafter, {}), options.long, options.known)
         del made
     seconds, threads = time.perf_counter() - start, torch.get_num_threads()
-    lines.append(f"Target {options.target}, {options.dtype}, {threads} threads; all in {seconds:.0f} s.")
+    clock = ", processor time" if options.processor_time else ""
+    lines.append(f"Target {options.target}, {options.dtype}, {threads} threads{clock}; all in {seconds:.0f} s.")
     results = Results("Memory and prompts", lines, figures, facts)
     print(results.markdown())
     if options.out is not None:

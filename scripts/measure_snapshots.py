@@ -1,17 +1,22 @@
 """Measure what rounds cost on models with recurrent layers, and the speed-up that follows at given acceptance rates.
 
-    python scripts/measure_snapshots.py [--model NAME] [--tokens 96] [--lengths 4 8] [--dtype float32]
+    python scripts/measure_snapshots.py [--model NAME] [--tokens 96] [--lengths 4 8] [--dtype float32] [--out NAME]
 
 The models have about 100 million random weights. The drafter knows the target's greedy tokens and makes each of them
-wrong with a given probability, so that the acceptance rate is what it should be, and drafts cost no time.
+wrong with a given probability, so that the acceptance rate is what it should be, and drafts cost no time. Requests with
+and without drafts are decoded in turns. `--out docs/results/snapshots` writes the page and its figures.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -25,6 +30,8 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.registry import make_verifier
+from draftproof.provenance import run_facts
+from draftproof.results import Results, median_and_range, table
 from draftproof.rng import RoundRng
 
 RATES = (0.6, 0.8, 0.95)
@@ -33,7 +40,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def configs() -> dict[str, Any]:
-    """A configuration of each kind of recurrent layer, and one of attention only."""
+    """A configuration of each kind of recurrent layer."""
     wide = {"vocab_size": 32000, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4}
     return {
         "qwen3_5_text (linear attention)": transformers.Qwen3_5TextConfig(
@@ -86,7 +93,7 @@ class Oracle(NoDrafter):
 
 @dataclass
 class Run:
-    """One request's figures: milliseconds of a round, tokens of a round, and tokens that a round read again."""
+    """One request: processor time of a round in ms, tokens of a round, and tokens that a round read again."""
 
     tokens: list[int]
     round_ms: float
@@ -115,31 +122,67 @@ def run(target: Any, drafter: Any, tokens: int) -> Run:
         prompt = [(place * 7919 + 11) % 31000 for place in range(PROMPT)]
         (request,) = engine.add(prompt, SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True))
         engine.step()
-        first, before = request.stats.seconds.total, len(request.output_ids)
+        first, before = time.process_time(), len(request.output_ids)
         while not request.finished:
             engine.step()
+        seconds = time.process_time() - first
     finally:
         target.forward = counted.forward
     rounds, stats = request.round, request.stats
     needed = PROMPT + rounds - 1 + stats.num_draft_tokens  # every round reads one token that the last one drew
     return Run(
         tokens=request.output_ids,
-        round_ms=1e3 * (stats.seconds.total - first) / (rounds - 1),
+        round_ms=1e3 * seconds / (rounds - 1),
         per_round=(len(request.output_ids) - before) / (rounds - 1),
         read_again=(counted.read - needed) / (rounds - 1),
     )
 
 
+def turns(target: Any, plain: Run, drafter: Callable[[], Oracle], options: argparse.Namespace) -> dict[str, Any]:
+    """Requests with drafts and without, in turns: figures of a round, and raw times."""
+    pairs = []
+    for number in range(options.repeats):
+        made: dict[bool, Run] = {}
+        for drafts in (True, False) if number % 2 else (False, True):
+            made[drafts] = run(target, drafter() if drafts else NoDrafter(), options.tokens)
+        assert all(each.tokens == plain.tokens for each in made.values()), "the same tokens"
+        pairs.append(made)
+    costs = [made[True].round_ms / made[False].round_ms for made in pairs]
+    last = pairs[-1][True]
+    return {
+        "tokens_a_round": last.per_round,
+        "read_again": last.read_again,
+        "round_ms": [made[True].round_ms for made in pairs],
+        "plain_ms": [made[False].round_ms for made in pairs],
+        "costs": costs,
+        "speed_ups": [last.per_round / cost for cost in costs],
+    }
+
+
+HEADS = ("drafted", "acceptance", "tokens a round", "read again", "round / plain step", "speed-up")
+INTRO = (
+    "One request, greedy, one thread, processor time; a prompt of {prompt} tokens and {tokens} new ones. Drafts cost "
+    "no time, and each drafted token is right with the probability in the second column. Read again: tokens a round "
+    "that the target had read before. A round over a plain step, and the speed-up (tokens a round over that): median "
+    "[least, greatest] of {repeats} pairs of requests with and without drafts, in turns."
+)
+
+
 def main() -> None:
-    """Print a table for each model."""
+    """Measure and print a table for each model."""
     every = configs()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=sorted(name.split()[0] for name in every))
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    facts, figures = run_facts("cpu"), dict[str, Any]()
+    lines = [INTRO.format(prompt=PROMPT, tokens=options.tokens, repeats=options.repeats), ""]
     for name, config in every.items():
         if options.model and name.split()[0] not in options.model:
             continue
@@ -148,24 +191,29 @@ def main() -> None:
         target = SnapshotBackend(model, name=name)
         weights = sum(each.numel() for each in model.parameters())
         run(target, NoDrafter(), 8)
-        plain = min((run(target, NoDrafter(), options.tokens) for _ in range(2)), key=lambda each: each.round_ms)
-        print(f"\n{name}: {weights / 1e6:.0f} M weights, a plain step {plain.round_ms:.1f} ms", flush=True)
-        print(
-            "| drafted | acceptance | tokens a round | read again | round / plain step | speed-up |\n"
-            + "|---" * 6
-            + "|"
-        )
-        for length in options.lengths:
-            for rate in RATES:
-                made = [run(target, Oracle(plain.tokens, length, rate), options.tokens) for _ in range(2)]
-                assert all(each.tokens == plain.tokens for each in made), "the same tokens"
-                best = min(made, key=lambda each: each.round_ms)
-                cost = best.round_ms / plain.round_ms
-                print(
-                    f"| {length} | {rate} | {best.per_round:.2f} | {best.read_again:.2f} | {cost:.2f} | "
-                    f"{best.per_round / cost:.2f} |",
-                    flush=True,
-                )
+        plain = run(target, NoDrafter(), options.tokens)
+        found = {
+            (length, rate): turns(target, plain, partial(Oracle, plain.tokens, length, rate), options)
+            for length in options.lengths
+            for rate in RATES
+        }
+        step = median(ms for each in found.values() for ms in each["plain_ms"])
+        figures[name] = [{"drafted": key[0], "acceptance": key[1], **each} for key, each in found.items()]
+        rows = [
+            (
+                *key,
+                f"{each['tokens_a_round']:.2f}",
+                f"{each['read_again']:.2f}",
+                *(median_and_range(each[figure]) for figure in ("costs", "speed_ups")),
+            )
+            for key, each in found.items()
+        ]
+        title = f"## {name}: {weights / 1e6:.0f} M weights, {options.dtype}, a plain step {step:.1f} ms"
+        section = [title, "", *table(HEADS, rows), ""]
+        print(*section, sep="\n", flush=True)
+        lines += section
+        if options.out is not None:  # after each model: the next one may be interrupted
+            Results("Costs of a round on models with recurrent layers", lines, figures, facts).write(options.out)
 
 
 if __name__ == "__main__":

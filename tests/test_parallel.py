@@ -16,6 +16,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.loading import load_backend
 from draftproof.backends.parallel import ParallelCache, Row
 from draftproof.backends.sessions import SlotSession
+from draftproof.bench.model_cache import ModelCache
 from draftproof.cli._launch import _explained
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.errors import UserError
@@ -117,6 +118,30 @@ def test_numbers_below_one_are_refused():
         Engine.load(str(target_dir()), tensor_parallel=0)
     said = call("generate", "hi", "--tensor-parallel", "0", code=1).stderr
     assert "--tensor-parallel is 0: legal are 1" in said
+
+
+# --- benchmarks -------------------------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_of_a_divided_target_measures_the_same_texts(tmp_path):
+    words = ["--draft", "embedded:draft", "--dtype", "float32", "--drafter", "model", "--temperature", "0"]
+    words += ["--questions", "1", "--max-tokens", "12", "--repeats", "1", "--no-plots", "--quiet"]
+    words = ["bench", "run", "--target", "embedded:target", *words, "--out"]
+    call(*words, tmp_path / "1")
+    divided = [sys.executable, "-m", "draftproof", *words, tmp_path / "2", "--tensor-parallel", "2"]
+    subprocess.run(divided, env=environment(), check=True, capture_output=True, timeout=SECONDS)
+    alone, together = (
+        [json.loads(line) for line in (tmp_path / name / "records.jsonl").read_text().splitlines()] for name in "12"
+    )
+    assert [each["method"] for each in together] == ["plain", "model, fixed:4, block"]
+    assert [each["token_ids"] for each in together] == [each["token_ids"] for each in alone]
+    assert json.loads((tmp_path / "2" / "provenance.json").read_text())["processes"] == 2
+    assert "The target is divided among 2 processes." in (tmp_path / "2" / "report.md").read_text()
+
+
+def test_competitors_of_a_divided_target_are_refused():
+    with pytest.raises(UserError, match=r"tensor_parallel is 2, and competitors have whole models .*: leave out"):
+        ModelCache(device="cpu", tensor_parallel=2).model("embedded:target", "float32")
 
 
 # --- what is sent -----------------------------------------------------------------------------------------------------

@@ -169,9 +169,53 @@ def test_what_the_server_does_is_the_same_here(base, expected):
         assert time.monotonic() - start < 30
 
 
+@pytest.mark.parametrize("percent", [0, 1])
+def test_with_a_surge_the_new_replica_comes_before_the_old_one_goes(base, expected, percent):
+    serve.run(small(replicas=1, settings=Settings(max_waiting=67 + percent)))
+    until(lambda: replicas() == (1, "HEALTHY"))  # those of the tests before have ended
+    serving = []
+    with Load(base) as load, ThreadPoolExecutor(1) as pool:
+        before = set(processes(REPLICA))
+        changed = small(replicas=1, settings=Settings(max_waiting=70), max_surge_percent=percent)
+        restart = pool.submit(serve.run, changed)
+        until(lambda: serving.append(replicas()[0]) or restart.done())
+        restart.result()
+        assert not before & set(processes(REPLICA))
+    assert_all_answered(load.answers, expected)
+    assert min(serving) == percent
+
+
+def test_the_metrics_are_those_of_every_replica(base):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    key = "a-key-of-some-length"
+    serve.run(small(keys=[key], settings=Settings(max_waiting=71)))
+    until(lambda: replicas() == (2, "HEALTHY"))
+    assert httpx.get(f"{base}/metrics").status_code == 401
+    with httpx.Client(base_url=base, headers={"Authorization": f"Bearer {key}"}, timeout=60) as client:
+        made = {}
+        for number in range(40):
+            body = {"prompt": f"{number} dogs", "max_tokens": 5, "ignore_eos": True}
+            answer = client.post("/v1/completions", json=body)
+            made[answer.headers["x-replica"]] = made.get(answer.headers["x-replica"], 0) + 5
+            if len(made) == 2:
+                break
+        page = client.get("/metrics")
+    assert len(made) == 2
+    assert page.headers["content-type"].startswith("text/plain")
+    families = list(text_string_to_metric_families(page.text))
+    assert len({family.name for family in families}) == len(families)
+    (tokens,) = [family for family in families if family.name == "draftproof:generation_tokens"]
+    found = {each.labels["replica"]: each.value for each in tokens.samples if each.name.endswith("_total")}
+    assert found == made
+    running = next(family for family in families if family.name == "draftproof:num_requests_running")
+    assert {each.labels["replica"] for each in running.samples} == set(made)
+
+
 def test_replicas_come_with_running_requests(base, expected):
+    serve.delete("default")  # else it begins with the two replicas of the test before
     serve.run(small(replicas=1, max_replicas=2))
-    until(lambda: replicas()[0] == 1)  # those of the tests before have ended
+    assert replicas()[0] == 1
     with Load(base, clients=8) as load:
         until(lambda: replicas()[0] == 2, seconds=300)
     assert_all_answered(load.answers, expected)

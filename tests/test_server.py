@@ -14,6 +14,7 @@ import draftproof.server
 from draftproof import SamplingParams
 from draftproof.sampling import SamplingParams as Params
 from draftproof.server import schemas
+from draftproof.server.metrics import Metrics, together
 from serving import STORY, error_of, post, running, small_engine
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
@@ -490,6 +491,22 @@ def test_metrics_show_memory_and_what_was_reused():
     assert between["prefix_cache_queries_total"] == first["usage"]["prompt_tokens"]
     assert after["prefix_cache_hits_total"] > first["usage"]["prompt_tokens"] / 2
     assert after["kv_cache_usage_perc"] == after["kv_cache_kept_bytes"] / 2**23 > 0
+
+
+def test_pages_of_several_servers_are_one_page_that_keeps_every_sample():
+    pages = {}
+    for number, name in enumerate(("one", "two")):
+        metrics = Metrics('a "name"')
+        metrics.generation_tokens.inc(3 + number)
+        metrics.first_token.observe(0.01)
+        metrics.ended("stop", 1.0, 3)
+        pages[name] = metrics.page().decode()
+    page = together(pages, "replica").decode()
+    kinds = [line for line in page.splitlines() if line.startswith("# TYPE")]
+    assert sorted(kinds) == sorted(line for line in pages["one"].splitlines() if line.startswith("# TYPE"))
+    for name, alone in pages.items():
+        of_one = [line.replace(f',replica="{name}"', "") for line in page.splitlines() if f'replica="{name}"' in line]
+        assert sorted(of_one) == sorted(line for line in alone.splitlines() if not line.startswith("#"))
 
 
 def metrics_of(base):

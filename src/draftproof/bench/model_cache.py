@@ -38,14 +38,18 @@ class ModelCache:
     Args:
         device: for all models; by default an accelerator if there is one.
         trust_remote_code: run code that comes with a model.
+        tensor_parallel: processes among which targets are divided (see `Engine.load`); this is the first of them.
 
     Attributes:
         device: the device of all models.
+        processes: among which targets are divided.
     """
 
-    def __init__(self, *, device: str | None = None, trust_remote_code: bool = False) -> None:
-        self.device = str(parse_device(device))
+    def __init__(self, *, device: str | None = None, trust_remote_code: bool = False, tensor_parallel: int = 1) -> None:
+        self.device, self.processes = str(parse_device(device)), tensor_parallel
         self._options: dict[str, Any] = {"device": self.device, "trust_remote_code": trust_remote_code}
+        divided = {"device": device, "tensor_parallel": tensor_parallel}
+        self._target_options = self._options | (divided if tensor_parallel != 1 else {})
         self._backends: dict[tuple[str, ...], Loaded] = {}
         self._models: dict[tuple[str, str], Any] = {}
         self._tokenizers: dict[str, Any] = {}
@@ -62,17 +66,26 @@ class ModelCache:
         """A transformers model, for competitors.
 
         The lean forward pass changes the weights of its model, so competitors get their own copy.
+
+        Raises:
+            UserError: it cannot be loaded, or targets are divided among processes.
         """
+        if self.processes != 1:
+            raise UserError(
+                f"tensor_parallel is {self.processes}, and competitors have whole models in one process: leave out "
+                "--competitor (profiles have competitors, too), or --tensor-parallel"
+            )
         key = (name, dtype)
         if key not in self._models:
             self._models[key] = load_model(models.resolve(name), dtype=dtype, **self._options)
         return self._models[key]
 
-    def backend(self, name: str, dtype: str, backend: str, purpose: str = "") -> Loaded:
-        """A model as a backend, loaded once for each purpose."""
-        key = (name, dtype, backend, purpose)
+    def backend(self, name: str, dtype: str, backend: str, purpose: str = "", *, whole: bool = False) -> Loaded:
+        """A model as a backend, loaded once for each purpose; a `whole` one is never divided among processes."""
+        options = self._options if whole else self._target_options
+        key = (name, dtype, backend, purpose, str(options.get("tensor_parallel", 1)))
         if key not in self._backends:
-            self._backends[key] = load_backend(name, dtype=dtype, backend=backend, **self._options)
+            self._backends[key] = load_backend(name, dtype=dtype, backend=backend, **options)
         return self._backends[key]
 
     def engine(self, cell: Cell) -> Engine:
@@ -97,7 +110,7 @@ class ModelCache:
         dtype, bits = read_draft_dtype(cell.draft_dtype, cell.dtype)
         if cell.draft is not None:
             self.check_same_tokenizer(cell.target, cell.draft)
-            draft = self.backend(cell.draft, dtype, cell.backend)
+            draft = self.backend(cell.draft, dtype, cell.backend, whole=True)
         return Engine.assemble(
             self.backend(cell.target, cell.dtype, cell.backend, purpose),
             draft,

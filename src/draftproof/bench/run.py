@@ -28,7 +28,7 @@ from draftproof.rng import fold
 
 Questions = Mapping[str, Sequence[Question]]
 # Metadata that must be equal for a second run to continue in the folder; the last two are facts of the run.
-SAME = ("cells", "data", "repeats", "warmup", "models", "versions", "machine")
+SAME = ("cells", "data", "repeats", "warmup", "models", "processes", "versions", "machine")
 
 
 class Turn(NamedTuple):
@@ -77,7 +77,8 @@ def run(
         raise UserError(f"repeats is {repeats} and warmup {warmup}: legal are 1 or more, and 0 or more")
     chosen = {name: _questions_of(name, questions) for name in datasets(cells)}
     cache = cache or ModelCache()
-    metadata = resumed(out, describe(cells, chosen, repeats=repeats, warmup=warmup, device=cache.device, notes=notes))
+    where: dict[str, Any] = {"device": cache.device, "processes": cache.processes}
+    metadata = resumed(out, describe(cells, chosen, repeats=repeats, warmup=warmup, **where, notes=notes))
     log = Log(out)
     done = {record.key for record in log.records}
     left = [turn for turn in turns(cells, chosen, repeats) if turn.key not in done]
@@ -160,6 +161,7 @@ def describe(
     repeats: int,
     warmup: int,
     device: str,
+    processes: int = 1,
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The metadata of a run before its first measurement: facts of the run, models, data, cells."""
@@ -170,6 +172,7 @@ def describe(
         "data": {name: {"questions": len(own), "digest": data_digest(own)} for name, own in questions.items()},
         "repeats": repeats,
         "warmup": warmup,
+        "processes": processes,
         "order": "by question and repeat; the cells of one data set, temperature and seed take turns",
         "notes": list(notes),
         "cells": [cell.to_dict() for cell in cells],

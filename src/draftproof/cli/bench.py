@@ -11,6 +11,7 @@ import typer
 
 from draftproof import models
 from draftproof.cli._bench_compare import batches, engines, rules, stoppers
+from draftproof.cli._launch import divide
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
 from draftproof.cli._pulling import obtain
@@ -61,6 +62,9 @@ def run_(
     trust_remote_code: Annotated[
         bool, _models("--trust-remote-code", help="Run code that comes with a model.")
     ] = False,
+    tensor_parallel: Annotated[
+        int, _models(help="Processes among which the target is divided, each with a device or a share of the cores.")
+    ] = 1,
     drafter: Annotated[
         list[str] | None, _matrix(help=f"{DRAFTER_HELP} Plain decoding is always measured, too.")
     ] = None,
@@ -114,15 +118,18 @@ def run_(
         max_tokens=max_tokens,
         repeats=repeats,
     )
+    if tensor_parallel != 1:
+        divide(tensor_parallel)
     with quiet_libraries():
         obtain(target, draft, quiet=quiet)
-        cache = ModelCache(device=device, trust_remote_code=trust_remote_code)
+        cache = ModelCache(device=device, trust_remote_code=trust_remote_code, tensor_parallel=tensor_parallel)
         watch = watch_for(quiet=quiet)
         made = plan(options, out, cache, profile=profile, watch=watch)
+        notes = [*made.notes, *([f"the target is divided among {cache.processes} processes"] * (cache.processes > 1))]
         if not quiet:
-            for line in made.notes:
+            for line in notes:
                 note(line, dim=True)
-        timing: dict[str, Any] = {"repeats": made.repeats, "warmup": warmup, "notes": made.notes}
+        timing: dict[str, Any] = {"repeats": made.repeats, "warmup": warmup, "notes": notes}
         records = run(made.cells, made.questions, out, **timing, watch=watch, cache=cache)
         score(records, made.questions, out, cache, watch=watch)
     _finish(out, as_json=as_json, plots=plots)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from draftproof.engine.memory import MemoryUse
 from draftproof.engine.stats import Stats
@@ -101,6 +104,39 @@ class Metrics:
     def _histogram(self, name: str, about: str, buckets: Sequence[float | int]) -> Histogram:
         made = Histogram(f"draftproof:{name}", about, ("model_name",), registry=self.registry, buckets=buckets)
         return made.labels(self._model)
+
+
+class _Together(Collector):
+    """The metrics of several pages, each labelled with where it comes from.
+
+    Args:
+        pages: in Prometheus' text format, by the value of the label.
+        label: its name.
+    """
+
+    def __init__(self, pages: Mapping[str, str], label: str) -> None:
+        self._pages, self._label = pages, label
+
+    def collect(self) -> Iterator[Metric]:
+        """Each metric once, with the samples of all pages, as the format asks for."""
+        families: dict[str, Metric] = {}
+        for value, page in self._pages.items():
+            for family in text_string_to_metric_families(page):
+                found = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                found.samples += [
+                    sample._replace(labels={**sample.labels, self._label: value}) for sample in family.samples
+                ]
+        yield from families.values()
+
+
+def together(pages: Mapping[str, str], label: str) -> bytes:
+    """One page of the metrics of several servers.
+
+    Args:
+        pages: their pages in Prometheus' text format, by their names.
+        label: of every sample; its value is the server's name.
+    """
+    return generate_latest(_Together(pages, label))
 
 
 class Counted:

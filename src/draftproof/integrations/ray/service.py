@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.types import Message, Receive, Scope, Send
 
 from draftproof.engine.engine import Engine
@@ -20,6 +23,7 @@ from draftproof.errors import UserError
 from draftproof.server.app import Server, make_app
 from draftproof.server.errors import stopping
 from draftproof.server.logs import start_logging
+from draftproof.server.metrics import together
 from draftproof.server.run import use_template
 from draftproof.server.settings import Settings, served_name
 
@@ -27,6 +31,8 @@ _TRIES = 4  # replicas that a request is sent to, where they die before they ans
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 _ROUTER = "draftproof.integrations.ray.router.PrefixRouter"
 _REMEMBERED = 4_000_000  # characters of prompts that the router compares with
+_POLL = 5.0  # seconds that replicas have to show their metrics
+_NAME = b"x-replica"  # header that says which replica has answered
 _log = logging.getLogger(__name__)
 
 
@@ -104,7 +110,7 @@ class Replica:
         try:
             while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
-                    message["headers"] = [*message["headers"], (b"x-replica", self._name)]
+                    message["headers"] = [*message["headers"], (_NAME, self._name)]
                 yield message
             await task
         finally:
@@ -112,9 +118,15 @@ class Replica:
             with suppress(asyncio.CancelledError, Exception):
                 await task
 
+    async def whole(self, asked: Asked) -> list[Message]:
+        """All messages of `answer`."""
+        return [message async for message in self.answer(asked)]
+
 
 class Entrance:
     """Takes HTTP requests and passes them on; one whose replica dies before it answers goes to another.
+
+    The metrics are those of all replicas, which are asked together.
 
     Args:
         replicas: their handle.
@@ -122,7 +134,7 @@ class Entrance:
     """
 
     def __init__(self, replicas: Any, max_body: int) -> None:
-        self._answer = replicas.options(stream=True).answer
+        self._replicas, self._answer = replicas, replicas.options(stream=True).answer
         self._max_body = max_body
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -136,6 +148,9 @@ class Entrance:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, by the first replica that can."""
         asked = await self._read(scope, receive)
+        if (scope["method"], scope["path"]) == ("GET", "/metrics"):
+            await self._show_metrics(asked, send)
+            return
         for _ in range(_TRIES):
             begun = False
             stream = self._answer.remote(asked)
@@ -152,7 +167,18 @@ class Entrance:
                 raise
             else:
                 return
-        await _refuse(send)
+        for message in _refusal():
+            await send(message)
+
+    async def _show_metrics(self, asked: Asked, send: Send) -> None:
+        """Answer with the metrics of all replicas that answer in time, or as one of them refuses to."""
+        try:
+            asking = self._replicas.broadcast("whole", asked)
+            every = await asking.results_async(timeout_s=_POLL, return_exceptions=True)
+        except (RayError, DeploymentUnavailableError, TimeoutError):
+            every = []
+        for message in _metrics([each for each in every if isinstance(each, list)]):
+            await send(message)
 
     async def _read(self, scope: Scope, receive: Receive) -> Asked:
         body = bytearray()
@@ -173,12 +199,34 @@ async def _live(receive: Receive, send: Send) -> None:
             return
 
 
-async def _refuse(send: Send) -> None:
-    error = stopping()
-    headers = {"content-type": "application/json", **error.headers}
+def _metrics(answers: Iterable[Sequence[Message]]) -> Sequence[Message]:
+    """One answer of what every replica answers when it is asked for its metrics."""
+    pages: dict[str, str] = {}
+    for start, *bodies in answers:
+        headers = dict(start["headers"])
+        if start["status"] != HTTPStatus.OK:  # no key, say: each would answer so
+            return [start, *bodies]
+        pages[headers[_NAME].decode()] = b"".join(each.get("body", b"") for each in bodies).decode()
+    if not pages:
+        return _refusal()
+    return _whole(HTTPStatus.OK, {"content-type": CONTENT_TYPE_LATEST}, together(pages, "replica"))
+
+
+def _whole(status: int, headers: Mapping[str, str], body: bytes) -> Sequence[Message]:
+    """The messages of ASGI of an answer."""
     lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": lines})
-    await send({"type": "http.response.body", "body": json.dumps(error.body()).encode()})
+    return [
+        {"type": "http.response.start", "status": status, "headers": lines},
+        {"type": "http.response.body", "body": body},
+    ]
+
+
+def _refusal() -> Sequence[Message]:
+    """What a request gets that no replica answers."""
+    error = stopping()
+    return _whole(
+        error.status, {"content-type": "application/json", **error.headers}, json.dumps(error.body()).encode()
+    )
 
 
 def _prompt(body: bytes | bytearray) -> str:
