@@ -61,14 +61,14 @@ def main() -> None:
     tokenizer = load_tokenizer(models.resolve(given.target))
     target = load_backend(given.target, dtype=given.dtype)
     kinds = {
-        TEXT: held_out_text(given.texts, "paragraphs", tokenizer, given.seed, given.trials),
+        TEXT: held_out_text(given.texts, given.form, tokenizer, given.seed, given.trials),
         ANSWERS: own_answers(given.prompts, target, tokenizer, given.seed, given.trials),
     }
     readers = {name: _reader(drafter, target) for name, drafter in heads.items()}
     for kind, (rows, _) in kinds.items():
         for window, row in enumerate(rows):
             found["acceptance"] += [
-                {"kind": kind, "window": window, **each} for each in _along(target, readers, row, given.every)
+                {"kind": kind, "window": window, **each} for each in along(target, readers, row, given.every)
             ]
         _say(f"{kind}: acceptance of {len(rows)} windows")
     engines = {name: _engine(given, drafter) for name, drafter in {PLAIN: None, **heads}.items()}
@@ -93,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--head", action="append", required=True, help="NAME=DRAFTER:DIR; the first one is compared to")
     parser.add_argument("--texts", type=Path, action="append", required=True)
     parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser.add_argument("--form", default="paragraphs", help="how texts are separated in .txt files")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--every", type=int, default=16, help="tokens from one measured position to the next")
     parser.add_argument("--trials", type=int, default=6, help="requests of each kind")
@@ -139,7 +140,7 @@ def _engine(given: argparse.Namespace, drafter: str | None) -> Engine:
 
 
 @torch.inference_mode()
-def _along(target: Loaded, readers: dict[str, Following], row: Row, every: int) -> list[dict[str, Any]]:
+def along(target: Loaded, readers: dict[str, Following], row: Row, every: int) -> list[dict[str, Any]]:
     """Acceptance of each place of a draft, from positions of one window."""
     tokens = list(row.tokens)
     whole, owner = target.open(), target.open()

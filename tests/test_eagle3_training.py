@@ -10,47 +10,19 @@ from safetensors.torch import load_file
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
-from draftproof.backends.feature_net import FeatureConfig
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.published.eagle3 import eagle3_backend
 from draftproof.backends.published.peagle import PEagleBackend
 from draftproof.models import resolve
-from draftproof.training.eagle3_net import Eagle3Module, default_layers, save_eagle3
+from draftproof.training.eagle3_net import default_layers
 from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_loss import Frame, feature_loss, steps
-from draftproof.training.feature_options import FeatureJob
 from draftproof.training.feature_rows import Row, Store
-from draftproof.training.loop import TrainingPlan
 from draftproof.training.peagle_net import PEagleModule
 from helpers import CONFIGS, random_model
+from small_heads import job, random_net, write, write_texts
 
-WORDS = ["The little dog saw a big red ball.", "It ran and ran to get it.", "Then it was sad, and mom said: go home!"]
 REFERENCE = os.environ.get("DRAFTPROOF_SPECULATORS")  # a Python that has the package
-
-
-def random_net(layers, *, own_output=False, ids=40, make=Eagle3Module, **more):
-    config = FeatureConfig("llama", 32, 97, 4, 2, 24, ids, own_output=own_output, window=64)
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        net = make(config, layers, **more)
-        for weight in net.parameters():
-            torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.3)
-    net.ids.copy_(torch.arange(ids) * 2)
-    return net.requires_grad_(requires_grad=False)
-
-
-def write(net, target, folder):
-    folder.mkdir()
-    save_eagle3(
-        net,
-        folder,
-        embedding=target.model.get_input_embeddings().weight.detach(),
-        output=target.output_rows(net.ids),
-        architectures=["LlamaForCausalLM"],
-        max_positions=64,
-        dtype=torch.float32,
-    )
-    return str(folder)
 
 
 @pytest.mark.parametrize("own_output", [False, True])
@@ -116,25 +88,16 @@ def test_the_mask_is_learnt(tmp_path):
     assert net.mask_hidden.grad.abs().max() > 0
 
 
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path)
+
+
 def test_layers_are_low_middle_and_high():
     assert default_layers(30) == (2, 15, 27)
     assert default_layers(6) == (1, 3, 5)
     with pytest.raises(UserError, match="which has 2: legal is 4 or more"):
         default_layers(2)
-
-
-@pytest.fixture
-def texts(tmp_path):
-    file = tmp_path / "texts.txt"
-    file.write_text("\n\n".join(f"{WORDS[i % 3]} {WORDS[(i // 3) % 3]} Number {i}." for i in range(400)))
-    return file
-
-
-def job(tmp_path, texts, name, **options):
-    plan = TrainingPlan(steps=40, seed=3, log_every=10, evaluate_every=40, save_every=10, learning_rate=3e-3)
-    kept = {"windows": 24, "length": 16, "ids": 200, "trial_prompts": 1, "dtype": "float32", "cache": tmp_path / "c"}
-    options = {**kept, "format": "eagle3", **options}
-    return FeatureJob("embedded:stories", tmp_path / name, plan, (texts,), **options)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "peagle"])
