@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SANITIZERS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 EMULATED = {
     "x86-64-v4": (),
+    "x86-64-v4-fma": ("-DEMULATE_BF16", "-DWIDE_PRODUCTS"),
     "x86-64-v4-bf16": ("-DEMULATE_BF16",),
     "x86-64-v4-amx": ("-DEMULATE_BF16", "-DEMULATE_AMX"),
 }

@@ -4,7 +4,7 @@ It runs in an environment of its own: `pip install torch==2.13.0`, then `pip ins
 random and tiny, saved by the package itself, and read along known tokens: `reference.safetensors` holds the target's
 hidden states, as transformers computes them, and the head's logits at every step of a draft from every position.
 
-    python scripts/make_head_references.py tests/data/speculators
+    HF_HUB_OFFLINE=1 python scripts/make_head_references.py tests/data/speculators
 """
 
 import json
@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save_file
 from speculators.config import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
+from speculators.models.dflash import core as dflash_core
+from speculators.models.dflash.config import DFlashSpeculatorConfig
 from speculators.models.eagle3 import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.models.mtp.config import MTPSpeculatorConfig
@@ -73,6 +75,23 @@ EAGLE3 = {
         "drafted": DRAFTED,
         "norm_before_fc": True,
         "eagle_aux_hidden_state_layer_ids": [0, 3, 6],
+    },
+}
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+DFLASH = {
+    "dflash_full": {"layer": Qwen3Config(**SHAPE, num_hidden_layers=2), "drafted": DRAFTED, "layers": [1, 4, 6]},
+    "dflash_sliding": {
+        "layer": Qwen3Config(**SHAPE, num_hidden_layers=2, **SLIDING),
+        "drafted": VOCAB,
+        "layers": [0, 3],
+    },
+    "dflash_anchor": {
+        "layer": Qwen3Config(**SHAPE, num_hidden_layers=2, attention_bias=True, **SLIDING),
+        "drafted": DRAFTED,
+        "layers": [2, LAYERS],
+        "sliding_window_non_causal": True,
+        "sample_from_anchor": True,
     },
 }
 
@@ -178,6 +197,48 @@ def eagle3(
     save_file({key: value.contiguous() for key, value in reference.items()}, out / name / "reference.safetensors")
 
 
+def dflash(name: str, seed: int, target: Any, states: list[Tensor], out: Path) -> None:
+    """A head that drafts a block in one pass, and its logits [anchors, block, drafted] from the given anchors."""
+    options = dict(DFLASH[name])
+    layer, drafted, layers = options.pop("layer"), options.pop("drafted"), options.pop("layers")
+    layer._attn_implementation = "eager"  # noqa: SLF001
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=drafted,
+        block_size=STEPS,
+        mask_token_id=39,
+        aux_hidden_state_layer_ids=layers,
+        speculators_config=proposal("dflash", STEPS - (not options.get("sample_from_anchor"))),
+        **options,
+    )
+    model = fill(dflash_core.DFlashDraftModel(config), seed)
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+        if drafted == VOCAB:
+            model.lm_head.weight.copy_(target.lm_head.weight)
+        model.verifier_lm_head.weight.zero_()
+    if drafted < VOCAB:
+        model.load_vocab_mappings(*mapping(drafted))
+    model.float().save_pretrained(out / name)
+    features, ids = torch.cat([states[each] for each in layers], -1), torch.tensor([IDS])
+    chosen: dict[str, Tensor] = {}
+    select = dflash_core.select_anchors
+
+    def watched(*given: Any) -> tuple[Tensor, Tensor]:
+        chosen["anchor"], valid = select(*given)
+        return chosen["anchor"], valid
+
+    dflash_core.select_anchors = watched
+    given = {"hidden_states": features, "input_ids": ids, "document_ids": torch.zeros_like(ids)}
+    rest = {"loss_mask": torch.ones_like(ids), "verifier_last_hidden_states": states[-1], "max_anchors": len(IDS)}
+    loss = resolve_loss_config("ce", "eager")
+    made = caught(model.lm_head, lambda: model(**given, **rest, loss_config=loss))
+    dflash_core.select_anchors = select
+    logits = made[0][0].unflatten(0, (-1, STEPS))
+    reference = {"logits": logits, "features": features[0], "anchor": chosen["anchor"]}
+    save_file({key: value.contiguous() for key, value in reference.items()}, out / name / "reference.safetensors")
+
+
 def mtp(name: str, seed: int, last: Tensor, out: Path) -> None:
     """A prediction layer of its own, and its logits [steps, tokens, vocabulary] from every position."""
     layer = Qwen3Config(**SHAPE, num_hidden_layers=LAYERS)
@@ -213,6 +274,8 @@ def main() -> None:
     like = EAGLE3["eagle3_llama"]
     eagle3("peagle", 20, states, out, peagle.PEagleDraftModel, PEagleSpeculatorConfig, like=like, mask_token_id=39)
     mtp("mtp", 30, last, out)
+    for seed, name in enumerate(DFLASH, 40):
+        dflash(name, seed, target, states, out)
     for copied in out.rglob("config.py"):  # the package puts its own source beside each config
         copied.unlink()
     made_with = {package: version(package) for package in ("torch", "transformers", "speculators", "safetensors")}

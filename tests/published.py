@@ -126,6 +126,32 @@ def peagle(folder, target, *, ids=None, layers=(0, 1, 2), seed=6):
     return write(folder, config, {**tensors, "mask_hidden": mask})
 
 
+def dflash(folder, target, *, ids=None, layers=(0, 1, 2), seed=9, original=False, block=5, **more):
+    """A random DFlash head for a target, in `speculators`' layout or its authors', with a window in one layer."""
+    size, vocab = target.capabilities.hidden, target.vocab_size
+    shapes = {"fc.weight": (size, len(layers) * size), "norm.weight": (size,), "hidden_norm.weight": (size,)}
+    for number in range(2):
+        at = f"layers.{number}."
+        shapes |= {f"{at}{name}.weight": (size,) for name in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{at}self_attn.{name}.weight": (size // 2,) for name in ("q_norm", "k_norm")}
+        shapes |= {**attention(at, size, 2, 1, size // 2), **mlp(at, size, 2 * size)}
+    own = {}
+    if ids is not None and len(ids) < vocab:
+        shapes["lm_head.weight"], own = (len(ids), size), maps(ids, vocab)
+    tensors = {**weights(shapes, seed), **own}
+    windows = {"use_sliding_window": True, "sliding_window": 3}
+    kinds = {"layer_types": ["full_attention", "sliding_attention"]}
+    layer = llama_config(size, vocab, 2, **windows, **kinds) | {"model_type": "qwen3"}
+    drafted = {"draft_vocab_size": len(ids)} if own else {}
+    if original:
+        nested = {"mask_token_id": 1, "target_layer_ids": [each - 1 for each in layers], **more}
+        config = {"architectures": ["DFlashDraftModel"], **layer, **drafted, "block_size": block}
+        return write(folder, {**config, "num_target_layers": 7, "dflash_config": nested}, tensors)
+    config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "mask_token_id": 1, **drafted}
+    config |= {"aux_hidden_state_layer_ids": list(layers), "block_size": block, **more}
+    return write(folder, {**config, "speculators_config": verified("dflash", target.name)}, tensors)
+
+
 def eagle(folder, target, *, seed=7, depth=1, bias=True, **_):
     """A random EAGLE head for a target, in SafeAILab's layout."""
     size, vocab = target.capabilities.hidden, target.vocab_size
@@ -156,7 +182,7 @@ def medusa(folder, target, *, heads=4, depth=1, seed=8, prefix="", **_):
     return write(folder, config, weights(shapes, seed))
 
 
-WRITERS = {"eagle3": eagle3, "peagle": peagle, "eagle": eagle, "medusa": medusa}
+WRITERS = {"eagle3": eagle3, "peagle": peagle, "dflash": dflash, "eagle": eagle, "medusa": medusa}
 
 
 # --- the same in plain torch, over a whole sequence at a time ---------------------------------------------------------

@@ -1,6 +1,7 @@
 """The C operations compute what their formulas say, beside float64; models read by them agree with transformers."""
 
 import copy
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -130,6 +131,35 @@ def test_many_rows_of_many_inputs_are_those_of_a_few(dtype):
     assert close(product(x, laid), x.double() @ weight.double().T, 1e-5 * (x.double().abs() @ weight.double().abs().T))
     for row in range(0, 150, 7):
         assert torch.equal(product(x[row : row + 5], laid, None, onto[row : row + 5]), whole[row : row + 5])
+
+
+WIDENED = ["x86-64-v4-fma", "x86-64-v4"]  # levels whose bfloat16 products are made of float32 ones
+
+
+@pytest.mark.builds
+@pytest.mark.skipif(not set(WIDENED) <= set(LEVELS), reason="not both levels run here")
+def test_levels_that_widen_products_give_the_same_bits(monkeypatch):
+    made = []
+    for name in WIDENED:
+        monkeypatch.setenv(VARIABLE, name)
+        product = OPERATIONS[torch.bfloat16].product
+        made.append(product(drawn(1, 30, 576), Interleaved.of(drawn(2, 400, 576))))
+    assert torch.equal(*made)
+
+
+@pytest.mark.builds
+@pytest.mark.skipif(WIDENED[0] not in LEVELS, reason="the level does not run here")
+def test_products_without_memory_for_wide_rows(monkeypatch, tmp_path):
+    """The sums are the same bits where nothing can be allocated."""
+    monkeypatch.setenv(VARIABLE, WIDENED[0])
+    x, laid = drawn(1, 30, 576, dtype=torch.bfloat16), Interleaved.of(drawn(2, 40, 576))
+    expected = OPERATIONS[torch.bfloat16].product(x, laid)
+    level, out = library.choose(WIDENED[0])[0], tmp_path / "library.so"
+    header = tmp_path / "poor.h"
+    header.write_text("#include <stdlib.h>\n#define malloc(size) ((void *)0)\n")
+    library.compile_library(out, level, extra=("-O1", "-include", str(header)))
+    poor = Operations(ctypes.CDLL(str(out)), torch.bfloat16, level.name)
+    assert torch.equal(poor.product(x, laid), expected)
 
 
 def test_rows_that_are_not_contiguous_and_more_than_two_dimensions(dtype):
@@ -976,6 +1006,8 @@ def test_the_best_level_that_the_processor_runs_is_chosen(monkeypatch):
     for flags, name in (
         (all_of_v4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}, "x86-64-v4-amx"),
         (all_of_v4 | {"avx512_vnni", "avx512_bf16", "amx_tile"}, "x86-64-v4-bf16"),
+        (all_of_v4 | {"avx512_vnni", "avx512_bf16", "AuthenticAMD"}, "x86-64-v4-bf16"),
+        (all_of_v4 | {"avx512_vnni", "avx512_bf16", "GenuineIntel"}, "x86-64-v4-fma"),
         (all_of_v4, "x86-64-v4"),
         ({"avx2", "fma", "sse2"}, "x86-64-v3"),
         ({"sse2"}, "portable"),
@@ -998,7 +1030,7 @@ def test_without_leave_to_use_tile_registers_another_level_serves(monkeypatch):
     monkeypatch.setattr(library.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(library, "processor", lambda: flags)
     monkeypatch.setattr(library, "_tiles_allowed", lambda: False)
-    assert library.choose()[0].name == "x86-64-v4-bf16"
+    assert library.choose()[0].name == "x86-64-v4-fma"
     with pytest.raises(UserError, match="x86-64-v4-amx needs the tile registers, which this system does not give"):
         library.choose("x86-64-v4-amx")
 

@@ -16,6 +16,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, unread
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
+from draftproof.backends.published.dflash import DFlashBackend
 from draftproof.backends.published.eagle import eagle_backend
 from draftproof.backends.published.eagle3 import eagle3_backend
 from draftproof.backends.published.medusa import MedusaBackend
@@ -29,6 +30,7 @@ PROVENANCE = json.loads((DATA / "provenance.json").read_text())
 PACKAGE = os.environ.get("DRAFTPROOF_SPECULATORS")  # a Python that has the package
 IDS, STEPS = PROVENANCE["tokens"], PROVENANCE["steps"]
 EAGLE3 = ["eagle3_llama", "eagle3_residual", "eagle3_qwen3", "eagle3_sliding"]
+DFLASH = ["dflash_full", "dflash_sliding", "dflash_anchor"]
 PROMPTS = ["Once upon a time", "The little dog", "One day, Tim and his mom went to the"]
 
 
@@ -81,8 +83,9 @@ def test_eagle3_logits_are_those_of_speculators_at_every_step(name, make):
 def test_the_references_are_what_the_package_computes_now(tmp_path):
     """Live: the script makes them again where the package is installed."""
     script = DATA.parents[2] / "scripts" / "make_head_references.py"
-    subprocess.run([PACKAGE, script, tmp_path], check=True, timeout=300, capture_output=True)
-    for name in [*EAGLE3, "mtp"]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run([PACKAGE, script, tmp_path], check=True, timeout=300, capture_output=True, env=environment)
+    for name in [*EAGLE3, *DFLASH, "mtp"]:
         made, kept = load_file(tmp_path / name / "reference.safetensors"), reference(name)
         assert made.keys() == kept.keys()
         assert all(torch.allclose(made[key].float(), kept[key].float(), atol=1e-4) for key in kept), name
@@ -166,6 +169,114 @@ def test_peagle_reads_only_new_tokens_in_the_next_round():
     assert session.inner.length == 6
 
 
+# --- DFlash as speculators computes it -------------------------------------------------------------------------------
+
+
+def block_rows(target, head, known):
+    """All rows of a block after known tokens, whose last one the target has not read."""
+    owner = target.open()
+    target.forward([Feed(owner, known[:-1])])
+    session = head.follow(owner)
+    head.forward([Feed(session, known[1:])])
+    return session.places.logits
+
+
+@pytest.mark.parametrize("make", [HFBackend, LeanBackend])
+@pytest.mark.parametrize("name", DFLASH)
+def test_dflash_blocks_are_those_of_speculators_from_every_place(name, make):
+    """Full attention, windows that end at the block, causal and not, and blocks that draft at the committed token."""
+    target, expected = tiny_target(make), reference(name)
+    head = DFlashBackend(str(DATA / name), target)
+    first = STEPS - head.deepest
+    assert first == (0 if name == "dflash_anchor" else 1)
+    scale, seen = expected["logits"].abs().max(), set()
+    for anchor, rows in zip(expected["anchor"].tolist(), expected["logits"], strict=True):
+        if anchor:  # before the first token there are no states to read
+            made = block_rows(target, head, IDS[: anchor + 1])
+            assert (made - rows[first:]).abs().max() < 1e-5 * scale, f"after {anchor} tokens"
+            seen.add(anchor)
+    assert len(seen) == len(IDS) - STEPS - 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"aux_hidden_state_layer_ids": [3, 0]},
+        {"mask_token_id": 4},
+        {"sliding_window_non_causal": True},
+        {"transformer_layer_config__sliding_window": 2},
+        {"transformer_layer_config__layer_types": ["sliding_attention", "full_attention"]},
+    ],
+)
+def test_other_dflash_fields_change_the_logits(tmp_path, fields):
+    """Negative control of the comparison above."""
+    target, expected = tiny_target(), reference("dflash_sliding")
+    head = DFlashBackend(str(changed(tmp_path / "head", "dflash_sliding", **fields)), target)
+    place = expected["anchor"].tolist().index(7)
+    made = block_rows(target, head, IDS[:8])
+    assert (made - expected["logits"][place, 1:]).abs().max() > 0.01 * expected["logits"].abs().max()
+
+
+def test_dflash_reads_only_new_states_in_the_next_round():
+    """Blocks leave nothing behind: a second round, in a batch, gives the rows of fresh sessions."""
+    target = tiny_target()
+    head = DFlashBackend(str(DATA / "dflash_sliding"), target)
+    owners = [target.open(), target.open()]
+    target.forward([Feed(owners[0], IDS[:3]), Feed(owners[1], IDS[:6])])
+    sessions = [head.follow(owner) for owner in owners]
+    head.forward([Feed(sessions[0], IDS[1:4]), Feed(sessions[1], IDS[1:7])])
+    head.forward([Feed(session, [30]) for session in sessions])
+    target.forward([Feed(owners[0], IDS[3:9])])
+    for session in sessions:
+        session.rewind()
+    assert unread(sessions[0], IDS[1:10]) == IDS[4:10]
+    head.forward([Feed(sessions[0], IDS[4:10]), Feed(sessions[1], unread(sessions[1], IDS[1:7]))])
+    for session, length in zip(sessions, (10, 7), strict=True):
+        assert torch.allclose(session.places.logits, block_rows(target, head, IDS[:length]), atol=1e-4)
+        assert session.inner.length == length - 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "theirs"),
+    [({}, {}), ({"sliding_window_non_causal": True}, {"causal": False}), ({}, {"attention_value_scale": None})],
+)
+def test_both_layouts_of_dflash_are_one_head(tmp_path, fields, theirs):
+    """The authors' layout counts layers from the one after the embedding."""
+    target = tiny_target()
+    ids, layers = [1, 5, 6, 30], (1, 3)
+    folders = (
+        published.dflash(tmp_path / "a", target, ids=ids, layers=layers, **fields),
+        published.dflash(tmp_path / "b", target, ids=ids, layers=layers, original=True, **theirs),
+    )
+    rows = [block_rows(target, DFlashBackend(str(folder), target), IDS[:9]) for folder in folders]
+    assert rows[0].shape == (4, 4)
+    assert torch.equal(*rows)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"block_size": 1}, "has block_size 1: legal are 2 to 64"),
+        ({"mask_token_id": 40}, "has mask_token_id 40: legal are 0 to 39, tokens of tiny-target"),
+        ({"aux_hidden_state_layer_ids": [0, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
+        ({"aux_hidden_state_layer_ids": [0]}, r"fc.weight has shape \[16, 32\]"),
+        ({"speculators_model_type": "dflash2"}, "'dflash2', which is not read here"),
+        ({"transformer_layer_config__num_hidden_layers": 1}, "layer_types|does not name here"),
+    ],
+)
+def test_dflash_heads_that_do_not_fit_are_refused(tmp_path, fields, words):
+    folder = changed(tmp_path / "head", "dflash_sliding", **fields)
+    with pytest.raises(UserError, match=words):
+        make_drafter(f"dflash:{folder}", target=tiny_target(), draft=None, stopper="fixed:2")
+
+
+def test_dflash_fields_that_change_attention_are_refused(tmp_path):
+    target = tiny_target()
+    folder = published.dflash(tmp_path / "head", target, original=True, attention_sink_bias=True)
+    with pytest.raises(UserError, match=r"dflash_config.attention_sink_bias True, which is not read here: legal are"):
+        DFlashBackend(str(folder), target)
+
+
 # --- EAGLE and Medusa, computed plainly from the papers ---------------------------------------------------------------
 
 
@@ -203,8 +314,8 @@ def test_medusa_rows_are_those_of_the_paper(tmp_path, depth, prefix):
 
 
 def test_one_pass_drafts_all_tokens(tmp_path, monkeypatch):
-    """Medusa and P-EAGLE compute once a round, whatever the length; a longer draft than they have places is cut."""
-    for name, kind in (("medusa", MedusaBackend), ("peagle", PEagleBackend)):
+    """Heads of one pass compute once a round, whatever the length; a longer draft than they have places is cut."""
+    for name, kind in (("medusa", MedusaBackend), ("peagle", PEagleBackend), ("dflash", DFlashBackend)):
         target = story_target()
         folder = WRITERS[name](tmp_path / name, target)
         calls = []
@@ -236,6 +347,7 @@ def story_target(make=HFBackend):
         ("eagle", HFBackend, 1),
         ("medusa", HFBackend, 3),
         ("peagle", LeanBackend, 1),
+        ("dflash", LeanBackend, 2),
         *(pytest.param(name, LeanBackend, 2, marks=pytest.mark.slow) for name in WRITERS),
     ],
 )
@@ -330,9 +442,9 @@ def test_rows_of_another_map_are_detected(tmp_path, monkeypatch):
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def changed(folder, **fields):
+def changed(folder, head="eagle3_llama", **fields):
     """A copy of a reference head with other fields in its config."""
-    shutil.copytree(DATA / "eagle3_llama", folder)
+    shutil.copytree(DATA / head, folder)
     config = json.loads((folder / "config.json").read_text())
     for name, value in fields.items():
         place = config
@@ -354,7 +466,7 @@ def changed(folder, **fields):
         ({"eagle_aux_hidden_state_layer_ids": [1, 4, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 4]}, r"fc.weight has shape \[16, 48\]"),
         ({"draft_vocab_size": 20}, r"d2t has shape \[24\]"),
-        ({"speculators_model_type": "dflash"}, "'dflash', which is not read here: legal are eagle3, peagle"),
+        ({"speculators_model_type": "dspark"}, "'dspark', which is not read here: legal are eagle3, peagle"),
         ({"speculators_model_type": "peagle"}, "of algorithm peagle: legal is drafter peagle:"),
         ({"transformer_layer_config__hidden_act": "gelu"}, "activation 'gelu'"),
         ({"transformer_layer_config__model_type": "gemma2"}, "layers of type 'gemma2': legal are llama and qwen3"),

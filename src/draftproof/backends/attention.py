@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from draftproof.backends.layout import Layout
+from draftproof.backends.layout import Layout, additive
 from draftproof.backends.slot_cache import WritePlan
 from draftproof.kernels import native
 from draftproof.kernels.operations import AttentionArguments, Operations, PassMask
@@ -65,6 +65,10 @@ class Attention(Protocol):
         """The mask of all layers with the same window, in the form that `__call__` takes."""
         ...
 
+    def masked(self, layout: Layout, allowed: Bool[Tensor, "tokens horizon"], dtype: torch.dtype) -> Any:
+        """The mask where each token, in the order of padded rows, may read the slots that are true, at least one."""
+        ...
+
     def __call__(
         self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: Any
     ) -> Float[Tensor, "tokens inner"]:
@@ -105,10 +109,14 @@ class TorchAttention:
 
     def mask(self, layout: Layout, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """An additive mask, each row repeated for the query heads of a key head; None where every slot is seen."""
-        if sees_all(layout, window):
-            return None
-        mask = layout.mask(window, dtype)
-        return mask if layout.width > _FOLDED else mask.repeat_interleave(self.heads.group, 2)
+        return None if sees_all(layout, window) else self._folded(layout.mask(window, dtype))
+
+    def masked(self, layout: Layout, allowed: Bool[Tensor, "tokens horizon"], dtype: torch.dtype) -> Tensor:
+        """See `Attention`."""
+        return self._folded(additive(allowed, dtype).view(len(layout.feeds), 1, layout.width, -1))
+
+    def _folded(self, mask: Float[Tensor, "rows 1 width horizon"]) -> Tensor:
+        return mask if mask.shape[2] > _FOLDED else mask.repeat_interleave(self.heads.group, 2)
 
     def __call__(
         self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: Tensor | None
@@ -174,8 +182,18 @@ class NativeAttention:
         places = list(zip(plan.slots, plan.bases, plan.widths, strict=True))
         if layout.straight and (window is None or plan.horizon <= window):
             return PassMask(places, [[last + 1 for last in row] for row in layout.host_limits], None)
-        every = [[base + width] * size for (_, base, width), size in zip(places, layout.sizes, strict=True)]
-        return PassMask(places, every, layout.mask(window, dtype))
+        return PassMask(places, self._every(layout), layout.mask(window, dtype))
+
+    def masked(self, layout: Layout, allowed: Bool[Tensor, "tokens horizon"], dtype: torch.dtype) -> PassMask:
+        """See `Attention`."""
+        plan = layout.plan
+        places = list(zip(plan.slots, plan.bases, plan.widths, strict=True))
+        return PassMask(places, self._every(layout), additive(allowed, dtype))
+
+    @staticmethod
+    def _every(layout: Layout) -> list[list[int]]:
+        """For each token, how many slots its row has after this pass."""
+        return [[end] * size for end, size in zip(layout.plan.ends, layout.sizes, strict=True)]
 
     def __call__(
         self, layer: int, fused: Float[Tensor, "tokens heads dim"], at: Pass, mask: PassMask

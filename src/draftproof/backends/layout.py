@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.accelerator import sent
@@ -150,8 +150,7 @@ class Layout:
                 theirs = self.key_positions.repeat_interleave(sent(self.sizes, self.device, torch.int64), 0)
             allowed &= ours // window == theirs // window if isinstance(window, Chunk) else ours - theirs < window
             allowed[..., 0] |= ~allowed.any(-1)
-        blocked = torch.zeros(allowed.shape, dtype=dtype, device=self.device)
-        blocked.masked_fill_(~allowed, torch.finfo(dtype).min)
+        blocked = additive(allowed, dtype)
         return blocked if self.packed else blocked.view(len(self.feeds), 1, self.width, horizon)
 
     @cached_property
@@ -202,6 +201,11 @@ class Layout:
         for row, (stem, whole) in self._open_trees.items():
             positions[row, stem : stem + len(whole)] = sent([stem - 1 + d for d in whole.depths], self.device)
         return positions
+
+
+def additive(allowed: Bool[Tensor, "tokens horizon"], dtype: torch.dtype) -> Float[Tensor, "tokens horizon"]:
+    """What is added to scores: 0 where a token may attend, the dtype's minimum elsewhere."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def feed_depths(feed: Feed) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from draftproof.backends.published.dflash import DFlashBackend
 from draftproof.backends.published.eagle import eagle_backend
 from draftproof.backends.published.eagle3 import eagle3_backend
 from draftproof.backends.published.medusa import MedusaBackend
@@ -77,6 +78,7 @@ PUBLISHED = (
     _part("eagle", "one chain from a published EAGLE head, of the first or second paper", eagle_backend),
     _part("medusa", "one chain from published Medusa heads, all tokens in one pass", MedusaBackend),
     _part("peagle", "one chain from a published P-EAGLE head, all tokens in one pass", PEagleBackend),
+    _part("dflash", "one chain from a published DFlash head, all tokens in one pass", DFlashBackend),
     DrafterPart(
         name="mtp",
         argument="HEAD",

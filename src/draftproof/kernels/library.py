@@ -43,7 +43,7 @@ class Level:
 
     Attributes:
         name: that of the x86-64 psABI, where there is one.
-        needs: flags that the processor must have.
+        needs: flags that the processor must have, or its vendor.
         flags: for the compiler.
         machine: as in `platform.machine`; None for any.
     """
@@ -54,15 +54,18 @@ class Level:
     machine: str | None = "x86_64"
 
 
-def _level(name: str, *features: str) -> Level:
+def _level(name: str, *features: str, vendor: str | None = None, defined: tuple[str, ...] = ()) -> Level:
     linux = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16", "amx-tile": "amx_tile", "amx-bf16": "amx_bf16"}
     needs = frozenset(linux.get(feature, feature) for feature in features)
-    return Level(name, needs, tuple(f"-m{feature}" for feature in features))
+    flags = *(f"-m{feature}" for feature in features), *(f"-D{each}" for each in defined)
+    return Level(name, needs | ({vendor} if vendor else set()), flags)
 
 
 _V4 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma")
 LEVELS = (  # best first
     _level("x86-64-v4-amx", *_V4, "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16"),
+    # Intel's dot products of bfloat16 numbers are slower than float32 products (c/wide_products.h).
+    _level("x86-64-v4-fma", *_V4, "avx512vnni", "avx512bf16", vendor="GenuineIntel", defined=("WIDE_PRODUCTS",)),
     _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),
     _level("x86-64-v4", *_V4),
     _level("x86-64-v3", "avx2", "fma"),
@@ -71,12 +74,14 @@ LEVELS = (  # best first
 
 
 def processor() -> frozenset[str]:
-    """The flags of this processor with their Linux names; empty where they are not known."""
+    """The flags of this processor with their Linux names, and its vendor; empty where they are not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    return next((frozenset(line.split()) for line in lines if line.startswith(("flags", "Features"))), frozenset())
+    starts = ("vendor_id", ("flags", "Features"))
+    found = [next((line for line in lines if line.startswith(start)), "") for start in starts]
+    return frozenset(" ".join(found).split())
 
 
 def choose(name: str | None = None) -> list[Level]:

@@ -241,7 +241,7 @@ class AttentionArguments(ctypes.Structure):
         group, threads = heads // key_heads, torch.get_num_threads()
         columns = _columns(mask, key_heads, group, threads)
         queries = -(-columns * group // LANES) * LANES
-        scratch_size = queries * (1 + mask.horizon + 2 * LANES + dim // 2)
+        scratch_size = queries * (1 + mask.horizon + 2 * LANES + dim)
         return cls(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),

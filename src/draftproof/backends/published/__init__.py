@@ -1,1 +1,1 @@
-"""Draft heads in the layouts in which others publish them: eagle3, eagle, medusa, P-EAGLE, and prediction layers."""
+"""Draft heads in the layouts in which others publish them: EAGLE, Medusa, P-EAGLE, DFlash and prediction layers."""

@@ -7,22 +7,21 @@ the place of the fused ones for drafted tokens. It drafts from a part of the voc
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.following import FollowingBackend
 from draftproof.backends.layout import Layout
-from draftproof.backends.lean_layers import Embedding, Norm
+from draftproof.backends.lean_layers import Norm
 from draftproof.backends.packed import Product
+from draftproof.backends.published.borrowed import embedding_of, output_of, states_of, vocabulary_of
 from draftproof.backends.published.files import (
     ALGORITHM,
     HeadFiles,
     cast,
-    drafted_ids,
     read_head,
     refuse_other_algorithm,
     refuse_other_target,
@@ -57,12 +56,11 @@ class Eagle3Net:
             raise UserError(f"the head {files.source!r} has norm_before_fc and fc_norm: legal is one of them")
         self._norms_output, self._norms_residual = flags["norm_output"], flags["norm_before_residual"]
         shape = LayerShape.of(files, None if ALGORITHM in files.config else "llama")
-        self.layers = _layers(files, target)
+        self.layers = states_of(files, _named_layers(files), target)
         given = files.config.get("target_hidden_size") or shape.size
-        refuse_other_target(files, target, hidden=int(given), vocab=_vocabulary(files, shape))
+        refuse_other_target(files, target, hidden=int(given), vocab=vocabulary_of(files, shape))
         self.width = shape.size
-        own = files.optional("embed_tokens.weight", [target.vocab_size, shape.size])
-        self.embed = _embedding(files, shape, target) if own is None else Embedding(cast(own, target))
+        self.embed = embedding_of(files, shape, target)
         features = len(self.layers) * int(given)
         self._norm_all = make_norm(files, shape, "input_norm", target, features) if flags["norm_before_fc"] else None
         self._norm_each: list[Norm] = []
@@ -80,7 +78,7 @@ class Eagle3Net:
         ]
         self._norm = make_norm(files, shape, "norm", target)
         self._passes = Passes(shape, self._decoder, target)
-        self.ids, self._head = _output(files, shape, target)
+        self.ids, self._head = output_of(files, shape, target)
         for unused in ("verifier_lm_head.weight", "verifier_norm.weight"):
             files.tensors.pop(unused, None)
 
@@ -119,50 +117,10 @@ class Eagle3Net:
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def _layers(files: HeadFiles, target: SlotBackend) -> tuple[int, ...]:
-    """The layers of the target whose states are read: of the config, else a low, a middle and a high one."""
+def _named_layers(files: HeadFiles) -> Any:
+    """The layers of the target that the config names."""
     named: Any = files.config.get("eagle_aux_hidden_state_layer_ids")
-    if named is None:
-        named = (files.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    total = target.facts.layers
-    found = [2, total // 2, total - 3] if named is None else named
-    sane = isinstance(found, list) and all(isinstance(each, int) and 0 <= each <= total for each in found)
-    if not found or not sane or len(set(found)) < len(found):
-        said = "without a list of layers" if named is None else f"whose layers are {named}"
-        raise UserError(
-            f"the head {files.source!r}, {said}, cannot read the hidden states of {target.name}, which has {total} "
-            f"layers: legal are different numbers from 0 to {total}; take a head that was made for this target"
-        )
-    return tuple(found)
-
-
-def _vocabulary(files: HeadFiles, shape: LayerShape) -> int:
-    """The size of the target's vocabulary that a head was made for."""
-    mask = files.tensors.get("t2d")
-    return shape.vocab if mask is None else mask.shape[0]
-
-
-def _embedding(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Callable[[Tensor], Tensor]:
-    """The target's embedding, for a head without one."""
-    if shape.size != target.capabilities.hidden:
-        raise UserError(
-            f"the head {files.source!r} has no embed_tokens.weight, and its width {shape.size} is not that of "
-            f"{target.name} ({target.capabilities.hidden}), whose embedding it would read"
-        )
-    return target.embed
-
-
-def _output(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> tuple[Int[Tensor, " ids"] | None, Product]:
-    """The tokens that a head drafts, and its output layer."""
-    size, vocab = int(files.config.get("draft_vocab_size") or target.vocab_size), target.vocab_size
-    ids, order = drafted_ids(files, size, vocab, target.device)
-    own = files.optional("lm_head.weight", [size, shape.size])
-    if own is None:
-        if shape.size != target.capabilities.hidden:
-            raise UserError(f"the head {files.source!r} has no lm_head.weight, and the target's has another width")
-        return ids, Product(target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids))
-    weight = cast(own, target)
-    return ids, Product(weight if order is None else weight[order])
+    return named or (files.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
 
 
 def eagle3_backend(source: str, target: SlotBackend) -> FollowingBackend:

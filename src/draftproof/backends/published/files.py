@@ -18,7 +18,7 @@ from draftproof.errors import UserError, reason
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ALGORITHM = "speculators_model_type"
-DRAFTERS = ("eagle3", "peagle", "eagle", "medusa", "mtp")  # that read published heads
+DRAFTERS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "mtp")  # that read published heads
 _PATTERNS = [CONFIG, "*.safetensors", INDEX]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONVERT = (
@@ -182,6 +182,8 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
     if "medusa_num_heads" in config:
         return "medusa"
     kinds = " ".join(map(str, config.get("architectures") or [])).lower()
+    if "dflash_config" in config or "dflash" in kinds:
+        return "dflash2" if "dflash2" in kinds else "dflash"
     return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else "eagle"
 
 

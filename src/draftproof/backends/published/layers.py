@@ -175,7 +175,10 @@ class Passes:
         self, x: Float[Tensor, "rows width dim"], layout: Layout, cache: SlotCache
     ) -> tuple[Pass, dict[str, Any]]:
         """The pass, and the mask of each kind of layer."""
-        rows, width = layout.ids.shape
-        at = Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)
         masks = {kind: self._attention.mask(layout, window, x.dtype) for kind, window in self._windows.items()}
-        return at, masks
+        return self.at(layout, cache), masks
+
+    def at(self, layout: Layout, cache: SlotCache) -> Pass:
+        """The pass alone."""
+        rows, width = layout.ids.shape
+        return Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)

@@ -29,6 +29,10 @@
 #define WITH_AMX
 #endif
 
+#if defined(WITH_AVX512) && (defined(WIDE_PRODUCTS) || !defined(WITH_BF16))
+#define WITH_WIDE /* products of bfloat16 numbers are made of float32 ones */
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16 };
@@ -118,7 +122,7 @@ INLINE units splat_unit(const void *at) {
 INLINE floats add_product_float(floats sum, units w, units x) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), sum);
 }
-#ifdef WITH_BF16
+#ifndef WITH_WIDE
 INLINE floats add_product_bfloat16(floats sum, units w, units x) {
   return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)x);
 }

@@ -29,6 +29,8 @@ INLINE void NAME(write)(floats sum, const ELEM *bias, const ELEM *onto, ELEM *y,
 
 #if defined(WITH_AMX) && UNIT == 2
 #include "matrix_unit.h"
+#elif defined(WITH_WIDE) && UNIT == 2
+#include "wide_products.h"
 #else
 
 INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int rows, const int blocks) {
@@ -104,7 +106,7 @@ static void NAME(blocks_of)(const NAME(product) * p, long start, long stop) {
   }
 }
 
-#endif /* WITH_AMX */
+#endif /* WITH_AMX, WITH_WIDE */
 
 static void NAME(share_product)(void *given) {
   const NAME(product) *p = given;
@@ -308,12 +310,37 @@ static void NAME(weigh)(const NAME(attention) * a, long row, long head, long fir
   const ELEM *keys = a->keys + (a->places[4 * row] * a->key_heads + head) * a->capacity * a->dim;
   const floats scale = splat(a->scale), nothing = splat(-INFINITY);
   units block[MOST_DIM / UNIT];
+#if defined(WITH_WIDE) && UNIT == 2
+  float *wide = scores + queries * padded; /* [queries, dim] */
+  for (long query = 0; query < queries; query++) {
+    const long token = a->places[4 * row + 3] + first + query / group;
+    const ELEM *at = a->fused + token * stride + (head * group + query % group) * a->dim;
+    for (long i = 0; i < a->dim; i += LANES) store_float(wide + query * a->dim + i, load_bfloat16(at + i));
+  }
+#endif
   for (long key = 0; key < padded; key += LANES) {
     NAME(transpose)(keys + key * a->dim, a->dim, most - key < LANES ? most - key : LANES, block);
     for (long q = 0; q < queries; q += TOGETHER) {
       const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
-      const ELEM *at[TOGETHER];
       floats sum[TOGETHER];
+#if defined(WITH_WIDE) && UNIT == 2 /* as products (wide_products.h) */
+      const float *at[TOGETHER];
+#pragma GCC unroll 6
+      for (long m = 0; m < TOGETHER; m++) {
+        at[m] = wide + (q + (m < here ? m : 0)) * a->dim;
+        sum[m] = zeros();
+      }
+      for (long unit = 0; unit < a->dim / UNIT; unit++) {
+        floats keyed[2];
+        spread_bfloat16(keyed, block + unit);
+#pragma GCC unroll 6
+        for (long m = 0; m < TOGETHER; m++) {
+          const floats one = splat(at[m][2 * unit]), two = splat(at[m][2 * unit + 1]);
+          sum[m] = multiply_add(keyed[1], two, multiply_add(keyed[0], one, sum[m]));
+        }
+      }
+#else
+      const ELEM *at[TOGETHER];
 #pragma GCC unroll 6
       for (long m = 0; m < TOGETHER; m++) {
         const long query = q + (m < here ? m : 0), token = a->places[4 * row + 3] + first + query / group;
@@ -325,6 +352,7 @@ static void NAME(weigh)(const NAME(attention) * a, long row, long head, long fir
         for (long m = 0; m < TOGETHER; m++)
           sum[m] = NAME(add_product)(sum[m], block[unit], splat_unit(at[m] + UNIT * unit));
       }
+#endif
 #pragma GCC unroll 6
       for (long m = 0; m < TOGETHER; m++) {
         if (m >= here) continue;

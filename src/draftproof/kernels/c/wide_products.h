@@ -1,0 +1,104 @@
+/* Products of bfloat16 rows by float32 multiplications, in place of the dot products of typed.h.
+
+   Intel's processors without a free matrix unit multiply pairs of bfloat16 numbers slowly: one such instruction takes as
+   long as four on float32 numbers, which do twice its work. So inputs are widened once, into memory of the thread, and
+   weights after they are loaded, once for all rows of a tile. Sums are those of `add_product_bfloat16`, in its order. */
+
+#include <stdlib.h>
+
+enum { WIDE_BYTES = 1 << 20 }; /* of widened rows that are kept near while all weights pass by */
+
+INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, long block, const int rows,
+                         const int blocks) {
+  const bfloat16 *w = p->w + block * p->ins * LANES;
+  floats sum[TILE_ROWS][4];
+#pragma GCC unroll 12
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
+  for (long k = 0; k < p->ins; k += 2) {
+    floats weight[4][2];
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const bfloat16 *at = w + b * p->ins * LANES + k * LANES;
+      spread_bfloat16(weight[b], at);
+      __builtin_prefetch((const char *)at + AHEAD);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      const floats first = splat(x[m * p->ins + k]), second = splat(x[m * p->ins + k + 1]);
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++)
+        sum[m][b] = multiply_add(weight[b][1], second, multiply_add(weight[b][0], first, sum[m][b]));
+    }
+  }
+#pragma GCC unroll 4
+  for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++)
+      write_bfloat16(sum[m][b], p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
+}
+
+/* A function for each number of rows and blocks, so that sums stay in registers. */
+typedef void (*wide_fn)(const product_bfloat16 *, const float *, long, long);
+#define TILE(m, b)                                                                             \
+  static void wide_##m##_##b(const product_bfloat16 *p, const float *x, long row, long block) { \
+    tile_of_wide(p, x, row, block, m, b);                                                      \
+  }
+#define TILES(m) TILE(m, 1) TILE(m, 2)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4)
+static const wide_fn wide_ones[TILE_ROWS + 1] = {0,        wide_1_1, wide_2_1, wide_3_1,  wide_4_1,  wide_5_1, wide_6_1,
+                                                 wide_7_1, wide_8_1, wide_9_1, wide_10_1, wide_11_1, wide_12_1};
+static const wide_fn wide_twos[TILE_ROWS + 1] = {0,        wide_1_2, wide_2_2, wide_3_2,  wide_4_2,  wide_5_2, wide_6_2,
+                                                 wide_7_2, wide_8_2, wide_9_2, wide_10_2, wide_11_2, wide_12_2};
+static const wide_fn wide_fours[TILE_ROWS_OF_FOUR + 1] = {0, wide_1_4, wide_2_4, wide_3_4, wide_4_4};
+#undef TILES
+#undef TILE
+
+/* Some blocks of outputs for some tiles of rows, whose inputs are in `wide`. */
+static void wide_blocks_of(const product_bfloat16 *p, const float *wide, long first, long last, long tiles, long start,
+                           long stop) {
+  const long top = p->rows * first / tiles, most = (p->rows + tiles - 1) / tiles;
+  while (start < stop) {
+    const long width = most <= TILE_ROWS_OF_FOUR && start + 4 <= stop ? 4 : start + 2 <= stop ? 2 : 1;
+    const wide_fn *made = width == 4 ? wide_fours : width == 2 ? wide_twos : wide_ones;
+    for (long t = first; t < last; t++) {
+      const long row = p->rows * t / tiles, end = p->rows * (t + 1) / tiles;
+      made[end - row](p, wide + (row - top) * p->ins, row, start);
+    }
+    start += width;
+  }
+}
+
+/* The same sums without memory for widened rows. */
+static void narrow_blocks_of(const product_bfloat16 *p, long start, long stop) {
+  for (long block = start; block < stop; block++)
+    for (long row = 0; row < p->rows; row++) {
+      floats sum = zeros();
+      for (long k = 0; k < p->ins; k += 2)
+        sum = add_product_bfloat16(sum, load_units(p->w + (block * p->ins + k) * LANES),
+                                   splat_unit(p->x + row * p->ins + k));
+      write_bfloat16(sum, p->bias, p->onto, p->y, row, p->outs, block * LANES);
+    }
+}
+
+/* Some blocks of outputs for all rows. */
+static void blocks_of_bfloat16(const product_bfloat16 *p, long start, long stop) {
+  const long tiles = (p->rows + TILE_ROWS - 1) / TILE_ROWS, most = (p->rows + tiles - 1) / tiles;
+  const long fitting = WIDE_BYTES / (long)sizeof(float) / (most * p->ins), near = fitting > 1 ? fitting : 1;
+  float *wide = malloc((size_t)((near < tiles ? near : tiles) * most * p->ins) * sizeof *wide);
+  if (!wide) {
+    narrow_blocks_of(p, start, stop);
+    return;
+  }
+  for (long t = 0; t < tiles; t += near) {
+    const long last = t + near < tiles ? t + near : tiles, row = p->rows * t / tiles, end = p->rows * last / tiles;
+    const bfloat16 *x = p->x + row * p->ins;
+    const long count = (end - row) * p->ins;
+    for (long i = 0; i < count; i += LANES)
+      store_first_float(wide + i, count - i, load_first_bfloat16(x + i, count - i));
+    wide_blocks_of(p, wide, t, last, tiles, start, stop);
+  }
+  free(wide);
+}
