@@ -114,6 +114,11 @@ class FeatureNet(nn.Module):
         return self._norm(4, x + self.down(silu(gate) * up))
 
     @staticmethod
+    def carried(out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """The states and token ids that the next step of a draft reads: its own output, and the text."""
+        return out, ids
+
+    @staticmethod
     def entered(states: Float[Tensor, "rows width dim"], features: Tensor | None) -> Float[Tensor, "rows width dim"]:  # noqa: ARG004
         """The target's states in the form of its own, which is the same."""
         return states

@@ -33,7 +33,7 @@ JOB = (
 
 @with_options(plan=(PLAN,), job=JOB)
 def feature_head(*, plan: dict[str, Any], job: dict[str, Any], as_json: Json = False, quiet: Quiet = False) -> None:
-    """Train a drafter of one layer on the target's hidden states (as EAGLE does): feature_head:DIR or eagle3:DIR."""
+    """Train a drafter of one layer on the target's hidden states, as EAGLE does: feature_head:DIR, or other formats."""
     steps = plan["steps"]
     made = TrainingPlan(**plan, warmup=min(50, steps // 10), floor=0.02, betas=(0.9, 0.95), log_every=min(50, steps))
     run(make_feature_head, FeatureJob(plan=made, **job), (job["target"],), as_json=as_json, quiet=quiet)

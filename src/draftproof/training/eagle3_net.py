@@ -22,7 +22,6 @@ from draftproof.provenance import write_json
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _VERSION = "0.9.0"  # of the package whose layout this is
-_STEPS = 4  # drafted tokens that the config proposes
 
 
 class Eagle3Module(nn.Module):
@@ -34,10 +33,14 @@ class Eagle3Module(nn.Module):
 
     Attributes:
         first_place: the first token of a text is left out, since no state comes before it.
+        algorithm, architecture: their names in the written config.
+        places: number of drafted tokens that the written config proposes.
     """
 
     ids: Int[Tensor, " ids"]
     first_place = 1
+    algorithm, architecture = "eagle3", "Eagle3Speculator"
+    places = 4
 
     def __init__(self, config: FeatureConfig, layers: tuple[int, ...]) -> None:
         super().__init__()
@@ -67,9 +70,21 @@ class Eagle3Module(nn.Module):
         made: Tensor = self.fc(features.to(self.fc.weight.dtype))
         return made.to(states.dtype) if torch.is_autocast_enabled() else made
 
+    def carried(self, out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
+        """The states and token ids that the next step of a draft reads: its own output, and the text."""
+        return out, ids
+
     def predicted(self, out: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
         """What the output layer reads."""
         return self._norm(self.norm, out)
+
+    def own_config(self) -> dict[str, Any]:
+        """Fields of the written config besides those of an EAGLE-3 head."""
+        return {}
+
+    def own_tensors(self) -> dict[str, Tensor]:
+        """Written tensors besides those of an EAGLE-3 head."""
+        return {}
 
     def forward(
         self,
@@ -141,6 +156,7 @@ def save_eagle3(
         "fc.weight": parts["fc.weight"],
         "norm.weight": parts["norm"],
         "lm_head.weight": output if net.output is None else net.output.weight.data,
+        **net.own_tensors(),
     }
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         tensors[f"{at}{name}.weight"] = parts[name]
@@ -161,19 +177,20 @@ def save_eagle3(
 def _config(net: Eagle3Module, architectures: list[str], max_positions: int, dtype: torch.dtype) -> dict[str, Any]:
     config = net.config
     return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
+        "architectures": [net.architecture],
+        "speculators_model_type": net.algorithm,
         "speculators_version": _VERSION,
         "draft_vocab_size": config.ids,
         "norm_before_residual": True,
         "target_hidden_size": None,
         "eagle_aux_hidden_state_layer_ids": list(net.layers),
         "tie_word_embeddings": False,
+        **net.own_config(),
         "dtype": str(dtype).removeprefix("torch."),
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": net.algorithm,
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _STEPS}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": net.places}],
             "verifier": {"name_or_path": config.target, "architectures": architectures},
         },
         "transformer_layer_config": {

@@ -21,6 +21,7 @@ from draftproof.backends.feature_head import refuse_other_target
 from draftproof.backends.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.loading import load_backend
 from draftproof.backends.published.eagle3 import eagle3_backend
+from draftproof.backends.published.peagle import PEagleBackend
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.drafters.following import FollowingModel, following_drafter
@@ -35,9 +36,10 @@ from draftproof.tokenization import end_tokens, load_tokenizer
 from draftproof.training.data import DataFile, Example, cache_folder, read_examples, split
 from draftproof.training.eagle3_net import Eagle3Module, default_layers, save_eagle3
 from draftproof.training.feature_loss import Frame, Net, acceptance, feature_loss
-from draftproof.training.feature_options import FeatureJob
+from draftproof.training.feature_options import FORMATS, FeatureJob
 from draftproof.training.feature_rows import Row, StateRows, Store, frequent, windows
 from draftproof.training.loop import Record, train
+from draftproof.training.peagle_net import PEagleModule
 from draftproof.training.responses import sample_responses
 
 _BATCH = 32  # number of answers that are sampled at once, so that the weights are read once for all of them
@@ -183,7 +185,7 @@ class _FeatureRun:
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers of the target whose states the head reads, where it reads several."""
-        return default_layers(self.target.facts.layers) if self.job.format == "eagle3" else ()
+        return () if self.job.format == FORMATS[0] else default_layers(self.target.facts.layers)
 
     @cached_property
     def held_out(self) -> dict[str, StateRows]:
@@ -225,11 +227,19 @@ class _FeatureRun:
         )
         with torch.random.fork_rng():
             torch.manual_seed(job.plan.seed)
-            net: Net = Eagle3Module(config, self.layers) if self.layers else FeatureNet(config)
+            net = self._fresh(config)
         net.ids.copy_(self._ids(config))
         if net.output is not None:
             net.output.weight.data.copy_(self.target.output_rows(net.ids))
         return net.to(self.target.device)
+
+    def _fresh(self, config: FeatureConfig) -> Net:
+        """A head of the job's format with random weights."""
+        if self.job.format == "eagle3":
+            return Eagle3Module(config, self.layers)
+        if self.job.format == "peagle":
+            return PEagleModule(config, self.layers, mask_token=next(iter(self.eos), 0), places=self.job.unroll)
+        return FeatureNet(config)
 
     def _ids(self, config: FeatureConfig) -> Int[Tensor, " ids"]:
         """The tokens that the head can draft: the most frequent ones of the training rows."""
@@ -306,8 +316,9 @@ class _FeatureRun:
             return feature_drafter(FeatureModel(self.target, _as_stored(net)), FixedLength(4))
         with tempfile.TemporaryDirectory() as folder:
             self.save(net, Path(folder))
-            model = FollowingModel(eagle3_backend(folder, self.target), self.target)
-        return following_drafter(model, FixedLength(4), "eagle3")
+            read = PEagleBackend if isinstance(net, PEagleModule) else eagle3_backend
+            model = FollowingModel(read(folder, self.target), self.target)
+        return following_drafter(model, FixedLength(4), net.algorithm)
 
 
 def _as_stored(net: FeatureNet) -> FeatureNet:

@@ -93,12 +93,12 @@ def steps(net: Net, rows: StateRows, frame: Frame, count: int) -> Iterator[tuple
     attend = _Unrolled(length, net.config.window, rows.ids.device, net.first_place)
     places = torch.arange(length, device=rows.ids.device)
     rotary = net.rotary(places.unsqueeze(0))
-    embedded = frame.embed(rows.ids).to(rows.states.dtype)
-    states = net.entered(rows.states, rows.features)
+    states, ids = net.entered(rows.states, rows.features), rows.ids
     for step in range(count):
+        embedded = frame.embed(ids).to(rows.states.dtype)
         out = net(_shift(states, 1), embedded, rotary, attend)
         yield out, rows.counts & (places >= step + net.first_place)
-        states = out
+        states, ids = net.carried(out, rows.ids)
 
 
 class _OutputLoss(torch.autograd.Function):

@@ -9,7 +9,7 @@ from draftproof.errors import UserError
 from draftproof.files import refuse_existing
 from draftproof.training.loop import TrainingPlan
 
-FORMATS = ("draftproof", "eagle3")
+FORMATS = ("draftproof", "eagle3", "peagle")
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class FeatureJob:
         own_output: train an output layer, initialised with the target's; by default rows of the target's are used.
         start: directory of a feature head to continue from; it keeps its shape, and its tokens if it has an output
             layer.
-        unroll: number of steps of the loss, 1 to 8; all but the first are on the head's own states.
+        unroll: number of steps of the loss, 1 to 8; all but the first are on the head's own states, or with format
+            peagle on masked places, and it is the number of tokens that the head drafts then.
         tv: weight of the total variation, in addition to the cross-entropy.
         states: weight of the smooth L1 distance to the target's states.
-        format: draftproof, read by drafter feature_head; or eagle3, the layout of `speculators` with the states of a
-            low, a middle and a high layer, read by drafter eagle3 and by other engines.
+        format: draftproof, read by drafter feature_head; eagle3, the layout of `speculators` with the states of a
+            low, a middle and a high layer, read by drafter eagle3 and by other engines; or peagle, the same with masked
+            places, which drafts all tokens in one pass.
         trial_prompts: number of held-out prompts of each kind for runs of the engine.
         dtype: dtype of the target: auto, float32, bfloat16 or float16.
         device: device to use: cpu, cuda or cuda:1; by default an accelerator if there is one.
@@ -78,9 +80,13 @@ class FeatureJob:
     def __post_init__(self) -> None:
         refuse_existing(self.out)
         if self.format not in FORMATS:
-            raise UserError(f"format is {self.format!r}: legal are {' and '.join(FORMATS)}")
+            raise UserError(f"format is {self.format!r}: legal are {', '.join(FORMATS)}")
         if self.format != FORMATS[0] and self.start is not None:
             raise UserError(f"start continues a head of format {FORMATS[0]}, and the format is {self.format}")
+        if self.format == "peagle" and self.unroll < 2:
+            raise UserError(
+                f"unroll is {self.unroll}: a peagle head drafts that many tokens in one pass, and legal are 2 to 8"
+            )
         if self.batch < 1 or 32 % self.batch:
             raise UserError(f"batch is {self.batch} windows: legal are 1, 2, 4, 8, 16 and 32")
         if self.answers_each < 1:

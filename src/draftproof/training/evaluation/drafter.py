@@ -74,7 +74,10 @@ def evaluate_drafter(options: DrafterOptions, *, watch: Watch = silent) -> Resul
     with tempfile.TemporaryDirectory() as folder, watch("evaluating", 2 * len(options.seeds), 0) as tick:
         engines = _engines(options, target, tokenizer, nets[UNTRAINED], Path(folder))
         for number, seed in enumerate(options.seeds):
-            kinds = {TEXT: _text(options, tokenizer, seed), ANSWERS: _answers(options, target, tokenizer, seed)}
+            kinds = {
+                TEXT: held_out_text(options.texts, options.form, tokenizer, seed, options.trials),
+                ANSWERS: own_answers(options.prompts, target, tokenizer, seed, options.trials),
+            }
             for place, (kind, (rows, prompts)) in enumerate(kinds.items(), 1):
                 states = Store(target, [rows], length=WINDOW, cache=Path(folder), key="trained").shard(0)
                 found["acceptance"].append({"kind": kind, "seed": seed, **_along(options, target, states, nets)})
@@ -118,17 +121,40 @@ def _engine(target: Loaded, tokenizer: Any, drafter: str | None) -> Engine:
     return Engine(target, part, make_verifier("block"), tokenizer=tokenizer, eos_token_ids=ends, max_batch=8)
 
 
-def _text(options: DrafterOptions, tokenizer: Any, seed: int) -> tuple[list[Row], list[list[int]]]:
-    """Windows of held-out text, and openings of some of them."""
-    texts = [example.text for example in read_examples(options.texts, form=options.form, opening=0)[0]]
+def held_out_text(
+    files: Sequence[Path], form: str, tokenizer: Any, seed: int, trials: int
+) -> tuple[list[Row], list[list[int]]]:
+    """Windows of held-out text, and openings of the first `trials` of them.
+
+    Args:
+        files: read whole.
+        form: how texts are separated in .txt files.
+        tokenizer: the target's.
+        seed: decides the windows.
+        trials: number of openings.
+    """
+    texts = [example.text for example in read_examples(files, form=form, opening=0)[0]]
     rows = windows(texts, tokenizer, length=WINDOW, most=WINDOWS, seed=100 + seed)
-    return rows, [list(row.tokens[:64]) for row in rows[: options.trials]]
+    return rows, [list(row.tokens[:64]) for row in rows[:trials]]
 
 
-def _answers(options: DrafterOptions, target: Loaded, tokenizer: Any, seed: int) -> tuple[list[Row], list[list[int]]]:
-    """The target's answers to held-out instructions, and those instructions."""
+def own_answers(
+    files: Sequence[Path], target: Loaded, tokenizer: Any, seed: int, trials: int
+) -> tuple[list[Row], list[list[int]]]:
+    """The target's answers to held-out instructions, and the first `trials` of those instructions.
+
+    Args:
+        files: instructions, of which the tenth for tests is read.
+        target: it answers.
+        tokenizer: the target's.
+        seed: of the answers.
+        trials: number of instructions to return.
+
+    Raises:
+        UserError: no held-out instruction is short enough.
+    """
     plain = _engine(target, tokenizer, None)
-    texts = [example.text for example in split(read_examples(options.prompts, opening=0)[0])["test"]]
+    texts = [example.text for example in split(read_examples(files, opening=0)[0])["test"]]
     chat = getattr(tokenizer, "chat_template", None)
     ids = [plain.encode([{"role": "user", "content": text}] if chat else text)[1] for text in texts]
     ids = [row for row in ids if len(row) < 128][:WINDOWS]
@@ -137,7 +163,7 @@ def _answers(options: DrafterOptions, target: Loaded, tokenizer: Any, seed: int)
     params = [SamplingParams(max_tokens=ANSWER, seed=1000 * seed + number) for number in range(len(ids))]
     outputs = plain.generate(ids, params)
     rows = [Row((*prompt, *out.token_ids)[:WINDOW], len(prompt) - 1) for prompt, out in zip(ids, outputs, strict=True)]
-    return rows, ids[: options.trials]
+    return rows, ids[:trials]
 
 
 def _along(options: DrafterOptions, target: Loaded, rows: StateRows, nets: dict[str, FeatureNet]) -> Figures:
