@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -67,9 +68,8 @@ def main() -> None:
     readers = {name: _reader(drafter, target) for name, drafter in heads.items()}
     for kind, (rows, _) in kinds.items():
         for window, row in enumerate(rows):
-            found["acceptance"] += [
-                {"kind": kind, "window": window, **each} for each in along(target, readers, row, given.every)
-            ]
+            made = along(target, readers, row, given.every)
+            found["acceptance"] += [{"kind": kind, "window": window, **each} for each in _by_head(made)]
         _say(f"{kind}: acceptance of {len(rows)} windows")
     engines = {name: _engine(given, drafter) for name, drafter in {PLAIN: None, **heads}.items()}
     names = list(engines)
@@ -161,13 +161,22 @@ def along(target: Loaded, readers: dict[str, Following], row: Row, every: int) -
                     q, best = out.logits[-1].float().softmax(-1), p[anchor + place]
                     accepted.append(float(torch.minimum(q, best if out.ids is None else best[out.ids]).sum()))
                     fed = tokens[anchor + place + 1 : anchor + place + 2]
-                    if not fed:
-                        break
                 made.append({"head": name, "anchor": anchor, "accepted": accepted})
     finally:
         for session in (*sessions.values(), whole, owner):
             session.close()
     return made
+
+
+def _by_head(made: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each head the number of positions of a window, and the mean of each place."""
+    rows = []
+    for head in dict.fromkeys(each["head"] for each in made):
+        mine = [each["accepted"] for each in made if each["head"] == head]
+        rows.append(
+            {"head": head, "positions": len(mine), "accepted": [fmean(place) for place in zip(*mine, strict=True)]}
+        )
+    return rows
 
 
 def _run(engine: Engine, prompt: list[int], temperature: float, tokens: int, seed: int) -> dict[str, Any]:
@@ -232,11 +241,9 @@ def _training(heads: dict[str, Any]) -> list[str]:
 
 def _accepted(rows: Sequence[dict[str, Any]], head: str, place: int) -> str:
     """The mean over positions, with an interval over windows."""
-    windows: dict[int, list[float]] = {}
-    for row in rows:
-        if row["head"] == head and len(row["accepted"]) > place:
-            windows.setdefault(row["window"], []).append(row["accepted"][place])
-    return _shown(bootstrap(list(windows.values()), lambda some: fmean([each for part in some for each in part])), 3)
+    windows = [(row["positions"], row["accepted"][place]) for row in rows if row["head"] == head]
+    mean = bootstrap(windows, lambda some: sum(n * mean for n, mean in some) / sum(n for n, _ in some))
+    return _shown(mean, 3)
 
 
 def _row(runs: Sequence[dict[str, Any]], kind: str, head: str, temperature: float, first: str) -> tuple[str, ...]:
@@ -269,7 +276,7 @@ def _speed(mine: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> 
 
 def _shown(estimate: Estimate, digits: int) -> str:
     value, low, high = (f"{each:.{digits}f}" for each in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]"
+    return value if math.isnan(estimate.low) else f"{value} [{low}, {high}]"
 
 
 def _same(runs: Sequence[dict[str, Any]]) -> str:

@@ -40,9 +40,10 @@ def test_acceptance_is_that_of_the_loss(tmp_path, script, make, more, read):
     row = Row(tuple((7 + j * j) % 97 for j in range(14)), 2)
     shard = Store(target, [[row]], length=14, cache=tmp_path, key="k", layers=[0, 1]).shard(0)
     net = random_net((0, 1), make=make, **more)
-    frame = Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).clone(), autocast=False)
+    frame = Frame(target.model.get_input_embeddings(), target.output_rows(net.ids).detach(), autocast=False)
     p = target_rows(shard, frame)
-    q = [(net.predicted(out[0]) @ frame.output.T).softmax(-1) for out, _ in steps(net, shard, frame, 4)]
+    with torch.no_grad():
+        q = [(net.predicted(out[0]) @ frame.output.T).softmax(-1) for out, _ in steps(net, shard, frame, 4)]
     head = read(write(net, target, tmp_path / "head"), target)
     found = script.along(target, {"mine": head}, row, 3)
     assert [each["anchor"] for each in found] == [2, 5, 8]
