@@ -41,7 +41,7 @@ def replicas():
 def base():
     """A local cluster with Ray Serve; its address."""
     os.environ["PYTHONPATH"] = str(Path(draftproof.__file__).parents[1])
-    ray.init(num_cpus=4, object_store_memory=80_000_000, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=4, object_store_memory=80_000_000, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
     yield "http://127.0.0.1:8123"
     serve.shutdown()
