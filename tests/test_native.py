@@ -227,6 +227,23 @@ def test_softmax_of_what_is_not_finite_and_of_far_apart_scores():
     assert (made[3, :20] == 0).all()
 
 
+@needs_native
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 15), (5, 512), (2, 513), (9, 49152)])
+def test_greedy_rows_have_one_at_the_first_largest_entry(rows, dim):
+    made = OPERATIONS[torch.float32].greedy
+    draw = torch.Generator().manual_seed(1)
+    for x in (
+        torch.randn((rows, dim), generator=draw),
+        torch.randint(-3, 3, (rows, dim), generator=draw).float(),  # many largest entries
+        torch.full((rows, dim), -2.0).index_fill_(1, torch.tensor([dim - 1]), -1.0),
+        torch.full((rows, dim), float("-inf")).index_fill_(1, torch.tensor([dim // 2]), -5.0),
+        torch.tensor([-0.0, 0.0]).repeat(dim).expand(rows, -1)[:, dim % 2 : dim % 2 + dim],
+    ):
+        expected = torch.zeros(rows, dim).scatter_(-1, x.argmax(-1, keepdim=True), 1.0)
+        assert torch.equal(made(x), expected)
+        assert torch.equal(native.greedy(x.double()), expected.double()), "by torch"
+
+
 @pytest.mark.parametrize(("rows", "dim"), [(1, 1), (3, 15), (2, 64), (5, 515)])
 def test_legal_logits_are_told_from_others(rows, dim, dtype):
     legal = OPERATIONS[dtype].legal

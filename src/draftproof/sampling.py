@@ -448,7 +448,7 @@ def shaped(scores: Float[Tensor, "rows width"], params: SamplingParams) -> Float
         params: the request's.
     """
     if params.temperature == 0:
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+        return native.greedy(scores)
     return native.softmax(_filter(_scale_by_temperature(scores, params.temperature), params))
 
 

@@ -38,6 +38,14 @@ def softmax(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
     return x.softmax(-1) if made is None else made.softmax(x)
 
 
+def greedy(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
+    """1 at the first largest entry of each row, 0 elsewhere; natively where that is possible, as in `softmax`."""
+    made = single(x)
+    if made is not None:
+        return made.greedy(x)
+    return torch.zeros_like(x).scatter_(-1, x.argmax(-1, keepdim=True), 1.0)
+
+
 def legal(x: Float[Tensor, "*rows dim"]) -> bool:
     """Whether no entry is NaN or +inf, and no row all -inf."""
     made = operations(x)
@@ -106,7 +114,7 @@ def _refuse_unused_matrix_unit(level: library.Level, dtype: torch.dtype) -> None
 
 
 def _require_agreement(made: Operations) -> None:
-    """Compare products, softmax, draws, races and the block rule with known results up to rounding, the rest exactly.
+    """Compare operations with known results: sums up to rounding, the rest exactly.
 
     Whole layers are compared with those of transformers when a model is loaded (`backends.probe`).
 
@@ -126,6 +134,8 @@ def _require_agreement(made: Operations) -> None:
     expected = scores.double().softmax(-1)
     if not torch.allclose(made.softmax(scores).double(), expected, rtol=1e-5, atol=0):
         raise UserError("its softmax differs from torch's")
+    if not torch.equal(made.greedy(scores).argmax(-1), scores.argmax(-1)):
+        raise UserError("its largest entries are not torch's")
     shown = [torch.full((1, 37), value, dtype=made.dtype) for value in (0.0, math.nan, math.inf, -math.inf)]
     if [made.legal(row) for row in shown] != [True, False, False, False]:
         raise UserError("it takes illegal logits for legal ones")

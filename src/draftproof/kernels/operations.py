@@ -375,6 +375,7 @@ class Operations:
         self._attend = function(f"attend_{suffix}", [pointer, number])
         self._layers = function(f"layers_{suffix}", [pointer, number] + [pointer] * 5 + [number])
         self._softmax = function("softmax", [pointer] * 2 + [number] * 3)
+        self._greedy = function("greedy", [pointer] * 2 + [number] * 3)
         self._spread = function("spread", [pointer] * 3 + [number] * 3, ctypes.c_int)
         self._block = function("block", [pointer] * 6 + [number] * 4, ctypes.c_int)
         self._residual = function("residual", [pointer] * 2 + [number, real, pointer, number])
@@ -657,6 +658,18 @@ class Operations:
         require("x", x, torch.float32)
         y, dim = torch.empty_like(x), x.shape[-1]
         self._softmax(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
+        return y
+
+    def greedy(self, x: Float32[Tensor, "*rows dim"]) -> Float32[Tensor, "*rows dim"]:
+        """1 at the first largest entry of each row, 0 elsewhere, in new memory.
+
+        Raises:
+            ValueError: rows of another type or device.
+        """
+        x = x.contiguous()
+        require("x", x, torch.float32)
+        y, dim = torch.empty_like(x), x.shape[-1]
+        self._greedy(x.data_ptr(), y.data_ptr(), x.numel() // max(dim, 1), dim, torch.get_num_threads())
         return y
 
     def legal(self, x: Float[Tensor, "*rows dim"]) -> bool:

@@ -95,6 +95,41 @@ void draftproof_softmax(const float *x, float *y, long rows, long dim, long thre
     for (long row = 0; row < rows; row++) softmax_row(&w, row);
 }
 
+/* The place of a row's first largest entry; 0 for a row of NaN. */
+static long largest_place(const float *x, long dim) {
+  float best = -INFINITY;
+  long from = 0;
+  for (long start = 0; start < dim; start += BLOCK) {
+    const long stop = start + BLOCK < dim ? start + BLOCK : dim;
+    floats top = splat(-INFINITY);
+    for (long i = start; i < stop; i += LANES)
+      top = larger(first_of(stop - i, load_first_float(x + i, stop - i), top), top);
+    const float here = largest_of(top);
+    if (here > best) {
+      best = here;
+      from = start;
+    }
+  }
+  for (long i = from; i < dim; i++)
+    if (x[i] == best) return i;
+  return 0;
+}
+
+static void share_greedy(void *given) {
+  const softmax_work *w = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++) {
+    memset(w->y + row * w->dim, 0, (size_t)w->dim * sizeof *w->y);
+    w->y[row * w->dim + largest_place(w->x + row * w->dim, w->dim)] = 1;
+  }
+}
+
+/* y = 1 at the first largest entry of each row of x, 0 elsewhere. */
+void draftproof_greedy(const float *x, float *y, long rows, long dim, long threads) {
+  softmax_work w = {x, y, rows, dim};
+  if (dim > 0) parallel(share_greedy, &w, rows > 1 && rows * dim > SMALL / 4 ? (unsigned)threads : 1, 0);
+}
+
 /* y [rows, dim]: x [rows, width] at the columns `ids`, and zeros; returns 0 where an id is not a column of y. */
 int draftproof_spread(const float *x, const int64_t *ids, float *y, long rows, long width, long dim) {
   for (long i = 0; i < width; i++)
