@@ -587,6 +587,7 @@ def test_attention_over_many_slots_and_one():
 
 WIDE = {**ROPE, "head_dim": 32}
 TOLERANCE = {torch.bfloat16: 0.12, torch.float32: 2e-5}
+ROUGH = {"phi3, partial": 3.0}  # times that: there transformers' own bfloat16 rows are as many times as far from float32
 MODELS = {
     "llama": lambda: transformers.LlamaConfig(**WIDE),
     "llama, biases": lambda: transformers.LlamaConfig(**WIDE, attention_bias=True, mlp_bias=True),
@@ -613,9 +614,10 @@ def test_models_read_natively_agree_with_transformers(name, dtype):
     made = lean_backend(model)
     assert made.products == "native"
     assert isinstance(made.lean.layers[0].attention, NativeAttention)
-    exercise(Program(made, tolerance=TOLERANCE[dtype]))
+    tolerance = TOLERANCE[dtype] * (ROUGH.get(name, 1.0) if dtype == torch.bfloat16 else 1.0)
+    exercise(Program(made, tolerance=tolerance))
     for seed in range(4):
-        assert run_program(seed, made, tolerance=TOLERANCE[dtype]) > 0
+        assert run_program(seed, made, tolerance=tolerance) > 0
 
 
 @pytest.mark.parametrize("name", MODELS)

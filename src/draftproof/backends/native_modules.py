@@ -22,7 +22,7 @@ from draftproof.backends.packed import GROUP
 from draftproof.kernels import native
 from draftproof.kernels.operations import Interleaved, Operations, Quantized
 
-MOST_ROWS = 16  # with more, torch's products cost less
+MOST_ROWS = 16  # more are left to torch, which uses a matrix unit where there is one
 _SAID = ("has_gate", "has_bias", "is_transposed", "down_proj", "num_experts")  # of how experts keep their weights
 _CHECKED = 5  # rows on which experts are compared
 _SAME = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # relative differences that rounding explains
