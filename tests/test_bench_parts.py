@@ -2,16 +2,19 @@
 
 import json
 import os
+import signal
 import stat
 import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from commands import call
 from draftproof.bench import batches, engines, stoppers, worker
-from draftproof.bench.engines import EngineComparison
+from draftproof.bench.engines import EngineComparison, _other_engine
 from draftproof.bench.rules import RuleComparison, SyntheticModel, compare_rules
 from draftproof.bench.stoppers import StopperComparison, costs, default_stoppers, means
 from draftproof.errors import UserError
@@ -258,3 +261,39 @@ def test_comparisons_of_illegal_values_are_refused():
         EngineComparison("transformers", repeats=0)
     with pytest.raises(UserError, match="batch is 0"):
         StopperComparison(batch=0)
+
+
+OTHER = """#!/bin/sh
+( while :; do date +%s%N > {folder}/beat; sleep 0.02; done ) &
+echo $! > {folder}/child
+echo ready
+while read line; do echo 1.5; done
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it runs a shell script")
+def test_processes_of_another_engine_rest_between_its_turns_and_end_with_it(tmp_path):
+    """vLLM's workers wait for requests by spinning, and outlive the process that started them."""
+    script, beat = tmp_path / "python", tmp_path / "beat"
+    script.write_text(OTHER.format(folder=tmp_path))
+    script.chmod(0o700)
+
+    def beats():
+        before = beat.read_text() if beat.exists() else ""
+        time.sleep(0.3)
+        return beat.read_text() != before
+
+    with _other_engine(EngineComparison(other="vllm", python=script)) as measure:
+        child = int((tmp_path / "child").read_text())
+        beats()
+        assert not beats(), "it rests before its first turn"
+        assert measure({"prompts": [], "temperature": 0.0, "tokens": 1}) == (1.5, None)
+        beats()
+        assert not beats(), "it rests after a turn"
+        os.killpg(os.getpgid(child), signal.SIGCONT)
+        assert beats(), "and would not without being stopped"
+    for _ in range(200):
+        if not Path(f"/proc/{child}").exists() or "State:\tZ" in Path(f"/proc/{child}/status").read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("what it started still runs")

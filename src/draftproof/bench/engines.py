@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -209,7 +210,9 @@ def _measure(engine: Engine) -> Measure:
 
 @contextmanager
 def _other_engine(options: EngineComparison) -> Iterator[Measure]:
-    """Start the other engine's process and end it afterwards.
+    """Start the other engine's process, and end it and all processes that it started afterwards.
+
+    They are stopped while it has nothing to do: an engine that waits for requests may keep a processor busy.
 
     Raises:
         UserError: it does not start, gives no answer in TIMEOUT seconds, or stops; with its last line on stderr.
@@ -227,6 +230,7 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
                 stderr=errors,
                 text=True,
                 env={**clean, **ENVIRONMENT},
+                start_new_session=True,
             )
         except OSError as cause:
             raise UserError(f"cannot run {python}: {cause.strerror or cause}; name a Python with --python") from cause
@@ -244,15 +248,23 @@ def _other_engine(options: EngineComparison) -> Iterator[Measure]:
                 raise UserError(f"{options.other} failed in {python}: {why}")
             return line
 
+        def to_all(number: signal.Signals) -> None:
+            with suppress(OSError):  # it has ended
+                os.killpg(process.pid, number)
+
         def measure(request: worker.Request) -> Timing:
             assert process.stdin is not None, "its input is a pipe"
+            to_all(signal.SIGCONT)
             with suppress(OSError):  # if it has stopped, `read` reports why
                 print(json.dumps(request), file=process.stdin, flush=True)
-            return float(read()), None
+            seconds = float(read())
+            to_all(signal.SIGSTOP)
+            return seconds, None
 
         try:
             read()  # worker.READY
+            to_all(signal.SIGSTOP)
             yield measure
         finally:
-            process.kill()
+            to_all(signal.SIGKILL)
             process.communicate()
