@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib
+import threading
 from dataclasses import replace
 
 import pytest
@@ -325,6 +326,32 @@ def test_the_probe_sees_a_misread_trait(name, trait, wrong, by, monkeypatch):
     monkeypatch.setattr(lean_module, "traits_of", lambda model: replace(traits_of(model), **{trait: wrong}))
     with pytest.raises(UserError, match="does not reproduce its own logits"):
         lean_backend(reference(name))
+
+
+def test_a_model_that_another_thread_runs_is_not_watched():
+    """Functions of a family's module are replaced while one of its models is watched: others must not notice."""
+    watched, other = reference("gemma3, wide"), copy.deepcopy(reference("gemma3, wide"))
+    for layer in other.model.layers:
+        layer.self_attn.scaling *= 2  # a watched attention may not be told another scale
+    ids, found = torch.tensor([[1, 2, 3]]), []
+    with torch.inference_mode():
+        expected = other(ids).logits
+
+    @torch.inference_mode()
+    def run():
+        found.append(other(ids).logits)
+
+    def beside(*_):
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    handle = watched.model.layers[0].register_forward_pre_hook(beside)
+    traits = traits_of(watched)
+    handle.remove()
+    assert found
+    assert all(torch.equal(each, expected) for each in found)
+    assert traits == traits_of(watched)
 
 
 def test_what_is_wrong_past_a_window_only_is_refused(monkeypatch):

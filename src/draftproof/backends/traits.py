@@ -8,6 +8,7 @@ running it, what differs between layers by watching one pass. `backends.probe` t
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -404,6 +405,9 @@ class _Constant(nn.Module):
 class _Watch:
     """What a model does in a pass over two tokens.
 
+    Functions of the family's module are replaced meanwhile; for other threads, whose models may be of the same family,
+    they do what they always do.
+
     Args:
         model: with the parts that the lean forward knows.
         attention: one of its attentions, whose code is that of all.
@@ -420,6 +424,7 @@ class _Watch:
     def __init__(self, model: Any, attention: Any) -> None:
         self._names = inspect.unwrap(type(attention).forward).__globals__
         self._layer, self._calls, self._scale = -1, 0, float(attention.scaling)
+        self._thread = threading.get_ident()
         self._turned: set[int] = set()
         self._caps: set[float] = set()
         # What follows the output layer is found by giving it other numbers, large enough for a soft limit to show.
@@ -448,12 +453,15 @@ class _Watch:
         self._layer += 1
 
     def _turn(self, *args: Any, **kwargs: Any) -> Any:
-        self._turned.add(self._layer)
+        if threading.get_ident() == self._thread:
+            self._turned.add(self._layer)
         return self._real["apply_rotary_pos_emb"](*args, **kwargs)
 
     def get_interface(self, *given: Any, **more: Any) -> Callable[..., Any]:
         """In place of transformers' own: the function that computes attention, watched."""
-        right = self._real["ALL_ATTENTION_FUNCTIONS"].get_interface(*given, **more)
+        right: Callable[..., Any] = self._real["ALL_ATTENTION_FUNCTIONS"].get_interface(*given, **more)
+        if threading.get_ident() != self._thread:
+            return right
 
         def attend(*args: Any, **kwargs: Any) -> Any:
             self._calls += 1
