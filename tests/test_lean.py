@@ -28,7 +28,7 @@ from draftproof.backends.packed import Part, packs
 from draftproof.backends.rotary import Rope, order_of
 from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.backends.traits import LLAMA, traits_of
-from draftproof.backends.windows import Windows
+from draftproof.backends.windows import Windows, windows_of
 from draftproof.drafters.self_draft import EarlyExitModel, self_drafter
 from draftproof.engine.registry import make_verifier
 from draftproof.kernels.native import VARIABLE
@@ -346,12 +346,14 @@ def test_a_model_that_another_thread_runs_is_not_watched():
         thread.start()
         thread.join()
 
+    other.config.sliding_window = 3  # its masks are of another window, too
     handle = watched.model.layers[0].register_forward_pre_hook(beside)
-    traits = traits_of(watched)
+    traits, windows = traits_of(watched), windows_of(watched)
     handle.remove()
-    assert found
+    assert len(found) == 2
     assert all(torch.equal(each, expected) for each in found)
     assert traits == traits_of(watched)
+    assert windows.now() == windows_of(watched).now()
 
 
 def test_what_is_wrong_past_a_window_only_is_refused(monkeypatch):

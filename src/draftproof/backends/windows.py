@@ -82,7 +82,7 @@ def windows_of(model: Any) -> Windows:
 
 @contextmanager
 def _watched(model: Any, found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Record the calls of the functions that make masks, in every module that the model's classes come from."""
+    """Record this thread's calls of the functions that make masks, in all modules that the model's classes come from."""
     modules = {sys.modules[type(each).__module__] for each in model.modules() if type(each).__module__ in sys.modules}
     with ExitStack() as stack:
         for module in modules:
@@ -96,19 +96,26 @@ def _watched(model: Any, found: list[tuple[str, Any]]) -> Iterator[None]:
 
 
 def _recording(make: Callable[..., Any], kind: str, found: list[tuple[str, Any]]) -> Callable[..., Any]:
+    watching = threading.get_ident()  # others may run models of the same family
+
     @functools.wraps(make)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        found.append((kind, kwargs["config"] if "config" in kwargs else args[0]))
+        if threading.get_ident() == watching:
+            found.append((kind, kwargs["config"] if "config" in kwargs else args[0]))
         return make(*args, **kwargs)
 
     return recorded
 
 
 def _recording_all(make: Callable[..., Any], found: list[tuple[str, Any]]) -> Callable[..., Any]:
+    watching = threading.get_ident()
+
     @functools.wraps(make)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        config = (kwargs["config"] if "config" in kwargs else args[0]).get_text_config()
         made = make(*args, **kwargs)
+        if threading.get_ident() != watching:
+            return made
+        config = (kwargs["config"] if "config" in kwargs else args[0]).get_text_config()
         one = SLIDING if getattr(config, "sliding_window", None) is not None else FULL
         found.extend((kind, config) for kind in (made if isinstance(made, dict) else [one]))
         return made
