@@ -82,7 +82,7 @@ def windows_of(model: Any) -> Windows:
 
 @contextmanager
 def _watched(model: Any, found: list[tuple[str, Any]]) -> Iterator[None]:
-    """Record this thread's calls of the functions that make masks, in all modules that the model's classes come from."""
+    """Record this thread's calls of functions that make masks, in all modules that the model's classes come from."""
     modules = {sys.modules[type(each).__module__] for each in model.modules() if type(each).__module__ in sys.modules}
     with ExitStack() as stack:
         for module in modules:
