@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import statistics
 import time
 from dataclasses import replace
 
@@ -83,10 +84,10 @@ class Fixed:
     def __init__(self, size):
         self._size = size
 
-    def size(self, _decoded, _running):
+    def size(self, _decoded, _running, _depth):
         return self._size
 
-    def spent(self, _seconds, _tokens, _others, _drafting):
+    def spent(self, _seconds, _tokens, _others, _drafting, _depth):
         pass
 
 
@@ -444,6 +445,27 @@ def test_drafts_of_all_lengths_are_not_taken_for_portions():
         sizes.spent(0.010 + 0.002 * (1 + drafted + size), size, 1 + drafted, 0.005 * drafted)
     usual = 0.010 + 0.002 * 2 + 0.005 * 5.5
     assert sizes.size(1, 2) == pytest.approx((1 + EXTRA * usual / 0.002), rel=0.4)
+
+
+@pytest.mark.parametrize("even", [100, 500, 20000])
+def test_a_portion_deep_in_a_long_prompt_is_as_much_shorter_as_its_tokens_cost_more(even):
+    """Rounds of 10 ms without portions; the time for a token doubles `even` tokens deep."""
+
+    def read(first, last):
+        """What rounds take that read a prompt from one depth to another, over the least that is legal there."""
+        ratios, depth = [], first
+        while depth < last:
+            size, token = sizes.size(1, 2, depth), 0.0005 * (1 + depth / even)
+            sizes.spent(0.010 + token * size, size, 1, depth=depth)
+            ratios.append((0.010 + token * size) / max((1 + EXTRA) * 0.010, 0.010 + token * LEAST))
+            depth += max(size, 1)
+        return ratios
+
+    sizes = PortionSize()
+    sizes.spent(0.010, 0, 1)
+    for first, last in ((0, 1000), (7000, 7300), (0, 300), (3000, 3100), (7300, 7500), (100, 200)):
+        assert len([each for each in read(first, last) if each > 1.25]) <= 1, "one where no such depth was read before"
+        assert statistics.median(read(last, last + 50)) == pytest.approx(1, rel=0.2), "as much is read as may be"
 
 
 def test_a_round_without_a_portion_shows_now_and_then_what_a_usual_round_takes():

@@ -72,6 +72,7 @@ class Plan:
         reads: prompt tokens of both.
         waits: whether some request was decoded before, so that it waits for what is read.
         decoded: how many of `rows` were decoded before.
+        depth: tokens that stand before one of the prompt tokens, on average.
     """
 
     rows: list[Request] = field(default_factory=list)
@@ -79,6 +80,7 @@ class Plan:
     reads: int = 0
     waits: bool = False
     decoded: int = 0
+    depth: int = 0
 
 
 class NoSessions:
@@ -94,6 +96,11 @@ class NoSessions:
 
     def ended(self, request_id: int, tokens: list[int]) -> None:
         """Does nothing."""
+
+
+def _depth(row: Request) -> int:
+    """Tokens of a request that its session has read."""
+    return row.session.length if row.session is not None else 0
 
 
 def _scored(row: Request, tokens: Sequence[int], room: int) -> Portion:
@@ -215,9 +222,10 @@ class Scheduler:
         whole = not self._target.capabilities.portions
         if all(row.patient for row in decoding):
             return self._at_once(decoding, left, whole=whole)
-        size = self.portions.size(len(decoding), len(self.running))
+        turns = self._in_turns(left)
+        size = self.portions.size(len(decoding), len(self.running), _depth(turns[0]) if turns else 0)
         joined, parts, room = list(decoding), [], size
-        for row in self._in_turns(left):
+        for row in turns:
             tokens = left[row]
             if row.unscored:
                 if room:
@@ -227,8 +235,11 @@ class Scheduler:
             elif room and not whole:
                 parts.append(Portion(row, tokens[:room]))
             room -= min(room, len(tokens))
-        reads = sum(len(left[row]) for row in joined if row.reading) + sum(len(part.tokens) for part in parts)
-        return Plan(self._in_order(joined), parts, reads, waits=True, decoded=len(decoding))
+        read = [(row, len(left[row])) for row in joined if row.reading]
+        read += [(part.row, len(part.tokens)) for part in parts]
+        reads = sum(tokens for _, tokens in read)
+        depth = sum(_depth(row) * tokens for row, tokens in read) // max(reads, 1)
+        return Plan(self._in_order(joined), parts, reads, waits=True, decoded=len(decoding), depth=depth)
 
     def _at_once(self, decoding: list[Request], left: dict[Request, list[int]], *, whole: bool) -> Plan:
         """Nobody minds waiting: prompts that are scored, or a chunk of a long prompt, or all others together."""
@@ -285,4 +296,4 @@ class Scheduler:
     def spent(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
         """Take in the time of a round besides drafting, the number of drafted tokens, and the time of drafting."""
         if plan.waits:
-            self.portions.spent(seconds, plan.reads, plan.decoded + drafted, drafting)
+            self.portions.spent(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)
