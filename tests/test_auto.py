@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import statistics
 
@@ -470,20 +471,22 @@ def test_costs_of_other_numbers_of_requests_follow_from_those_that_are_known():
     assert passes.rest(8, 1) == pytest.approx(24 / 16)
 
 
-def test_tries_are_paid_from_an_allowance():
-    allowance = Allowance()
-    assert allowance.affords(LOSS)
-    assert not allowance.affords(LOSS + 0.1)
-    assert allowance.affords(LOSS + 0.1, short=True), "an expectation may be wrong"
-    allowance.settle(-LOSS - 1)
-    assert not allowance.affords(0.1, short=True)
-    assert allowance.affords(-1.5), "what gains may always be done"
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_tries_are_paid_from_an_allowance(rows):
+    """Of many requests the same losses in rounds count more."""
+    allowance, scale = Allowance(), math.sqrt(rows)
+    assert allowance.affords(LOSS / scale, rows)
+    assert not allowance.affords(LOSS / scale + 0.1, rows)
+    assert allowance.affords(LOSS + 0.1, rows, short=True), "an expectation may be wrong"
+    allowance.settle(-(LOSS + 1) / scale, rows)
+    assert not allowance.affords(0.1, rows, short=True)
+    assert allowance.affords(-1.5, rows), "what gains may always be done"
     for _ in range(200):
-        allowance.settle(0.0)
+        allowance.settle(0.0, rows)
     assert allowance.left == pytest.approx(200 * REGAIN - 1 + REGAIN)
-    allowance.settle(-1000.0)
-    assert allowance.left == -DEBT, "one outlier does not end all tries"
-    allowance.settle(1000.0)
+    allowance.settle(-1000.0, rows)
+    assert allowance.left == -DEBT * scale, "one outlier does not end all tries"
+    allowance.settle(1000.0, rows)
     assert allowance.left == LOSS
 
 

@@ -8,6 +8,7 @@ rule stays lossless.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.suffix import Found, SuffixDrafter
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
-from draftproof.stoppers.auto import CATCH_UP, GAIN, Auto, Plan, tokens_by_length
+from draftproof.stoppers.auto import CACHE_SIZE, CATCH_UP, GAIN, Auto, Plan, tokens_by_length
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
 from draftproof.stoppers.costs import LearnedCosts, PassCosts, size_class
 from draftproof.stoppers.rates import RequestRates, SharedRates
@@ -33,7 +34,7 @@ from draftproof.theory.cost import RoundCosts
 
 _log = logging.getLogger(__name__)
 
-BUILD_SHARE = 0.5  # time for building a source, as a share of the last round
+BUILD_SHARE = 0.5  # time for building a source beside one request, as a share of the last round
 LOOKUP_KEY = "lookup"  # of its figures in a file
 LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
 TRIED = 4  # tokens of a lookup that is tried again, and of the match that it needs
@@ -139,6 +140,7 @@ class AutoDrafter:
         self._batch = 1
         self._accepted = 0  # tokens of the round
         self._seconds = 0.0
+        self._waited = 0  # rounds in which nothing was built
         self._kept = KeptSessions(0)
         self._latest: Source | None = None
 
@@ -208,9 +210,13 @@ class AutoDrafter:
     # --- the choice -----------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        """Go on building what is not there yet."""
+        """Go on building what is not there yet; for many requests, which it helps less, not in every round."""
         missing = [one for one in self.sources if one.drafter is None and not one.failed]
-        end = time.perf_counter() + BUILD_SHARE * self._seconds
+        self._waited += 1
+        if self._waited < self._batch:
+            return
+        self._waited = 0
+        end = time.perf_counter() + BUILD_SHARE * self._seconds / self._batch
         for source in missing:
             self._built = True
             if not source.build(end):
@@ -313,7 +319,7 @@ class AutoDrafter:
                 continue
             for n in (min(TRIED, len(each.tokens)), 1):
                 loss = (costs.of(n) - expected[row][n]) / batch
-                if allowance.affords(lost + loss, short=n == 1 and not tried):
+                if allowance.affords(lost + loss, batch, short=n == 1 and not tried):
                     tried[row] = _first(each, n)
                     lost += loss
                     break
@@ -394,7 +400,8 @@ class AutoDrafter:
                 source.stopper.restore(found[source.name])
 
 
-def _length(tokens: Sequence[float], least: float) -> int:
+@functools.lru_cache(maxsize=CACHE_SIZE)
+def _length(tokens: tuple[float, ...], least: float) -> int:
     """The length of a draft whose tokens promise the most beyond `least` for each."""
     return max(range(len(tokens)), key=lambda n: tokens[n] - least * n)
 

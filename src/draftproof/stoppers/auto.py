@@ -172,7 +172,7 @@ class Auto(StopperBase):
         allowance = None if self.learned is None else self.learned.passes.allowance
         for n in sorted({min(length, self.limit), min(2, length), 1}, reverse=True):
             made, cost = (sum(tokens[n] for tokens in each) + others) / self._batch, costs.of(n, drafts) / costs.of(0)
-            if allowance is None or allowance.affords(rounds * (cost - made), short=n == 1):
+            if allowance is None or allowance.affords(rounds * (cost - made), self._batch, short=n == 1):
                 return Plan(n, drafts, made / cost, needed=True)
         return None
 

@@ -25,7 +25,7 @@ REFRESH = (4, 128)  # drafted rounds after which a plain round shows what a plai
 SHORT, LONG = 1.0, 8.0  # drafted tokens at which an assumption counts as a figure
 DOUBT = 1.5  # figures further from the line than this factor contradict it
 OUTLIER = 3.0  # figures further from the others than this factor do not count
-LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds that may be lost at first, regained with each round, and owed
+LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds of one request that may be lost at first, regained, and owed
 UNSETTLED = 6  # drafted rounds whose gain is not counted yet, while little is known of costs
 UNKNOWN = RoundCosts(target=1.0, draft=0.35, token=0.02, more=0.05, begin=0.05)
 
@@ -145,22 +145,24 @@ class Allowance:
     """How much may be lost to plain decoding by rounds that are made for what they show, in plain rounds.
 
     Every round adds a little, and what it gained or lost. Where drafts pay, tries are free; where they do not, all
-    tries of all drafters and requests together cost a fixed share of the time.
+    tries of all drafters and requests together cost a fixed share of the time. A round of several requests shows more
+    than one of a single request, and drafts pay less there, so less may be lost: by the root of their number.
     """
 
     def __init__(self) -> None:
         self.left = LOSS
 
-    def affords(self, loss: float, *, short: bool = False) -> bool:
+    def affords(self, loss: float, rows: int, *, short: bool = False) -> bool:
         """Whether a round that is expected to lose so much may be made; a short try may where nothing is owed.
 
         An expectation may be wrong, and only a try corrects it.
         """
-        return loss <= self.left or (short and self.left >= 0)
+        return loss * math.sqrt(rows) <= self.left or (short and self.left >= 0)
 
-    def settle(self, gained: float) -> None:
+    def settle(self, gained: float, rows: int) -> None:
         """Add a round that made so many plain rounds' tokens more than its time allows, or less."""
-        self.left = max(min(self.left + REGAIN + gained, LOSS), -DEBT)
+        scale = math.sqrt(rows)
+        self.left = max(min(self.left + REGAIN + gained * scale, LOSS), -DEBT * scale)
 
 
 class PassCosts:
@@ -334,11 +336,12 @@ class LearnedCosts:
             accepted: accepted tokens of a request, the mean over all.
         """
         if not time.depth:
-            self.passes.allowance.settle(0.0)
+            self.passes.allowance.settle(0.0, time.rows)
             return
         self._unsettled.append((time, accepted))
         while self._unsettled and (len(self._unsettled) > UNSETTLED or not self.lacks(time.rows)):
-            self.passes.allowance.settle(self._gained(*self._unsettled.popleft()))
+            settled = self._unsettled.popleft()
+            self.passes.allowance.settle(self._gained(*settled), settled[0].rows)
 
     def _gained(self, time: RoundTime, accepted: Mean) -> float:
         """Plain rounds that a round gained; the time of drafting is what was seen or what is known, the less of them.

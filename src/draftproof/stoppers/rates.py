@@ -60,6 +60,7 @@ class SharedRates:
     def __init__(self, assumed: dict[int, AcceptanceRates] | None = None) -> None:
         self.assumed = assumed or {}
         self.counts: dict[int, RateCounts] = {}
+        self.version = 0  # rises with every change
 
     def expected(self, kind: int) -> AcceptanceRates | None:
         """Rates of a kind of draft; None where too little is known."""
@@ -70,6 +71,7 @@ class SharedRates:
 
     def learn(self, kind: int, drafted: int, accepted: int) -> None:
         """Add a round with a draft."""
+        self.version += 1
         if kind not in self.counts:
             known = self.assumed.get(kind, AcceptanceRates())
             self.counts[kind] = RateCounts.assumed(known.first, known.later)
@@ -86,6 +88,7 @@ class SharedRates:
         Raises:
             ValueError, TypeError: rates of another form.
         """
+        self.version += 1
         for kind, (first, later) in found.items():
             if not (0 <= first <= 1 and 0 <= later <= 1):
                 raise ValueError(f"rates {first} and {later} are not probabilities")
@@ -111,12 +114,15 @@ class RequestRates:
     idle: int = 0
     patience: int = 1
     memory: int = FORGET_IDLE[0]
+    _expected: dict[int, tuple[float, float]] = field(default_factory=dict)  # by kind, since the last change
+    _version: int = -1  # of the shared rates that these are for
 
     def rest(self) -> None:
         """Count a round without a draft; after long, expect again what all requests together say."""
         self.idle += 1
         if self.shared is not None and self.counts and self.idle >= self.memory:
             self.counts.clear()
+            self._expected.clear()
             self.memory = min(2 * self.memory, FORGET_IDLE[1])
 
     def expected(self, drafts: int) -> tuple[float, float]:
@@ -124,6 +130,14 @@ class RequestRates:
 
         A single draft is expected to do as well as several drafts did, and several as well as independent drafts would.
         """
+        if self.shared is not None and self.shared.version != self._version:
+            self._expected.clear()
+            self._version = self.shared.version
+        if drafts not in self._expected:  # it is asked for in every round, and rounds without drafts change nothing
+            self._expected[drafts] = self._from_counts(drafts)
+        return self._expected[drafts]
+
+    def _from_counts(self, drafts: int) -> tuple[float, float]:
         if drafts in self.counts:
             return self.counts[drafts].rates
         if self.shared is not None and (known := self.shared.expected(drafts)) is not None:
@@ -139,6 +153,7 @@ class RequestRates:
         own = self.counts.setdefault(drafts, RateCounts.assumed(*self.expected(drafts)))
         own.count(drafted, accepted)
         own.unused = 0
+        self._expected.clear()
         if self.shared is not None:
             self.shared.learn(drafts, drafted, accepted)
         for kind, other in list(self.counts.items()):
