@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 import httpx
 
+from draftproof.bench.engines import ENVIRONMENT
+
 CONCURRENCY = (1, 4, 8, 16)
 TOKENS, TURNS = 48, 3
 START = 240  # seconds that a server may take until it is ready
@@ -56,7 +58,7 @@ def started(command: list[str], port: int, path: str, source: Path | None = None
         stdout=said,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        env=os.environ | ({} if source is None else {"PYTHONPATH": str(source)}),
+        env=ENVIRONMENT | os.environ | ({} if source is None else {"PYTHONPATH": str(source)}),
     )
     end = time.monotonic() + START
     while True:

@@ -1,12 +1,20 @@
 """The number of threads follows the machine: simulated machines, and the engine's own rounds."""
 
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from draftproof import Engine, SamplingParams
-from draftproof.engine.threads import LONGEST_PAUSE, SUSPICIOUS, ThreadCount, interruptions, omp_set_num_threads
+from draftproof.engine.threads import (
+    LONGEST_PAUSE,
+    SUSPICIOUS,
+    ThreadCount,
+    interruptions,
+    omp_set_num_threads,
+    release_team,
+)
 
 pytestmark = pytest.mark.skipif(omp_set_num_threads() is None, reason="torch has another threading runtime here")
 
@@ -147,3 +155,78 @@ def test_this_system_counts_interruptions():
     count = interruptions()
     assert count is not None
     assert count() >= 0
+
+
+def system_threads():
+    """Threads of this process, Python's and others'."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def compute():
+    torch.ones(1_000_000).add_(1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system does not list threads")
+class TestTeams:
+    """Teams that wait make the one that computes slow: GNU's runtime counts all threads that it has started."""
+
+    @pytest.fixture(autouse=True)
+    def several_threads(self):
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        release_team()
+        yield
+        release_team()
+        torch.set_num_threads(before)
+
+    def test_a_team_ends_and_starts_again(self):
+        alone = system_threads()
+        for _ in range(2):
+            compute()
+            assert system_threads() == alone + 2, "or the next line shows nothing"
+            release_team()
+            assert system_threads() == alone
+
+    def test_loading_and_generating_leave_no_team(self):
+        alone = system_threads()
+        engine = Engine.load("embedded:target", drafter="none")
+        assert system_threads() == alone
+        engine.generate("Once", SamplingParams(max_tokens=4))
+        assert system_threads() == alone
+        assert list(engine.stream("Once", SamplingParams(max_tokens=4)))
+        assert system_threads() == alone
+
+    def test_a_thread_that_computes_alone_keeps_its_team(self):
+        engine = Engine.load("embedded:target", drafter="none")
+        alone = system_threads()
+        (request,) = engine.add("Once", SamplingParams(max_tokens=8))
+        engine.step()
+        assert system_threads() == alone + 2, "each round would start it again"
+        engine.abort(request)
+
+    def test_threads_that_take_turns_leave_none(self):
+        engine = Engine.load("embedded:target", drafter="none")
+        engine.add("Once", SamplingParams(max_tokens=50, ignore_eos=True))
+        alone, turn, end = system_threads(), threading.Barrier(2), threading.Event()
+
+        def other():
+            while not end.is_set():
+                turn.wait()
+                engine.step()
+                turn.wait()
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        engine.step()
+        for _ in range(3):
+            turn.wait()  # the other thread's turn
+            turn.wait()
+            engine.step()
+            assert system_threads() == alone + 1, "the other thread, and no team"
+        end.set()
+        turn.wait()
+        turn.wait()
+        thread.join()
+        engine.step()
+        engine.step()
+        assert system_threads() == alone + 2, "the only one that is left has a team again"

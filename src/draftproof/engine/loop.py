@@ -26,7 +26,7 @@ from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.scheduler import NoSessions, Plan, Portion, Scheduler
 from draftproof.engine.stats import Seconds
-from draftproof.engine.threads import ThreadCount, interruptions
+from draftproof.engine.threads import ThreadCount, interruptions, release_team
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.grammar import Grammars
@@ -96,6 +96,7 @@ class DecodingLoop:
         self._refuse_impossible()
         self._kv_memory, self._prefix_reuse = read_bytes(kv_memory), prefix_reuse
         self._schedule()
+        release_team()  # models were probed in this thread, and rounds may be computed in another one
 
     def _schedule(self) -> None:
         """Begin without requests, and without anything that was read, for the present target and drafter."""
@@ -519,6 +520,7 @@ class DecodingLoop:
         finally:
             for request in requests:
                 self.abort(request)
+            release_team()
         failed = next((request.error for request in requests if request.error is not None), None)
         if failed is not None:
             failed.outputs = tuple(None if request.error else self.output(request) for request in requests)
@@ -551,6 +553,7 @@ class DecodingLoop:
                     yield replace(chunk, output=self.output(request) if last else None)
         finally:
             self.abort(request)
+            release_team()
 
     def output(self, request: Request) -> Output:
         """The Output of a finished request.

@@ -6,17 +6,23 @@ processors, each wait may take a time slice of the system's scheduler, and a rou
 long as a round with fewer. So where threads are interrupted often, the present number is compared by the clock with all
 threads, one, half, a quarter and so on, in turns, and the fastest stays. What native layers compute does not
 depend on the number.
+
+OpenMP keeps a team of threads for every thread that ever computed, for its next region. Where all teams together have
+more threads than there are processors, GNU's runtime lets them wait without spinning, also when only one of them has
+something to do: a round takes twice as long then. So a team ends when its thread is not known to compute on.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +33,7 @@ _ROUNDS, _SECONDS = 8, 1.0  # of each number in a comparison: as many rounds, or
 _CLEAR = ((4.0, _BLOCK), (2.0, _ROUNDS // 2))  # so many times the other's time, in so many rounds, is enough
 _FEWER = 0.9  # of the time for a token that fewer threads have to need at most
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between comparisons
+_SOFT = 1  # `omp_pause_soft`: give up threads, keep settings
 
 
 @dataclass
@@ -89,14 +96,15 @@ class ThreadCount:
             self._most = self.count = most
             self._other, self._candidates = None, []
         now, change = self._now, omp_set_num_threads()
-        if now == most or change is None:
-            yield
-            return
-        change(now)
-        try:
-            yield
-        finally:
-            change(most)
+        with _team():
+            if now == most or change is None:
+                yield
+                return
+            change(now)
+            try:
+                yield
+            finally:
+                change(most)
 
     @property
     def _now(self) -> int:
@@ -146,15 +154,49 @@ class ThreadCount:
         self._next = self._since + self._pause
 
 
-@functools.cache
+_with_team: set[int] = set()  # threads that computed rounds, and may have a team
+
+
+@contextmanager
+def _team() -> Iterator[None]:
+    """Rounds of the calling thread; its team ends with them where other threads compute, too."""
+    mine = threading.get_ident()
+    _with_team.add(mine)
+    try:
+        yield
+    finally:
+        if len(_with_team) > 1:
+            _with_team.intersection_update(thread.ident for thread in threading.enumerate() if thread.ident)
+            _with_team.add(mine)
+        if len(_with_team) > 1:
+            _end_team()
+
+
+def release_team() -> None:
+    """End the team of the calling thread: its next region starts one again, which takes 0.2 ms with two threads."""
+    _with_team.discard(threading.get_ident())
+    _end_team()
+
+
+def _end_team() -> None:
+    if torch.get_num_threads() > 1 and (pause := _omp("omp_pause_resource_all")) is not None:
+        pause(_SOFT)
+
+
 def omp_set_num_threads() -> Callable[[int], None] | None:
     """Sets the number of threads of the calling thread's regions; None where torch's OpenMP does not offer it.
 
     `torch.set_num_threads` would also change what threads that start later begin with.
     """
+    return _omp("omp_set_num_threads")
+
+
+@functools.cache
+def _omp(name: str) -> Callable[[int], Any] | None:
+    """A function of the OpenMP runtime that torch has loaded; None where it does not offer it."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        found: Callable[[int], None] = library.omp_set_num_threads
+        found: Callable[[int], Any] = getattr(library, name)
     except (OSError, AttributeError):
         return None
     return found
