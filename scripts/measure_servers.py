@@ -3,10 +3,11 @@
     python scripts/measure_servers.py OTHER MODEL [DTYPE] [OPTION ...]
 
 OTHER is the Python of an environment of its own, with vLLM, or the folder of another checkout of this repository; MODEL
-a directory or name that both can read; options are those of `draftproof serve`, for our servers. Both servers run all
-the time, and one of them at a time has work: in turns, for 1, 4, 8 and 16 requests at once. Prompts and numbers of
-tokens are the same. The load comes from this process, by streams of /v1/completions. Takes less than 5 minutes on a
-quiet machine; prints a table in Markdown: tokens a second as medians over the turns, times of all turns together.
+a directory or name that both can read; options are those of `draftproof serve`, for our servers. One of the servers at
+a time has work, in turns, for 1, 4, 8 and 16 requests at once; the other one is stopped, since one that waits may keep
+a processor busy. Prompts and numbers of tokens are the same. The load comes from this process, by streams of
+/v1/completions. Takes less than 5 minutes on a quiet machine; prints a table in Markdown: tokens a second as medians
+over the turns, times of all turns together.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median, quantiles
 from typing import NamedTuple
@@ -116,6 +118,12 @@ def row(concurrency: int, name: str, turns: Sequence[Turn], ours: Sequence[Turn]
     return f"| {' | '.join(cells)} |"
 
 
+def signal_all(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a server and to what it has started."""
+    with suppress(ProcessLookupError):  # it has ended
+        os.killpg(process.pid, number)
+
+
 def main() -> None:
     """Measure and print."""
     if len(sys.argv) < 3:
@@ -124,7 +132,7 @@ def main() -> None:
     own = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--served-model-name", "model"]
     own += ["--target", model, "--dtype", dtype, "--max-batch", "16", "--generation-config", "none", *options]
     ports = {"ours": free_port()}
-    servers = [started(own, ports["ours"], "/ready")]
+    servers = {"ours": started(own, ports["ours"], "/ready")}
     try:
         if Path(other).is_dir():
             name, command, path, source = "the other", own, "/ready", Path(other) / "src"
@@ -133,9 +141,10 @@ def main() -> None:
             command = [other, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", dtype]
             command += ["--served-model-name", "model", "--max-model-len", "2048", "--generation-config", "vllm"]
         ports[name] = free_port()
-        servers.append(started(command, ports[name], path, source))
-        for port in ports.values():
+        servers[name] = started(command, ports[name], path, source)
+        for each, port in ports.items():
             asyncio.run(turn(port, "model", 4, 4, 99))
+            signal_all(servers[each], signal.SIGSTOP)
         print(f"Load average {os.getloadavg()[0]:.1f} at the start.\n")
         heads = ("at once", "server", "tokens a second", "ours / its", "first token, ms", "99 of 100 below")
         print(f"| {' | '.join((*heads, 'between, ms', '99 of 100 below'))} |")
@@ -145,12 +154,15 @@ def main() -> None:
             for number in range(TURNS):
                 for each in list(ports) if number % 2 else list(ports)[::-1]:
                     count = max(3, concurrency)
+                    signal_all(servers[each], signal.SIGCONT)
                     found[each].append(asyncio.run(turn(ports[each], "model", count, concurrency, number)))
+                    signal_all(servers[each], signal.SIGSTOP)
             for each, turns in found.items():
                 print(row(concurrency, each, turns, found["ours"]), flush=True)
     finally:
-        for server in servers:
-            os.killpg(server.pid, signal.SIGTERM)
+        for server in servers.values():
+            signal_all(server, signal.SIGCONT)
+            signal_all(server, signal.SIGTERM)
             server.wait(60)
 
 
