@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -211,13 +212,15 @@ class Stream(EventSourceResponse):
 
     async def stream_response(self, send: Send) -> None:
         """Send the events; `ended` is called however this ends."""
-
-        async def limited(message: Any) -> None:
-            with anyio.fail_after(self._seconds or None):
-                await send(message)
-
         try:
-            await super().stream_response(limited)
+            with anyio.fail_after(None) as limit:  # a scope for each chunk would cost more than the chunk
+
+                async def limited(message: Any) -> None:
+                    limit.deadline = anyio.current_time() + (self._seconds or math.inf)
+                    await send(message)
+                    limit.deadline = math.inf
+
+                await super().stream_response(limited)
         except TimeoutError:
             _log.info("a client stopped reading its stream")
         finally:

@@ -20,6 +20,7 @@ from draftproof.draft import Origin
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
+from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
 from draftproof.sampling import SamplingParams, TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
@@ -244,6 +245,7 @@ class EngineWorker:
     def _take(self) -> None:
         """Do what was asked for; waits where there is nothing else to do."""
         if not self._rows:
+            release_team()  # an application may compute in other threads, too
             self._inbox.get()()
         while True:
             try:
