@@ -217,6 +217,7 @@ class TestTeams:
                 turn.wait()
                 engine.step()
                 turn.wait()
+            turn.wait()
 
         thread = threading.Thread(target=other)
         thread.start()
@@ -225,7 +226,8 @@ class TestTeams:
             turn.wait()  # the other thread's turn
             turn.wait()
             engine.step()
-            assert len(tasks() - alone) <= 1, "at most the other thread, and no team"
+            assert len(tasks() - alone) == 1, "the other thread, and no team"
+        turn.wait()
         thread.join()
         engine.step()
         engine.step()
