@@ -32,6 +32,7 @@ from scipy.optimize import least_squares
 from draftproof import models
 from draftproof.backends.base import Feed, unread
 from draftproof.backends.feature_net import load_net
+from draftproof.backends.lean import LeanBackend
 from draftproof.backends.loading import load_backend
 from draftproof.bench.questions import read_questions
 from draftproof.embedded import feature_head_dir
@@ -112,7 +113,7 @@ def measured_rounds(batches: Sequence[int], rounds: int, turns: int) -> list[dic
 @torch.inference_mode()
 def measured_passes(name: str, most: int, turns: int) -> list[dict[str, Any]]:
     """Passes of a model with random weights over several requests, with 1 or DRAFTED + 1 tokens of each, in turns."""
-    backend = with_random_weights(configs()[name])
+    backend = LeanBackend(with_random_weights(configs()[name]), name=name, check=False)
     batches = [2**power for power in range(int(math.log2(most)) + 1)]
     tokens = [(place * 7919 + 11) % 31000 for place in range(CONTEXT)]
     sessions = [backend.open() for _ in range(most)]

@@ -6,8 +6,8 @@ import logging
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from copy import deepcopy
 from functools import partial
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, supports
 from draftproof.backends.mixers import mixers_of
 from draftproof.backends.plain import PlainBackend
+from draftproof.backends.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.snapshots import SnapshotBackend
 from draftproof.backends.text_part import reading_classes, text_part
 from draftproof.errors import UndraftableError, UserError, reason
@@ -47,7 +48,6 @@ DTYPES: dict[str, torch.dtype | str] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-_PACKAGES = {"gptq": ("optimum", "gptqmodel"), "awq": ("gptqmodel",)}  # by the method of a checkpoint's quantization
 LEAN_KINDS = (LeanBackend.kind, CompiledBackend.kind)  # a lean forward takes its model apart
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend | PlainBackend
@@ -71,6 +71,7 @@ def load_backend(
     backend: str = "auto",
     adapter: str | None = None,
     attn_implementation: str | None = None,
+    quantization_config: Any = None,
     plainly: bool = False,
     tensor_parallel: int = 1,
 ) -> Loaded:
@@ -85,7 +86,14 @@ def load_backend(
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
     if tensor_parallel != 1:
-        _refuse_undivided(source, tensor_parallel, backend=backend, device=device, adapter=adapter)
+        _refuse_undivided(
+            source,
+            tensor_parallel,
+            backend=backend,
+            device=device,
+            adapter=adapter,
+            quantization_config=quantization_config,
+        )
         options = {
             "dtype": dtype,
             "trust_remote_code": trust_remote_code,
@@ -101,6 +109,7 @@ def load_backend(
         trust_remote_code=trust_remote_code,
         adapter=adapter,
         attn_implementation=attn_implementation,
+        quantization_config=quantization_config,
     )
     model = load()
     kind = suitable(model) if backend == "auto" else backend
@@ -157,7 +166,7 @@ def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
             f"{what}, and backend is {options['backend']!r}: only transformers' own forward pass is divided among "
             f"processes, so legal is --backend {HFBackend.kind} (or auto, which takes it)"
         )
-    for name in ("device", "adapter"):
+    for name in ("device", "adapter", "quantization_config"):
         if options[name] is not None:
             raise UserError(f"{what}, which does not go with {name} {options[name]!r}: leave one of them out")
     where = Path(models.resolve(source))
@@ -214,6 +223,7 @@ def load_model(
     trust_remote_code: bool = False,
     adapter: str | None = None,
     attn_implementation: str | None = None,
+    quantization_config: Any = None,
     tensor_parallel: int = 1,
 ) -> Any:
     """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
@@ -229,6 +239,8 @@ def load_model(
         trust_remote_code: run code that comes with the model.
         adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
         attn_implementation: one of ATTENTION; default transformers' own choice.
+        quantization_config: quantizes the weights while they are loaded, by transformers: one of its configs, the
+            fields of one, or JSON text or a .json file with them.
         tensor_parallel: number of processes, each of which loads its part of the weights.
 
     Raises:
@@ -240,6 +252,8 @@ def load_model(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     options |= _placed(device) if tensor_parallel == 1 else _divided(tensor_parallel)
+    if quantization_config is not None:
+        options |= {"quantization_config": quantization_config, **_kept_where_quantized(options)}
     base = base_of(source)
     if base is not None and adapter is not None:
         raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
@@ -250,16 +264,29 @@ def load_model(
     return text_part(whole()) if "device" in options else whole()
 
 
+def _kept_where_quantized(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that read weights right onto an accelerator, where methods of quantization have their kernels."""
+    device = options.get("device")
+    return {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
+
+
 def _load_whole(source: str, options: dict[str, Any]) -> Any:
     """Load a model with all its weights."""
     device = options.get("device")
     options = {name: value for name, value in options.items() if name != "device"}
     where = Path(source)
     if where.suffix == ".gguf":
+        if "quantization_config" in options:
+            raise UserError(
+                f"quantization_config does not go with {str(where)!r}: weights of a .gguf file are quantized already, "
+                "and full weights are made of them; leave it out"
+            )
         source, options = str(where.parent), {**options, **_gguf_options(where)}
     else:
         _refuse_what_cannot_be_read(where)
         options = {**options, "use_safetensors": True}
+        if "quantization_config" in options:
+            options["quantization_config"] = quantization_for(source, options["quantization_config"])
     kinds = reading_classes(source, gguf=options.get("gguf_file"), trust_remote_code=options["trust_remote_code"])
     model: Any = None
     for kind in kinds:
@@ -274,16 +301,18 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
 
 def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any:
     """Load a model by one of transformers' auto classes, and check that nothing is missing."""
+    asked = options.get("quantization_config")
     try:
         with redirect_stdout(sys.stderr):  # gptqmodel logs to stdout, where the caller's own output goes
-            model, report = kind.from_pretrained(source, output_loading_info=True, **options)
+            # a copy, since transformers writes into a quantization config
+            model, report = kind.from_pretrained(source, output_loading_info=True, **deepcopy(options))
     except Exception as cause:
         raise UserError(
-            f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause, source)} "
+            f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause, source, asked)} "
             "(legal: a hub id, a directory, a .gguf file)"
         ) from cause
     _refuse_missing(where, model, report)
-    _refuse_unknown_quantization(where, model)
+    refuse_unknown_quantization(where, model)
     _refuse_split_tie(where, model)
     return model
 
@@ -325,11 +354,11 @@ def _refuse_what_cannot_be_read(where: Path) -> None:
         )
 
 
-def _hint(cause: Exception, source: str) -> str:
+def _hint(cause: Exception, source: str, asked: Any) -> str:
     """What to add to a library's error."""
     said = str(cause)
-    if missing := _missing_packages(source):
-        return f"; its kind of quantized weights needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+    if needed := packages_hint(source, asked):
+        return needed
     if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
         return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
     if "is on the meta device" in said:
@@ -337,18 +366,6 @@ def _hint(cause: Exception, source: str) -> str:
     if isinstance(cause, ModuleNotFoundError) and cause.name:
         return f": pip install {cause.name}"
     return ""
-
-
-def _missing_packages(source: str) -> list[str]:
-    """Packages that a quantized checkpoint needs and that are not installed, where transformers does not say all."""
-    from transformers import PretrainedConfig
-
-    try:
-        quantized = PretrainedConfig.get_config_dict(source)[0].get("quantization_config") or {}
-    except OSError:
-        return []
-    installed = {each.name for each in metadata.distributions()}
-    return [each for each in _PACKAGES.get(str(quantized.get("quant_method")), ()) if each not in installed]
 
 
 def _refuse_missing(source: str, model: Any, report: Any) -> None:
@@ -368,21 +385,6 @@ def _refuse_missing(source: str, model: Any, report: Any) -> None:
         raise UserError(
             f"the checkpoint {source!r} {kind} {len(missing + other)} tensors of {type(model).__name__}: {listed}. The "
             "model would compute with random numbers there: download it again, or save it with all its weights"
-        )
-
-
-def _refuse_unknown_quantization(source: str, model: Any) -> None:
-    """Refuse weights quantized by a method that transformers does not know: it loads them as they are, with a warning.
-
-    Raises:
-        UserError: naming the method.
-    """
-    given = getattr(model.config, "quantization_config", None)
-    if isinstance(given, dict):  # transformers makes an object of what it knows
-        method = given.get("quant_method")
-        raise UserError(
-            f"the weights in {source!r} are quantized by the method {method!r}, which this version of transformers "
-            "does not know: install one that does, or take the model's weights before they were quantized"
         )
 
 

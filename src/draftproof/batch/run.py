@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
+from draftproof.backends.quantization import quantization_fields
 from draftproof.batch.answering import Result
 from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions
@@ -71,10 +72,12 @@ def settings_of(source: Source, engine: Mapping[str, Any], options: RowOptions) 
         options: of the rows.
     """
     named = {name: engine.get(name) for name in ("target", "draft", "adapter")}
+    quantized = engine.get("quantization_config")
     return {
         "input": source.digest,
         "models": {name: _content(each) for name, each in named.items() if each},
         **{name: value for name, value in engine.items() if name not in _FREE and name not in named},
+        **({} if quantized is None else {"quantization_config": quantization_fields(quantized)}),
         **{name: model_name(each) if each else None for name, each in named.items()},
         **{name: value for name, value in asdict(options).items() if name != "sampling"},
         **{f"sampling_{name}": value for name, value in options.sampling.items()},

@@ -31,6 +31,7 @@ class EngineOptions:
         backend: implementation of the forward pass.
         adapter: a PEFT adapter (LoRA) for the target: a directory or hub id.
         attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.
+        quantization_config: quantizes the target by transformers: JSON of one of its configs, or a .json file.
         max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
         kv_memory: memory for keys and values, in bytes or like 2GiB; requests wait for it. Without it no limit.
@@ -53,6 +54,7 @@ class EngineOptions:
     backend: str = "auto"
     adapter: str | None = None
     attn_implementation: str | None = None
+    quantization_config: str | None = None
     max_model_len: int | None = None
     max_batch: int = 8
     kv_memory: str | None = None

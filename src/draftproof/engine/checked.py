@@ -122,7 +122,12 @@ def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
     """Everything that a check depends on; None where none can be kept."""
     if os.environ.get(VARIABLE) == "0" or options["trust_remote_code"] or not options["check"]:
         return None
-    altered = options["adapter"] or options["attn_implementation"] or (folder / ADAPTER).exists()
+    altered = (
+        options["adapter"]
+        or options["attn_implementation"]
+        or options.get("quantization_config") is not None
+        or (folder / ADAPTER).exists()
+    )
     if (
         altered
         or options.get("tensor_parallel", 1) != 1

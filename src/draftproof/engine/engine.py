@@ -106,6 +106,7 @@ class Engine(DecodingLoop):
         backend: str = "auto",
         adapter: str | None = None,
         attn_implementation: str | None = None,
+        quantization_config: Any = None,
         max_model_len: int | None = None,
         generation_config: str = "auto",
         tensor_parallel: int = 1,
@@ -144,6 +145,9 @@ class Engine(DecodingLoop):
                 same logits, else computed beside them by backend hf. A draft or target that is an adapter itself is
                 loaded with its base model.
             attn_implementation: transformers' attention for both models, "eager" or "sdpa"; not for backend lean.
+            quantization_config: quantizes the target's weights while they are loaded, by transformers: one of its
+                configs (BitsAndBytesConfig, TorchAoConfig, ...), the fields of one, or JSON text or a .json file with
+                them. The output is that of the quantized target.
             max_model_len: the longest sequence, prompt and text together; at most what the target reads, which is the
                 default. A draft model with a shorter context drafts up to its own.
             generation_config: "auto" takes the sampling parameters of the target's generation config as defaults, as
@@ -176,9 +180,8 @@ class Engine(DecodingLoop):
         if draft is None and bits is None and draft_dtype != "auto":
             raise UserError(f"draft_dtype is {draft_dtype!r}, and there is no draft model: leave it out, or name one")
         one = device is None or (isinstance(device, str) and device != "auto")
-        source = ModelSource(
-            target, **{**options, "adapter": adapter, "plainly": True, "tensor_parallel": tensor_parallel}
-        )
+        of_target = {"adapter": adapter, "quantization_config": quantization_config, "plainly": True}
+        source = ModelSource(target, **{**options, **of_target, "tensor_parallel": tensor_parallel})
         tokenizer, small = source.tokenizer, None
         if draft is not None:
             other = ModelSource(draft, **{**options, "dtype": loaded_in, "device": device if one else None})

@@ -17,6 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from draftproof.backends.quantization import quantization_fields
 from draftproof.batch.answering import Answerer, Result
 from draftproof.batch.rows import RowOptions
 from draftproof.batch.run import Answers
@@ -94,12 +95,15 @@ def _pieces(rows: Iterable[Row], size: int) -> Iterator[_Piece]:
 
 
 def _placed(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `Engine.load` with directories that mean the same wherever a worker runs."""
+    """Arguments of `Engine.load` with files and directories that mean the same wherever a worker runs."""
     names = ("target", "draft", "adapter")
-    return {
+    found = {
         name: str(Path(value).resolve()) if name in names and value and Path(value).exists() else value
         for name, value in engine.items()
     }
+    if isinstance(found.get("quantization_config"), str):
+        found["quantization_config"] = quantization_fields(found["quantization_config"])
+    return found
 
 
 @contextmanager
