@@ -116,7 +116,7 @@ def speed(engine: Engine, figures: dict[str, Any], _: int) -> list[str]:
 def _decoded(engine: Engine, batch: int, *, paged: bool) -> Any:
     """Does one pass of plain decoding over sequences in a cache of its own; returns seconds."""
     target, right = engine.target, pages.paged
-    cache = use_cache(engine, SlotCache())
+    cache = use_cache(engine, SlotCache(engine.target.max_positions))
     pages.paged = right if paged else lambda _: False
     sessions = [target.open() for _ in range(batch)]
     tokens = [words(200, number) for number in range(batch)]
@@ -298,7 +298,7 @@ def main() -> None:
     for part, measured in (("memory", memory), ("speed", speed), ("reuse", reuse)):
         if part in options.parts:
             lines += measured(engine, figures, options.long)
-            use_cache(engine, SlotCache())
+            use_cache(engine, SlotCache(engine.target.max_positions))
     for drafter in options.drafters if "pauses" in options.parts else ():
         made = Engine.load(options.target, dtype=options.dtype, device="cpu", drafter=drafter, max_batch=40)
         lines += pauses(made, figures.setdefault(drafter, {}), options.long, options.known)

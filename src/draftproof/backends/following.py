@@ -166,7 +166,7 @@ class FollowingBackend:
         self.max_positions = target.max_positions
         self.capabilities = Capabilities(trees=target.capabilities.trees, hidden=net.width)
         self._dtype = target.dtype
-        self._cache = SlotCache()
+        self._cache = SlotCache(target.max_positions)
         target.record_states(net.layers)
 
     def open(self) -> FollowingSession:

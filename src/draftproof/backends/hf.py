@@ -110,7 +110,7 @@ class HFBackend(SlotBackend):
         """See `SlotBackend.with_weights`; the model's own tensors are written over."""
         copy_into(self.model, state_of(weights), self.name)
         made = copy.copy(self)
-        made._cache, made._recorded = SlotCache(), ()  # noqa: SLF001 - of this class
+        made._cache, made._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
         return made
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:

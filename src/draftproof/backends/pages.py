@@ -8,9 +8,11 @@ sequence in every slot needs, and a slot takes what its own sequence has written
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,11 +20,29 @@ from torch import Tensor
 PAGE = mmap.PAGESIZE
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _NO_HUGE_PAGES = getattr(mmap, "MADV_NOHUGEPAGE", 15)
+_POLICY = Path("/proc/sys/vm/overcommit_memory")
+_STRICT = "2"  # everything that is mapped counts
 
 
 def paged(device: torch.device) -> bool:
     """Whether buffers on a device take memory only where they were written."""
     return device.type == "cpu" and sys.platform == "linux"
+
+
+def addresses_are_free(device: torch.device) -> bool:
+    """Whether a buffer may be mapped for more than is needed: no limit counts what is mapped and never written."""
+    return paged(device) and _unlimited()
+
+
+@functools.cache
+def _unlimited() -> bool:
+    try:
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return limit == resource.RLIM_INFINITY and _POLICY.read_text(encoding="ascii").strip() != _STRICT
+    except (ImportError, OSError, ValueError):
+        return False
 
 
 class Buffer:
@@ -31,20 +51,27 @@ class Buffer:
     Args:
         shape: of the tensor.
         like: a tensor of its dtype and on its device.
+        mapped: raise where it would take memory at once.
 
     Attributes:
         tensor: the tensor.
         is_paged: whether it takes memory only where it was written.
+
+    Raises:
+        OSError: the system reserves what it maps, and has no room for that.
     """
 
-    def __init__(self, shape: Sequence[int], like: Tensor) -> None:
+    def __init__(self, shape: Sequence[int], like: Tensor, *, mapped: bool = False) -> None:
         self._pages: mmap.mmap | None = None
         size = like.dtype.itemsize
         for each in shape:
             size *= each
         if paged(like.device) and size:
-            with contextlib.suppress(OSError):  # the system reserves what it maps, and has no room for that
+            try:
                 self._pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+            except OSError:
+                if mapped:
+                    raise
         if self._pages is None:
             self.tensor = like.new_zeros(tuple(shape))
         else:

@@ -19,9 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.accelerator import sent
-from draftproof.backends.pages import PAGE, Buffer
+from draftproof.backends.pages import PAGE, Buffer, addresses_are_free
 
 _FIRST_CAPACITY = 256
+_MAPPED = 64, 1 << 17  # slots, and most positions, of buffers that are mapped at once; larger ones grow
 _NOTED = 16  # the peak is looked at when a sequence has grown by so many positions
 _STEPS = 8  # capacities that are not paged are multiples of a power of two near this part of them
 
@@ -106,7 +107,11 @@ class SlotCache:
     """Key and value buffers [slots, heads, capacity, dim] for each layer, made when the first keys arrive.
 
     Where buffers are paged (`pages`), a slot takes memory for the positions that its own sequence has written, whatever
-    the capacity. Elsewhere every slot takes as much as the longest sequence that is there.
+    the capacity. So they are mapped for the longest sequence in many slots at once: buffers that grow are copied, which
+    all requests wait for. Elsewhere every slot takes as much as the longest sequence that is there.
+
+    Args:
+        longest: positions that a sequence may have, where that is known.
 
     Attributes:
         lock: must be held to read, write or grow buffers: C code uses their memory without Python's own lock.
@@ -115,8 +120,9 @@ class SlotCache:
         peak: the largest `nbytes` so far; may be set to 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int | None = None) -> None:
         self.lock = threading.RLock()
+        self._mapped = -(-min(longest or 0, _MAPPED[1]) // _FIRST_CAPACITY) * _FIRST_CAPACITY
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._memory: dict[int, Buffer] = {}  # of each tensor, by its address
@@ -132,12 +138,15 @@ class SlotCache:
         self.peak = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("lock", "_memory")}
+        state = {name: value for name, value in vars(self).items() if name not in ("lock", "_memory")}
+        if self._is_paged:  # a copy takes memory for all that it has
+            state["_capacity"] = most = max(self._used, default=0)
+            for name in ("_keys", "_values"):
+                state[name] = {layer: made[: self._slots, :, :most].clone() for layer, made in state[name].items()}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            state, lock=threading.RLock(), _memory={}, _is_paged=False
-        )  # a copy has its own, in plain tensors
+        vars(self).update(state, lock=threading.RLock(), _memory={}, _is_paged=False)  # a copy has plain tensors
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -281,7 +290,7 @@ class SlotCache:
         before = self._used[slot]
         if end > before:
             self._used[slot] = end
-            if end // _NOTED > before // _NOTED:
+            if not before or end // _NOTED > before // _NOTED:
                 self._note()
 
     def _note(self) -> None:
@@ -323,7 +332,7 @@ class SlotCache:
             slots = max(slots, 2 * old.shape[0])
         elif old is not None and self._is_paged:
             slots = old.shape[0]
-        memory = Buffer((slots, heads, self._capacity, dim), like)
+        memory = self._buffer(slots, heads, dim, like)
         made = memory.tensor
         if old is not None:
             most = min(old.shape[2], self._capacity)
@@ -338,6 +347,18 @@ class SlotCache:
         self._units = Counter((t.shape[1], t.shape[3] * t.dtype.itemsize) for t in self._buffers())
         self._note()
         return made
+
+    def _buffer(self, slots: int, heads: int, dim: int, like: Tensor) -> Buffer:
+        if self._mapped and addresses_are_free(like.device):
+            shape = max(slots, _MAPPED[0]), heads, max(self._capacity, self._mapped), dim
+            try:
+                made = Buffer(shape, like, mapped=True)
+            except OSError:  # there is another limit
+                self._mapped = 0
+            else:
+                self._capacity = shape[2]
+                return made
+        return Buffer((slots, heads, self._capacity, dim), like)
 
     def views(self, first: int, rows: int) -> tuple[list[Tensor], list[Tensor]] | None:
         """Keys and values of neighbouring slots, layer by layer, at full capacity.

@@ -47,7 +47,7 @@ class SlotBackend(ABC):
         self.dtype, self.device = facts.dtype, facts.device
         self.max_positions, self.bounded_by = facts.max_positions, ""
         self.capabilities = Capabilities(hidden=facts.hidden_size)
-        self._cache = SlotCache() if cache is None else cache
+        self._cache = SlotCache(facts.max_positions) if cache is None else cache
         self.prefill, self.packs = PREFILL_CHUNK, False
         self._recorded: tuple[tuple[int, ...], ...] = ()
 

@@ -235,7 +235,7 @@ class DFlashBackend(ParallelBackend):
         refuse_other_algorithm(files, "dflash")
         self._net = net = DFlashNet(files, target)
         files.refuse_left()
-        self._cache, self._dtype = SlotCache(), target.dtype
+        self._cache, self._dtype = SlotCache(target.max_positions), target.dtype
         super().__init__(
             target, f"dflash head {source}", places=net.places, width=net.width, layers=net.layers, ids=net.ids
         )
