@@ -1,7 +1,9 @@
 """Requests that schemathesis makes from /openapi.json: no status of 500 or more, and answers as they are described."""
 
 import pytest
+from pydantic import ValidationError
 
+from draftproof.server import schemas
 from serving import running, small_engine, until
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -49,3 +51,28 @@ def test_streams_are_described(served, path):
     answer = case.call()
     assert answer.headers["content-type"][0].startswith("text/event-stream")
     case.validate_response(answer, checks=schema_checks.CHECKS, excluded_checks=[schema_checks.REFUSED])
+
+
+BODIES = sorted(
+    (kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, schemas.Body)),
+    key=lambda kind: kind.__name__,
+)
+
+
+@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
+def test_a_null_is_described_as_it_is_read(kind):
+    """A field with the value null counts as not given: legal where the field may be left out, and nowhere else."""
+    described = kind.model_json_schema()
+    assert described["additionalProperties"] == {"type": "null"}
+    for name, each in described["properties"].items():
+        kinds = each.get("anyOf", [each])
+        needed = name in described.get("required", ())
+        assert ({"type": "null"} in kinds) is not needed, name
+        assert ("default" in each) is not needed, name
+        try:
+            kind.model_validate({name: None})
+        except ValidationError as error:
+            wrong = {row["loc"][0] for row in error.errors() if row["loc"]}
+            assert (name in wrong) is needed
+        else:
+            assert not needed

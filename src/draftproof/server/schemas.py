@@ -16,6 +16,17 @@ TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=1_000_000)]
 ShortText = Annotated[str, Field(max_length=512)]
 
 
+def _nullable(schema: dict[str, Any]) -> None:
+    """Say in a schema what `Body` does with nulls: fields with the value null count as not given."""
+    schema["additionalProperties"] = {"type": "null"}
+    properties = schema.get("properties", {})
+    for name, found in properties.items():
+        kinds = found.get("anyOf", [found])
+        if name not in schema.get("required", ()) and {"type": "null"} not in kinds and kinds != [{}]:
+            kept = {key: found.pop(key) for key in ("title", "default", "description") if key in found}
+            properties[name] = {"anyOf": [*found.get("anyOf", [found]), {"type": "null"}], **kept}
+
+
 class Body(BaseModel):
     """A part of a request: its types are meant exactly, and other fields are refused."""
 
@@ -23,7 +34,7 @@ class Body(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        json_schema_extra={"additionalProperties": {"type": "null"}},
+        json_schema_extra=_nullable,
     )
 
     @model_validator(mode="before")
