@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import draftproof.engine.threads as threads_module
 from draftproof import Engine, SamplingParams
 from draftproof.engine.threads import (
     LONGEST_PAUSE,
@@ -23,11 +24,17 @@ pytestmark = pytest.mark.skipif(omp_set_num_threads() is None, reason="torch has
 class Machine:
     """Rounds take the time of the work, and where more threads run than processors are free, a multiple of it."""
 
-    def __init__(self, threads, *, work=0.02, penalty=10.0):
+    def __init__(self, threads, *, work=0.02, penalty=10.0, probed=False):
         self.free, self.work, self.penalty = threads, work, penalty
         self.now, self.count, self.rate = 0.0, 0.0, None
         self.used = []
-        self.chosen = ThreadCount(lambda: int(self.count), lambda: self.now)
+        self.probes = 0
+        self.chosen = ThreadCount(lambda: int(self.count), lambda: self.now, self.held_up if probed else None)
+
+    def held_up(self, threads):
+        self.probes += 1
+        self.now += 0.03
+        return threads > self.free
 
     def round(self, tokens=1):
         with self.chosen.set():
@@ -75,10 +82,35 @@ def test_fewer_threads_where_others_have_the_processors_and_all_again_when_they_
     assert machine.run(60) == {2: 1.0}
 
 
+@pytest.mark.parametrize("probed", [True, False])
+def test_rounds_that_take_seconds_are_not_tried_where_small_products_say_so(threads, probed):
+    """With all threads a round takes 400 times as long here; without the probe they are tried again and again."""
+    threads(2)
+    machine = Machine(2, penalty=800.0, probed=probed)
+    machine.run(5)
+    machine.free = 1
+    machine.run(60)
+    assert machine.chosen.count == 1
+    machine.probes = 0
+    shares = machine.run(120)
+    if not probed:
+        assert shares[2] > 0.3, "the control"
+        return
+    assert shares == {1: 1.0}
+    assert 20 < machine.probes < 40
+    machine.free = 2
+    machine.run(10)  # much sooner than by pauses that double
+    assert machine.chosen.count == 2
+    machine.probes = 0
+    assert machine.run(60) == {2: 1.0}
+    assert machine.probes == 0
+
+
 @pytest.mark.parametrize("free", [1, 2, 4, 8, 16])
-def test_as_many_threads_as_there_are_free_processors(threads, free):
+@pytest.mark.parametrize("probed", [True, False])
+def test_as_many_threads_as_there_are_free_processors(threads, free, probed):
     threads(16)
-    machine = Machine(16, work=0.16, penalty=40.0)
+    machine = Machine(16, work=0.16, penalty=40.0, probed=probed)
     machine.free = free
     machine.run(60)
     assert machine.chosen.count == free
@@ -150,6 +182,34 @@ def test_rounds_give_the_number_back_and_the_text_does_not_depend_on_it(threads)
     with pytest.raises(RuntimeError, match="gone"):
         engine.generate("Once upon a time", params)
     assert torch.get_num_threads() == 2
+
+
+def test_small_products_are_timed_with_the_number_asked_for_and_the_own_number_stays(threads, monkeypatch):
+    threads(2)
+    clock, seen = [0.0], []
+
+    def now():
+        seen.append(torch.get_num_threads())
+        return clock[0]
+
+    times = iter([1e-5] * 400 + [3e-5] * 20000)
+
+    def added(self, _):
+        clock[0] += next(times)
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "add_", added)
+    monkeypatch.setattr(threads_module.time, "perf_counter", now)
+    products = threads_module.SmallProducts()
+    monkeypatch.setattr(threads_module, "_PROBE", 0.004)
+    assert not products.held_up(3)
+    assert set(seen) == {3}
+    assert torch.get_num_threads() == 2
+    monkeypatch.setattr(threads_module, "_PROBE", 0.03)
+    assert products.held_up(3), "three times the least that was ever seen"
+    assert not products.held_up(4), "of this number nothing else was seen"
+    times = iter([2e-3] * 100)
+    assert products.held_up(5), "nothing small takes so long"
 
 
 def test_this_system_counts_interruptions():

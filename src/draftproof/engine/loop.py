@@ -26,7 +26,7 @@ from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.scheduler import NoSessions, Plan, Portion, Scheduler
 from draftproof.engine.stats import Seconds
-from draftproof.engine.threads import ThreadCount, interruptions, release_team
+from draftproof.engine.threads import SmallProducts, ThreadCount, interruptions, release_team
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.grammar import Grammars
@@ -92,7 +92,9 @@ class DecodingLoop:
         self._ids = itertools.count()
         self._lock = threading.RLock()
         self._checks = LogitsCheck()
-        self._threads = ThreadCount(interruptions() if target.device.type == "cpu" else None)
+        self._threads = ThreadCount(
+            interruptions() if target.device.type == "cpu" else None, held_up=SmallProducts().held_up
+        )
         self._refuse_impossible()
         self._kv_memory, self._prefix_reuse = read_bytes(kv_memory), prefix_reuse
         self._schedule()

@@ -5,7 +5,8 @@ a round, and they wait by spinning, which is the fastest way on a quiet machine.
 processors, each wait may take a time slice of the system's scheduler, and a round with all threads takes ten times as
 long as a round with fewer. So where threads are interrupted often, the present number is compared by the clock with all
 threads, one, half, a quarter and so on, in turns, and the fastest stays. What native layers compute does not
-depend on the number.
+depend on the number. More threads than now are only compared where small products of theirs are not held up: where
+they are, two rounds may take many seconds.
 
 OpenMP keeps a team of threads for every thread that ever computed, for its next region. Where all teams together have
 more threads than there are processors, GNU's runtime lets them wait without spinning, also when only one of them has
@@ -33,6 +34,9 @@ _ROUNDS, _SECONDS = 8, 1.0  # of each number in a comparison: as many rounds, or
 _CLEAR = ((4.0, _BLOCK), (2.0, _ROUNDS // 2))  # so many times the other's time, in so many rounds, is enough
 _FEWER = 0.9  # of the time for a token that fewer threads have to need at most
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between comparisons
+_AGAIN = 4.0  # seconds between probes of more threads
+_PROBE, _SMALL = 0.03, 1 << 15  # seconds of a probe, longer than a time slice; numbers that each thread adds to
+_HELD_UP, _SLOW = 1.5, 1e-3  # times the least time of a small product, or seconds, that say a processor was taken
 _SOFT = 1  # `omp_pause_soft`: give up threads, keep settings
 
 
@@ -70,16 +74,20 @@ class ThreadCount:
         interruptions: how often threads of this process were interrupted so far; None where that is not known, and the
             number of threads is then left alone.
         clock: seconds.
+        held_up: whether so many threads are held up in small products; None compares rounds without asking.
 
     Attributes:
         count: threads of the next round; at most as many as torch is set to.
     """
 
     def __init__(
-        self, interruptions: Callable[[], int] | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        interruptions: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        held_up: Callable[[int], bool] | None = None,
     ) -> None:
         self.count = 0
-        self._interruptions, self._clock = interruptions, clock
+        self._interruptions, self._clock, self._held_up = interruptions, clock, held_up
         self._most = 0
         self._since, self._before = clock(), interruptions() if interruptions else 0
         self._pause, self._next = FIRST_PAUSE, 0.0
@@ -142,6 +150,8 @@ class ThreadCount:
         self._candidates = [each for each in order if each != self.count] or [self._most]
         self._other = self._candidates.pop(0)
         self._turn, self._spent = 0, {}
+        if self._other > self.count and self._held_up is not None and self._held_up(self._other):
+            self._other, self._next = None, self._clock() + _AGAIN
 
     def _decide(self) -> None:
         """Keep the better number."""
@@ -152,6 +162,36 @@ class ThreadCount:
         self.count, self._other = better, None
         self._since, self._before = self._clock(), self._interruptions() if self._interruptions else 0
         self._next = self._since + self._pause
+
+
+class SmallProducts:
+    """Says whether threads are held up, by the time of small parallel regions beside the least that was seen."""
+
+    def __init__(self) -> None:
+        self._least: dict[int, float] = {}
+
+    def held_up(self, threads: int) -> bool:
+        """Whether so many threads of the caller wait for each other, because other processes have a processor.
+
+        Takes 0.03 seconds, or as long as a few time slices.
+        """
+        change = omp_set_num_threads()
+        if change is None:
+            return False
+        numbers, took, own = torch.zeros(threads * _SMALL), list[float](), torch.get_num_threads()
+        change(threads)
+        try:
+            start = before = time.perf_counter()
+            while before - start < _PROBE:
+                numbers.add_(1.0)
+                now = time.perf_counter()
+                took.append(now - before)
+                before = now
+        finally:
+            change(own)
+        least = self._least[threads] = min(*took, self._least.get(threads, took[0]))
+        mean = sum(took) / len(took)
+        return mean > _SLOW or mean > _HELD_UP * least
 
 
 _with_team: set[int] = set()  # threads that computed rounds, and may have a team
