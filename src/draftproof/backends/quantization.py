@@ -34,6 +34,8 @@ def read_quantization(given: Any) -> Any:
         UserError: none of these, an unknown method or field, or a package that is missing.
     """
     if hasattr(given, "quant_method") and hasattr(given, "to_dict"):
+        if _method(given) == "bitsandbytes" and not (given.load_in_4bit or given.load_in_8bit):
+            raise _refused(given, "it has no load_in_4bit or load_in_8bit")
         return copy.deepcopy(given)
     fields = quantization_fields(given)
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoQuantizationConfig
