@@ -35,7 +35,7 @@ from draftproof.engine.registry import DRAFTERS, STOPPERS, VERIFIERS
 
 SHELL = ("sh", "console")
 # Options of other programs that pages name.
-OTHERS = {"--strict", "--speculative-config", "--additional-config"}
+OTHERS = {"--strict", "--speculative-config", "--additional-config", "--guidellm"}  # of vLLM, mkdocs and our scripts
 COMMANDS = every_command()
 EVERY_OPTION = options_of(*COMMANDS.values()) | {"--help"}
 NAMES = {
