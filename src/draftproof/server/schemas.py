@@ -22,9 +22,9 @@ def _nullable(schema: dict[str, Any]) -> None:
     properties = schema.get("properties", {})
     for name, found in properties.items():
         kinds = found.get("anyOf", [found])
-        if name not in schema.get("required", ()) and {"type": "null"} not in kinds and kinds != [{}]:
+        if name not in schema.get("required", ()) and {"type": "null"} not in kinds:
             kept = {key: found.pop(key) for key in ("title", "default", "description") if key in found}
-            properties[name] = {"anyOf": [*found.get("anyOf", [found]), {"type": "null"}], **kept}
+            properties[name] = {"anyOf": [*kinds, {"type": "null"}], **kept}
 
 
 class Body(BaseModel):
