@@ -74,8 +74,9 @@ def test_answers_have_the_targets_distribution(parts, seeded):
         list(pool.map(lambda number: one(base, number), range(AT_ONCE)))
     assert sum(counts.values()) == COUNT * AT_ONCE * 7 // 8
     assert alarm(counts, expected) > FALSE_ALARM
-    wrong = exact(small_engine(drafter="none"), 2, temperature=1.0, top_k=5)
-    assert alarm(counts, wrong) < FALSE_ALARM, "a temperature of 1.0 would be seen"
+    # Negative control. At 1.2 so many answers pass less than once in 1e11 runs; at 1.0 they would in 3 of 100.
+    wrong = exact(small_engine(drafter="none"), 2, temperature=1.2, top_k=5)
+    assert alarm(counts, wrong) < FALSE_ALARM
 
 
 def test_a_seed_gives_one_text_alone_and_in_a_crowd_whose_clients_leave():
