@@ -23,6 +23,8 @@ from draftproof.training.data import documents, read_text, stories
 
 COUNT = 16
 LONG = 60  # least number of words of a text that is long enough to be continued
+PASSAGE = 700  # least number of words of a passage that is to be summarised
+PASSAGES = 8
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
@@ -65,6 +67,26 @@ def fiction(text: str) -> list[dict[str, Any]]:
     return [{"id": f"fiction-{n}", "text": opening(part)} for n, part in enumerate(in_turns(works), 1)]
 
 
+def passage(paragraphs: list[str]) -> str:
+    """The first paragraphs, at least PASSAGE words together."""
+    words = itertools.accumulate(len(part.split()) for part in paragraphs)
+    before = sum(1 for count in words if count < PASSAGE)
+    return "\n\n".join(paragraphs[: before + 1])
+
+
+def summaries(text: str) -> list[dict[str, Any]]:
+    """Requests for the summary of a passage, in an order in which the works alternate."""
+    works = []
+    for work in documents(text):
+        parts = [part for part in work.split("\n") if part.strip()]
+        each = PASSAGES // 2
+        works.append([passage(parts[len(parts) * place // (each + 1) :]) for place in range(1, each + 1)])
+    return [
+        {"id": f"summaries-{n}", "prompt": f"Summarise this passage in a few sentences.\n\n{text}"}
+        for n, text in enumerate(in_turns(works)[:PASSAGES], 1)
+    ]
+
+
 def main() -> None:
     """Write every set."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -84,6 +106,7 @@ def main() -> None:
         "humaneval": only(spread(rows(data / "humaneval/HumanEval.jsonl.gz")), "task_id", "prompt"),
         "self-instruct": spread(rows(data / "self-instruct/user_oriented_instructions.jsonl")),
         "fiction": fiction(read_text(data / "corpus-pd-fiction/test.txt.xz")[1]),
+        "summaries": summaries(read_text(data / "corpus-pd-fiction/test.txt.xz")[1]),
         "tinystories": [
             {"id": f"tinystories-{n}", "text": opening(text)} for n, text in enumerate(spread(tales[1:]), 1)
         ],
