@@ -227,7 +227,7 @@ def killed_after(count):
 
 def untimed(record):
     values = record.to_dict()
-    del values["seconds"]
+    del values["seconds"], values["first_seconds"]
     return values
 
 
@@ -297,7 +297,10 @@ def test_records_hold_what_the_engine_did(tmp_path, cache, questions):
         assert sum(n * count for n, count in enumerate(record.accepted_lengths)) == answer.accepted
         assert sum(answer.drafted_per_position) == answer.draft_tokens
         seconds = dict(answer.seconds)
-        assert seconds.pop("total") == pytest.approx(sum(seconds.values()))
+        total = seconds.pop("total")
+        assert total == pytest.approx(sum(seconds.values()))
+        assert 1 <= answer.first_tokens <= answer.tokens
+        assert 0 < answer.first_seconds <= total
         assert answer.method == ("plain" if record.cell.plain else record.cell.method)
     plain, *others = by_cell(records).values()
     for own in others:  # greedy and float32: the tokens are plain decoding's
@@ -361,6 +364,20 @@ def test_speed_is_paired_by_question_and_repeat():
     fast = [record("a", tokens=10, calls=5, seconds=1.0, repeat=r) for r in range(3)]
     assert measures.speed_ratio(fast, slow).value == 2.0
     assert measures.speed_ratio(fast, []).count == 0
+
+
+def test_decoding_speed_leaves_out_the_first_round():
+    def answered(question, tokens, seconds, first_tokens, first_seconds):
+        whole = record(question, tokens=tokens, calls=tokens, seconds=seconds)
+        return replace(whole, answer=replace(whole.answer, first_tokens=first_tokens, first_seconds=first_seconds))
+
+    base = [answered("a", 11, 6.0, 1, 5.0), answered("b", 11, 6.0, 1, 5.0)]
+    own = [answered("a", 13, 5.5, 3, 5.0), answered("b", 3, 5.0, 3, 5.0)]
+    assert measures.decoding_speed(own[0]) == pytest.approx(20)
+    assert math.isnan(measures.decoding_speed(own[1])), "all in one round"
+    assert math.isnan(measures.decoding_speed(record("a", tokens=5, calls=5))), "a record that does not know"
+    found = measures.speed_ratio(own, base, measures.decoding_speed)
+    assert (found.value, found.count) == (pytest.approx(2.0), 1)
 
 
 def test_gain_is_a_ratio_of_sums_on_the_same_questions():

@@ -98,7 +98,8 @@ def test_a_request_is_answered_alike_alone_and_in_any_batch(verifier, max_batch)
     alone = [single.generate(text, own)[0] for text, own in zip(PROMPTS, mixed_params(), strict=True)]
     assert tokens(batch) == tokens(alone)
     assert [output.text for output in batch] == [output.text for output in alone]
-    counts = [{**output.stats.to_dict(), "seconds": None, "tokens_per_second": None} for output in (*batch, *alone)]
+    times = dict.fromkeys(("seconds", "seconds_to_first", "tokens_per_second"))
+    counts = [{**output.stats.to_dict(), **times} for output in (*batch, *alone)]
     assert counts[: len(batch)] == counts[len(batch) :]
 
 
@@ -300,6 +301,8 @@ def assert_consistent(output, length=4):
     assert stats.block_efficiency == stats.num_tokens / stats.num_target_calls
     assert stats.discard_rate == (stats.num_draft_tokens - stats.num_accepted_tokens) / stats.num_tokens
     assert stats.verification_rate == stats.num_target_calls / stats.num_tokens
+    assert 1 <= stats.num_first_tokens <= min(stats.num_tokens, length + 1)
+    assert 0 < stats.seconds_to_first <= stats.seconds.total
     parts = stats.seconds.to_dict()
     assert abs(sum(parts.values()) - 2 * parts["total"]) < 1e-9
 

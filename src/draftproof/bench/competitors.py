@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,8 +95,10 @@ class Transformers:
     def answer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
         """Continue one prompt, under torch's own generator seeded by the request."""
         ids = torch.tensor([list(prompt_ids)], device=self._model.device)
-        with self._counted() as (target, assistant), torch.random.fork_rng():
+        starts: list[float] = []
+        with self._counted(starts) as (target, assistant), torch.random.fork_rng():
             torch.manual_seed((params.seed or 0) & 0x7FFFFFFF)
+            began = time.perf_counter()
             watch = Stopwatch(ids.device)
             made = self._generate(ids, params)
             tokens = made[0, ids.shape[1] :].tolist()
@@ -118,6 +121,10 @@ class Transformers:
             accepted_per_position=_reached(accepted, drafted),
             drafted_per_position=_reached(drafted, drafted),
             seconds={"total": total},
+            first_tokens=accepted[0] + 1,
+            first_seconds=starts[1] - began
+            if len(starts) > 1
+            else total,  # the tokens of the first call are known then
             peak_memory=peak,
         )
 
@@ -146,10 +153,13 @@ class Transformers:
         return made
 
     @contextmanager
-    def _counted(self) -> Iterator[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
-        """Count for each forward pass of target and assistant the tokens in the cache before it and the tokens read."""
+    def _counted(self, starts: list[float]) -> Iterator[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+        """Count for each forward pass of target and assistant the tokens in the cache before it and the tokens read.
+
+        `starts` gets the times at which the target's passes begin.
+        """
         calls: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        hooks = []
+        hooks = [self._model.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()))]
         for model, found in zip((self._model, self._assistant), calls, strict=True):
             if model is not None:
                 hooks.append(model.register_forward_pre_hook(_counter(found), with_kwargs=True))

@@ -115,13 +115,27 @@ def speed(record: Record) -> float:
     return record.answer.tokens / record.answer.seconds["total"]
 
 
-def speed_ratio(own: Iterable[Record], base: Iterable[Record]) -> Estimate:
+def decoding_speed(record: Record) -> float:
+    """Tokens a second of one answer after its first round, which also reads the prompt; NaN if that is not known."""
+    answer = record.answer
+    tokens, seconds = answer.tokens - answer.first_tokens, answer.seconds["total"] - answer.first_seconds
+    return tokens / seconds if answer.first_tokens and tokens and seconds > 0 else math.nan
+
+
+def speed_ratio(own: Iterable[Record], base: Iterable[Record], of: Callable[[Record], float] = speed) -> Estimate:
     """Tokens a second divided by another cell's: the median over questions of each question's median over its repeats.
 
     Each ratio is of two answers to one question that were measured one after the other.
+
+    Args:
+        own: records of a cell.
+        base: records of the cell that it is compared with.
+        of: the speed of one answer; answers whose speed is not known are left out.
     """
     pairs = paired(own, base)
-    ratios = [median(speed(mine) / speed(theirs) for mine, theirs in each) for each in pairs.values()]
+    found = [[of(mine) / of(theirs) for mine, theirs in each] for each in pairs.values()]
+    known = [[ratio for ratio in each if not math.isnan(ratio)] for each in found]
+    ratios = [median(each) for each in known if each]
     return bootstrap(ratios, median) if ratios else _nothing()
 
 

@@ -185,6 +185,8 @@ class Ours:
             accepted_per_position=tuple(stats.num_accepted_tokens_per_pos),
             drafted_per_position=tuple(stats.num_drafts_per_pos),
             seconds=seconds,
+            first_tokens=stats.num_first_tokens,
+            first_seconds=stats.seconds_to_first,
             peak_memory=peak,
         )
 

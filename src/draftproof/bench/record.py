@@ -34,6 +34,8 @@ class Answer:
         accepted_per_position: the same at each position of a draft.
         drafted_per_position: rounds whose draft reached each position; empty if the engine does not report it.
         seconds: "draft", "target", "verify", "other", "total"; other engines report the total only.
+        first_tokens: number of tokens that the first round emitted; 0 where that was not measured.
+        first_seconds: seconds until that round ended, which includes reading the prompt.
         peak_memory: bytes on the accelerator; None on a CPU, where only a peak of the whole process is known.
     """
 
@@ -49,6 +51,8 @@ class Answer:
     accepted_per_position: tuple[int, ...] = ()
     drafted_per_position: tuple[int, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
+    first_tokens: int = 0
+    first_seconds: float = 0.0
     peak_memory: int | None = None
 
 

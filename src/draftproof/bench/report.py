@@ -94,7 +94,8 @@ def _setup(metadata: dict[str, Any]) -> list[str]:
         f"Intervals: {LEVEL:.0%}, expanded percentile bootstrap over questions ({RESAMPLES} resamples); none under",
         f"{FEWEST} questions. With many intervals, some do not contain the true value.",
         "A speed is the median over questions of the ratio to the baseline's answer to the same question in the same",
-        "turn. `over token`: the ratio of tokens per target call to rule token on one chain with the same stopper.",
+        "turn; `decoding` leaves out the first round of each answer, which also reads the prompt. `over token`: the",
+        "ratio of tokens per target call to rule token on one chain with the same stopper.",
         "`?` marks an interval that contains 1.",
     ]
 
@@ -138,13 +139,14 @@ def _share(one: Summary) -> str:
 
 
 def speed_table(own: Sequence[Summary]) -> list[str]:
-    """A table of speeds, and of their ratios to every baseline that was measured."""
+    """A table of speeds, and of their ratios to every baseline, whole and without reading the prompt."""
     bases = [name for name in BASES if any(name in one.speed for one in own)]
-    heads = ("method", "tokens a second", *(f"over {name}" for name in bases))
+    heads = ("method", "tokens a second", *(f"over {name}" for name in bases), *(f"decoding over {n}" for n in bases))
     rows = []
     for one in own:
         rate = measures.tokens_per_second(one.records)
-        rows.append([one.method, figure(rate, 1), *(speed(one.speed.get(name)) for name in bases)])
+        ratios = [speed(of.get(name)) for of in (one.speed, one.decoding) for name in bases]
+        rows.append([one.method, figure(rate, 1), *ratios])
     return table(heads, rows)
 
 

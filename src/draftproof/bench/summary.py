@@ -56,6 +56,7 @@ class Summary:
         records: the records that it is computed from.
         speed: tokens a second divided by that of each measured baseline, paired by question; a baseline has no speed
             over itself.
+        decoding: the same after the first round of each answer, which also reads the prompt.
         gain: tokens per target call divided by those of rule token on one chain with the same stopper; None if that
             was not measured, or is this method.
         agrees: number of answers with the tokens of plain decoding, and number compared; None when sampling.
@@ -70,6 +71,7 @@ class Summary:
     lossless: bool
     records: Sequence[Record]
     speed: dict[str, Estimate]
+    decoding: dict[str, Estimate]
     gain: Estimate | None
     agrees: tuple[int, int] | None
     flops: float | None
@@ -104,6 +106,7 @@ class Summary:
         return {
             "tokens_per_second": measures.tokens_per_second(self.records).to_dict(),
             "speed": {name: found.to_dict() for name, found in self.speed.items()},
+            "decoding": {name: found.to_dict() for name, found in self.decoding.items()},
             "time_split": measures.time_split(self.records),
             "peak_memory": max(peaks, default=None),
         }
@@ -179,6 +182,7 @@ def _summary(
     cell = own[0].cell
     bases = _bases(cell, table)
     plain = bases.get(PLAIN)
+    others = {name: base for name, base in bases.items() if base is not own}
     effective: dict[str, int] = {}
     for record in own:
         effective[record.answer.method] = effective.get(record.answer.method, 0) + 1
@@ -191,7 +195,8 @@ def _summary(
         effective=effective,
         lossless=cell.lossless,
         records=own,
-        speed={name: measures.speed_ratio(own, base) for name, base in bases.items() if base is not own},
+        speed={name: measures.speed_ratio(own, base) for name, base in others.items()},
+        decoding={name: measures.speed_ratio(own, base, measures.decoding_speed) for name, base in others.items()},
         gain=_gain(cell, own, table),
         agrees=agrees if plain is not own else None,
         flops=measures.flops_per_token(own, shapes),

@@ -361,7 +361,7 @@ class DecodingLoop:
         seconds.total = time.perf_counter() - start
         self.scheduler.spent(plan, seconds.total - drafting, sum(map(len, drafts)), drafting)
         for row in [*rows, *(portion.row for portion in plan.portions)]:
-            row.stats.seconds.add(seconds)
+            row.stats.spend(seconds)
         if rows:
             self.drafter.spent(
                 RoundTime(

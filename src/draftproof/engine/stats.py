@@ -17,6 +17,8 @@ COUNTS = (
     "num_draft_tokens",
     "num_accepted_tokens",
     "num_accepted_prediction_tokens",
+    "num_first_tokens",
+    "seconds_to_first",
 )
 
 
@@ -66,6 +68,8 @@ class Stats:
         num_accepted_tokens_per_pos: accepted tokens at each position of the draft.
         num_drafts_per_pos: rounds whose draft reached each position, accepted or not.
         num_accepted_prediction_tokens: accepted tokens that were drafted from a predicted text.
+        num_first_tokens: tokens that the first round emitted, which also reads the end of the prompt.
+        seconds_to_first: seconds until that round ended, without waiting in a queue.
         seconds: time by part.
     """
 
@@ -77,6 +81,8 @@ class Stats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_drafts_per_pos: list[int] = field(default_factory=list)
     num_accepted_prediction_tokens: int = 0
+    num_first_tokens: int = 0
+    seconds_to_first: float = 0.0
     seconds: Seconds = field(default_factory=Seconds)
 
     def record(self, *, drafted: int, depth: int, accepted: int, emitted: int) -> None:
@@ -90,6 +96,12 @@ class Stats:
             reached.extend([0] * (depth - len(reached)))
             for place in range(places):
                 reached[place] += 1
+
+    def spend(self, seconds: Seconds) -> None:
+        """Add the time of a round, after its counts."""
+        self.seconds.add(seconds)
+        if self.num_tokens and not self.num_first_tokens:
+            self.num_first_tokens, self.seconds_to_first = self.num_tokens, self.seconds.total
 
     def add(self, other: Stats) -> None:
         """Add the counts and times of another request to these."""
@@ -131,6 +143,8 @@ class Stats:
             "num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos),
             "num_drafts_per_pos": list(self.num_drafts_per_pos),
             "num_accepted_prediction_tokens": self.num_accepted_prediction_tokens,
+            "num_first_tokens": self.num_first_tokens,
+            "seconds_to_first": self.seconds_to_first,
             "block_efficiency": self.block_efficiency,
             "discard_rate": self.discard_rate,
             "verification_rate": self.verification_rate,
