@@ -3,7 +3,8 @@
     python scripts/evaluate_beside_hf.py MODEL QUESTIONS.jsonl --limit 20
 
 QUESTIONS has GSM8K's fields, question and answer. Two tasks are made of it: answers are generated, and the right number
-is chosen among four by log-likelihood, as in ARC. Needs the extra `eval`.
+is chosen among four by log-likelihood, as in ARC. Every turn of every task has other questions: draftproof keeps what
+it read, and would know a second turn's. Needs the extra `eval`.
 """
 
 import argparse
@@ -49,10 +50,10 @@ metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
 
 
-def write_tasks(folder: Path, questions: Path, limit: int, tokens: int) -> None:
+def write_tasks(folder: Path, lines: list[str], tokens: int) -> None:
     """Two tasks, and their questions."""
     rng, rows = random.Random(1), []
-    for line in questions.read_text(encoding="utf-8").splitlines()[:limit]:
+    for line in lines:
         row = json.loads(line)
         right = row["answer"].split("#### ")[-1].replace(",", "").strip()
         if not right.lstrip("-").isdecimal():
@@ -95,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("questions", type=Path)
-    parser.add_argument("--limit", type=int, default=20)
+    parser.add_argument("--limit", type=int, default=20, help="number of questions of a turn")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
@@ -110,22 +111,27 @@ def main() -> None:
     hf = lm_eval.api.registry.get_model("hf")(
         pretrained=where, dtype=given.dtype, batch_size=given.batch, device=str(ours.device)
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_tasks(folder, given.questions, given.limit, given.tokens)
-        for task in ("numbers_generate", "numbers_choose"):
-            times: dict[str, list[float]] = {"hf": [], "draftproof": []}
-            made: dict[str, list[Any]] = {}
-            for _ in range(given.turns):
+    lines = given.questions.read_text(encoding="utf-8").splitlines()
+    if len(lines) < 2 * given.turns * given.limit:
+        parser.error(f"{given.questions} has {len(lines)} questions; two tasks need {2 * given.turns * given.limit}")
+    turns = iter([lines[start : start + given.limit] for start in range(0, len(lines), given.limit)])
+    for task in ("numbers_generate", "numbers_choose"):
+        times: dict[str, list[float]] = {"hf": [], "draftproof": []}
+        made: dict[str, list[Any]] = {"hf": [], "draftproof": []}
+        for _ in range(given.turns):
+            with tempfile.TemporaryDirectory() as name:
+                write_tasks(Path(name), next(turns), given.tokens)
                 for who, lm in (("hf", hf), ("draftproof", ours)):
-                    seconds, made[who] = evaluate(lm, task, folder)
+                    seconds, answers = evaluate(lm, task, Path(name))
                     times[who].append(seconds)
-            report(task, times, made)
+                    made[who] += answers
+        report(task, times, made)
 
 
 def report(task: str, times: dict[str, list[float]], made: dict[str, list[Any]]) -> None:
     """One line for a task."""
-    best = {who: min(each) for who, each in times.items()}
+    whole = {who: sum(each) for who, each in times.items()}
+    ratios = " ".join(f"{one / other:.2f}" for one, other in zip(*times.values(), strict=True))
     pairs = list(zip(made["hf"], made["draftproof"], strict=True))
     if task.endswith("generate"):
         same = f"{sum(first == second for first, second in pairs)} of {len(pairs)} answers are equal"
@@ -137,8 +143,11 @@ def report(task: str, times: dict[str, list[float]], made: dict[str, list[Any]])
             one[0][1] == other[0][1] for first, second in pairs for one, other in zip(first, second, strict=True)
         )
         same = f"{len(gaps)} log-likelihoods differ by at most {max(gaps):.1e}, is_greedy equal: {flags}"
-    ratio = best["hf"] / best["draftproof"]
-    print(f"{task}: {same}; hf {best['hf']:.1f} s, draftproof {best['draftproof']:.1f} s, ratio {ratio:.2f}")
+    ratio = whole["hf"] / whole["draftproof"]
+    print(
+        f"{task}: {same}; hf {whole['hf']:.1f} s, draftproof {whole['draftproof']:.1f} s, ratio {ratio:.2f} "
+        f"(turns: {ratios})"
+    )
 
 
 if __name__ == "__main__":

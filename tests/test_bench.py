@@ -504,6 +504,9 @@ def test_competitors_give_plain_tokens_and_their_calls_are_counted(tmp_path, cac
             assert sum(one.accepted_lengths) == answer.rounds
             assert sum(n * count for n, count in enumerate(one.accepted_lengths)) == answer.accepted
             assert (answer.target_calls < 8) == (answer.accepted > 0)
+            assert answer.first_tokens == 1 or answer.rounds, "plain decoding emits one token first"
+            assert 1 <= answer.first_tokens < 8
+            assert 0 < answer.first_seconds < answer.seconds["total"]
     totals = {cell.method: measures.total(own) for cell, own in found.items()}
     assert totals["transformers"].num_target_calls == 16
     assert totals["transformers"].num_draft_tokens == 0
@@ -612,7 +615,9 @@ def test_the_report_says_what_the_records_say(folder):
         assert "\n".join(count_table(own)) in text
         for one in own:
             assert f"| {one.method}{'' if one.lossless else ' (lossy)'} |" in text
-    for head in (*COUNT_HEADS, "over plain", "over transformers", "over transformers-assisted", "draft", "target"):
+    bases = ("plain", "transformers", "transformers-assisted")
+    over = [f"{which}over {base}" for which in ("", "decoding ") for base in bases]
+    for head in (*COUNT_HEADS, *over, "draft", "target"):
         assert f"| {head} |" in text
     for word in (
         "log-probability per token",

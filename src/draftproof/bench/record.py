@@ -35,7 +35,8 @@ class Answer:
         drafted_per_position: rounds whose draft reached each position; empty if the engine does not report it.
         seconds: "draft", "target", "verify", "other", "total"; other engines report the total only.
         first_tokens: number of tokens that the first round emitted; 0 where that was not measured.
-        first_seconds: seconds until that round ended, which includes reading the prompt.
+        first_seconds: seconds until that round ended, which includes reading the prompt; of transformers, until its
+            second target call begins, so that assisted generation has drafted for that one, too.
         peak_memory: bytes on the accelerator; None on a CPU, where only a peak of the whole process is known.
     """
 
