@@ -16,7 +16,7 @@ def write(path, *rows):
     return str(path)
 
 
-COUNTS = dict.fromkeys(shipped(), 16) | {"copying": 12, "story-openings": 32}
+COUNTS = dict.fromkeys(shipped(), 16) | {"copying": 12, "story-openings": 32, "summaries": 8}
 
 
 @pytest.mark.parametrize("name", shipped())
