@@ -4,7 +4,8 @@
 
 QUESTIONS has GSM8K's fields, question and answer. Two tasks are made of it: answers are generated, and the right number
 is chosen among four by log-likelihood, as in ARC. Every turn of every task has other questions: draftproof keeps what
-it read, and would know a second turn's. Needs the extra `eval`.
+it read, and would know a second turn's. Needs the extras `eval` and `offload`: lm-eval's
+hf model imports accelerate.
 """
 
 import argparse
