@@ -4,12 +4,12 @@
 
 QUESTIONS has GSM8K's fields, question and answer. Two tasks are made of it: answers are generated, and the right number
 is chosen among four by log-likelihood, as in ARC. Every turn of every task has other questions: draftproof keeps what
-it read, and would know a second turn's. Needs the extras `eval` and `offload`: lm-eval's
-hf model imports accelerate.
+it read, and would know a second turn's. Needs the extras `eval` and `offload`: lm-eval's hf model imports accelerate.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -49,6 +49,21 @@ doc_to_target: label
 doc_to_choice: choices
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
+
+
+def read_questions(file: Path) -> list[str]:
+    """The lines of a file with GSM8K's fields.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is not a JSON object with a question and an answer.
+    """
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        row = json.loads(line)
+        if not isinstance(row, dict) or not all(isinstance(row.get(field), str) for field in ("question", "answer")):
+            raise ValueError(f"line {number} is {line[:60]!r}: an object with texts `question` and `answer` is needed")
+    return lines
 
 
 def write_tasks(folder: Path, lines: list[str], tokens: int) -> None:
@@ -104,6 +119,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--drafter", default=None)
     given = parser.parse_args()
+    if importlib.util.find_spec("accelerate") is None:
+        parser.error("lm-eval's hf model needs accelerate: pip install 'draftproof[offload]'")
+    needed = 2 * given.turns * given.limit
+    if needed < 1:
+        parser.error(f"{given.turns} turns of {given.limit} questions: both must be at least 1")
+    try:
+        lines = read_questions(given.questions)
+    except (OSError, ValueError) as error:
+        parser.error(f"{given.questions}: {error}")
+    if len(lines) < needed:
+        parser.error(f"{given.questions} has {len(lines)} questions; two tasks need {needed}")
     where = models.obtain(given.model)
     options = {} if given.drafter is None else {"drafter": given.drafter}
     ours = draftproof.integrations.lm_eval.DraftproofLM(
@@ -112,9 +138,6 @@ def main() -> None:
     hf = lm_eval.api.registry.get_model("hf")(
         pretrained=where, dtype=given.dtype, batch_size=given.batch, device=str(ours.device)
     )
-    lines = given.questions.read_text(encoding="utf-8").splitlines()
-    if len(lines) < 2 * given.turns * given.limit:
-        parser.error(f"{given.questions} has {len(lines)} questions; two tasks need {2 * given.turns * given.limit}")
     turns = iter([lines[start : start + given.limit] for start in range(0, len(lines), given.limit)])
     for task in ("numbers_generate", "numbers_choose"):
         times: dict[str, list[float]] = {"hf": [], "draftproof": []}

@@ -535,6 +535,21 @@ def test_what_was_learned_is_there_in_the_next_run(tmp_path):
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("depth", [2, 12], ids=["short", "long"])
+def test_costs_are_kept_as_they_are_used(depth):
+    """Though the newest round changed the unit of the figures of drafting, and though the drafts were all long."""
+    learned, begun = LearnedCosts(), LearnedCosts()
+    for rest in (1.1, 1.2, 1.3, 1.6):
+        learned.learn(RoundTime(0.5, rest, 1, depth, depth))
+        assert learned.at(1).draft > 0
+        learned.learn(RoundTime(0.0, 1.0, 1, 0, 0))
+    begun.restore(json.loads(json.dumps(learned.to_dict())))
+    assert vars(begun.at(1)) == pytest.approx(vars(learned.at(1)))
+    begun.learn(RoundTime(0.0, 1.0, 1, 0, 0))
+    assert vars(begun.at(1)) == pytest.approx(vars(learned.at(1))), "nothing was seen that contradicts it"
+
+
+@pytest.mark.usefixtures("clock")
 def test_figures_that_cannot_be_kept_are_used_with_one_warning(tmp_path, caplog):
     (tmp_path / "taken").write_text("a file where a folder should be")
     under_test = learned_engine(tmp_path / "taken" / "costs.json")

@@ -110,16 +110,18 @@ class Line:
 
     def _fit(self) -> tuple[float, float]:
         start, slope = self.assumed
+        if not self.figures:
+            return self.assumed
         figures = [(x, y * self.unit(nodes)) for x, nodes, y in self.figures]
         ratios = [y / max(start + slope * x, 1e-9) for x, y in figures]
-        middle = statistics.median(ratios) if ratios else 1.0
+        middle = statistics.median(ratios)
         each: dict[Mean, list[float]] = {}
         for (x, y), ratio in zip(figures, ratios, strict=True):
             if len(ratios) < TRIALS or middle / OUTLIER <= ratio <= middle * OUTLIER:
                 each.setdefault(x, []).append(y)
         floor = self._floor
         above = [(y - floor) / max(start - floor + slope * x, 1e-9) for x, y in figures]
-        scale = max(statistics.median(above), 0.0) if above else 1.0
+        scale = max(statistics.median(above), 0.0)
         scale, weight = (1.0, self.kept / 2) if self.kept else (scale, 1.0 / (1 + len(ratios) / 4))
         points = [(x, floor + scale * (start - floor + slope * x), weight) for x in (SHORT, LONG)]
         points += [(float(x), statistics.median(ys), float(len(ys))) for x, ys in each.items()]
@@ -287,11 +289,7 @@ class LearnedCosts:
 
     def at(self, rows: int) -> RoundCosts:
         """Costs of a round of `rows` requests, in plain rounds of as many requests."""
-        if self._version != self.passes.version:
-            self._version = self.passes.version
-            self._current.clear()
-            for line in self._drafting.values():
-                line.forget_fit()
+        self._follow_passes()
         size = size_class(rows)
         if size not in self._current:
             begin, draft = self._line(size).fitted
@@ -302,7 +300,16 @@ class LearnedCosts:
             )
         return self._current[size]
 
+    def _follow_passes(self) -> None:
+        """Drop what was fitted with earlier costs of the passes: they are the unit of the figures of drafting."""
+        if self._version != self.passes.version:
+            self._version = self.passes.version
+            self._current.clear()
+            for line in self._drafting.values():
+                line.forget_fit()
+
     def _line(self, size: int) -> Line:
+        self._follow_passes()
         if size not in self._drafting:
             smaller = max((known for known in self._drafting if known < size), default=None)
             assumed = (self.assumed.begin, self.assumed.draft)
@@ -361,6 +368,7 @@ class LearnedCosts:
 
     def to_dict(self) -> dict[str, Any]:
         """The figures with their spread, for a file."""
+        self._follow_passes()
         known = {size: line for size, line in self._drafting.items() if line.kept or len(line.figures) >= TRIALS}
         return {
             "draft": {str(size): list(line.fitted) for size, line in known.items()},
