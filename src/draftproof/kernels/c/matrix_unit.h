@@ -37,37 +37,38 @@ static void shape_tiles(long rows) {
   _tile_loadconfig(&shapes);
 }
 
-INLINE void prefetch_tile(const bfloat16 *w) {
+INLINE void prefetch_tile(const bfloat16 *w, long ahead) {
 #pragma GCC unroll 16
-  for (int line = 0; line < 16; line++) __builtin_prefetch((const char *)w + AHEAD + 64 * line);
+  for (int line = 0; line < 16; line++) __builtin_prefetch((const char *)w + ahead + 64 * line);
 }
 
 /* Sums of one tile of rows with `blocks` neighbouring blocks of outputs: [blocks][HEIGHT][LANES]. */
 INLINE void multiply_one(const bfloat16 *x, const bfloat16 *w, long ins, float *sums, const int blocks) {
-  const long next = ins * LANES, stride = ins * (long)sizeof *x;
+  const long next = ins * LANES, stride = ins * (long)sizeof *x, line = LANES * (long)sizeof *w;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (long k = 0; k + STEP <= ins; k += STEP) {
     const bfloat16 *at = w + k * LANES;
+    const long ahead = ahead_of((ins - k) * line, (blocks - 1) * ins * line);
     LOAD_TILE(4, x + k, stride);
     LOAD_TILE(6, at, 64);
-    prefetch_tile(at);
+    prefetch_tile(at, ahead);
     _tile_dpbf16ps(0, 4, 6);
     if (blocks > 1) {
       LOAD_TILE(7, at + next, 64);
-      prefetch_tile(at + next);
+      prefetch_tile(at + next, ahead);
       _tile_dpbf16ps(1, 4, 7);
     }
     if (blocks > 2) {
       LOAD_TILE(6, at + 2 * next, 64);
-      prefetch_tile(at + 2 * next);
+      prefetch_tile(at + 2 * next, ahead);
       _tile_dpbf16ps(2, 4, 6);
     }
     if (blocks > 3) {
       LOAD_TILE(7, at + 3 * next, 64);
-      prefetch_tile(at + 3 * next);
+      prefetch_tile(at + 3 * next, ahead);
       _tile_dpbf16ps(3, 4, 7);
     }
   }
@@ -80,22 +81,23 @@ INLINE void multiply_one(const bfloat16 *x, const bfloat16 *w, long ins, float *
 /* Sums of two tiles of rows with one block or two: [2][blocks][HEIGHT][LANES]. */
 INLINE void multiply_two(const bfloat16 *x, const bfloat16 *other, const bfloat16 *w, long ins, float *sums,
                          const int blocks, const int fetch) {
-  const long next = ins * LANES, stride = ins * (long)sizeof *x;
+  const long next = ins * LANES, stride = ins * (long)sizeof *x, line = LANES * (long)sizeof *w;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (long k = 0; k + STEP <= ins; k += STEP) {
     const bfloat16 *at = w + k * LANES;
+    const long ahead = ahead_of((ins - k) * line, (blocks - 1) * ins * line);
     LOAD_TILE(4, x + k, stride);
     LOAD_TILE(6, at, 64);
     LOAD_TILE(5, other + k, stride);
-    if (fetch) prefetch_tile(at);
+    if (fetch) prefetch_tile(at, ahead);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(2, 5, 6);
     if (blocks > 1) {
       LOAD_TILE(7, at + next, 64);
-      if (fetch) prefetch_tile(at + next);
+      if (fetch) prefetch_tile(at + next, ahead);
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }

@@ -4,7 +4,7 @@
 
 #include "lanes.h"
 
-enum { AHEAD = 2048, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256 };
+enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256 };
 
 typedef void (*part_fn)(void *);
 typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
@@ -19,6 +19,11 @@ void draftproof_attach(parallel_fn with, number_fn number, number_fn count) {
   thread_number = number;
   thread_count = count;
 }
+
+/* How far behind a line of weights the line lies that is fetched while it is used. Some blocks are read side by side; behind
+   their ends the next ones follow, and not each other. `left`: bytes of a block from the line on; `beside`: bytes of the
+   other blocks. */
+INLINE long ahead_of(long left, long beside) { return left > AHEAD ? AHEAD : AHEAD + beside; }
 
 /* --- layers ------------------------------------------------------------------------------------------------------ */
 

@@ -57,6 +57,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
   for (long g = 0; g < p->groups; g++) {
     const int half = (int)(g % together);
     const uint8_t *range = at + 32 * half, *body = at + 64 + size * half;
+    const long ahead = ahead_of(start + next - body - size, (blocks - 1) * next);
     units low[4][2], high[4][2];
 #pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
@@ -68,7 +69,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
       for (int b = 0; b < blocks; b++) {
         const units numbers = load_units(body + b * next + line);
         const units lower = lower_halves(numbers), upper = upper_halves(numbers);
-        __builtin_prefetch(body + b * next + line + AHEAD);
+        __builtin_prefetch(body + b * next + line + ahead);
 #pragma GCC unroll 4
         for (int m = 0; m < rows; m++) {
           low[m][b] = add_dot(low[m][b], lower, splat_unit(here + m * places));
@@ -82,7 +83,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
       const floats scale = bits == 4 ? load_bytes(of_block) : load_bfloat16((const bfloat16 *)of_block);
       const floats offset = bits == 4 ? load_signed_bytes((const int8_t *)of_block + LANES)
                                       : load_bfloat16((const bfloat16 *)of_block + LANES);
-      __builtin_prefetch(of_block + AHEAD);
+      __builtin_prefetch(of_block + ahead);
 #pragma GCC unroll 4
       for (int m = 0; m < rows; m++) {
         const long number = (row + m) * p->groups + g;

@@ -40,13 +40,15 @@ INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int 
   for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
+  const long line = LANES * (long)sizeof *w;
   for (long k = 0; k < p->ins; k += UNIT) {
+    const long ahead = ahead_of((p->ins - k) * line, (blocks - 1) * p->ins * line);
     units weight[4];
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
       const ELEM *at = w + b * p->ins * LANES + k * LANES;
       weight[b] = load_units(at);
-      __builtin_prefetch((const char *)at + AHEAD);
+      __builtin_prefetch((const char *)at + ahead);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < rows; m++) {

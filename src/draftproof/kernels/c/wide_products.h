@@ -16,13 +16,15 @@ INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, lo
   for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
+  const long line = LANES * (long)sizeof *w;
   for (long k = 0; k < p->ins; k += 2) {
+    const long ahead = ahead_of((p->ins - k) * line, (blocks - 1) * p->ins * line);
     floats weight[4][2];
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
       const bfloat16 *at = w + b * p->ins * LANES + k * LANES;
       spread_bfloat16(weight[b], at);
-      __builtin_prefetch((const char *)at + AHEAD);
+      __builtin_prefetch((const char *)at + ahead);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < rows; m++) {
