@@ -726,7 +726,7 @@ tokens, lengths = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
 weight, x = Interleaved.of(torch.rand(20, 8)), torch.rand(3, 8)
 chain = {"rng": TorchRng(0), "validate": False}
 p = torch.cat([rows, rows[:, :1]], 1)
-numbers = made.quantize(weight, 4, 32)
+numbers, logits = made.quantize(weight, 4, 32), torch.rand(3, 20)
 mask = PassMask([(0, 0, 1)], [[1]], None)
 angles, buffer = torch.rand(1, 1, 32), torch.zeros(1, 1, 4, 32)
 
@@ -765,6 +765,15 @@ cases = {
     "a weight to three bits": lambda: made.quantize(weight, 3, 32),
     "a weight in groups of 48": lambda: made.quantize(weight, 4, 48),
     "a weight of another type": lambda: made.quantize(Interleaved.of(torch.rand(20, 8).bfloat16()), 4, 32),
+    "fewer weights than outputs to compute again": lambda: made.rescore(logits, x, torch.rand(19, 8), count=4),
+    "weights with gaps": lambda: made.rescore(logits, x, torch.rand(20, 16)[:, ::2], count=4),
+    "weights of other outputs": lambda: made.rescore(logits, x, Interleaved.of(torch.rand(40, 8)), count=4),
+    "fewer inputs than logits": lambda: made.rescore(logits, x[:1], torch.rand(20, 8), count=4),
+    "logits of another type": lambda: made.rescore(logits.double(), x, torch.rand(20, 8), count=4),
+    "logits with gaps": lambda: made.rescore(logits.t().contiguous().t(), x, torch.rand(20, 8), count=4),
+    "a short bias of logits": lambda: made.rescore(logits, x, torch.rand(20, 8), torch.rand(19), count=4),
+    "no outputs to compute again": lambda: made.rescore(logits, x, torch.rand(20, 8), count=0),
+    "more outputs than there are": lambda: made.rescore(logits, x, torch.rand(20, 8), count=21),
     "a short norm": lambda: made.norm(x, torch.rand(7), 0.1),
     "rows of double in a softmax": lambda: made.softmax(x.double()),
     "rows of an odd width": lambda: made.gated(torch.rand(3, 7)),

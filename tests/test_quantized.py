@@ -124,6 +124,29 @@ def test_the_largest_outputs_are_found_by_pieces(outs):
         assert all(len(set(row)) == count for row in largest(logits, count).tolist()), "each once"
 
 
+def first_largest(rows, count):
+    """The largest entries of each row, and of those that equal the last of them the first ones."""
+    least = rows.topk(count).values[:, -1:]
+    equal, larger = rows == least, rows > least
+    return larger | (equal & (equal.cumsum(-1) <= count - larger.sum(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("outs", [1, 63, 64, 65, 5003])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_outputs_are_computed_again_where_rows_are_short_or_equal_or_not_numbers(blocked, outs, dtype, level):  # noqa: F811
+    weight, bias, x = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate([(outs, 66), (outs,), (4, 66)]))
+    given = drawn(7, 4, outs, dtype=dtype).mul(4).round()  # many are equal
+    given[1], given[2, ::3] = 2.0, float("nan")
+    exact = (x.double() @ weight.double().T + bias.double()).to(dtype)
+    for count in {1, min(2, outs), min(64, outs)}:
+        found = given.clone()
+        OPERATIONS[dtype].rescore(found, x, Interleaved.of(weight) if blocked else weight, bias, count=count)
+        chosen = first_largest(given.nan_to_num(float("-inf")), count) & ~given.isnan()
+        assert torch.equal(found[~chosen].nan_to_num(99.0), given[~chosen].nan_to_num(99.0))
+        assert torch.allclose(found[chosen].double(), exact[chosen].double(), rtol=0.01, atol=1e-4)
+        assert (found[2].isnan() == given[2].isnan()).all(), "what is not a number stays, and is refused later"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -132,7 +155,7 @@ def test_the_largest_outputs_of_a_4_bit_output_layer_are_the_whole_layers(with_b
     weight, bias, x = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate([(outs, ins), (outs,), (5, ins)]))
     whole = Product(weight, bias if with_bias else None)
     rough, made = whole.quantized(4)(x), whole.quantized_output(4, weight if tied else None)(x)
-    chosen = torch.zeros(5, outs, dtype=torch.bool).scatter_(-1, largest(rough, RESCORED), True)
+    chosen = first_largest(rough, RESCORED)
     assert torch.equal(made[~chosen], rough[~chosen])
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if with_bias:

@@ -13,7 +13,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +22,9 @@ from torch import Tensor, nn
 
 from draftproof.kernels import native
 from draftproof.kernels.choose import installed as triton_is_installed
-from draftproof.kernels.operations import Interleaved
+from draftproof.kernels.operations import NEIGHBOURS, Interleaved
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
-_PIECE = 64  # outputs whose maximum is taken at once
 GROUP = 32  # inputs that share a scale in a quantized weight
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
 
@@ -130,10 +128,7 @@ class Product:
         made = self.quantized(bits)
         if bits > 4:
             return made
-        if table is None and isinstance(self.weight, Tensor):
-            table = self.weight
-        assert table is not None or isinstance(self.weight, Interleaved), "checked by `quantized`"
-        return RescoredProduct(made, self.weight.rows if table is None else partial(_embedded, table))
+        return RescoredProduct(made, self.weight if table is None else table)
 
     @property
     def packed(self) -> bool:
@@ -170,19 +165,26 @@ class RescoredProduct(Product):
 
     Args:
         rough: the quantized product.
-        rows: gives the whole weights of some outputs.
+        table: the whole weights.
     """
 
-    def __init__(self, rough: Product, rows: Callable[[Int[Tensor, "*some"]], Float[Tensor, "*some in"]]) -> None:
+    def __init__(self, rough: Product, table: Float[Tensor, "out in"] | Interleaved) -> None:
         self.weight, self.bias, self.layout = rough.weight, rough.bias, rough.layout
-        self._rough, self._rows = rough, rows
+        self._rough, self._table = rough, table
+        blocks = table.blocks if isinstance(table, Interleaved) else table
+        self._operations = native.operations(blocks) if blocks.is_contiguous() else None
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The outputs of every row."""
         made = self._rough(x)
+        count = min(RESCORED, made.shape[-1])
+        if self._operations is not None and made.dtype == self._operations.dtype:
+            self._operations.rescore(made, x, self._table, self.bias, count=count)
+            return made
         logits = made.view(-1, made.shape[-1])
-        chosen = largest(logits, min(RESCORED, logits.shape[-1]))
-        again = torch.bmm(self._rows(chosen).float(), x.reshape(len(logits), x.shape[-1], 1).float()).squeeze(-1)
+        chosen = largest(logits, count)
+        whole = self._table.rows(chosen) if isinstance(self._table, Interleaved) else F.embedding(chosen, self._table)
+        again = torch.bmm(whole.float(), x.reshape(len(logits), x.shape[-1], 1).float()).squeeze(-1)
         if self.bias is not None:
             again += self.bias[chosen]
         logits.scatter_(-1, chosen, again.to(logits.dtype))
@@ -194,24 +196,20 @@ def _on_device() -> Any:
     return importlib.import_module("draftproof.kernels.weights")
 
 
-def _embedded(table: Float[Tensor, "out in"], chosen: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
-    return F.embedding(chosen, table)
-
-
 def largest(logits: Float[Tensor, "rows out"], count: int) -> Int[Tensor, "rows count"]:
     """Places of the largest entries of each row, in no order.
 
     They lie in the `count` pieces of the row with the largest maxima: only a fast operation reads the whole row.
     """
     rows, outs = logits.shape
-    pieces = outs // _PIECE
+    pieces = outs // NEIGHBOURS
     if pieces <= count:
         return logits.topk(count, -1, sorted=False).indices
-    whole = logits[:, : pieces * _PIECE].view(rows, pieces, _PIECE)
+    whole = logits[:, : pieces * NEIGHBOURS].view(rows, pieces, NEIGHBOURS)
     best = whole.amax(-1).topk(count, -1, sorted=False).indices
-    places = (best.unsqueeze(-1) * _PIECE + torch.arange(_PIECE, device=best.device)).flatten(1)
-    if outs > pieces * _PIECE:
-        rest = torch.arange(pieces * _PIECE, outs, device=best.device)
+    places = (best.unsqueeze(-1) * NEIGHBOURS + torch.arange(NEIGHBOURS, device=best.device)).flatten(1)
+    if outs > pieces * NEIGHBOURS:
+        rest = torch.arange(pieces * NEIGHBOURS, outs, device=best.device)
         places = torch.cat((places, rest.expand(rows, -1)), -1)
     return places.gather(-1, logits.gather(-1, places).topk(count, -1, sorted=False).indices)
 

@@ -24,6 +24,7 @@ MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
 ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
+NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
 _CPU = torch.device("cpu")
@@ -375,6 +376,7 @@ class Operations:
         self._quantized_rows_product = function(
             f"quantized_rows_product_{suffix}", [pointer] * 5 + [number] * 6 + [pointer, number]
         )
+        self._rescore = function(f"rescore_{suffix}", [pointer] * 6 + [number] * 6)
         self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
@@ -559,6 +561,49 @@ class Operations:
         addresses = x.data_ptr(), weight.blocks.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
         self._quantized_rows_product(*addresses, given, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
+
+    def rescore(
+        self,
+        logits: Float[Tensor, "*rows out"],
+        x: Float[Tensor, "*rows in"],
+        weight: Float[Tensor, "out in"] | Interleaved,
+        bias: Float[Tensor, " out"] | None = None,
+        *,
+        count: int,
+    ) -> None:
+        """Replace the largest entries of each row of logits by those of x W^T + b.
+
+        Args:
+            logits: contiguous; overwritten at the places of its largest entries. NaN stays.
+            x: the inputs that the logits are for.
+            weight: plain, or in C's order.
+            bias: added to each row.
+            count: of the entries of a row, at most as many as there are.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        x, (outs, ins) = x.contiguous(), (logits.shape[-1], x.shape[-1])
+        blocked = isinstance(weight, Interleaved)
+        if isinstance(weight, Interleaved):
+            units = (-(-outs // LANES), ins // self._unit, LANES, self._unit)
+            require("weight", weight.blocks, self.dtype, units)
+            address = weight.blocks.data_ptr()
+        else:
+            require("weight", weight, self.dtype, (outs, ins))
+            address = weight.data_ptr()
+        require("x", x, self.dtype, (*logits.shape[:-1], ins))
+        require("logits", logits, self.dtype)
+        if bias is not None:
+            require("bias", bias, self.dtype, (outs,))
+        if not 1 <= count <= outs:
+            raise ValueError(f"{count} of {outs} outputs to compute again: legal are 1 to {outs}")
+        rows, threads = logits.numel() // outs, torch.get_num_threads()
+        places = torch.empty(rows * count, dtype=torch.int64)
+        memory = torch.empty(threads * (outs // NEIGHBOURS + 1 + (count + 1) * NEIGHBOURS), dtype=torch.float32)
+        addresses = x.data_ptr(), address, None if bias is None else bias.data_ptr(), logits.data_ptr()
+        sizes = rows, outs, ins, count, int(blocked)
+        self._rescore(*addresses, places.data_ptr(), memory.data_ptr(), *sizes, threads)
 
     def norm(
         self, x: Float[Tensor, "*rows dim"], scaled: Float32[Tensor, " dim"], least: float

@@ -42,11 +42,53 @@ INLINE floats capped(floats x, float cap) {
 
 #include "quantize.h"
 
+/* --- the largest of some numbers --------------------------------------------------------------------------------- */
+
+enum { NEIGHBOURS = 64 }; /* outputs whose maximum is taken together (rescore.h) */
+
+/* Numbers above `least`, and so many that equal it. */
+typedef struct {
+  float least;
+  long ties;
+} bound;
+
+static int passes(float v, bound *b) { return v > b->least || (v == b->least && b->ties-- > 0); }
+
+/* The bound that the `count` largest of some numbers pass; the numbers are exchanged. None of them is NaN. */
+static bound bound_of(float *v, long size, long count) {
+  if (size <= count) return (bound){-INFINITY, size};
+  long first = 0, last = size, wanted = count; /* of v[first, last), this many; all before are larger */
+  for (;;) {
+    const float pivot = v[first + (last - first) / 2];
+    long above = first, at = first, below = last; /* larger, equal, not looked at, smaller */
+    while (at < below) {
+      const float here = v[at];
+      if (here > pivot) {
+        v[at++] = v[above];
+        v[above++] = here;
+      } else if (here < pivot) {
+        v[at] = v[--below];
+        v[below] = here;
+      } else
+        at++;
+    }
+    if (wanted <= above - first)
+      last = above;
+    else if (wanted <= below - first)
+      return (bound){pivot, wanted - (above - first)};
+    else {
+      wanted -= below - first;
+      first = below;
+    }
+  }
+}
+
 #define ELEM float
 #define UNIT 1
 #define NAME(x) x##_float
 #include "typed.h"
 #include "rows.h"
+#include "rescore.h"
 #undef ELEM
 #undef UNIT
 #undef NAME
@@ -56,6 +98,7 @@ INLINE floats capped(floats x, float cap) {
 #define NAME(x) x##_bfloat16
 #include "typed.h"
 #include "rows.h"
+#include "rescore.h"
 #undef ELEM
 #undef UNIT
 #undef NAME

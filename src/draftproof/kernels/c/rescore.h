@@ -1,0 +1,104 @@
+/* The largest outputs of a quantized output layer, computed again with whole weights; included once for each type of rows
+   (see typed.h).
+
+   Of each row, pieces of NEIGHBOURS outputs are compared by their maxima. The largest `count` outputs lie in the `count`
+   pieces with the largest maxima, since each of these has at least one as large as anything outside. */
+
+typedef struct {
+  const ELEM *x, *w, *bias; /* w: [outs, ins], or as `product` reads it */
+  ELEM *y;
+  long *places;  /* [rows, count]; -1 where a row has fewer outputs that are numbers */
+  float *memory; /* [threads, outs / NEIGHBOURS + count * NEIGHBOURS, rounded up] */
+  long rows, outs, ins, count, blocked, pieces, size;
+} NAME(rescoring);
+
+static floats NAME(largest_in_piece)(const NAME(rescoring) * r, const ELEM *y, long piece) {
+  floats top = splat(-INFINITY);
+  for (long at = piece * NEIGHBOURS; at < (piece + 1) * NEIGHBOURS && at < r->outs; at += LANES)
+    top = larger(first_of(r->outs - at, NAME(load_first)(y + at, r->outs - at), top), top); /* `top` where it is NaN */
+  return top;
+}
+
+/* The outputs of some pieces that are above `least`, and of those that equal it the first ones. Pieces are those whose
+   maximum is above `best`, and of those that equal it the first ones; with `places` 0 the pieces' outputs go to `values`. */
+static long NAME(outputs_above)(const NAME(rescoring) * r, const ELEM *y, const float *tops, bound best, bound least,
+                                float *values, long *places) {
+  long found = 0;
+  for (long piece = 0; piece < r->pieces; piece++) {
+    if (!passes(tops[piece], &best)) continue;
+    const long start = piece * NEIGHBOURS, stop = start + NEIGHBOURS < r->outs ? start + NEIGHBOURS : r->outs;
+    float here[NEIGHBOURS];
+    for (long at = start; at < stop; at += LANES) store_float(here + at - start, NAME(load_first)(y + at, stop - at));
+    for (long at = start; at < stop; at++) {
+      const float v = here[at - start];
+      if (!places && v == v) values[found++] = v;
+      if (places && passes(v, &least)) places[found++] = at;
+    }
+  }
+  return found;
+}
+
+static void NAME(choose_outputs)(const NAME(rescoring) * r, long row, float *memory) {
+  const ELEM *y = r->y + row * r->outs;
+  long *places = r->places + row * r->count;
+  float *tops = memory, *values = memory + r->pieces;
+  for (long piece = 0; piece < r->pieces; piece++)
+    tops[piece] = values[piece] = largest_of(NAME(largest_in_piece)(r, y, piece));
+  const bound best = bound_of(values, r->pieces, r->count);
+  const long candidates = NAME(outputs_above)(r, y, tops, best, best, values, 0);
+  const bound least = bound_of(values, candidates, r->count);
+  long found = candidates ? NAME(outputs_above)(r, y, tops, best, least, 0, places) : 0;
+  while (found < r->count) places[found++] = -1;
+}
+
+static void NAME(share_choosing)(void *given) {
+  const NAME(rescoring) *r = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = r->rows * number / count; row < r->rows * (number + 1) / count; row++)
+    NAME(choose_outputs)(r, row, r->memory + number * r->size);
+}
+
+static float NAME(whole_output)(const NAME(rescoring) * r, const ELEM *x, long out) {
+  floats sum = zeros();
+  if (!r->blocked) {
+    const ELEM *w = r->w + out * r->ins;
+    for (long k = 0; k < r->ins; k += LANES)
+      sum = multiply_add(NAME(load_first)(w + k, r->ins - k), NAME(load_first)(x + k, r->ins - k), sum);
+    return sum_of(sum);
+  }
+  const ELEM *w = r->w + out / LANES * r->ins * LANES + out % LANES * UNIT;
+  for (long k = 0; k < r->ins; k += LANES) {
+    ELEM some[LANES] = {0};
+    for (long i = 0; i < LANES && k + i < r->ins; i++) some[i] = w[(k + i) / UNIT * UNIT * LANES + (k + i) % UNIT];
+    sum = multiply_add(NAME(load_first)(some, LANES), NAME(load_first)(x + k, r->ins - k), sum);
+  }
+  return sum_of(sum);
+}
+
+static void NAME(share_rescoring)(void *given) {
+  const NAME(rescoring) *r = given;
+  const long all = r->rows * r->count, number = thread_number(), count = thread_count();
+  const long stop = all * (number + 1) / count, step = 64 / (long)sizeof(ELEM);
+  for (long at = all * number / count; at < stop; at++) {
+    const long row = at / r->count, out = r->places[at];
+    if (!r->blocked && at + 1 < stop && r->places[at + 1] >= 0)
+      for (long k = 0; k < r->ins; k += step) __builtin_prefetch(r->w + r->places[at + 1] * r->ins + k);
+    if (out < 0) continue;
+    floats made = splat(NAME(whole_output)(r, r->x + row * r->ins, out));
+    if (r->bias) made = add(made, NAME(load_first)(r->bias + out, 1));
+    NAME(store_first)(r->y + row * r->outs + out, 1, made);
+  }
+}
+
+/* The `count` largest outputs of each row y [rows, outs] become x w^T (+ bias), summed in float32 and rounded once.
+   w is [outs, ins], or where `blocked` as `product` reads it. `places` is for rows * count numbers; `memory` for
+   outs / NEIGHBOURS + 1 + (count + 1) * NEIGHBOURS numbers of each thread. */
+void NAME(draftproof_rescore)(const ELEM *x, const ELEM *w, const ELEM *bias, ELEM *y, long *places, float *memory,
+                              long rows, long outs, long ins, long count, long blocked, long threads) {
+  const long pieces = (outs + NEIGHBOURS - 1) / NEIGHBOURS, most = count < outs ? count : outs;
+  NAME(rescoring) r = {x, w, bias, y, places, memory, rows, outs, ins, most, blocked, pieces, 0};
+  r.size = outs / NEIGHBOURS + 1 + (count + 1) * NEIGHBOURS;
+  if (rows < 1 || most < 1) return;
+  parallel(NAME(share_choosing), &r, rows > 1 && threads > 1 ? (unsigned)threads : 1, 0);
+  parallel(NAME(share_rescoring), &r, rows * most * ins > SMALL / 4 && threads > 1 ? (unsigned)threads : 1, 0);
+}
