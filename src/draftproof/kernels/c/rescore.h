@@ -19,10 +19,11 @@ static floats NAME(largest_in_piece)(const NAME(rescoring) * r, const ELEM *y, l
   return top;
 }
 
-/* The outputs of some pieces that are above `least`, and of those that equal it the first ones. Pieces are those whose
-   maximum is above `best`, and of those that equal it the first ones; with `places` 0 the pieces' outputs go to `values`. */
+/* The outputs that pass `least`, of the pieces whose maximum passes `best`. With `places` 0 the values go to `values` of all
+   outputs that may pass: none below the least maximum does. */
 static long NAME(outputs_above)(const NAME(rescoring) * r, const ELEM *y, const float *tops, bound best, bound least,
                                 float *values, long *places) {
+  const float worst = best.least;
   long found = 0;
   for (long piece = 0; piece < r->pieces; piece++) {
     if (!passes(tops[piece], &best)) continue;
@@ -31,7 +32,7 @@ static long NAME(outputs_above)(const NAME(rescoring) * r, const ELEM *y, const 
     for (long at = start; at < stop; at += LANES) store_float(here + at - start, NAME(load_first)(y + at, stop - at));
     for (long at = start; at < stop; at++) {
       const float v = here[at - start];
-      if (!places && v == v) values[found++] = v;
+      if (!places && v >= worst) values[found++] = v;
       if (places && passes(v, &least)) places[found++] = at;
     }
   }
@@ -46,7 +47,7 @@ static void NAME(choose_outputs)(const NAME(rescoring) * r, long row, float *mem
     tops[piece] = values[piece] = largest_of(NAME(largest_in_piece)(r, y, piece));
   const bound best = bound_of(values, r->pieces, r->count);
   const long candidates = NAME(outputs_above)(r, y, tops, best, best, values, 0);
-  const bound least = bound_of(values, candidates, r->count);
+  const bound least = candidates > r->count ? bound_of(values, candidates, r->count) : (bound){best.least, candidates};
   long found = candidates ? NAME(outputs_above)(r, y, tops, best, least, 0, places) : 0;
   while (found < r->count) places[found++] = -1;
 }
