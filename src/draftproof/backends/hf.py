@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftproof.backends import alibi
 from draftproof.backends.base import Feed, FeedOutput
+from draftproof.backends.calibration import InputSquares, write
 from draftproof.backends.cutting import first_layers, layers_of
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
@@ -99,12 +100,26 @@ class HFBackend(SlotBackend):
 
     def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
         """See `SlotBackend.quantizing`; everything but linear weights is shared."""
-        for model in quantizing(self.model, bits, self.name):
-            made = None
+        steps, made = quantizing(self.model, bits, self.name, self._written), None
+        while made is None:
+            with self._cache.lock:  # passes of both share modules, and change some of them meanwhile
+                model = next(steps)
             if model is not None:
-                made = copy.copy(self)
-                made.model, made.facts = model, replace(self.facts, bits=bits)
+                made = self._with_model(model)
+                made.facts = replace(self.facts, bits=bits)
             yield made
+
+    def _written(self, model: Any, squares: Collection[InputSquares]) -> Iterator[None]:
+        """Let a form of the model write a text, in sessions of its own; see `calibration.write`."""
+        reader = self._with_model(model)
+        reader._cache, reader._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
+        return write(reader, squares)
+
+    def _with_model(self, model: Any) -> HFBackend:
+        """The same around another form of the model, in the same cache."""
+        made = copy.copy(self)
+        made.model = model
+        return made
 
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
         """See `SlotBackend.with_weights`; the model's own tensors are written over."""

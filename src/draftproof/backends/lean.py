@@ -7,7 +7,7 @@ still computes the same logits, by way of the moved weights, but cannot be train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from draftproof.backends.calibration import InputSquares, write
 from draftproof.backends.checkpoint import Architecture
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.layout import Layout
@@ -129,10 +130,19 @@ class LeanForward(SlotBackend):
 
     def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
         """See `SlotBackend.quantizing`; embeddings and norms are shared."""
-        for lean in self.lean.quantizing(bits, self.name):
-            facts = replace(self.facts, bits=bits)
-            made = None if lean is None else self.around(facts, lean, self._cache)
-            if made is not None:
+
+        def written(lean: Lean, squares: Collection[InputSquares]) -> Iterator[None]:
+            reader = LeanForward(self.facts, lean)
+            reader.max_positions, reader.capabilities = self.max_positions, self.capabilities
+            return write(reader, squares)
+
+        steps = self.lean.quantizing(bits, self.name, written)
+        made = None
+        while made is None:
+            with self._cache.lock:  # the passes share parts with those of the model
+                lean = next(steps)
+            if lean is not None:
+                made = self.around(replace(self.facts, bits=bits), lean, self._cache)
                 made.capabilities = self.capabilities
             yield made
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftproof.backends.attention import Heads, NativeAttention, Pass
 from draftproof.backends.attention import attention as attention_of
+from draftproof.backends.calibration import MEASURED_BITS, InputSquares, MeasuredProduct
 from draftproof.backends.layout import Layout
 from draftproof.backends.native_layers import NORMS, PRODUCTS, native_layers
 from draftproof.backends.packed import Product, fuse, give_back
@@ -32,6 +33,8 @@ from draftproof.backends.windows import Windows
 from draftproof.errors import UserError
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
+
+_HEAD = "head"  # the output layer, beside the products of layers
 
 
 class Lean:
@@ -87,12 +90,15 @@ class Lean:
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         return made
 
-    def quantizing(self, bits: int, name: str) -> Iterator[Lean | None]:
+    def quantizing(
+        self, bits: int, name: str, write: Callable[[Lean, Collection[InputSquares]], Iterator[None]]
+    ) -> Iterator[Lean | None]:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
         Args:
             bits: of a weight.
             name: the model's, for errors.
+            write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`).
 
         Raises:
             UserError: another number of bits, or layers that are not native; before the first step.
@@ -103,14 +109,33 @@ class Lean:
         if why is not None:
             raise UserError(f"{name} cannot be quantized: {why}")
         yield None
+        squares: dict[Any, InputSquares] = {_HEAD: InputSquares()}
+        squares |= {place: InputSquares() for place in itertools.product(range(len(self.layers)), PRODUCTS)}
+        if bits == MEASURED_BITS:
+            yield from write(self._measured(squares), squares.values())
         made = copy.copy(self)
         made.layers = []
-        for layer in self.layers:
-            made.layers.append(layer.quantized(bits))
+        for number, layer in enumerate(self.layers):
+            counts = {name: squares[number, name].counts() for name in PRODUCTS}
+            made.layers.append(layer.quantized(bits, counts))
             yield None
-        made.head = self.head.quantized_output(bits, self.embed.weight if self.tied else None)
+        table = self.embed.weight if self.tied else None
+        made.head = self.head.quantized_output(bits, table, squares[_HEAD].counts())
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         yield made
+
+    def _measured(self, squares: Mapping[Any, InputSquares]) -> Lean:
+        """The same, whose products add the squares of their inputs to those given by layer and name."""
+        made = copy.copy(self)
+        made.layers = []
+        for number, layer in enumerate(self.layers):
+            each = copy.copy(layer)
+            for name in PRODUCTS:
+                setattr(each, name, MeasuredProduct(getattr(layer, name), squares[number, name]))
+            made.layers.append(each)
+        made.head = MeasuredProduct(self.head, squares[_HEAD])
+        made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
+        return made
 
     def _why_not_quantized(self, bits: int) -> str | None:
         if self.embed.weight.device.type == "cpu" and native_layers(self.layers) is None:
@@ -290,11 +315,16 @@ class Layer:
         every: list[Norm | WholeNorm | None] = [getattr(self, name) for name in NORMS]
         return [norm for norm in every if norm is not None]
 
-    def quantized(self, bits: int) -> Layer:
-        """The same with quantized weights; norms are shared."""
+    def quantized(self, bits: int, counts: Mapping[str, Tensor | None] | None = None) -> Layer:
+        """The same with quantized weights; norms are shared.
+
+        Args:
+            bits: of a weight.
+            counts: how much each input of a product counts (`Product.quantized`), by its name.
+        """
         made = copy.copy(self)
         for name in PRODUCTS:
-            setattr(made, name, getattr(self, name).quantized(bits))
+            setattr(made, name, getattr(self, name).quantized(bits, counts=(counts or {}).get(name)))
         return made
 
     @property

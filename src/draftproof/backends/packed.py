@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from torch import Tensor, nn
 
 from draftproof.kernels import native
@@ -100,32 +100,36 @@ class Product:
         found: str | None = _on_device().why_not(self.weight.dtype, self.weight.device, bits, group)
         return found
 
-    def quantized(self, bits: int, group: int = GROUP) -> Product:
+    def quantized(self, bits: int, group: int = GROUP, counts: Float32[Tensor, " in"] | None = None) -> Product:
         """The same product with a quantized weight, as a draft reads it; see `why_not_quantized`.
 
         Args:
             bits: of a weight.
             group: inputs of an output that share a scale and an offset.
+            counts: how much the error of each input's weights counts; by default all count alike.
         """
         made = copy.copy(self)
         if isinstance(self.weight, Interleaved):
             operations = native.operations(self.weight.blocks)
             assert operations is not None, "the layout is native"
-            made.weight = operations.quantize(self.weight, bits, group)
+            made.weight = operations.quantize(self.weight, bits, group, counts)
             made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
         else:
             weights = _on_device()
-            made.weight, made._multiply = weights.quantize(self.weight, bits, group), weights.product  # noqa: SLF001
+            made.weight, made._multiply = weights.quantize(self.weight, bits, group, counts), weights.product  # noqa: SLF001
         return made
 
-    def quantized_output(self, bits: int, table: Float[Tensor, "out in"] | None = None) -> Product:
+    def quantized_output(
+        self, bits: int, table: Float[Tensor, "out in"] | None = None, counts: Float32[Tensor, " in"] | None = None
+    ) -> Product:
         """`quantized` for an output layer: with 4 bits its largest outputs are computed again.
 
         Args:
             bits: of a weight.
             table: the plain weight, where there is one (that of a tied embedding); else rows are copied from this one.
+            counts: as of `quantized`.
         """
-        made = self.quantized(bits)
+        made = self.quantized(bits, counts=counts)
         if bits > 4:
             return made
         return RescoredProduct(made, self.weight if table is None else table)

@@ -6,13 +6,15 @@ those of `packed`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from draftproof.backends.calibration import MEASURED_BITS, InputSquares, MeasuredLinear
 from draftproof.backends.cutting import put, shallow
 from draftproof.backends.facts import quantization_method
 from draftproof.backends.linear_layers import linear_layers, matrix_of
@@ -22,6 +24,9 @@ from draftproof.errors import UserError, reason
 from draftproof.kernels import native
 from draftproof.kernels.operations import BITS
 
+_log = logging.getLogger(__name__)
+
+_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
 _NO_LINEAR = "none of its layers is a plain linear layer"
 
 
@@ -33,23 +38,38 @@ class QuantizedLinear(nn.Module):
         bias: if there is one.
         bits: of a quantized weight.
         output: whether it is the model's output layer (`Product.quantized_output`).
+        counts: how much the error of each input's weights counts; by default all count alike.
     """
 
     def __init__(
-        self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None, bits: int, *, output: bool = False
+        self,
+        weight: Float[Tensor, "out in"],
+        bias: Float[Tensor, " out"] | None,
+        bits: int,
+        *,
+        output: bool = False,
+        counts: Float32[Tensor, " in"] | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
         whole = Product(weight.detach(), None if bias is None else bias.detach())
-        self._product = whole.quantized_output(bits, weight.detach()) if output else whole.quantized(bits)
+        if output:
+            self._product = whole.quantized_output(bits, weight.detach(), counts)
+        else:
+            self._product = whole.quantized(bits, counts=counts)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
         return self._product(x)
 
 
-def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
+def quantizing(
+    model: Any,
+    bits: int,
+    name: str,
+    write: Callable[[Any, Collection[InputSquares]], Iterator[None]] | None = None,
+) -> Iterator[Any]:
     """A copy of a model with quantized linear layers and experts, made in steps: None after each, and at last the copy.
 
     Experts are quantized where they are native (`native_modules`), and shared elsewhere.
@@ -58,6 +78,8 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
         model: a transformers causal LM, in eval mode.
         bits: of a weight.
         name: the model's, for errors.
+        write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`); without
+            it all errors of weights count alike.
 
     Raises:
         UserError: another number of bits, weights that are quantized already or spread over devices, layers for which
@@ -71,12 +93,19 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
         raise UserError(f"{name} cannot be quantized: {why}; it can be drafted for by another drafter")
     head = model.get_output_embeddings()
     yield None
+    squares = {layer: InputSquares() for layer in layers.values()}
+    if write is not None and bits == MEASURED_BITS:
+        try:
+            yield from write(_measured(model, layers, squares), squares.values())
+        except _UNFIT as cause:
+            _log.debug("%s is quantized without measuring its inputs: %s", name, reason(cause))
+            squares = {layer: InputSquares() for layer in layers.values()}
     twin = shallow(model)
     copied: dict[str, Any] = {"": twin}
     made: dict[nn.Module, nn.Module] = {}
     for path, layer in layers.items():
         if layer not in made:
-            made[layer] = _quantized(layer, bits, output=layer is head)
+            made[layer] = _quantized(layer, bits, output=layer is head, counts=squares[layer].counts())
             yield None
         put(copied, path, made[layer])
     for path, module in model.named_modules():
@@ -86,11 +115,20 @@ def quantizing(model: Any, bits: int, name: str) -> Iterator[Any]:
     try:
         with torch.inference_mode():
             twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as cause:
+    except _UNFIT as cause:
         raise UserError(
             f"{name} does not work with quantized layers ({type(cause).__name__}: {reason(cause)})"
         ) from cause
     yield twin
+
+
+def _measured(model: Any, layers: dict[str, Any], squares: Mapping[nn.Module, InputSquares]) -> Any:
+    """A copy of the model whose linear layers add the squares of their inputs."""
+    twin = shallow(model)
+    copied: dict[str, Any] = {"": twin}
+    for path, layer in layers.items():
+        put(copied, path, MeasuredLinear(layer, squares[layer]))
+    return twin
 
 
 def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
@@ -116,7 +154,7 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
     return f"native products do not take {unfit[0]} inputs" if unfit else None
 
 
-def _quantized(layer: Any, bits: int, *, output: bool) -> nn.Module:
+def _quantized(layer: Any, bits: int, *, output: bool, counts: Float32[Tensor, " in"] | None) -> nn.Module:
     matrix = matrix_of(layer)
     assert matrix is not None, "the caller chose linear layers"
-    return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output)
+    return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output, counts=counts)

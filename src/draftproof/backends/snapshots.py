@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -204,15 +204,11 @@ class SnapshotBackend(HFBackend):
         """
         raise UserError(f"the first {layers} layers of {self.name} cannot draft: it keeps recurrent states")
 
-    def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
-        """See `SlotBackend.quantizing`."""
-        steps, made = super().quantizing(bits), None
-        while made is None:
-            with self._cache.lock:  # modules are changed while a pass is read in pieces
-                made = next(steps)
-                if isinstance(made, SnapshotBackend):
-                    made._mixers = mixers_of(made.model) or ()  # noqa: SLF001 - of this class
-            yield made
+    def _with_model(self, model: Any) -> HFBackend:
+        made = super()._with_model(model)
+        assert isinstance(made, SnapshotBackend), "a copy of this one"
+        made._mixers = mixers_of(made.model) or ()  # noqa: SLF001 - of this class
+        return made
 
     def _check(self, feed: Feed) -> None:
         super()._check(feed)

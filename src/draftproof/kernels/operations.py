@@ -368,7 +368,7 @@ class Operations:
             return made
 
         self._product = function(f"product_{suffix}", [pointer] * 5 + [number] * 4)
-        self._quantize = function(f"quantize_{suffix}", [pointer] * 3 + [number] * 5)
+        self._quantize = function(f"quantize_{suffix}", [pointer] * 4 + [number] * 5)
         self._quantized_product = function(
             f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
         )
@@ -488,27 +488,33 @@ class Operations:
         )
         return y
 
-    def quantize(self, weight: Interleaved, bits: int, group: int) -> Quantized:
+    def quantize(
+        self, weight: Interleaved, bits: int, group: int, counts: Float32[Tensor, " ins"] | None = None
+    ) -> Quantized:
         """Quantize a weight: in each group the best of several ranges, by squared error.
 
         Args:
             weight: of the rows' type.
             bits: of BITS.
             group: of GROUPS.
+            counts: how much the error of each input's weights counts, positive; by default all count alike.
 
         Raises:
-            ValueError: a weight of another type, or bits or a group that are not supported.
+            ValueError: a weight of another type, bits or a group that are not supported, or counts of another size.
         """
         if bits not in BITS or group not in GROUPS:
             raise ValueError(f"{bits} bits in groups of {group}: legal are {BITS} and {GROUPS}")
         ins = weight.ins
         shape = -(-weight.outs // LANES), ins // self._unit, LANES, self._unit
         require("weight", weight.blocks, self.dtype, shape)
+        if counts is not None:
+            require("counts", counts, torch.float32, (ins,))
         blocks = torch.empty(Quantized.shape(weight.outs, ins, bits, group), dtype=torch.uint8)
         threads = torch.get_num_threads()
         memory = torch.empty(threads * -(-ins // group) * 2 * LANES, dtype=torch.float32)
         addresses = weight.blocks.data_ptr(), blocks.data_ptr(), memory.data_ptr()
-        self._quantize(*addresses, shape[0], ins, bits, group, threads)
+        given = None if counts is None else counts.data_ptr()
+        self._quantize(*addresses, given, shape[0], ins, bits, group, threads)
         return Quantized(blocks, weight.outs, ins, bits, group)
 
     def quantized_product(

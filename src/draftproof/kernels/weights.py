@@ -59,13 +59,16 @@ class DeviceWeight:
 
 
 @torch.no_grad()
-def quantize(weight: Float[Tensor, "out in"], bits: int, group: int) -> DeviceWeight:
+def quantize(
+    weight: Float[Tensor, "out in"], bits: int, group: int, counts: Float[Tensor, " in"] | None = None
+) -> DeviceWeight:
     """Quantize a weight: in each group the best of several ranges, by squared error.
 
     Args:
         weight: of DTYPES.
         bits: of BITS.
         group: of GROUPS.
+        counts: how much the error of each input's weights counts; by default all count alike.
 
     Raises:
         ValueError: another type, or bits or a group that are not supported.
@@ -75,13 +78,17 @@ def quantize(weight: Float[Tensor, "out in"], bits: int, group: int) -> DeviceWe
         raise ValueError(
             f"a {weight.dtype} weight to {bits} bits in groups of {group}: legal are {DTYPES}, {BITS} and {GROUPS}"
         )
-    pieces = torch.split(F.pad(weight, (0, -ins % (group * 8 // bits))), max(1, _AT_ONCE // max(ins, 1)))
-    made = [_quantized(rows, bits, group) for rows in pieces]
+    padding = (0, -ins % (group * 8 // bits))
+    pieces = torch.split(F.pad(weight, padding), max(1, _AT_ONCE // max(ins, 1)))
+    each = weight.new_ones(ins, dtype=torch.float32) if counts is None else counts.to(weight.device)
+    made = [_quantized(rows, F.pad(each, padding), bits, group) for rows in pieces]
     numbers, scales, offsets = (torch.cat(each).contiguous() for each in zip(*made, strict=True))
     return DeviceWeight(numbers, scales, offsets, ins, bits, group)
 
 
-def _quantized(weight: Float[Tensor, "out in"], bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized(
+    weight: Float[Tensor, "out in"], counts: Float[Tensor, " in"], bits: int, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Numbers, scales and offsets of some outputs."""
     most = 2**bits - 1
     groups = weight.float().reshape(len(weight), -1, group)
@@ -92,7 +99,7 @@ def _quantized(weight: Float[Tensor, "out in"], bits: int, group: int) -> tuple[
         offset = (middle - share * half).bfloat16().float()
         scale = (2 * share * half / most).bfloat16().float()
         numbers = ((groups - offset) / scale.where(scale > 0, torch.ones_like(scale))).round_().clamp_(0, most)
-        error = (offset + scale * numbers - groups).square_().sum(-1, keepdim=True)
+        error = (offset + scale * numbers - groups).square_().mul_(counts.view(-1, group)).sum(-1, keepdim=True)
         if best is None:
             best = error, numbers, scale, offset
         else:

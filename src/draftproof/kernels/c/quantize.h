@@ -33,39 +33,42 @@ INLINE floats steps_of(floats value, floats step, float most) {
   return smaller(larger(nearest(mul(value, by)), splat(-most)), splat(most));
 }
 
-/* Numbers of a group for given scales and offsets, and the sum of squared errors that they leave. */
-INLINE floats errors_of(const floats *w, long count, floats scale, floats offset, floats most, floats *numbers) {
+/* Numbers of a group for given scales and offsets, and the sum of squared errors that they leave, each times the weight of
+   its input. */
+INLINE floats errors_of(const floats *w, const float *weights, long count, floats scale, floats offset, floats most,
+                        floats *numbers) {
   const floats by = where_below(zeros(), scale, quotient(splat(1), scale), zeros());
   floats errors = zeros();
   for (long k = 0; k < count; k++) {
     numbers[k] = smaller(larger(nearest(mul(sub(w[k], offset), by)), zeros()), most);
     const floats off = sub(w[k], multiply_add(numbers[k], scale, offset));
-    errors = multiply_add(off, off, errors);
+    errors = multiply_add(mul(off, splat(weights[k])), off, errors);
   }
   return errors;
 }
 
-/* The scales and offsets with the least squared error for given numbers, in bfloat16. */
-INLINE void fit(const floats *w, long count, const floats *numbers, floats *scale, floats *offset) {
-  const floats each = splat(1.0f / (float)count);
+/* The scales and offsets with the least of these errors for given numbers, in bfloat16. */
+INLINE void fit(const floats *w, const float *weights, long count, const floats *numbers, floats *scale, floats *offset) {
+  float total = 0;
   floats sum_w = zeros(), sum_n = zeros(), both = zeros(), squares = zeros();
   for (long k = 0; k < count; k++) {
-    sum_w = add(sum_w, w[k]);
-    sum_n = add(sum_n, numbers[k]);
+    total += weights[k];
+    sum_w = multiply_add(w[k], splat(weights[k]), sum_w);
+    sum_n = multiply_add(numbers[k], splat(weights[k]), sum_n);
   }
-  const floats mean_w = mul(sum_w, each), mean_n = mul(sum_n, each);
+  const floats mean_w = quotient(sum_w, splat(total)), mean_n = quotient(sum_n, splat(total));
   for (long k = 0; k < count; k++) {
-    const floats n = sub(numbers[k], mean_n);
-    both = multiply_add(n, sub(w[k], mean_w), both);
-    squares = multiply_add(n, n, squares);
+    const floats n = sub(numbers[k], mean_n), weighted = mul(n, splat(weights[k]));
+    both = multiply_add(weighted, sub(w[k], mean_w), both);
+    squares = multiply_add(weighted, n, squares);
   }
   *scale = rounded_bfloat16(where_below(zeros(), squares, quotient(both, squares), *scale));
   *offset = rounded_bfloat16(subtract_product(*scale, mean_n, mean_w));
 }
 
 /* One group of one block: the best of several ranges narrower than the weights' own, each fitted again. */
-static void quantize_group(const floats *w, long count, long bits, floats *numbers, floats *scale,
-                                 floats *offset) {
+static void quantize_group(const floats *w, const float *weights, long count, long bits, floats *numbers, floats *scale,
+                           floats *offset) {
   static const float SHARES[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.7f};
   const floats most = splat(bits == 4 ? 15 : 255);
   floats low = w[0], high = w[0], least = splat(INFINITY), tried[MOST_GROUP];
@@ -78,12 +81,12 @@ static void quantize_group(const floats *w, long count, long bits, floats *numbe
     const floats lost = mul(sub(high, low), splat((1 - SHARES[number]) / 2));
     floats step = rounded_bfloat16(quotient(sub(sub(high, low), add(lost, lost)), most)), start = rounded_bfloat16(add(low, lost));
     for (int again = 0; again < 2; again++) {
-      const floats errors = errors_of(w, count, step, start, most, tried);
+      const floats errors = errors_of(w, weights, count, step, start, most, tried);
       *scale = where_below(errors, least, step, *scale);
       *offset = where_below(errors, least, start, *offset);
       least = smaller(errors, least);
-      fit(w, count, tried, &step, &start);
+      fit(w, weights, count, tried, &step, &start);
     }
   }
-  errors_of(w, count, *scale, *offset, most, numbers);
+  errors_of(w, weights, count, *scale, *offset, most, numbers);
 }

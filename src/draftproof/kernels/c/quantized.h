@@ -155,7 +155,8 @@ typedef struct {
   const ELEM *w;
   uint8_t *to;
   long blocks, ins, group, bits;
-  float *memory; /* [threads, groups, 2, 16] */
+  float *memory;        /* [threads, groups, 2, 16] */
+  const float *weights; /* [ins], positive: how much the error of an input's weights counts; 0 where all count alike */
 } NAME(quantizing);
 
 static long NAME(weights_of_group)(const NAME(quantizing) * q, long block, long g, floats *w) {
@@ -170,6 +171,8 @@ static void NAME(share_quantizing)(void *given) {
   const long together = 8 / q->bits, size = 2 * q->group * q->bits, next = quantized_block_size(groups, q->group, q->bits);
   const floats most = splat(q->bits == 4 ? 15 : 255);
   floats w[MOST_GROUP], numbers[MOST_GROUP], scale, offset;
+  float alike[MOST_GROUP];
+  for (long k = 0; k < MOST_GROUP; k++) alike[k] = 1;
   float *ranges = q->memory + number * groups * 2 * LANES;
   for (long block = q->blocks * number / count; block < q->blocks * (number + 1) / count; block++) {
     uint8_t *to = q->to + block * next;
@@ -177,7 +180,7 @@ static void NAME(share_quantizing)(void *given) {
     floats largest_scale = zeros(), largest_offset = zeros();
     for (long g = 0; g < groups; g++) {
       const long here = NAME(weights_of_group)(q, block, g, w);
-      quantize_group(w, here, q->bits, numbers, &scale, &offset);
+      quantize_group(w, q->weights ? q->weights + g * q->group : alike, here, q->bits, numbers, &scale, &offset);
       largest_scale = larger(largest_scale, scale);
       largest_offset = larger(largest_offset, larger(offset, sub(zeros(), offset)));
       store_float(ranges + g * 2 * LANES, scale);
@@ -204,7 +207,7 @@ static void NAME(share_quantizing)(void *given) {
         store_bfloat16((bfloat16 *)range, scale);
         store_bfloat16((bfloat16 *)range + LANES, offset);
       }
-      errors_of(w, here, scale, offset, most, numbers);
+      errors_of(w, alike, here, scale, offset, most, numbers);
       for (long k = here; k < q->group; k++) numbers[k] = zeros();
       for (long k = 0, line = 0; line < size; line += 64) {
         units made = no_units();
@@ -218,8 +221,8 @@ static void NAME(share_quantizing)(void *given) {
 
 /* Quantize weights in the order in which products read them, [blocks][ins / UNIT][16][UNIT]; `memory` is for 32 float32
    numbers for each thread and group. */
-void NAME(draftproof_quantize)(const ELEM *w, uint8_t *to, float *memory, long blocks, long ins, long bits, long group,
+void NAME(draftproof_quantize)(const ELEM *w, uint8_t *to, float *memory, const float *weights, long blocks, long ins, long bits, long group,
                                long threads) {
-  NAME(quantizing) q = {w, to, blocks, ins, group, bits, memory};
+  NAME(quantizing) q = {w, to, blocks, ins, group, bits, memory, weights};
   parallel(NAME(share_quantizing), &q, (unsigned)(threads > 1 ? threads : 1), 0);
 }
