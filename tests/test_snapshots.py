@@ -116,13 +116,15 @@ def test_refused_drafts_leave_no_trace(name, script):
 
 @pytest.mark.parametrize("name", TYPES)
 def test_a_session_that_keeps_the_state_after_refused_drafts_is_seen(name, monkeypatch):
+    target = backend(name)  # before the change, which its check would see
+
     def advanced(self, length):
         self._marks = self._marks[-1:]
         self._settled = True
         return length
 
     monkeypatch.setattr(SnapshotSession, "_reachable", advanced)
-    assert generate(backend(name), Wrong(name, (2, 0, 4, 1, 3))) != reference(name)
+    assert generate(target, Wrong(name, (2, 0, 4, 1, 3))) != reference(name)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -136,9 +138,9 @@ def test_padding_that_reaches_a_state_is_seen(name, monkeypatch):
         sessions = [feed.session.state for feed in feeds]
         return [mixers_module.Group(list(range(len(feeds))), cuts, None, sessions)]
 
-    groups = SnapshotBackend._groups
+    target, groups = backend(name), SnapshotBackend._groups  # its check would see the change
     monkeypatch.setattr(SnapshotBackend, "_groups", one_group)
-    assert generate(backend(name), max_batch=4) != reference(name)
+    assert generate(target, max_batch=4) != reference(name)
 
 
 @pytest.mark.parametrize("drafter", ["ngram:4", "suffix", "auto"])
