@@ -11,11 +11,11 @@ from draftproof.backends import packed
 from draftproof.backends.base import Feed
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
-from draftproof.backends.packed import RESCORED, Product, largest
+from draftproof.backends.packed import MORE_RESCORED, RESCORED, ROUGH_BITS, ROUGH_GROUP, ROUGH_SHARE, Product, largest
 from draftproof.backends.self_draft import QuantizedBackend
 from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier, why_not
-from draftproof.kernels.operations import BITS, GROUPS, Interleaved, Quantized
+from draftproof.kernels.operations import BITS, GROUPS, NEIGHBOURS, STORED_BITS, Interleaved, Quantized
 from draftproof.stoppers.fixed import FixedLength
 from helpers import CONFIGS, ROPE, assert_output_distribution, random_model
 from test_lean import NATIVE, VARIANTS
@@ -32,7 +32,7 @@ def quantized(weight, bits, group):
     return OPERATIONS[weight.dtype].quantize(Interleaved.of(weight), bits, group)
 
 
-@pytest.mark.parametrize(("bits", "group"), [*itertools.product(BITS, GROUPS)])
+@pytest.mark.parametrize(("bits", "group"), [*itertools.product(STORED_BITS, GROUPS)])
 @pytest.mark.parametrize(("outs", "ins"), [(1, 2), (49, 130), (40, 256)])
 def test_weights_are_near_their_numbers(outs, ins, bits, group, dtype):  # noqa: F811
     weight = drawn(1, outs, ins, dtype=dtype)
@@ -97,7 +97,7 @@ def near(found, expected, size):
     return bool(((found.double() - expected).abs() <= unit * expected.abs() + 2e-4 * size + 1e-6).all())
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, 32), (4, 128), (8, 32), (8, 64)])
+@pytest.mark.parametrize(("bits", "group"), [(2, 16), (2, 64), (4, 16), (4, 32), (4, 128), (8, 32), (8, 64)])
 @pytest.mark.parametrize(("outs", "ins"), [(1, 2), (49, 130), (200, 576)])
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 11])
 def test_products(rows, outs, ins, bits, group, dtype):  # noqa: F811
@@ -155,7 +155,7 @@ def test_the_largest_outputs_of_a_4_bit_output_layer_are_the_whole_layers(with_b
     weight, bias, x = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate([(outs, ins), (outs,), (5, ins)]))
     whole = Product(weight, bias if with_bias else None)
     rough, made = whole.quantized(4)(x), whole.quantized_output(4, weight if tied else None)(x)
-    chosen = first_largest(rough, RESCORED)
+    chosen = first_largest(rough, MORE_RESCORED if tied else RESCORED)
     assert torch.equal(made[~chosen], rough[~chosen])
     exact, sizes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
     if with_bias:
@@ -172,6 +172,42 @@ def test_the_largest_outputs_of_a_4_bit_output_layer_are_the_whole_layers(with_b
     if dtype == torch.float32:
         assert not within(whole(x.bfloat16().float())), "rounded inputs are seen"
     assert torch.equal(whole.quantized_output(8)(x), whole.quantized(8)(x)), "8 bits are near enough"
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_large_output_layer_has_2_bits_where_rows_can_be_read_alone(blocked, dtype, level, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(packed, "ROUGH_OUTPUTS", 2000)
+    weight, x = drawn(1, 2000, 66, dtype=dtype), drawn(2, 3, 66, dtype=dtype)
+    whole = Product(weight)
+    made = whole.quantized_output(4, None if blocked else weight)
+    assert made.weight.bits == (4 if blocked else ROUGH_BITS)
+    if blocked:
+        return
+    rough = whole.quantized(ROUGH_BITS, ROUGH_GROUP)(x)
+    chosen = first_largest(rough, 2000 // ROUGH_SHARE)
+    assert torch.equal(made(x)[~chosen], rough[~chosen])
+    assert torch.allclose(made(x)[chosen].float(), whole(x)[chosen].float(), rtol=0.01, atol=0.02)
+    assert not torch.allclose(rough[chosen].float(), whole(x)[chosen].float(), rtol=0.01, atol=0.02)
+    assert whole.quantized_output(8, weight).weight.bits == 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 300])
+def test_choosing_outputs_stays_in_its_memory_with_any_number_of_them(count, dtype, monkeypatch):  # noqa: F811
+    outs, given, empty = 200 * NEIGHBOURS + 3, [], torch.empty
+
+    def fenced(*size, **kinds):
+        if kinds.get("dtype") != torch.float32:
+            return empty(*size, **kinds)
+        given.append(torch.full((size[0] + 4096,), 12345.0))
+        return given[-1][: size[0]]
+
+    weight, x = drawn(1, outs, 64, dtype=dtype), drawn(2, 1, 64, dtype=dtype)
+    for values in (drawn(3, 1, outs, dtype=dtype), torch.full((1, outs), 2.0, dtype=dtype)):
+        monkeypatch.setattr(torch, "empty", fenced)
+        OPERATIONS[dtype].rescore(values.clone(), x, weight, None, count=count)
+        monkeypatch.undo()
+        assert given, "its memory was seen"
+        assert (given[-1][-4096:] == 12345.0).all()
 
 
 def test_inputs_of_any_size_and_zeros(dtype):  # noqa: F811
@@ -237,6 +273,7 @@ def dense_twin(config, target, bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_all_weights_are_quantized_and_the_rest_is_the_models(bits, monkeypatch):
     monkeypatch.setattr(packed, "RESCORED", 97)  # all outputs
+    monkeypatch.setattr(packed, "MORE_RESCORED", 97)
     config = lambda: transformers.LlamaConfig(**WIDE)  # noqa: E731
     target = LeanBackend(random_model(config()), name="llama")
     made, tokens = QuantizedBackend(target, bits), [5, 9, 2, 7, 11, 3]

@@ -48,7 +48,7 @@ def last(steps):
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_copy_is_the_model_with_the_weights_that_its_products_have(family, bits, monkeypatch):
-    monkeypatch.setattr(packed, "RESCORED", 97)  # all outputs
+    monkeypatch.setattr(packed, "MORE_RESCORED", 97)  # all outputs
     model, tokens = random_model(FAMILIES[family]()), torch.tensor([[5, 9, 2, 7, 11, 3]])
     before = model(input_ids=tokens, use_cache=False).logits
     modules = dict(model.named_modules())

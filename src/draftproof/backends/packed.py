@@ -25,6 +25,10 @@ from draftproof.kernels.choose import installed as triton_is_installed
 from draftproof.kernels.operations import NEIGHBOURS, Interleaved
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
+MORE_RESCORED = 256  # the same where whole rows lie in one piece, so that reading them costs little
+ROUGH_OUTPUTS = 100_000  # from so many outputs on, an output layer has ROUGH_BITS where rows lie in one piece
+ROUGH_BITS, ROUGH_GROUP = 2, 64
+ROUGH_SHARE = 128  # one of so many outputs is computed again then
 GROUP = 32  # inputs that share a scale in a quantized weight
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
 
@@ -124,15 +128,21 @@ class Product:
     ) -> Product:
         """`quantized` for an output layer: with 4 bits its largest outputs are computed again.
 
+        A large layer has 2 bits then, and more outputs are computed again: that reads half as much, and a draft is as
+        good. It needs a plain weight, whose rows can be read one by one.
+
         Args:
             bits: of a weight.
             table: the plain weight, where there is one (that of a tied embedding); else rows are copied from this one.
             counts: as of `quantized`.
         """
-        made = self.quantized(bits, counts=counts)
         if bits > 4:
-            return made
-        return RescoredProduct(made, self.weight if table is None else table)
+            return self.quantized(bits, counts=counts)
+        if table is None or self.layout != "native":
+            return RescoredProduct(self.quantized(bits, counts=counts), self.weight if table is None else table, RESCORED)
+        if len(table) < ROUGH_OUTPUTS:
+            return RescoredProduct(self.quantized(bits, counts=counts), table, MORE_RESCORED)
+        return RescoredProduct(self.quantized(ROUGH_BITS, ROUGH_GROUP, counts), table, len(table) // ROUGH_SHARE)
 
     @property
     def packed(self) -> bool:
@@ -170,18 +180,19 @@ class RescoredProduct(Product):
     Args:
         rough: the quantized product.
         table: the whole weights.
+        count: of a row's outputs that are computed again.
     """
 
-    def __init__(self, rough: Product, table: Float[Tensor, "out in"] | Interleaved) -> None:
+    def __init__(self, rough: Product, table: Float[Tensor, "out in"] | Interleaved, count: int) -> None:
         self.weight, self.bias, self.layout = rough.weight, rough.bias, rough.layout
-        self._rough, self._table = rough, table
+        self._rough, self._table, self._count = rough, table, count
         blocks = table.blocks if isinstance(table, Interleaved) else table
         self._operations = native.operations(blocks) if blocks.is_contiguous() else None
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The outputs of every row."""
         made = self._rough(x)
-        count = min(RESCORED, made.shape[-1])
+        count = min(self._count, made.shape[-1])
         if self._operations is not None and made.dtype == self._operations.dtype:
             self._operations.rescore(made, x, self._table, self.bias, count=count)
             return made

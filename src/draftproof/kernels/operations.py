@@ -24,6 +24,7 @@ MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
 ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
+STORED_BITS = (2, *BITS)  # 2 bits are enough for an output layer whose largest outputs are computed again
 NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
@@ -93,16 +94,16 @@ class Interleaved:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A weight of 4 or 8 bits, in the order in which C reads it (quantized.h).
+    """A weight of 2, 4 or 8 bits, in the order in which C reads it (quantized.h).
 
     A weight is offset + scale * number. Each group of neighbouring inputs of an output has its own scale and offset:
-    with 4 bits a byte each, in steps of the output's own, so that in groups of 32 a weight takes 4.5 bits.
+    below 8 bits a byte each, in steps of the output's own, so that 4 bits in groups of 32 take 4.5.
 
     Attributes:
         blocks: [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights.
         outs: number of outputs.
         ins: number of inputs.
-        bits: of a number, 4 or 8.
+        bits: of a number, one of STORED_BITS.
         group: inputs of a group.
     """
 
@@ -120,8 +121,8 @@ class Quantized:
     @staticmethod
     def shape(outs: int, ins: int, bits: int, group: int) -> tuple[int, int]:
         """The shape of `blocks`."""
-        pieces = -(-ins // (group * 8 // bits))  # of 8 / bits groups
-        return -(-outs // LANES), _head(bits) + pieces * (4 * LANES + LANES * group)
+        pieces = -(-ins // (group * _together(bits)))
+        return -(-outs // LANES), _head(bits) + pieces * (4 * LANES + _together(bits) * 2 * bits * group)
 
     def matrix(self, number: int) -> Quantized:
         """One of several weights."""
@@ -129,16 +130,17 @@ class Quantized:
 
     def to_dense(self) -> Float32[Tensor, "out in"]:
         """The weights that the numbers stand for."""
-        head, together = _head(self.bits), 8 // self.bits
-        pieces = self.blocks[:, head:].reshape(len(self.blocks), -1, 4 * LANES + LANES * self.group)
+        head, together = _head(self.bits), _together(self.bits)
+        pieces = self.blocks[:, head:].reshape(len(self.blocks), -1, 4 * LANES + together * 2 * self.bits * self.group)
         ranges = pieces[..., : 4 * LANES].contiguous()
         found = pieces[..., 4 * LANES :].reshape(*pieces.shape[:2], together, -1, LANES, 4)
-        if self.bits == 4:
+        if self.bits < 8:
             steps = self.blocks[:, :head].contiguous().view(torch.float32).view(-1, 1, 2, LANES)
             each = ranges.view(*ranges.shape[:2], 2, 2, LANES)  # [blocks, pieces, groups, scale or offset, lanes]
             parts = torch.stack((each[..., 0, :].float(), each[..., 1, :].view(torch.int8).float()), -2)
             ranges = (parts * steps.unsqueeze(2)).flatten(1, 2)
-            found = torch.stack((found & 15, found >> 4), -2).flatten(-2)
+            parts = [(found >> start) % 2**self.bits for start in range(0, 8, self.bits)]
+            found = torch.stack(parts, -2).flatten(-2)
         else:
             ranges = ranges.view(torch.bfloat16).float().view(*ranges.shape[:2], 2, LANES)
         scales, offsets = ranges[..., 0, :].unsqueeze(-1), ranges[..., 1, :].unsqueeze(-1)
@@ -149,7 +151,12 @@ class Quantized:
 
 def _head(bits: int) -> int:
     """Bytes of a block's steps, before its pieces."""
-    return 8 * LANES if bits == 4 else 0
+    return 8 * LANES if bits < 8 else 0
+
+
+def _together(bits: int) -> int:
+    """Groups of a piece."""
+    return 2 if bits < 8 else 1
 
 
 class PassMask:
@@ -376,7 +383,7 @@ class Operations:
         self._quantized_rows_product = function(
             f"quantized_rows_product_{suffix}", [pointer] * 5 + [number] * 6 + [pointer, number]
         )
-        self._rescore = function(f"rescore_{suffix}", [pointer] * 6 + [number] * 6)
+        self._rescore = function(f"rescore_{suffix}", [pointer] * 6 + [number] * 7)
         self._norm = function(f"norm_{suffix}", [pointer] * 3 + [number] * 2 + [real, number])
         self._gated = function(f"gated_{suffix}", [pointer] * 2 + [number] * 4)
         self._legal = function(f"legal_{suffix}", [pointer] + [number] * 2, ctypes.c_int)
@@ -495,15 +502,15 @@ class Operations:
 
         Args:
             weight: of the rows' type.
-            bits: of BITS.
+            bits: of STORED_BITS.
             group: of GROUPS.
             counts: how much the error of each input's weights counts, positive; by default all count alike.
 
         Raises:
             ValueError: a weight of another type, bits or a group that are not supported, or counts of another size.
         """
-        if bits not in BITS or group not in GROUPS:
-            raise ValueError(f"{bits} bits in groups of {group}: legal are {BITS} and {GROUPS}")
+        if bits not in STORED_BITS or group not in GROUPS:
+            raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
         ins = weight.ins
         shape = -(-weight.outs // LANES), ins // self._unit, LANES, self._unit
         require("weight", weight.blocks, self.dtype, shape)
@@ -530,8 +537,8 @@ class Operations:
             ValueError: an argument of another type, device or shape.
         """
         ins, outs, bits, group = weight.ins, weight.outs, weight.bits, weight.group
-        if bits not in BITS or group not in GROUPS:
-            raise ValueError(f"{bits} bits in groups of {group}: legal are {BITS} and {GROUPS}")
+        if bits not in STORED_BITS or group not in GROUPS:
+            raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
         require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, bits, group))
         x, y, tensors = self._rows(x, weight, bias, onto)
         rows = x.numel() // ins
@@ -553,8 +560,8 @@ class Operations:
             ValueError: an argument of another type, device or shape, or a group out of range.
         """
         x, ins, outs, bits, group = x.contiguous(), weight.ins, weight.outs, weight.bits, weight.group
-        if bits not in BITS or group not in GROUPS:
-            raise ValueError(f"{bits} bits in groups of {group}: legal are {BITS} and {GROUPS}")
+        if bits not in STORED_BITS or group not in GROUPS:
+            raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
         matrices = len(weight.blocks)
         require("weight", weight.blocks, torch.uint8, (matrices, *Quantized.shape(outs, ins, bits, group)))
         require("x", x, self.dtype, (len(x), ins))
@@ -606,9 +613,10 @@ class Operations:
             raise ValueError(f"{count} of {outs} outputs to compute again: legal are 1 to {outs}")
         rows, threads = logits.numel() // outs, torch.get_num_threads()
         places = torch.empty(rows * count, dtype=torch.int64)
-        memory = torch.empty(threads * (outs // NEIGHBOURS + 1 + (count + 1) * NEIGHBOURS), dtype=torch.float32)
+        size = 2 * -(-outs // NEIGHBOURS) + 3 * count * NEIGHBOURS
+        memory = torch.empty(threads * size, dtype=torch.float32)
         addresses = x.data_ptr(), address, None if bias is None else bias.data_ptr(), logits.data_ptr()
-        sizes = rows, outs, ins, count, int(blocked)
+        sizes = rows, outs, ins, count, int(blocked), size
         self._rescore(*addresses, places.data_ptr(), memory.data_ptr(), *sizes, threads)
 
     def norm(

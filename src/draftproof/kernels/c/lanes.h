@@ -156,6 +156,10 @@ INLINE floats load_bytes(const uint8_t *at) {
 /* Each byte's lower and upper half. */
 INLINE units lower_halves(units v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
 INLINE units upper_halves(units v) { return lower_halves(_mm512_srli_epi32(v, 4)); }
+/* A quarter of each byte, 0 being the lowest. */
+INLINE units quarters(units v, const int number) {
+  return _mm512_and_si512(_mm512_srli_epi32(v, 2 * number), _mm512_set1_epi8(3));
+}
 /* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */
 INLINE units add_dot(units sum, units w, units x) {
 #if defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)
@@ -492,6 +496,11 @@ INLINE units lower_halves(units v) {
 }
 INLINE units upper_halves(units v) {
   EACH_PART v.p[i] = (v.p[i] >> 4) & 0x0f0f0f0fu;
+  return v;
+}
+/* A quarter of each byte, 0 being the lowest. */
+INLINE units quarters(units v, const int number) {
+  EACH_PART v.p[i] = (v.p[i] >> (2 * number)) & 0x03030303u;
   return v;
 }
 /* sum + the products of four bytes of w, from 0 to 15, and four signed bytes of x. */

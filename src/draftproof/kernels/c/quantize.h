@@ -1,4 +1,4 @@
-/* Numbers of 4 or 8 bits in place of weights and inputs: what does not depend on the type of rows.
+/* Numbers of 2, 4 or 8 bits in place of weights and inputs: what does not depend on the type of rows.
 
    A weight is offset + scale * number, with a scale and an offset for each group of an output's inputs. */
 
@@ -21,10 +21,11 @@ static quantized_inputs inputs_in(void *memory, long rows, long groups) {
 }
 
 /* Bytes before the pieces of a block, and of a whole block (quantized.h); Quantized.shape of operations.py is the same. */
-INLINE long quantized_head(long bits) { return bits == 4 ? 128 : 0; }
+INLINE long quantized_head(long bits) { return bits < 8 ? 128 : 0; }
+INLINE long groups_of_piece(long bits) { return bits < 8 ? 2 : 1; }
 INLINE long quantized_block_size(long groups, long group, long bits) {
-  const long together = 8 / bits;
-  return quantized_head(bits) + (groups + together - 1) / together * (64 + 16 * group);
+  const long together = groups_of_piece(bits);
+  return quantized_head(bits) + (groups + together - 1) / together * (64 + together * 2 * bits * group);
 }
 
 /* Whole numbers of steps that are near to values, at most `most` in size. */
@@ -70,14 +71,14 @@ INLINE void fit(const floats *w, const float *weights, long count, const floats 
 static void quantize_group(const floats *w, const float *weights, long count, long bits, floats *numbers, floats *scale,
                            floats *offset) {
   static const float SHARES[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.7f};
-  const floats most = splat(bits == 4 ? 15 : 255);
+  const floats most = splat((float)((1 << bits) - 1));
   floats low = w[0], high = w[0], least = splat(INFINITY), tried[MOST_GROUP];
   for (long k = 1; k < count; k++) {
     low = smaller(low, w[k]);
     high = larger(high, w[k]);
   }
   *scale = *offset = zeros();
-  for (int number = 0; number < (bits == 4 ? 6 : 1); number++) {
+  for (int number = 0; number < (bits < 8 ? 6 : 1); number++) {
     const floats lost = mul(sub(high, low), splat((1 - SHARES[number]) / 2));
     floats step = rounded_bfloat16(quotient(sub(sub(high, low), add(lost, lost)), most)), start = rounded_bfloat16(add(low, lost));
     for (int again = 0; again < 2; again++) {

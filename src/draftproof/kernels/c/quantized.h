@@ -1,14 +1,15 @@
-/* Products with weights of 4 or 8 bits, included once for each type of rows (see typed.h).
+/* Products with weights of 2, 4 or 8 bits, included once for each type of rows (see typed.h).
 
-   A weight is offset + scale * number. Weights lie as [out / 16][piece], so that one pass reads all of them in order; with
-   4 bits, 16 steps of scales and 16 steps of offsets in float32 stand before a block's pieces. A piece is
+   A weight is offset + scale * number. Weights lie as [out / 16][piece], so that one pass reads all of them in order; below
+   8 bits, 16 steps of scales and 16 steps of offsets in float32 stand before a block's pieces. A piece is
 
      4 bits: [2 groups][16 scales, 0 to 255, and 16 offsets, -127 to 127], in bytes, of the block's outputs, times their
              steps; then [2 groups][group / 8][16][4], a byte with the number of input k in its lower half, of input k + 4
              in its upper one
+     2 bits: the same, but [2 groups][group / 16][16][4]: inputs k, k + 4, k + 8 and k + 12 in the quarters of a byte
      8 bits: 16 scales and 16 offsets in bfloat16; then [group / 4][16][4], a byte for each number
 
-   that is 64 bytes and then 16 * group. Inputs are padded to whole groups with zeros.
+   that is 64 bytes and then 2 * bits * group for each group. Inputs are padded to whole groups with zeros.
 
    Inputs are quantized, too: to 8 bits, with a scale for each group of each row. Products inside a group are sums of whole
    numbers, and exact; the groups' sums are added in order in float32. So a row's output does not depend on the rows
@@ -46,7 +47,7 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
 /* Some rows' outputs of neighbouring blocks. */
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
-  const int together = 8 / bits; /* groups of a piece */
+  const int together = (int)groups_of_piece(bits);
   const long places = p->groups * p->group, size = 2 * p->group * bits;
   const long next = quantized_block_size(p->groups, p->group, bits);
   const uint8_t *start = p->w + block * next, *at = start + quantized_head(bits);
@@ -68,8 +69,18 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
 #pragma GCC unroll 2
       for (int b = 0; b < blocks; b++) {
         const units numbers = load_units(body + b * next + line);
-        const units lower = lower_halves(numbers), upper = upper_halves(numbers);
         __builtin_prefetch(body + b * next + line + ahead);
+        if (bits == 2) {
+#pragma GCC unroll 2
+          for (int i = 0; i < 4; i += 2)
+#pragma GCC unroll 4
+            for (int m = 0; m < rows; m++) {
+              low[m][b] = add_dot(low[m][b], quarters(numbers, i), splat_unit(here + m * places + 4 * i));
+              high[m][b] = add_dot(high[m][b], quarters(numbers, i + 1), splat_unit(here + m * places + 4 * i + 4));
+            }
+          continue;
+        }
+        const units lower = lower_halves(numbers), upper = upper_halves(numbers);
 #pragma GCC unroll 4
         for (int m = 0; m < rows; m++) {
           low[m][b] = add_dot(low[m][b], lower, splat_unit(here + m * places));
@@ -80,16 +91,16 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
 #pragma GCC unroll 2
     for (int b = 0; b < blocks; b++) {
       const uint8_t *of_block = range + b * next;
-      const floats scale = bits == 4 ? load_bytes(of_block) : load_bfloat16((const bfloat16 *)of_block);
-      const floats offset = bits == 4 ? load_signed_bytes((const int8_t *)of_block + LANES)
+      const floats scale = bits < 8 ? load_bytes(of_block) : load_bfloat16((const bfloat16 *)of_block);
+      const floats offset = bits < 8 ? load_signed_bytes((const int8_t *)of_block + LANES)
                                       : load_bfloat16((const bfloat16 *)of_block + LANES);
       __builtin_prefetch(of_block + ahead);
 #pragma GCC unroll 4
       for (int m = 0; m < rows; m++) {
         const long number = (row + m) * p->groups + g;
         const floats whole =
-            from_units(add_units(low[m][b], bits == 4 ? high[m][b] : shifted_up(high[m][b], 4)));
-        floats *to = bits == 4 ? &offsets[m][b] : &sum[m][b];
+            from_units(add_units(low[m][b], bits < 8 ? high[m][b] : shifted_up(high[m][b], 4)));
+        floats *to = bits < 8 ? &offsets[m][b] : &sum[m][b];
         sum[m][b] = multiply_add(mul(whole, scale), splat(p->inputs.scales[number]), sum[m][b]);
         *to = multiply_add(offset, splat(p->inputs.sums[number]), *to);
       }
@@ -102,7 +113,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
 #pragma GCC unroll 4
     for (int m = 0; m < rows; m++) {
       floats made = sum[m][b];
-      if (bits == 4)
+      if (bits < 8)
         made = multiply_add(made, load_float(steps), mul(offsets[m][b], load_float(steps + LANES)));
       NAME(write)(made, p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
     }
@@ -114,17 +125,19 @@ typedef void (*NAME(quantized_fn))(const NAME(quantized_product) *, long, long);
   static void NAME(quantized_##m##_##blocks##_##bits)(const NAME(quantized_product) * p, long row, long block) {    \
     NAME(quantized_tile)(p, row, block, m, blocks, bits);                                                           \
   }
+TILE(1, 1, 2) TILE(2, 1, 2) TILE(3, 1, 2) TILE(4, 1, 2) TILE(1, 2, 2)
 TILE(1, 1, 4) TILE(2, 1, 4) TILE(3, 1, 4) TILE(4, 1, 4) TILE(1, 2, 4)
 TILE(1, 1, 8) TILE(2, 1, 8) TILE(3, 1, 8) TILE(4, 1, 8) TILE(1, 2, 8)
 #undef TILE
-static const NAME(quantized_fn) NAME(quantized_tiles)[2][5] = {
+static const NAME(quantized_fn) NAME(quantized_tiles)[3][5] = {
+    {NAME(quantized_1_2_2), NAME(quantized_1_1_2), NAME(quantized_2_1_2), NAME(quantized_3_1_2), NAME(quantized_4_1_2)},
     {NAME(quantized_1_2_4), NAME(quantized_1_1_4), NAME(quantized_2_1_4), NAME(quantized_3_1_4), NAME(quantized_4_1_4)},
     {NAME(quantized_1_2_8), NAME(quantized_1_1_8), NAME(quantized_2_1_8), NAME(quantized_3_1_8), NAME(quantized_4_1_8)}};
 
 static void NAME(share_quantized)(void *given) {
   const NAME(quantized_product) *p = given;
   const long blocks = (p->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
-  const NAME(quantized_fn) *tiles = NAME(quantized_tiles)[p->bits == 8];
+  const NAME(quantized_fn) *tiles = NAME(quantized_tiles)[p->bits / 4]; /* of 2, 4 and 8 bits */
   long block = blocks * number / count;
   const long stop = blocks * (number + 1) / count;
   if (p->rows == 1)
@@ -168,8 +181,8 @@ static long NAME(weights_of_group)(const NAME(quantizing) * q, long block, long 
 static void NAME(share_quantizing)(void *given) {
   const NAME(quantizing) *q = given;
   const long number = thread_number(), count = thread_count(), groups = (q->ins + q->group - 1) / q->group;
-  const long together = 8 / q->bits, size = 2 * q->group * q->bits, next = quantized_block_size(groups, q->group, q->bits);
-  const floats most = splat(q->bits == 4 ? 15 : 255);
+  const long together = groups_of_piece(q->bits), size = 2 * q->group * q->bits, next = quantized_block_size(groups, q->group, q->bits);
+  const floats most = splat((float)((1 << q->bits) - 1));
   floats w[MOST_GROUP], numbers[MOST_GROUP], scale, offset;
   float alike[MOST_GROUP];
   for (long k = 0; k < MOST_GROUP; k++) alike[k] = 1;
@@ -187,7 +200,7 @@ static void NAME(share_quantizing)(void *given) {
       store_float(ranges + g * 2 * LANES + LANES, offset);
     }
     const floats scale_step = mul(largest_scale, splat(1.0f / 255)), offset_step = mul(largest_offset, splat(1.0f / 127));
-    if (q->bits == 4) {
+    if (q->bits < 8) {
       store_float((float *)to, scale_step);
       store_float((float *)to + LANES, offset_step);
     }
@@ -197,7 +210,7 @@ static void NAME(share_quantizing)(void *given) {
       const long here = NAME(weights_of_group)(q, block, g, w);
       scale = load_float(ranges + g * 2 * LANES);
       offset = load_float(ranges + g * 2 * LANES + LANES);
-      if (q->bits == 4) {
+      if (q->bits < 8) {
         const floats scales = steps_of(scale, scale_step, 255), offsets = steps_of(offset, offset_step, 127);
         store_bytes((int8_t *)range, scales);
         store_bytes((int8_t *)range + LANES, offsets);
@@ -212,7 +225,7 @@ static void NAME(share_quantizing)(void *given) {
       for (long k = 0, line = 0; line < size; line += 64) {
         units made = no_units();
         for (long i = 0; i < 32 / q->bits; i++, k++) /* the byte of an input, and the half of it */
-          made = add_units(made, shifted_up(to_units(numbers[k]), (int)(i % 4 * 8 + i / 4 * 4)));
+          made = add_units(made, shifted_up(to_units(numbers[k]), (int)(i % 4 * 8 + i / 4 * q->bits)));
         store_units(body + line, made);
       }
     }

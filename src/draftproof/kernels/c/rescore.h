@@ -8,7 +8,7 @@ typedef struct {
   const ELEM *x, *w, *bias; /* w: [outs, ins], or as `product` reads it */
   ELEM *y;
   long *places;  /* [rows, count]; -1 where a row has fewer outputs that are numbers */
-  float *memory; /* [threads, outs / NEIGHBOURS + count * NEIGHBOURS, rounded up] */
+  float *memory; /* [threads, size] */
   long rows, outs, ins, count, blocked, pieces, size;
 } NAME(rescoring);
 
@@ -19,21 +19,24 @@ static floats NAME(largest_in_piece)(const NAME(rescoring) * r, const ELEM *y, l
   return top;
 }
 
-/* The outputs that pass `least`, of the pieces whose maximum passes `best`. With `places` 0 the values go to `values` of all
-   outputs that may pass: none below the least maximum does. */
-static long NAME(outputs_above)(const NAME(rescoring) * r, const ELEM *y, const float *tops, bound best, bound least,
-                                float *values, long *places) {
+/* The outputs that are not below the least of the largest maxima, and their values twice; those of no other piece count. */
+static long NAME(candidates)(const NAME(rescoring) * r, const ELEM *y, const float *tops, bound best, float *values,
+                             float *kept, int32_t *outs) {
   const float worst = best.least;
   long found = 0;
   for (long piece = 0; piece < r->pieces; piece++) {
     if (!passes(tops[piece], &best)) continue;
     const long start = piece * NEIGHBOURS, stop = start + NEIGHBOURS < r->outs ? start + NEIGHBOURS : r->outs;
-    float here[NEIGHBOURS];
-    for (long at = start; at < stop; at += LANES) store_float(here + at - start, NAME(load_first)(y + at, stop - at));
-    for (long at = start; at < stop; at++) {
-      const float v = here[at - start];
-      if (!places && v >= worst) values[found++] = v;
-      if (places && passes(v, &least)) places[found++] = at;
+    for (long at = start; at < stop; at += LANES) {
+      const floats v = NAME(load_first)(y + at, stop - at);
+      float here[LANES];
+      if (!any_not_below(stop - at, v, splat(worst))) continue;
+      store_float(here, v);
+      for (long i = 0; i < LANES && at + i < stop; i++)
+        if (here[i] >= worst) {
+          values[found] = kept[found] = here[i];
+          outs[found++] = (int32_t)(at + i);
+        }
     }
   }
   return found;
@@ -41,14 +44,16 @@ static long NAME(outputs_above)(const NAME(rescoring) * r, const ELEM *y, const 
 
 static void NAME(choose_outputs)(const NAME(rescoring) * r, long row, float *memory) {
   const ELEM *y = r->y + row * r->outs;
-  long *places = r->places + row * r->count;
-  float *tops = memory, *values = memory + r->pieces;
+  long *places = r->places + row * r->count, found = 0;
+  float *tops = memory, *kept = tops + r->pieces, *values = kept + r->count * NEIGHBOURS;
+  int32_t *outs = (int32_t *)(values + r->pieces + r->count * NEIGHBOURS);
   for (long piece = 0; piece < r->pieces; piece++)
     tops[piece] = values[piece] = largest_of(NAME(largest_in_piece)(r, y, piece));
   const bound best = bound_of(values, r->pieces, r->count);
-  const long candidates = NAME(outputs_above)(r, y, tops, best, best, values, 0);
-  const bound least = candidates > r->count ? bound_of(values, candidates, r->count) : (bound){best.least, candidates};
-  long found = candidates ? NAME(outputs_above)(r, y, tops, best, least, 0, places) : 0;
+  const long most = NAME(candidates)(r, y, tops, best, values, kept, outs);
+  bound least = bound_of(values, most, r->count);
+  for (long i = 0; i < most; i++)
+    if (passes(kept[i], &least)) places[found++] = outs[i];
   while (found < r->count) places[found++] = -1;
 }
 
@@ -60,13 +65,19 @@ static void NAME(share_choosing)(void *given) {
 }
 
 static float NAME(whole_output)(const NAME(rescoring) * r, const ELEM *x, long out) {
-  floats sum = zeros();
   if (!r->blocked) {
     const ELEM *w = r->w + out * r->ins;
-    for (long k = 0; k < r->ins; k += LANES)
-      sum = multiply_add(NAME(load_first)(w + k, r->ins - k), NAME(load_first)(x + k, r->ins - k), sum);
-    return sum_of(sum);
+    floats sums[4] = {zeros(), zeros(), zeros(), zeros()}; /* one alone would wait for itself */
+    long k = 0;
+    for (; k + 4 * LANES <= r->ins; k += 4 * LANES)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        sums[i] = multiply_add(NAME(load)(w + k + i * LANES), NAME(load)(x + k + i * LANES), sums[i]);
+    for (; k < r->ins; k += LANES)
+      sums[0] = multiply_add(NAME(load_first)(w + k, r->ins - k), NAME(load_first)(x + k, r->ins - k), sums[0]);
+    return sum_of(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
   }
+  floats sum = zeros();
   const ELEM *w = r->w + out / LANES * r->ins * LANES + out % LANES * UNIT;
   for (long k = 0; k < r->ins; k += LANES) {
     ELEM some[LANES] = {0};
@@ -93,12 +104,11 @@ static void NAME(share_rescoring)(void *given) {
 
 /* The `count` largest outputs of each row y [rows, outs] become x w^T (+ bias), summed in float32 and rounded once.
    w is [outs, ins], or where `blocked` as `product` reads it. `places` is for rows * count numbers; `memory` for
-   outs / NEIGHBOURS + 1 + (count + 1) * NEIGHBOURS numbers of each thread. */
+   `size` numbers of each thread, at least two for each piece and 3 NEIGHBOURS for each output that is chosen. */
 void NAME(draftproof_rescore)(const ELEM *x, const ELEM *w, const ELEM *bias, ELEM *y, long *places, float *memory,
-                              long rows, long outs, long ins, long count, long blocked, long threads) {
+                              long rows, long outs, long ins, long count, long blocked, long size, long threads) {
   const long pieces = (outs + NEIGHBOURS - 1) / NEIGHBOURS, most = count < outs ? count : outs;
-  NAME(rescoring) r = {x, w, bias, y, places, memory, rows, outs, ins, most, blocked, pieces, 0};
-  r.size = outs / NEIGHBOURS + 1 + (count + 1) * NEIGHBOURS;
+  NAME(rescoring) r = {x, w, bias, y, places, memory, rows, outs, ins, most, blocked, pieces, size};
   if (rows < 1 || most < 1) return;
   parallel(NAME(share_choosing), &r, rows > 1 && threads > 1 ? (unsigned)threads : 1, 0);
   parallel(NAME(share_rescoring), &r, rows * most * ins > SMALL / 4 && threads > 1 ? (unsigned)threads : 1, 0);
