@@ -48,8 +48,12 @@ INLINE floats errors_of(const floats *w, const float *weights, long count, float
   return errors;
 }
 
-/* The scales and offsets with the least of these errors for given numbers, in bfloat16. */
-INLINE void fit(const floats *w, const float *weights, long count, const floats *numbers, floats *scale, floats *offset) {
+/* In bfloat16 where scales and offsets are kept so, with 8 bits; with fewer they are kept in steps (rounded_range). */
+INLINE floats kept_as(floats v, long bits) { return bits < 8 ? v : rounded_bfloat16(v); }
+
+/* The scales and offsets with the least of these errors for given numbers. */
+INLINE void fit(const floats *w, const float *weights, long count, long bits, const floats *numbers, floats *scale,
+                floats *offset) {
   float total = 0;
   floats sum_w = zeros(), sum_n = zeros(), both = zeros(), squares = zeros();
   for (long k = 0; k < count; k++) {
@@ -63,14 +67,15 @@ INLINE void fit(const floats *w, const float *weights, long count, const floats 
     both = multiply_add(weighted, sub(w[k], mean_w), both);
     squares = multiply_add(weighted, n, squares);
   }
-  *scale = rounded_bfloat16(where_below(zeros(), squares, quotient(both, squares), *scale));
-  *offset = rounded_bfloat16(subtract_product(*scale, mean_n, mean_w));
+  *scale = kept_as(where_below(zeros(), squares, quotient(both, squares), *scale), bits);
+  *offset = kept_as(subtract_product(*scale, mean_n, mean_w), bits);
 }
 
-/* One group of one block: the best of several ranges narrower than the weights' own, each fitted again. */
+/* One group of one block: the best of several ranges, the weights' own and narrower ones, each fitted again. Two fits more
+   are worth more than twice the ranges. */
 static void quantize_group(const floats *w, const float *weights, long count, long bits, floats *numbers, floats *scale,
                            floats *offset) {
-  static const float SHARES[] = {1.0f, 0.95f, 0.9f, 0.85f, 0.8f, 0.7f};
+  static const float SHARES[] = {1.0f, 0.9f, 0.8f};
   const floats most = splat((float)((1 << bits) - 1));
   floats low = w[0], high = w[0], least = splat(INFINITY), tried[MOST_GROUP];
   for (long k = 1; k < count; k++) {
@@ -78,16 +83,44 @@ static void quantize_group(const floats *w, const float *weights, long count, lo
     high = larger(high, w[k]);
   }
   *scale = *offset = zeros();
-  for (int number = 0; number < (bits < 8 ? 6 : 1); number++) {
+  for (int number = 0; number < (bits < 8 ? 3 : 1); number++) {
     const floats lost = mul(sub(high, low), splat((1 - SHARES[number]) / 2));
-    floats step = rounded_bfloat16(quotient(sub(sub(high, low), add(lost, lost)), most)), start = rounded_bfloat16(add(low, lost));
-    for (int again = 0; again < 2; again++) {
+    floats step = kept_as(quotient(sub(sub(high, low), add(lost, lost)), most), bits), start = kept_as(add(low, lost), bits);
+    for (int again = 0; again < (bits < 8 ? 4 : 2); again++) {
       const floats errors = errors_of(w, weights, count, step, start, most, tried);
       *scale = where_below(errors, least, step, *scale);
       *offset = where_below(errors, least, start, *offset);
       least = smaller(errors, least);
-      fit(w, weights, count, tried, &step, &start);
+      fit(w, weights, count, bits, tried, &step, &start);
     }
   }
   errors_of(w, weights, count, *scale, *offset, most, numbers);
+}
+
+/* Scales and offsets of a group in steps of their outputs', and its numbers: of the scales beside the given ones, those with
+   the least error, each with the offsets that fit it. */
+static void rounded_range(const floats *w, const float *weights, long count, long bits, floats scale_step, floats offset_step,
+                          floats *scale, floats *offset, floats *numbers) {
+  const floats most = splat((float)((1 << bits) - 1)), near = steps_of(*scale, scale_step, 255);
+  floats total_w = zeros(), total_n = zeros(), least = splat(INFINITY), best_scale = zeros(), best_offset = zeros();
+  float total = 0;
+  errors_of(w, weights, count, *scale, *offset, most, numbers);
+  for (long k = 0; k < count; k++) {
+    total += weights[k];
+    total_w = multiply_add(w[k], splat(weights[k]), total_w);
+    total_n = multiply_add(numbers[k], splat(weights[k]), total_n);
+  }
+  for (int beside = -1; beside < 2; beside++) {
+    const floats scales = smaller(larger(add(near, splat((float)beside)), zeros()), splat(255));
+    const floats fitted = quotient(subtract_product(mul(scales, scale_step), total_n, total_w), splat(total));
+    const floats offsets = steps_of(fitted, offset_step, 127);
+    const floats errors =
+        errors_of(w, weights, count, mul(scales, scale_step), mul(offsets, offset_step), most, numbers);
+    best_scale = where_below(errors, least, scales, best_scale);
+    best_offset = where_below(errors, least, offsets, best_offset);
+    least = smaller(errors, least);
+  }
+  errors_of(w, weights, count, mul(best_scale, scale_step), mul(best_offset, offset_step), most, numbers);
+  *scale = best_scale;
+  *offset = best_offset;
 }

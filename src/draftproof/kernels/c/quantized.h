@@ -210,17 +210,16 @@ static void NAME(share_quantizing)(void *given) {
       const long here = NAME(weights_of_group)(q, block, g, w);
       scale = load_float(ranges + g * 2 * LANES);
       offset = load_float(ranges + g * 2 * LANES + LANES);
+      const float *weights = q->weights ? q->weights + g * q->group : alike;
       if (q->bits < 8) {
-        const floats scales = steps_of(scale, scale_step, 255), offsets = steps_of(offset, offset_step, 127);
-        store_bytes((int8_t *)range, scales);
-        store_bytes((int8_t *)range + LANES, offsets);
-        scale = mul(scales, scale_step);
-        offset = mul(offsets, offset_step);
+        rounded_range(w, weights, here, q->bits, scale_step, offset_step, &scale, &offset, numbers);
+        store_bytes((int8_t *)range, scale);
+        store_bytes((int8_t *)range + LANES, offset);
       } else {
         store_bfloat16((bfloat16 *)range, scale);
         store_bfloat16((bfloat16 *)range + LANES, offset);
+        errors_of(w, weights, here, scale, offset, most, numbers);
       }
-      errors_of(w, alike, here, scale, offset, most, numbers);
       for (long k = here; k < q->group; k++) numbers[k] = zeros();
       for (long k = 0, line = 0; line < size; line += 64) {
         units made = no_units();
