@@ -138,11 +138,14 @@ class Product:
         """
         if bits > 4:
             return self.quantized(bits, counts=counts)
-        if table is None or self.layout != "native":
-            return RescoredProduct(self.quantized(bits, counts=counts), self.weight if table is None else table, RESCORED)
-        if len(table) < ROUGH_OUTPUTS:
-            return RescoredProduct(self.quantized(bits, counts=counts), table, MORE_RESCORED)
-        return RescoredProduct(self.quantized(ROUGH_BITS, ROUGH_GROUP, counts), table, len(table) // ROUGH_SHARE)
+        if self.layout != "native" or table is None:
+            rough, whole, count = self.quantized(bits, counts=counts), self.weight if table is None else table, RESCORED
+        elif len(table) < ROUGH_OUTPUTS:
+            rough, whole, count = self.quantized(bits, counts=counts), table, MORE_RESCORED
+        else:
+            rough = self.quantized(ROUGH_BITS, ROUGH_GROUP, counts)
+            whole, count = table, len(table) // ROUGH_SHARE
+        return RescoredProduct(rough, whole, count)
 
     @property
     def packed(self) -> bool:
