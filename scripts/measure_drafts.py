@@ -1,6 +1,6 @@
 """Tokens a round of a model that drafts for itself with 4-bit weights, and what that is worth at the costs of others.
 
-    python scripts/measure_drafts.py smollm2-135m MODEL ... [--costs docs/results/shapes.json] [--out docs/results/drafts]
+    python scripts/measure_drafts.py smollm2-135m MODEL ... [--costs SHAPES.json] [--out docs/results/drafts]
 
 Acceptance is measured on real models, and costs do not depend on what weights say (`measure_shapes.py`). So speeds of
 larger models follow from both: tokens a round over the time of a round, in plain tokens. They leave out the rule.
@@ -119,9 +119,9 @@ def main() -> None:
         title="Drafts of a model's own 4-bit weights",
         lines=[
             f"Drafter `quantized:4`, bfloat16, {len(OPENINGS)} openings, answers of {options.tokens} tokens, at",
-            f"temperature 1 {SAMPLES[1.0]} each. Tokens a round: of rounds with whole drafts, with the standard error of",
-            "the mean over rounds. Speed-ups over plain decoding are these tokens over the time of a round at the costs",
-            "of larger shapes; they are computed, and leave out the rule.",
+            f"temperature 1 {SAMPLES[1.0]} each. Tokens a round: of rounds with whole drafts, with the standard error",
+            "of the mean over rounds. Speed-ups over plain decoding are these tokens over the time of a round at the",
+            "costs of larger shapes; they are computed, and leave out the rule.",
             "",
             *table(heads, rows),
         ],

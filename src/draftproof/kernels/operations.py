@@ -139,8 +139,8 @@ class Quantized:
             each = ranges.view(*ranges.shape[:2], 2, 2, LANES)  # [blocks, pieces, groups, scale or offset, lanes]
             parts = torch.stack((each[..., 0, :].float(), each[..., 1, :].view(torch.int8).float()), -2)
             ranges = (parts * steps.unsqueeze(2)).flatten(1, 2)
-            parts = [(found >> start) % 2**self.bits for start in range(0, 8, self.bits)]
-            found = torch.stack(parts, -2).flatten(-2)
+            of_bytes = [(found >> start) % 2**self.bits for start in range(0, 8, self.bits)]
+            found = torch.stack(of_bytes, -2).flatten(-2)
         else:
             ranges = ranges.view(torch.bfloat16).float().view(*ranges.shape[:2], 2, LANES)
         scales, offsets = ranges[..., 0, :].unsqueeze(-1), ranges[..., 1, :].unsqueeze(-1)
