@@ -94,8 +94,8 @@ def close(found, expected, slack, *, roundings=1):
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (15, 6), (16, 64), (49, 130), (200, 576), (1000, 32)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 9, 12, 13, 25, 60])
+@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (15, 6), (16, 64), (49, 130), (112, 34), (200, 576), (1000, 32)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 25, 60])
 def test_products(rows, outs, ins, dtype):
     sizes = (rows, ins), (outs, ins), (outs,), (rows, outs)
     x, weight, bias, onto = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate(sizes))

@@ -41,14 +41,15 @@ typedef uint16_t bfloat16; /* the upper half of a float32 */
 #ifdef WITH_AVX512
 
 enum {
-  TILE_ROWS = 12,        /* rows whose sums with one block of outputs stay in registers */
-  TILE_ROWS_OF_TWO = 12, /* the same with two blocks */
-  TILE_ROWS_OF_FOUR = 4, /* the same with four */
-  TOGETHER = 6,          /* queries that attend at once */
-  ROWS_TOGETHER = 6,     /* rows that a plain weight multiplies at once */
-  OUTS_OF_ONE = 8,       /* its outputs at once, for one row */
-  INPUTS_TOGETHER = 8,   /* units of its inputs at once, where it is across */
-  WIDE = 4               /* times sixteen dimensions of their outputs at once */
+  TILE_ROWS = 12,         /* rows whose sums with one block of outputs stay in registers */
+  TILE_ROWS_OF_TWO = 12,  /* the same with two blocks */
+  TILE_ROWS_OF_THREE = 8, /* the same with three */
+  TILE_ROWS_OF_FOUR = 6,  /* the same with four */
+  TOGETHER = 6,           /* queries that attend at once */
+  ROWS_TOGETHER = 6,      /* rows that a plain weight multiplies at once */
+  OUTS_OF_ONE = 8,        /* its outputs at once, for one row */
+  INPUTS_TOGETHER = 8,    /* units of its inputs at once, where it is across */
+  WIDE = 4                /* times sixteen dimensions of their outputs at once */
 };
 
 typedef __m512 floats;
@@ -168,11 +169,14 @@ INLINE units add_dot(units sum, units w, units x) {
   return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
 #endif
 }
-/* Two bfloat16 numbers of each unit. */
+/* One of the two bfloat16 numbers of each unit. */
+INLINE floats one_of_two(units v, const int number) {
+  return _mm512_castsi512_ps(number ? _mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(v, 16));
+}
 INLINE void spread_bfloat16(floats *into, const void *at) {
   const units v = load_units(at);
-  into[0] = _mm512_castsi512_ps(_mm512_slli_epi32(v, 16));
-  into[1] = _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)));
+  into[0] = one_of_two(v, 0);
+  into[1] = one_of_two(v, 1);
 }
 
 /* Sixteen values of sixteen units, their rows and columns exchanged. */
@@ -214,9 +218,9 @@ INLINE void pair_up(units *into, const bfloat16 *one, const bfloat16 *two) {
 #else /* smaller vectors */
 
 #if defined(__AVX2__) && defined(__FMA__)
-enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_FOUR = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #else
-enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_FOUR = 0, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
+enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
 #endif
 enum { PARTS = LANES / PART };
 

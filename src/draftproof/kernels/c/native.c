@@ -25,6 +25,13 @@ void draftproof_attach(parallel_fn with, number_fn number, number_fn count) {
    other blocks. */
 INLINE long ahead_of(long left, long beside) { return left > AHEAD ? AHEAD : AHEAD + beside; }
 
+/* How many of the `left` blocks of outputs a tile of at most so many rows takes: as many as leave the sums in registers,
+   since memory is read faster in more places at once. */
+static long blocks_beside(long rows, long left) {
+  const long most = rows <= TILE_ROWS_OF_FOUR ? 4 : rows <= TILE_ROWS_OF_THREE ? 3 : rows <= TILE_ROWS_OF_TWO ? 2 : 1;
+  return most <= left ? most : left > 1 && rows <= TILE_ROWS_OF_TWO ? 2 : 1;
+}
+
 /* --- layers ------------------------------------------------------------------------------------------------------ */
 
 INLINE floats rounded_float(floats v) { return v; }

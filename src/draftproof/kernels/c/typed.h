@@ -71,23 +71,28 @@ typedef void (*NAME(tile_fn))(const NAME(product) *, long, long);
 #ifdef WITH_AVX512
 #define TILES(m) TILE(m, 1) TILE(m, 2)
 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4)
+TILE(6, 3) TILE(7, 3) TILE(8, 3)
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
 #define ONE(m) NAME(tile_##m##_1)
 #define TWO(m) NAME(tile_##m##_2)
-static const NAME(tile_fn) NAME(ones)[TILE_ROWS + 1] = {0,      ONE(1), ONE(2), ONE(3),  ONE(4),  ONE(5), ONE(6),
-                                                        ONE(7), ONE(8), ONE(9), ONE(10), ONE(11), ONE(12)};
-static const NAME(tile_fn) NAME(twos)[TILE_ROWS + 1] = {0,      TWO(1), TWO(2), TWO(3),  TWO(4),  TWO(5), TWO(6),
-                                                        TWO(7), TWO(8), TWO(9), TWO(10), TWO(11), TWO(12)};
-static const NAME(tile_fn) NAME(fours)[TILE_ROWS + 1] = {0, NAME(tile_1_4), NAME(tile_2_4), NAME(tile_3_4),
-                                                         NAME(tile_4_4)};
+#define THREE(m) NAME(tile_##m##_3)
+#define FOUR(m) NAME(tile_##m##_4)
+static const NAME(tile_fn) NAME(tiles)[5][TILE_ROWS + 1] = {
+    [1] = {0, ONE(1), ONE(2), ONE(3), ONE(4), ONE(5), ONE(6), ONE(7), ONE(8), ONE(9), ONE(10), ONE(11), ONE(12)},
+    [2] = {0, TWO(1), TWO(2), TWO(3), TWO(4), TWO(5), TWO(6), TWO(7), TWO(8), TWO(9), TWO(10), TWO(11), TWO(12)},
+    [3] = {[6] = THREE(6), THREE(7), THREE(8)},
+    [4] = {0, FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6)}};
 #undef ONE
 #undef TWO
+#undef THREE
+#undef FOUR
 #undef TILES
 #else
 TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(1, 2) TILE(2, 2) TILE(1, 4)
-static const NAME(tile_fn) NAME(ones)[5] = {0, NAME(tile_1_1), NAME(tile_2_1), NAME(tile_3_1), NAME(tile_4_1)};
-static const NAME(tile_fn) NAME(twos)[5] = {0, NAME(tile_1_2), NAME(tile_2_2)};
-static const NAME(tile_fn) NAME(fours)[5] = {0, NAME(tile_1_4)};
+static const NAME(tile_fn) NAME(tiles)[5][TILE_ROWS + 1] = {
+    [1] = {0, NAME(tile_1_1), NAME(tile_2_1), NAME(tile_3_1), NAME(tile_4_1)},
+    [2] = {0, NAME(tile_1_2), NAME(tile_2_2)},
+    [4] = {0, NAME(tile_1_4)}};
 #endif
 #undef TILE
 
@@ -95,16 +100,13 @@ static const NAME(tile_fn) NAME(fours)[5] = {0, NAME(tile_1_4)};
 static void NAME(blocks_of)(const NAME(product) * p, long start, long stop) {
   const long tiles = (p->rows + TILE_ROWS - 1) / TILE_ROWS, most = (p->rows + tiles - 1) / tiles;
   while (start < stop) {
-    const long width = most <= TILE_ROWS_OF_FOUR && start + 4 <= stop  ? 4
-                       : most <= TILE_ROWS_OF_TWO && start + 2 <= stop ? 2
-                                                                       : 1;
-    const NAME(tile_fn) *made = width == 4 ? NAME(fours) : width == 2 ? NAME(twos) : NAME(ones);
+    const long blocks = blocks_beside(most, stop - start);
     for (long t = 0, row = 0; t < tiles; t++) {
       const long end = p->rows * (t + 1) / tiles;
-      made[end - row](p, row, start);
+      NAME(tiles)[blocks][end - row](p, row, start);
       row = end;
     }
-    start += width;
+    start += blocks;
   }
 }
 

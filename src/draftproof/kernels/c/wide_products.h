@@ -19,19 +19,22 @@ INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, lo
   const long line = LANES * (long)sizeof *w;
   for (long k = 0; k < p->ins; k += 2) {
     const long ahead = ahead_of((p->ins - k) * line, (blocks - 1) * p->ins * line);
-    floats weight[4][2];
+#pragma GCC unroll 2
+    for (int number = 0; number < 2; number++) {
+      floats weight[4];
 #pragma GCC unroll 4
-    for (int b = 0; b < blocks; b++) {
-      const bfloat16 *at = w + b * p->ins * LANES + k * LANES;
-      spread_bfloat16(weight[b], at);
-      __builtin_prefetch((const char *)at + ahead);
-    }
+      for (int b = 0; b < blocks; b++) {
+        const bfloat16 *at = w + b * p->ins * LANES + k * LANES;
+        if (!number) __builtin_prefetch((const char *)at + ahead);
+        __asm__("" : "+r"(at)); /* loaded again for the second number: 24 sums leave no register to keep it in */
+        weight[b] = one_of_two(load_units(at), number);
+      }
 #pragma GCC unroll 12
-    for (int m = 0; m < rows; m++) {
-      const floats first = splat(x[m * p->ins + k]), second = splat(x[m * p->ins + k + 1]);
+      for (int m = 0; m < rows; m++) {
+        const floats input = splat(x[m * p->ins + k + number]);
 #pragma GCC unroll 4
-      for (int b = 0; b < blocks; b++)
-        sum[m][b] = multiply_add(weight[b][1], second, multiply_add(weight[b][0], first, sum[m][b]));
+        for (int b = 0; b < blocks; b++) sum[m][b] = multiply_add(weight[b], input, sum[m][b]);
+      }
     }
   }
 #pragma GCC unroll 4
@@ -49,12 +52,15 @@ typedef void (*wide_fn)(const product_bfloat16 *, const float *, long, long);
   }
 #define TILES(m) TILE(m, 1) TILE(m, 2)
 TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
-TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4)
-static const wide_fn wide_ones[TILE_ROWS + 1] = {0,        wide_1_1, wide_2_1, wide_3_1,  wide_4_1,  wide_5_1, wide_6_1,
-                                                 wide_7_1, wide_8_1, wide_9_1, wide_10_1, wide_11_1, wide_12_1};
-static const wide_fn wide_twos[TILE_ROWS + 1] = {0,        wide_1_2, wide_2_2, wide_3_2,  wide_4_2,  wide_5_2, wide_6_2,
-                                                 wide_7_2, wide_8_2, wide_9_2, wide_10_2, wide_11_2, wide_12_2};
-static const wide_fn wide_fours[TILE_ROWS_OF_FOUR + 1] = {0, wide_1_4, wide_2_4, wide_3_4, wide_4_4};
+TILE(6, 3) TILE(7, 3) TILE(8, 3)
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
+static const wide_fn wide_tiles[5][TILE_ROWS + 1] = {
+    [1] = {0, wide_1_1, wide_2_1, wide_3_1, wide_4_1, wide_5_1, wide_6_1, wide_7_1, wide_8_1, wide_9_1, wide_10_1,
+           wide_11_1, wide_12_1},
+    [2] = {0, wide_1_2, wide_2_2, wide_3_2, wide_4_2, wide_5_2, wide_6_2, wide_7_2, wide_8_2, wide_9_2, wide_10_2,
+           wide_11_2, wide_12_2},
+    [3] = {[6] = wide_6_3, wide_7_3, wide_8_3},
+    [4] = {0, wide_1_4, wide_2_4, wide_3_4, wide_4_4, wide_5_4, wide_6_4}};
 #undef TILES
 #undef TILE
 
@@ -63,13 +69,12 @@ static void wide_blocks_of(const product_bfloat16 *p, const float *wide, long fi
                            long stop) {
   const long top = p->rows * first / tiles, most = (p->rows + tiles - 1) / tiles;
   while (start < stop) {
-    const long width = most <= TILE_ROWS_OF_FOUR && start + 4 <= stop ? 4 : start + 2 <= stop ? 2 : 1;
-    const wide_fn *made = width == 4 ? wide_fours : width == 2 ? wide_twos : wide_ones;
+    const long blocks = blocks_beside(most, stop - start);
     for (long t = first; t < last; t++) {
       const long row = p->rows * t / tiles, end = p->rows * (t + 1) / tiles;
-      made[end - row](p, wide + (row - top) * p->ins, row, start);
+      wide_tiles[blocks][end - row](p, wide + (row - top) * p->ins, row, start);
     }
-    start += width;
+    start += blocks;
   }
 }
 
