@@ -26,6 +26,7 @@ from draftproof.backends.slots import SlotBackend
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.theory.lengths import iid_block_efficiency
+from draftproof.tree import TokenTree
 
 RATES = (0.9, 0.95, 0.97)
 LENGTHS = range(1, 13)
@@ -173,7 +174,9 @@ def measured(target: SlotBackend, draft: SlotBackend, own: Any, context: int, re
         for name, (backend, width) in passes.items():
             session = sessions["hf" if name == "hf" else "lean"]
             start = time.perf_counter()
-            backend.forward([Feed(session, tokens[:width])])
+            backend.forward(
+                [Feed(session, tokens[:1], TokenTree.chain(torch.tensor(tokens[1:width], dtype=torch.long)))]
+            )
             spent[name] = time.perf_counter() - start
             unread(session, [*tokens, 0])
         if turn > 1:

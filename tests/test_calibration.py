@@ -1,6 +1,7 @@
 """How much errors of weights count: weighted rounding, what is measured, and the drafts that come of it."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +9,14 @@ import transformers
 
 from draftproof.backends import calibration, hf, lean
 from draftproof.backends.base import Feed
-from draftproof.backends.calibration import InputSquares, write
+from draftproof.backends.calibration import InputStatistics, write
 from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend, LeanForward
 from draftproof.backends.native_layers import PRODUCTS
 from draftproof.backends.packed import Product
 from draftproof.backends.self_draft import QuantizedBackend
 from draftproof.kernels import native
-from draftproof.kernels.operations import Interleaved
+from draftproof.kernels.operations import Interleaved, MeasuredInputs
 from helpers import ROPE, random_model
 from test_native import LEVELS, OPERATIONS, drawn, dtype, level  # noqa: F401 - fixtures
 
@@ -38,14 +39,47 @@ def test_errors_are_small_where_they_count(group, dtype, level):  # noqa: F811
     weight, quantize = Interleaved.of(drawn(1, 40, 130, dtype=dtype)), OPERATIONS[dtype].quantize
     counts = torch.ones(130)
     counts[::5] = 50.0
+    mean = torch.zeros(130)
 
     def lost(made):
         return ((made.to_dense() - weight.to_dense().float()) ** 2 * counts).sum()
 
-    alike, weighted = quantize(weight, 4, group), quantize(weight, 4, group, counts)
+    alike, weighted = quantize(weight, 4, group), quantize(weight, 4, group, MeasuredInputs(counts, mean))
     assert lost(weighted) < 0.8 * lost(alike)
-    assert lost(quantize(weight, 4, group, 51 - counts)) > lost(alike), "counts of other inputs are seen"
-    assert torch.equal(quantize(weight, 4, group, torch.full((130,), 4.0)).blocks, alike.blocks)
+    assert lost(quantize(weight, 4, group, MeasuredInputs(51 - counts, mean))) > lost(alike), "wrong counts are seen"
+    same = quantize(weight, 4, group, MeasuredInputs(torch.full((130,), 4.0), mean))
+    assert torch.equal(same.blocks, alike.blocks)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("group", [32, 64])
+def test_what_outputs_lack_on_the_mean(bits, group, dtype, level):  # noqa: F811
+    weight = Interleaved.of(drawn(1, 40, 130, dtype=dtype))
+    mean = torch.randn(130, generator=torch.Generator().manual_seed(2))
+    made = OPERATIONS[dtype].quantize(weight, bits, group, MeasuredInputs(torch.ones(130), mean))
+    expected = (weight.to_dense().double() - made.to_dense().double()) @ mean.double()
+    assert made.lost.shape == (40,)
+    assert torch.allclose(made.lost.double(), expected, atol=1e-5)
+    assert not torch.allclose(made.lost.double(), 1.01 * expected, atol=1e-5)
+
+
+@needs_native
+@pytest.mark.parametrize("output", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_mean_input_has_the_outputs_of_the_whole_weights(output, biased):
+    weight, mean = drawn(3, 48, 128, dtype=torch.float32), torch.randn(128, generator=torch.Generator().manual_seed(4))
+    whole = Product(weight, torch.arange(48.0) if biased else None)
+    known = MeasuredInputs(torch.ones(128), mean)
+    for inputs, off in ((known, 0.02), (None, 0.2)):
+        made = whole.quantized_output(4, None, inputs) if output else whole.quantized(4, inputs=inputs)
+        made = made._rough if output else made
+        error = (made(mean) - whole(mean)).norm() / (whole(mean) - (whole.bias if biased else 0)).norm()
+        assert error < off
+        if inputs is None:
+            assert error > 0.03, "weights are rounded"
+    made = whole.quantized_output(4, None, known)
+    x = torch.randn(2, 128, generator=torch.Generator().manual_seed(5))
+    assert torch.allclose(made(x), whole(x), atol=1e-4), "all 48 outputs are computed again, with the whole bias"
 
 
 def test_counts_of_another_size_are_refused():
@@ -53,17 +87,17 @@ def test_counts_of_another_size_are_refused():
     if made is None:
         pytest.skip("no native operations on this machine")
     with pytest.raises(ValueError, match=r"legal is .* of shape \(8,\)"):
-        made.quantize(Interleaved.of(torch.rand(20, 8)), 4, 32, torch.ones(7))
+        made.quantize(Interleaved.of(torch.rand(20, 8)), 4, 32, MeasuredInputs(torch.ones(7), torch.ones(7)))
 
 
 @needs_native
-def test_squares_are_those_of_the_inputs_of_transformers_own_layers():
+def test_statistics_are_those_of_the_inputs_of_transformers_own_layers():
     model, tokens = uneven_model(), [5, 9, 2, 7, 11, 3]
     reference = copy.deepcopy(model)
     backend = LeanBackend(model, name="llama")
-    squares = {"head": InputSquares()}
-    squares |= {(n, name): InputSquares() for n in range(backend.facts.layers) for name in PRODUCTS}
-    reader = LeanForward(backend.facts, backend.lean._measured(squares))
+    statistics = {"head": InputStatistics()}
+    statistics |= {(n, name): InputStatistics() for n in range(backend.facts.layers) for name in PRODUCTS}
+    reader = LeanForward(backend.facts, backend.lean._measured(statistics))
     reader.forward([Feed(reader.open(), tokens)])
 
     inputs = {}
@@ -72,12 +106,13 @@ def test_squares_are_those_of_the_inputs_of_transformers_own_layers():
             module.register_forward_pre_hook(lambda _, given, path=path: inputs.update({path: given[0]}))
     reference(input_ids=torch.tensor([tokens]), use_cache=False)
     own = {"qkv": "self_attn.q_proj", "out": "self_attn.o_proj", "gate_up": "mlp.up_proj", "down": "mlp.down_proj"}
-    for (number, name), found in ((place, each) for place, each in squares.items() if place != "head"):
-        expected = inputs[f"model.layers.{number}.{own[name]}"].flatten(0, 1).square().sum(0)
-        expected = expected / expected.mean() + calibration.FLOOR
-        assert torch.allclose(found.counts(), expected, rtol=1e-3), name
-    last = inputs["lm_head"].flatten(0, 1)[-1].square()
-    assert torch.allclose(squares["head"].counts(), last / last.mean() + calibration.FLOOR, rtol=1e-3)
+    for (number, name), found in ((place, each) for place, each in statistics.items() if place != "head"):
+        rows = inputs[f"model.layers.{number}.{own[name]}"].flatten(0, 1)
+        variance = rows.var(0, correction=0)
+        assert torch.allclose(found.found().counts, variance / variance.mean() + calibration.FLOOR, rtol=1e-2), name
+        assert torch.allclose(found.found().mean, rows.mean(0), atol=1e-4), name
+    assert torch.allclose(statistics["head"]._sum, inputs["lm_head"].flatten(0, 1)[-1], rtol=1e-3, atol=1e-4)
+    assert statistics["head"].found() is None, "one row has no variance"
 
 
 @needs_native
@@ -125,24 +160,41 @@ def test_a_model_without_legal_logits_is_quantized_as_if_all_counted_alike():
     assert list(write(target, [])) == []
     assert target.quantized(4).facts.bits == 4
     for wrong in (0.0, float("nan"), float("inf")):
-        squares = InputSquares()
-        squares.add(torch.full((3, 8), wrong))
-        assert squares.counts() is None
+        statistics = InputStatistics()
+        statistics.add(torch.tensor([[wrong] * 8, [0.0] * 8]))
+        assert statistics.found() is None
 
 
 def test_what_first_tokens_add_is_dropped(monkeypatch):
     target = HFBackend(uneven_model(), name="llama")
-    squares = InputSquares()
-    monkeypatch.setattr(target, "_compute", watched(target._compute, squares))
-    seen = [squares._sum for _ in write(target, [squares])]
+    statistics = InputStatistics()
+    monkeypatch.setattr(target, "_compute", watched(target._compute, statistics))
+    seen = [statistics._sum for _ in write(target, [statistics])]
     assert seen[0] is None
     assert all(each is not None for each in seen[1:])
     assert len(seen) == calibration.TOKENS
 
 
-def watched(compute, squares):
+@needs_native
+@pytest.mark.parametrize(
+    ("bos", "eos", "first"), [(7, (3,), [7]), (None, (3, 4), [3]), (97, (3,), [3]), (None, (), None)]
+)
+def test_rows_begin_as_texts_do(bos, eos, first, monkeypatch):
+    target = LeanBackend(uneven_model(), name="llama")
+    target.facts = replace(target.facts, bos_token_id=bos, eos_token_ids=eos)
+    read = []
+    monkeypatch.setattr(target, "forward", lambda feeds: read.append([f.tokens for f in feeds]) or forward(feeds))
+    forward = LeanBackend.forward.__get__(target)
+    list(write(target, []))
+    spread = [[(2 * row + 1) * 97 // 32] for row in range(16)]
+    assert read[0] == (spread if first is None else [first] * 16)
+    texts = {tuple(pass_[row][0] for pass_ in read) for row in range(16)}
+    assert len(texts) > 8, "rows go on in their own ways"
+
+
+def watched(compute, statistics):
     def computed(layout, *, hidden):
-        squares.add(torch.ones(1, 4))
+        statistics.add(torch.ones(1, 4))
         return compute(layout, hidden=hidden)
 
     return computed

@@ -261,9 +261,12 @@ def dense_twin(config, target, bits):
                 ((mlp.gate_proj, mlp.up_proj), made.gate_up),
                 ((mlp.down_proj,), made.down),
             ):
-                rows = product.weight.to_dense().split([module.out_features for module in modules])
-                for module, weight in zip(modules, rows, strict=True):
+                sizes = [module.out_features for module in modules]
+                for module, weight in zip(modules, product.weight.to_dense().split(sizes), strict=True):
                     module.weight.copy_(weight)
+                if product.bias is not None:
+                    for module, bias in zip(modules, product.bias.split(sizes), strict=True):
+                        module.bias = torch.nn.Parameter(bias)
         if bits == 8:  # with 4, all outputs are computed again
             twin.lm_head.weight = torch.nn.Parameter(part.head.weight.to_dense())
     return twin

@@ -1,9 +1,11 @@
-"""How much the error of a weight counts: mean squares of its inputs, while a model writes a text by itself.
+"""What is known of a layer's inputs before its weights are quantized: their means and variances in a text of the model.
 
-A weight's error is multiplied by the layer's input. So errors of weights with large inputs count more, and a rounding
-that knows the mean square of each input makes better drafts (as in llama.cpp's importance matrix, and as the diagonal
-of the second-order matrix of GPTQ, arXiv 2210.17323). The text needs no data and no tokenizer: each row begins with a
-token id, and goes on with what the model draws. It depends on the model only, so drafts are the same in every run.
+A weight's error is multiplied by the layer's input. What it makes of the mean input is the same in every row, and is
+taken back by the bias. What is left counts with the input's variance. So a rounding that knows both makes better drafts:
+variances are the diagonal of the second-order matrix of GPTQ (arXiv 2210.17323) after the means are taken away, and
+llama.cpp's importance matrix has mean squares. The text needs no data and no tokenizer: each row begins with the token
+that begins a text, and goes on with what the model draws. It depends on the model only, so drafts are the same in every
+run.
 """
 
 from __future__ import annotations
@@ -17,99 +19,112 @@ from torch import Tensor, nn
 from draftproof.backends.base import Feed
 from draftproof.backends.packed import Product
 from draftproof.backends.slots import SlotBackend
+from draftproof.kernels.operations import MeasuredInputs
 from draftproof.rng import CounterRng
 
-ROWS, TOKENS = 16, 4  # of the text: sequences, and passes
-FLOOR = 0.01  # of the mean: the least that an input counts
+ROWS, TOKENS = 16, 9  # of the text: sequences, and passes
+FLOOR = 0.03  # of the mean variance: the least that an input counts
 MEASURED_BITS = 4  # of a weight; with 8, errors are small wherever they are
 
 
-class InputSquares:
-    """Sums of squares of one layer's inputs."""
+class InputStatistics:
+    """Sums of one layer's inputs, and of their squares."""
 
     def __init__(self) -> None:
+        self._rows = 0
         self._sum: Float32[Tensor, " in"] | None = None
+        self._squares: Float32[Tensor, " in"] | None = None
 
     def add(self, x: Float[Tensor, "*rows in"]) -> None:
         """Add some rows of inputs."""
-        more = x.detach().reshape(-1, x.shape[-1]).to(torch.float32).square().sum(0)
+        rows = x.detach().reshape(-1, x.shape[-1]).to(torch.float32)
+        more, squares = rows.sum(0), rows.square().sum(0)
         self._sum = more if self._sum is None else self._sum + more
+        self._squares = squares if self._squares is None else self._squares + squares
+        self._rows += len(rows)
 
     def clear(self) -> None:
         """Forget what was added."""
-        self._sum = None
+        self._rows, self._sum, self._squares = 0, None, None
 
-    def counts(self) -> Float32[Tensor, " in"] | None:
-        """How much the error of each input's weights counts; None where that is not known."""
-        if self._sum is None:
+    def found(self) -> MeasuredInputs | None:
+        """What is known now; None where nothing was added that differs from row to row."""
+        if self._sum is None or self._squares is None:
             return None
-        mean = self._sum.mean()
-        if not (mean > 0 and mean.isfinite()):
+        mean = self._sum / self._rows
+        variance = (self._squares / self._rows - mean.square()).clamp(min=0)
+        whole = variance.mean()
+        if not (whole > 0 and whole.isfinite()):
             return None
-        return (self._sum / mean + FLOOR).contiguous()
+        return MeasuredInputs((variance / whole + FLOOR).contiguous(), mean)
 
 
 class MeasuredProduct(Product):
-    """A product that also adds the squares of its inputs.
+    """A product that also adds to the statistics of its inputs.
 
     Args:
         product: the product.
-        squares: of its inputs.
+        statistics: of its inputs.
     """
 
-    def __init__(self, product: Product, squares: InputSquares) -> None:
+    def __init__(self, product: Product, statistics: InputStatistics) -> None:
         self.weight, self.bias, self.layout = product.weight, product.bias, "measured"
-        self._product, self._squares = product, squares
+        self._product, self._statistics = product, statistics
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The product with every row."""
-        self._squares.add(x)
+        self._statistics.add(x)
         return self._product(x)
 
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
         """See `Product.onto`."""
-        self._squares.add(x)
+        self._statistics.add(x)
         return self._product.onto(x, rows)
 
 
 class MeasuredLinear(nn.Module):
-    """A layer of a transformers model that also adds the squares of its inputs.
+    """A layer of a transformers model that also adds to the statistics of its inputs.
 
     Args:
         layer: a linear layer.
-        squares: of its inputs.
+        statistics: of its inputs.
     """
 
-    def __init__(self, layer: nn.Module, squares: InputSquares) -> None:
+    def __init__(self, layer: nn.Module, statistics: InputStatistics) -> None:
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
-        self._layer, self._squares = layer, squares
+        self._layer, self._statistics = layer, statistics
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
-        self._squares.add(x)
+        self._statistics.add(x)
         made: Tensor = self._layer(x)
         return made
 
 
-def write(backend: SlotBackend, squares: Collection[InputSquares]) -> Iterator[None]:
+def write(backend: SlotBackend, statistics: Collection[InputStatistics]) -> Iterator[None]:
     """Let a model write a text of ROWS times TOKENS tokens, in steps: None after each pass.
 
-    What the first pass adds is dropped: first tokens have activations like no others.
+    Rows begin with the token that begins a text, or with the one that ends it, as texts do in training: a model that has
+    never read a text without such a token has inputs of another kind there. Where a model names neither, rows begin
+    with tokens from all over the vocabulary. What the first pass adds is dropped: first tokens have activations like no
+    others.
 
     Args:
         backend: with sessions of its own.
-        squares: those that its layers add to.
+        statistics: those that its layers add to.
     """
-    vocab, most = backend.vocab_size, backend.max_positions
-    given = [[row] for row in sorted({(2 * row + 1) * vocab // (2 * ROWS) for row in range(ROWS)})]
+    vocab, most, facts = backend.vocab_size, backend.max_positions, backend.facts
+    named = (each for each in (facts.bos_token_id, *facts.eos_token_ids) if each is not None and 0 <= each < vocab)
+    first = next(named, None)
+    given = [[(2 * row + 1) * vocab // (2 * ROWS) if first is None else first] for row in range(ROWS)]
     draws = CounterRng(range(len(given)))
     sessions = [backend.open() for _ in given]
     try:
         for number in range(TOKENS if most is None else min(TOKENS, most)):
             outputs = backend.forward([Feed(session, ids) for session, ids in zip(sessions, given, strict=True)])
             if not number:
-                for each in squares:
+                for each in statistics:
                     each.clear()
             probs = torch.cat([output.logits[-1:] for output in outputs]).to(torch.float32).softmax(-1)
             if not probs.isfinite().all():

@@ -80,6 +80,7 @@ class ModelFacts:
         dtype, device: of the weights; the device is where tokens are fed.
         bits: of a quantized weight; None where weights have the dtype.
         eos_token_ids: tokens that end a text.
+        bos_token_id: the token that begins one; None where the config names none.
         sampling_defaults: the fields that the generation config sets.
     """
 
@@ -92,6 +93,7 @@ class ModelFacts:
     device: torch.device
     bits: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -136,6 +138,7 @@ class ModelFacts:
             device=input_device(model),
             eos_token_ids=end_tokens(getattr(generation, "eos_token_id", None))
             or end_tokens(getattr(config, "eos_token_id", None)),
+            bos_token_id=next(iter(end_tokens(getattr(config, "bos_token_id", None))), None),
             sampling_defaults={} if generation is None else generation.to_diff_dict(),
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from draftproof.backends import alibi
 from draftproof.backends.base import Feed, FeedOutput
-from draftproof.backends.calibration import InputSquares, write
+from draftproof.backends.calibration import InputStatistics, write
 from draftproof.backends.cutting import first_layers, layers_of
 from draftproof.backends.facts import ADVICE, SNAPSHOTS, ModelFacts
 from draftproof.backends.layout import Layout
@@ -109,11 +109,11 @@ class HFBackend(SlotBackend):
                 made.facts = replace(self.facts, bits=bits)
             yield made
 
-    def _written(self, model: Any, squares: Collection[InputSquares]) -> Iterator[None]:
+    def _written(self, model: Any, statistics: Collection[InputStatistics]) -> Iterator[None]:
         """Let a form of the model write a text, in sessions of its own; see `calibration.write`."""
         reader = self._with_model(model)
         reader._cache, reader._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
-        return write(reader, squares)
+        return write(reader, statistics)
 
     def _with_model(self, model: Any) -> HFBackend:
         """The same around another form of the model, in the same cache."""

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends.calibration import InputSquares, write
+from draftproof.backends.calibration import InputStatistics, write
 from draftproof.backends.checkpoint import Architecture
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.layout import Layout
@@ -131,10 +131,10 @@ class LeanForward(SlotBackend):
     def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
         """See `SlotBackend.quantizing`; embeddings and norms are shared."""
 
-        def written(lean: Lean, squares: Collection[InputSquares]) -> Iterator[None]:
+        def written(lean: Lean, statistics: Collection[InputStatistics]) -> Iterator[None]:
             reader = LeanForward(self.facts, lean)
             reader.max_positions, reader.capabilities = self.max_positions, self.capabilities
-            return write(reader, squares)
+            return write(reader, statistics)
 
         steps = self.lean.quantizing(bits, self.name, written)
         made = None

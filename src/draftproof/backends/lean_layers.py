@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftproof.backends.attention import Heads, NativeAttention, Pass
 from draftproof.backends.attention import attention as attention_of
-from draftproof.backends.calibration import MEASURED_BITS, InputSquares, MeasuredProduct
+from draftproof.backends.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.layout import Layout
 from draftproof.backends.native_layers import NORMS, PRODUCTS, native_layers
 from draftproof.backends.packed import Product, fuse, give_back
@@ -32,7 +32,7 @@ from draftproof.backends.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.windows import Windows
 from draftproof.errors import UserError
 from draftproof.kernels import native
-from draftproof.kernels.operations import BITS
+from draftproof.kernels.operations import BITS, MeasuredInputs
 
 _HEAD = "head"  # the output layer, beside the products of layers
 
@@ -91,7 +91,7 @@ class Lean:
         return made
 
     def quantizing(
-        self, bits: int, name: str, write: Callable[[Lean, Collection[InputSquares]], Iterator[None]]
+        self, bits: int, name: str, write: Callable[[Lean, Collection[InputStatistics]], Iterator[None]]
     ) -> Iterator[Lean | None]:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
@@ -109,31 +109,31 @@ class Lean:
         if why is not None:
             raise UserError(f"{name} cannot be quantized: {why}")
         yield None
-        squares: dict[Any, InputSquares] = {_HEAD: InputSquares()}
-        squares |= {place: InputSquares() for place in itertools.product(range(len(self.layers)), PRODUCTS)}
+        statistics: dict[Any, InputStatistics] = {_HEAD: InputStatistics()}
+        statistics |= {place: InputStatistics() for place in itertools.product(range(len(self.layers)), PRODUCTS)}
         if bits == MEASURED_BITS:
-            yield from write(self._measured(squares), squares.values())
+            yield from write(self._measured(statistics), statistics.values())
         made = copy.copy(self)
         made.layers = []
         for number, layer in enumerate(self.layers):
-            counts = {name: squares[number, name].counts() for name in PRODUCTS}
-            made.layers.append(layer.quantized(bits, counts))
+            inputs = {name: statistics[number, name].found() for name in PRODUCTS}
+            made.layers.append(layer.quantized(bits, inputs))
             yield None
         table = self.embed.weight if self.tied else None
-        made.head = self.head.quantized_output(bits, table, squares[_HEAD].counts())
+        made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         yield made
 
-    def _measured(self, squares: Mapping[Any, InputSquares]) -> Lean:
-        """The same, whose products add the squares of their inputs to those given by layer and name."""
+    def _measured(self, statistics: Mapping[Any, InputStatistics]) -> Lean:
+        """The same, whose products add to the statistics of their inputs, given by layer and name."""
         made = copy.copy(self)
         made.layers = []
         for number, layer in enumerate(self.layers):
             each = copy.copy(layer)
             for name in PRODUCTS:
-                setattr(each, name, MeasuredProduct(getattr(layer, name), squares[number, name]))
+                setattr(each, name, MeasuredProduct(getattr(layer, name), statistics[number, name]))
             made.layers.append(each)
-        made.head = MeasuredProduct(self.head, squares[_HEAD])
+        made.head = MeasuredProduct(self.head, statistics[_HEAD])
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         return made
 
@@ -315,16 +315,16 @@ class Layer:
         every: list[Norm | WholeNorm | None] = [getattr(self, name) for name in NORMS]
         return [norm for norm in every if norm is not None]
 
-    def quantized(self, bits: int, counts: Mapping[str, Tensor | None] | None = None) -> Layer:
+    def quantized(self, bits: int, inputs: Mapping[str, MeasuredInputs | None] | None = None) -> Layer:
         """The same with quantized weights; norms are shared.
 
         Args:
             bits: of a weight.
-            counts: how much each input of a product counts (`Product.quantized`), by its name.
+            inputs: what is known of those of a product (`Product.quantized`), by its name.
         """
         made = copy.copy(self)
         for name in PRODUCTS:
-            setattr(made, name, getattr(self, name).quantized(bits, counts=(counts or {}).get(name)))
+            setattr(made, name, getattr(self, name).quantized(bits, inputs=(inputs or {}).get(name)))
         return made
 
     @property

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from draftproof.kernels import native
 from draftproof.kernels.choose import installed as triton_is_installed
-from draftproof.kernels.operations import NEIGHBOURS, Interleaved
+from draftproof.kernels.operations import NEIGHBOURS, Interleaved, MeasuredInputs
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
 MORE_RESCORED = 256  # the same where whole rows lie in one piece, so that reading them costs little
@@ -104,27 +104,30 @@ class Product:
         found: str | None = _on_device().why_not(self.weight.dtype, self.weight.device, bits, group)
         return found
 
-    def quantized(self, bits: int, group: int = GROUP, counts: Float32[Tensor, " in"] | None = None) -> Product:
+    def quantized(self, bits: int, group: int = GROUP, inputs: MeasuredInputs | None = None) -> Product:
         """The same product with a quantized weight, as a draft reads it; see `why_not_quantized`.
 
         Args:
             bits: of a weight.
             group: inputs of an output that share a scale and an offset.
-            counts: how much the error of each input's weights counts; by default all count alike.
+            inputs: what is known of them: which errors count, and what outputs lack on the mean, which is added to the
+                bias. By default all errors count alike.
         """
         made = copy.copy(self)
         if isinstance(self.weight, Interleaved):
             operations = native.operations(self.weight.blocks)
             assert operations is not None, "the layout is native"
-            made.weight = operations.quantize(self.weight, bits, group, counts)
+            made.weight, dtype = operations.quantize(self.weight, bits, group, inputs), operations.dtype
             made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
         else:
-            weights = _on_device()
-            made.weight, made._multiply = weights.quantize(self.weight, bits, group, counts), weights.product  # noqa: SLF001
+            weights, dtype = _on_device(), self.weight.dtype
+            made.weight, made._multiply = weights.quantize(self.weight, bits, group, inputs), weights.product  # noqa: SLF001
+        if (lost := made.weight.lost) is not None:
+            made.bias = (lost if self.bias is None else lost + self.bias).to(dtype)
         return made
 
     def quantized_output(
-        self, bits: int, table: Float[Tensor, "out in"] | None = None, counts: Float32[Tensor, " in"] | None = None
+        self, bits: int, table: Float[Tensor, "out in"] | None = None, inputs: MeasuredInputs | None = None
     ) -> Product:
         """`quantized` for an output layer: with 4 bits its largest outputs are computed again.
 
@@ -134,18 +137,18 @@ class Product:
         Args:
             bits: of a weight.
             table: the plain weight, where there is one (that of a tied embedding); else rows are copied from this one.
-            counts: as of `quantized`.
+            inputs: as of `quantized`.
         """
         if bits > 4:
-            return self.quantized(bits, counts=counts)
+            return self.quantized(bits, inputs=inputs)
         if self.layout != "native" or table is None:
-            rough, whole, count = self.quantized(bits, counts=counts), self.weight if table is None else table, RESCORED
+            rough, whole, count = self.quantized(bits, inputs=inputs), self.weight if table is None else table, RESCORED
         elif len(table) < ROUGH_OUTPUTS:
-            rough, whole, count = self.quantized(bits, counts=counts), table, MORE_RESCORED
+            rough, whole, count = self.quantized(bits, inputs=inputs), table, MORE_RESCORED
         else:
-            rough = self.quantized(ROUGH_BITS, ROUGH_GROUP, counts)
+            rough = self.quantized(ROUGH_BITS, ROUGH_GROUP, inputs)
             whole, count = table, len(table) // ROUGH_SHARE
-        return RescoredProduct(rough, whole, count)
+        return RescoredProduct(rough, whole, self.bias, count)
 
     @property
     def packed(self) -> bool:
@@ -183,11 +186,18 @@ class RescoredProduct(Product):
     Args:
         rough: the quantized product.
         table: the whole weights.
+        bias: their own, if there is one.
         count: of a row's outputs that are computed again.
     """
 
-    def __init__(self, rough: Product, table: Float[Tensor, "out in"] | Interleaved, count: int) -> None:
-        self.weight, self.bias, self.layout = rough.weight, rough.bias, rough.layout
+    def __init__(
+        self,
+        rough: Product,
+        table: Float[Tensor, "out in"] | Interleaved,
+        bias: Float[Tensor, " out"] | None,
+        count: int,
+    ) -> None:
+        self.weight, self.bias, self.layout = rough.weight, bias, rough.layout
         self._rough, self._table, self._count = rough, table, count
         blocks = table.blocks if isinstance(table, Interleaved) else table
         self._operations = native.operations(blocks) if blocks.is_contiguous() else None

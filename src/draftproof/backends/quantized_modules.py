@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from draftproof.backends.calibration import MEASURED_BITS, InputSquares, MeasuredLinear
+from draftproof.backends.calibration import MEASURED_BITS, InputStatistics, MeasuredLinear
 from draftproof.backends.cutting import put, shallow
 from draftproof.backends.facts import quantization_method
 from draftproof.backends.linear_layers import linear_layers, matrix_of
@@ -22,7 +22,7 @@ from draftproof.backends.native_modules import native_experts, quantizing_expert
 from draftproof.backends.packed import Product
 from draftproof.errors import UserError, reason
 from draftproof.kernels import native
-from draftproof.kernels.operations import BITS
+from draftproof.kernels.operations import BITS, MeasuredInputs
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class QuantizedLinear(nn.Module):
         bias: if there is one.
         bits: of a quantized weight.
         output: whether it is the model's output layer (`Product.quantized_output`).
-        counts: how much the error of each input's weights counts; by default all count alike.
+        inputs: what is known of its inputs; by default the errors of all weights count alike.
     """
 
     def __init__(
@@ -48,16 +48,16 @@ class QuantizedLinear(nn.Module):
         bits: int,
         *,
         output: bool = False,
-        counts: Float32[Tensor, " in"] | None = None,
+        inputs: MeasuredInputs | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
         whole = Product(weight.detach(), None if bias is None else bias.detach())
         if output:
-            self._product = whole.quantized_output(bits, weight.detach(), counts)
+            self._product = whole.quantized_output(bits, weight.detach(), inputs)
         else:
-            self._product = whole.quantized(bits, counts=counts)
+            self._product = whole.quantized(bits, inputs=inputs)
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The layer's outputs."""
@@ -68,7 +68,7 @@ def quantizing(
     model: Any,
     bits: int,
     name: str,
-    write: Callable[[Any, Collection[InputSquares]], Iterator[None]] | None = None,
+    write: Callable[[Any, Collection[InputStatistics]], Iterator[None]] | None = None,
 ) -> Iterator[Any]:
     """A copy of a model with quantized linear layers and experts, made in steps: None after each, and at last the copy.
 
@@ -93,19 +93,19 @@ def quantizing(
         raise UserError(f"{name} cannot be quantized: {why}; it can be drafted for by another drafter")
     head = model.get_output_embeddings()
     yield None
-    squares = {layer: InputSquares() for layer in layers.values()}
+    statistics = {layer: InputStatistics() for layer in layers.values()}
     if write is not None and bits == MEASURED_BITS:
         try:
-            yield from write(_measured(model, layers, squares), squares.values())
+            yield from write(_measured(model, layers, statistics), statistics.values())
         except _UNFIT as cause:
             _log.debug("%s is quantized without measuring its inputs: %s", name, reason(cause))
-            squares = {layer: InputSquares() for layer in layers.values()}
+            statistics = {layer: InputStatistics() for layer in layers.values()}
     twin = shallow(model)
     copied: dict[str, Any] = {"": twin}
     made: dict[nn.Module, nn.Module] = {}
     for path, layer in layers.items():
         if layer not in made:
-            made[layer] = _quantized(layer, bits, output=layer is head, counts=squares[layer].counts())
+            made[layer] = _quantized(layer, bits, output=layer is head, inputs=statistics[layer].found())
             yield None
         put(copied, path, made[layer])
     for path, module in model.named_modules():
@@ -122,12 +122,12 @@ def quantizing(
     yield twin
 
 
-def _measured(model: Any, layers: dict[str, Any], squares: Mapping[nn.Module, InputSquares]) -> Any:
-    """A copy of the model whose linear layers add the squares of their inputs."""
+def _measured(model: Any, layers: dict[str, Any], statistics: Mapping[nn.Module, InputStatistics]) -> Any:
+    """A copy of the model whose linear layers add to the statistics of their inputs."""
     twin = shallow(model)
     copied: dict[str, Any] = {"": twin}
     for path, layer in layers.items():
-        put(copied, path, MeasuredLinear(layer, squares[layer]))
+        put(copied, path, MeasuredLinear(layer, statistics[layer]))
     return twin
 
 
@@ -154,7 +154,7 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
     return f"native products do not take {unfit[0]} inputs" if unfit else None
 
 
-def _quantized(layer: Any, bits: int, *, output: bool, counts: Float32[Tensor, " in"] | None) -> nn.Module:
+def _quantized(layer: Any, bits: int, *, output: bool, inputs: MeasuredInputs | None) -> nn.Module:
     matrix = matrix_of(layer)
     assert matrix is not None, "the caller chose linear layers"
-    return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output, counts=counts)
+    return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output, inputs=inputs)

@@ -93,6 +93,19 @@ class Interleaved:
 
 
 @dataclass(frozen=True, eq=False)
+class MeasuredInputs:
+    """What is known of the inputs of a weight that is to be quantized, from rows that a model has read.
+
+    Attributes:
+        counts: how much the error of each input's weights counts, positive.
+        mean: of each input.
+    """
+
+    counts: Float32[Tensor, " ins"]
+    mean: Float32[Tensor, " ins"]
+
+
+@dataclass(frozen=True, eq=False)
 class Quantized:
     """A weight of 2, 4 or 8 bits, in the order in which C reads it (quantized.h).
 
@@ -105,6 +118,7 @@ class Quantized:
         ins: number of inputs.
         bits: of a number, one of STORED_BITS.
         group: inputs of a group.
+        lost: mean of what the outputs lack, where the mean of the inputs was known.
     """
 
     blocks: UInt8[Tensor, "*matrices blocks bytes"]
@@ -112,6 +126,7 @@ class Quantized:
     ins: int
     bits: int
     group: int
+    lost: Float32[Tensor, " outs"] | None = None
 
     @property
     def arguments(self) -> tuple[int, int, int]:
@@ -375,7 +390,7 @@ class Operations:
             return made
 
         self._product = function(f"product_{suffix}", [pointer] * 5 + [number] * 4)
-        self._quantize = function(f"quantize_{suffix}", [pointer] * 4 + [number] * 5)
+        self._quantize = function(f"quantize_{suffix}", [pointer] * 6 + [number] * 5)
         self._quantized_product = function(
             f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
         )
@@ -495,34 +510,36 @@ class Operations:
         )
         return y
 
-    def quantize(
-        self, weight: Interleaved, bits: int, group: int, counts: Float32[Tensor, " ins"] | None = None
-    ) -> Quantized:
+    def quantize(self, weight: Interleaved, bits: int, group: int, inputs: MeasuredInputs | None = None) -> Quantized:
         """Quantize a weight: in each group the best of several ranges, by squared error.
 
         Args:
             weight: of the rows' type.
             bits: of STORED_BITS.
             group: of GROUPS.
-            counts: how much the error of each input's weights counts, positive; by default all count alike.
+            inputs: what is known of them; by default the errors of all weights count alike.
 
         Raises:
-            ValueError: a weight of another type, bits or a group that are not supported, or counts of another size.
+            ValueError: a weight of another type, bits or a group that are not supported, or inputs of another number.
         """
         if bits not in STORED_BITS or group not in GROUPS:
             raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
         ins = weight.ins
         shape = -(-weight.outs // LANES), ins // self._unit, LANES, self._unit
         require("weight", weight.blocks, self.dtype, shape)
-        if counts is not None:
-            require("counts", counts, torch.float32, (ins,))
+        known: list[int | None] = [None, None, None]
+        lost = None
+        if inputs is not None:
+            require("counts", inputs.counts, torch.float32, (ins,))
+            require("mean", inputs.mean, torch.float32, (ins,))
+            lost = torch.empty(shape[0] * LANES, dtype=torch.float32)
+            known = [each.data_ptr() for each in (inputs.counts, inputs.mean, lost)]
         blocks = torch.empty(Quantized.shape(weight.outs, ins, bits, group), dtype=torch.uint8)
         threads = torch.get_num_threads()
         memory = torch.empty(threads * -(-ins // group) * 2 * LANES, dtype=torch.float32)
         addresses = weight.blocks.data_ptr(), blocks.data_ptr(), memory.data_ptr()
-        given = None if counts is None else counts.data_ptr()
-        self._quantize(*addresses, given, shape[0], ins, bits, group, threads)
-        return Quantized(blocks, weight.outs, ins, bits, group)
+        self._quantize(*addresses, *known, shape[0], ins, bits, group, threads)
+        return Quantized(blocks, weight.outs, ins, bits, group, None if lost is None else lost[: weight.outs])
 
     def quantized_product(
         self,

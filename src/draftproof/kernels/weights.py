@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 import triton
 import triton.language as tl
-from jaxtyping import BFloat16, Float, UInt8
+from jaxtyping import BFloat16, Float, Float32, UInt8
 from torch import Tensor
 
-from draftproof.kernels.operations import BITS, GROUPS
+from draftproof.kernels.operations import BITS, GROUPS, MeasuredInputs
 
 _ROWS = 16  # fewest rows of a product of tiles
 _ONE, _SEVERAL = (8, 256, 4), (16, 256, 4)  # outputs, most bytes of an output, warps: of one row, of several
@@ -38,6 +38,7 @@ class DeviceWeight:
         ins: number of inputs.
         bits: of a number.
         group: inputs of a group.
+        lost: mean of what the outputs lack, where the mean of the inputs was known.
     """
 
     numbers: UInt8[Tensor, "outs bytes"]
@@ -46,6 +47,7 @@ class DeviceWeight:
     ins: int
     bits: int
     group: int
+    lost: Float32[Tensor, " outs"] | None = None
 
     def to_dense(self) -> Float[Tensor, "out in"]:
         """The weights that the numbers stand for, in float32."""
@@ -60,7 +62,7 @@ class DeviceWeight:
 
 @torch.no_grad()
 def quantize(
-    weight: Float[Tensor, "out in"], bits: int, group: int, counts: Float[Tensor, " in"] | None = None
+    weight: Float[Tensor, "out in"], bits: int, group: int, inputs: MeasuredInputs | None = None
 ) -> DeviceWeight:
     """Quantize a weight: in each group the best of several ranges, by squared error.
 
@@ -68,7 +70,7 @@ def quantize(
         weight: of DTYPES.
         bits: of BITS.
         group: of GROUPS.
-        counts: how much the error of each input's weights counts; by default all count alike.
+        inputs: what is known of them; by default the errors of all weights count alike.
 
     Raises:
         ValueError: another type, or bits or a group that are not supported.
@@ -80,16 +82,20 @@ def quantize(
         )
     padding = (0, -ins % (group * 8 // bits))
     pieces = torch.split(F.pad(weight, padding), max(1, _AT_ONCE // max(ins, 1)))
-    each = weight.new_ones(ins, dtype=torch.float32) if counts is None else counts.to(weight.device)
-    made = [_quantized(rows, F.pad(each, padding), bits, group) for rows in pieces]
-    numbers, scales, offsets = (torch.cat(each).contiguous() for each in zip(*made, strict=True))
-    return DeviceWeight(numbers, scales, offsets, ins, bits, group)
+    counts, mean = (
+        (weight.new_ones(ins, dtype=torch.float32), weight.new_zeros(ins, dtype=torch.float32))
+        if inputs is None
+        else (inputs.counts.to(weight.device), inputs.mean.to(weight.device))
+    )
+    made = [_quantized(rows, F.pad(counts, padding), F.pad(mean, padding), bits, group) for rows in pieces]
+    numbers, scales, offsets, lost = (torch.cat(each).contiguous() for each in zip(*made, strict=True))
+    return DeviceWeight(numbers, scales, offsets, ins, bits, group, None if inputs is None else lost)
 
 
 def _quantized(
-    weight: Float[Tensor, "out in"], counts: Float[Tensor, " in"], bits: int, group: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Numbers, scales and offsets of some outputs."""
+    weight: Float[Tensor, "out in"], counts: Float[Tensor, " in"], mean: Float[Tensor, " in"], bits: int, group: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers, scales and offsets of some outputs, and the mean of what they lack."""
     most = 2**bits - 1
     groups = weight.float().reshape(len(weight), -1, group)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
@@ -107,11 +113,12 @@ def _quantized(
             best = tuple(new.where(better, old) for new, old in zip((error, numbers, scale, offset), best, strict=True))
     assert best is not None, "there are ranges"
     _, numbers, scale, offset = best
+    lost = (groups - (offset + scale * numbers)).flatten(1) @ mean
     flat = numbers.flatten(1).to(torch.uint8)
     if bits == 4:
         first, second = flat.chunk(2, -1)
         flat = first | (second << 4)
-    return flat, scale.squeeze(-1).bfloat16(), offset.squeeze(-1).bfloat16()
+    return flat, scale.squeeze(-1).bfloat16(), offset.squeeze(-1).bfloat16(), lost
 
 
 @triton.jit

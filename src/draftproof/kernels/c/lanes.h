@@ -45,6 +45,7 @@ enum {
   TILE_ROWS_OF_TWO = 12,  /* the same with two blocks */
   TILE_ROWS_OF_THREE = 8, /* the same with three */
   TILE_ROWS_OF_FOUR = 6,  /* the same with four */
+  QUANTIZED_BLOCKS = 4,   /* blocks of quantized weights beside one another, for one row */
   TOGETHER = 6,           /* queries that attend at once */
   ROWS_TOGETHER = 6,      /* rows that a plain weight multiplies at once */
   OUTS_OF_ONE = 8,        /* its outputs at once, for one row */
@@ -218,9 +219,9 @@ INLINE void pair_up(units *into, const bfloat16 *one, const bfloat16 *two) {
 #else /* smaller vectors */
 
 #if defined(__AVX2__) && defined(__FMA__)
-enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
+enum { PART = 8, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 1, QUANTIZED_BLOCKS = 2, TOGETHER = 3, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 4 };
 #else
-enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
+enum { PART = 4, TILE_ROWS = 4, TILE_ROWS_OF_TWO = 2, TILE_ROWS_OF_THREE = 0, TILE_ROWS_OF_FOUR = 0, QUANTIZED_BLOCKS = 2, TOGETHER = 2, WIDE = 2, ROWS_TOGETHER = 2, OUTS_OF_ONE = 4, INPUTS_TOGETHER = 2 };
 #endif
 enum { PARTS = LANES / PART };
 

@@ -32,6 +32,35 @@ static long blocks_beside(long rows, long left) {
   return most <= left ? most : left > 1 && rows <= TILE_ROWS_OF_TWO ? 2 : 1;
 }
 
+/* Work in blocks that threads share: each begins with a part of its own, takes some blocks of it at once, and helps others
+   when it is done. So a thread that is held up, by another program or by memory, does not hold up the rest. */
+enum { MOST_PARTS = 32, SHARE_BYTES = 1 << 17, SHARE_BLOCKS = 12 };
+typedef struct {
+  long blocks, parts, together; /* blocks in all, parts, blocks that are taken at once */
+  struct {
+    _Alignas(64) long next;
+  } of[MOST_PARTS];
+} shares;
+
+/* `size`: bytes that are read for a block. */
+static void share_out(shares *s, long blocks, long size, long threads) {
+  s->blocks = blocks;
+  s->parts = threads < 1 ? 1 : threads < MOST_PARTS ? threads : MOST_PARTS;
+  s->together = (SHARE_BYTES / size + SHARE_BLOCKS) / SHARE_BLOCKS * SHARE_BLOCKS;
+  for (long i = 0; i < s->parts; i++) s->of[i].next = blocks * i / s->parts;
+}
+
+/* The next blocks of a thread that has come to part `*at`, counted from 0 and on beyond all parts; 0 where there are none. */
+static int next_share(shares *s, long *at, long *start, long *stop) {
+  for (const long end = thread_number() + s->parts; *at < end; ++*at) {
+    const long part = *at % s->parts, last = s->blocks * (part + 1) / s->parts;
+    *start = __atomic_fetch_add(&s->of[part].next, s->together, __ATOMIC_RELAXED);
+    *stop = *start + s->together < last ? *start + s->together : last;
+    if (*start < last) return 1;
+  }
+  return 0;
+}
+
 /* --- layers ------------------------------------------------------------------------------------------------------ */
 
 INLINE floats rounded_float(floats v) { return v; }

@@ -21,6 +21,7 @@ typedef struct {
   ELEM *y;
   quantized_inputs inputs;
   long rows, outs, groups, group, bits;
+  shares *shared;
 } NAME(quantized_product);
 
 static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs * to, long row, long groups, long group) {
@@ -44,7 +45,7 @@ static void NAME(quantize_row)(const ELEM *x, long ins, const quantized_inputs *
   }
 }
 
-/* Some rows' outputs of neighbouring blocks. */
+/* Some rows' outputs of neighbouring blocks; memory is read faster in more places at once. */
 INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, long block, const int rows,
                                  const int blocks, const int bits) {
   const int together = (int)groups_of_piece(bits);
@@ -52,21 +53,23 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
   const long next = quantized_block_size(p->groups, p->group, bits);
   const uint8_t *start = p->w + block * next, *at = start + quantized_head(bits);
   const int8_t *x = p->inputs.numbers + row * places;
-  floats sum[4][2], offsets[4][2]; /* with 8 bits, the first one takes both */
+  floats sum[4][QUANTIZED_BLOCKS], offsets[4][QUANTIZED_BLOCKS]; /* with 8 bits, the first one takes both */
 #pragma GCC unroll 4
-  for (int m = 0; m < rows; m++) sum[m][0] = sum[m][1] = offsets[m][0] = offsets[m][1] = zeros();
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sum[m][b] = offsets[m][b] = zeros();
   for (long g = 0; g < p->groups; g++) {
     const int half = (int)(g % together);
     const uint8_t *range = at + 32 * half, *body = at + 64 + size * half;
     const long ahead = ahead_of(start + next - body - size, (blocks - 1) * next);
-    units low[4][2], high[4][2];
+    units low[4][QUANTIZED_BLOCKS], high[4][QUANTIZED_BLOCKS];
 #pragma GCC unroll 4
     for (int m = 0; m < rows; m++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int b = 0; b < blocks; b++) low[m][b] = high[m][b] = no_units();
     for (long k = 0, line = 0; line < size; k += 32 / bits, line += 64) {
       const int8_t *here = x + g * p->group + k;
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int b = 0; b < blocks; b++) {
         const units numbers = load_units(body + b * next + line);
         __builtin_prefetch(body + b * next + line + ahead);
@@ -88,7 +91,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
         }
       }
     }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
       const uint8_t *of_block = range + b * next;
       const floats scale = bits < 8 ? load_bytes(of_block) : load_bfloat16((const bfloat16 *)of_block);
@@ -107,7 +110,7 @@ INLINE void NAME(quantized_tile)(const NAME(quantized_product) * p, long row, lo
     }
     if (half == together - 1) at += 64 + size * together;
   }
-#pragma GCC unroll 2
+#pragma GCC unroll 4
   for (int b = 0; b < blocks; b++) {
     const float *steps = (const float *)(start + b * next);
 #pragma GCC unroll 4
@@ -125,25 +128,39 @@ typedef void (*NAME(quantized_fn))(const NAME(quantized_product) *, long, long);
   static void NAME(quantized_##m##_##blocks##_##bits)(const NAME(quantized_product) * p, long row, long block) {    \
     NAME(quantized_tile)(p, row, block, m, blocks, bits);                                                           \
   }
-TILE(1, 1, 2) TILE(2, 1, 2) TILE(3, 1, 2) TILE(4, 1, 2) TILE(1, 2, 2)
-TILE(1, 1, 4) TILE(2, 1, 4) TILE(3, 1, 4) TILE(4, 1, 4) TILE(1, 2, 4)
-TILE(1, 1, 8) TILE(2, 1, 8) TILE(3, 1, 8) TILE(4, 1, 8) TILE(1, 2, 8)
+#ifdef WITH_AVX512
+#define WIDEST(bits) TILE(1, 4, bits)
+#define FOUR(bits) NAME(quantized_1_4_##bits)
+#else
+#define WIDEST(bits)
+#define FOUR(bits) 0
+#endif
+#define TILES(bits) TILE(1, 1, bits) TILE(2, 1, bits) TILE(3, 1, bits) TILE(4, 1, bits) TILE(1, 2, bits) WIDEST(bits)
+TILES(2) TILES(4) TILES(8)
+/* By bits; of one block by rows from 1, then of one row of two and of four blocks. */
+#define OF(bits)                                                                                             \
+  {NAME(quantized_1_1_##bits), NAME(quantized_2_1_##bits), NAME(quantized_3_1_##bits), NAME(quantized_4_1_##bits), \
+   NAME(quantized_1_2_##bits), FOUR(bits)}
+static const NAME(quantized_fn) NAME(quantized_tiles)[3][6] = {OF(2), OF(4), OF(8)};
+#undef OF
+#undef TILES
+#undef FOUR
+#undef WIDEST
 #undef TILE
-static const NAME(quantized_fn) NAME(quantized_tiles)[3][5] = {
-    {NAME(quantized_1_2_2), NAME(quantized_1_1_2), NAME(quantized_2_1_2), NAME(quantized_3_1_2), NAME(quantized_4_1_2)},
-    {NAME(quantized_1_2_4), NAME(quantized_1_1_4), NAME(quantized_2_1_4), NAME(quantized_3_1_4), NAME(quantized_4_1_4)},
-    {NAME(quantized_1_2_8), NAME(quantized_1_1_8), NAME(quantized_2_1_8), NAME(quantized_3_1_8), NAME(quantized_4_1_8)}};
 
 static void NAME(share_quantized)(void *given) {
   const NAME(quantized_product) *p = given;
-  const long blocks = (p->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
   const NAME(quantized_fn) *tiles = NAME(quantized_tiles)[p->bits / 4]; /* of 2, 4 and 8 bits */
-  long block = blocks * number / count;
-  const long stop = blocks * (number + 1) / count;
-  if (p->rows == 1)
-    for (; block + 2 <= stop; block += 2) tiles[0](p, 0, block);
-  for (; block < stop; block++)
-    for (long row = 0; row < p->rows; row += 4) tiles[p->rows - row < 4 ? p->rows - row : 4](p, row, block);
+  long at = thread_number(), block, stop;
+  while (next_share(p->shared, &at, &block, &stop)) {
+    if (p->rows == 1) {
+      if (QUANTIZED_BLOCKS == 4)
+        for (; block + 4 <= stop; block += 4) tiles[5](p, 0, block);
+      for (; block + 2 <= stop; block += 2) tiles[4](p, 0, block);
+    }
+    for (; block < stop; block++)
+      for (long row = 0; row < p->rows; row += 4) tiles[p->rows - row < 4 ? p->rows - row - 1 : 3](p, row, block);
+  }
 }
 
 /* y [rows, outs] = x [rows, ins] w^T (+ bias), rounded (+ onto [rows, outs], rounded again); `memory` is for the
@@ -152,14 +169,17 @@ void NAME(draftproof_quantized_product)(const ELEM *x, const uint8_t *w, const E
                                         long rows, long outs, long ins, long bits, long group, void *memory,
                                         long threads) {
   const long groups = (ins + group - 1) / group;
+  const int alone = threads < 2 || rows * outs * ins <= SMALL;
+  shares shared;
+  share_out(&shared, (outs + LANES - 1) / LANES, quantized_block_size(groups, group, bits), alone ? 1 : threads);
   NAME(quantized_product) p = {w, bias, onto, y, inputs_in(memory, rows, groups), rows, outs, groups,
-                               group, bits};
+                               group, bits, &shared};
   if (rows < 1) return;
   for (long row = 0; row < rows; row++) NAME(quantize_row)(x + row * ins, ins, &p.inputs, row, groups, group);
-  if (threads > 1 && rows * outs * ins > SMALL)
-    parallel(NAME(share_quantized), &p, (unsigned)threads, 0);
-  else
+  if (alone)
     NAME(share_quantized)(&p);
+  else
+    parallel(NAME(share_quantized), &p, (unsigned)threads, 0);
 }
 
 /* --- quantizing weights ------------------------------------------------------------------------------------------ */
@@ -170,6 +190,8 @@ typedef struct {
   long blocks, ins, group, bits;
   float *memory;        /* [threads, groups, 2, 16] */
   const float *weights; /* [ins], positive: how much the error of an input's weights counts; 0 where all count alike */
+  const float *mean;    /* [ins], of the inputs; 0 where that is not known */
+  float *lost;          /* [blocks, 16]: mean of what the quantized outputs lack, where the inputs' is known */
 } NAME(quantizing);
 
 static long NAME(weights_of_group)(const NAME(quantizing) * q, long block, long g, floats *w) {
@@ -190,7 +212,7 @@ static void NAME(share_quantizing)(void *given) {
   for (long block = q->blocks * number / count; block < q->blocks * (number + 1) / count; block++) {
     uint8_t *to = q->to + block * next;
     memset(to, 0, next);
-    floats largest_scale = zeros(), largest_offset = zeros();
+    floats largest_scale = zeros(), largest_offset = zeros(), lost = zeros();
     for (long g = 0; g < groups; g++) {
       const long here = NAME(weights_of_group)(q, block, g, w);
       quantize_group(w, q->weights ? q->weights + g * q->group : alike, here, q->bits, numbers, &scale, &offset);
@@ -220,6 +242,11 @@ static void NAME(share_quantizing)(void *given) {
         store_bfloat16((bfloat16 *)range + LANES, offset);
         errors_of(w, weights, here, scale, offset, most, numbers);
       }
+      if (q->mean) {
+        const floats by = q->bits < 8 ? mul(scale, scale_step) : scale, from = q->bits < 8 ? mul(offset, offset_step) : offset;
+        for (long k = 0; k < here; k++)
+          lost = multiply_add(sub(w[k], multiply_add(numbers[k], by, from)), splat(q->mean[g * q->group + k]), lost);
+      }
       for (long k = here; k < q->group; k++) numbers[k] = zeros();
       for (long k = 0, line = 0; line < size; line += 64) {
         units made = no_units();
@@ -228,13 +255,14 @@ static void NAME(share_quantizing)(void *given) {
         store_units(body + line, made);
       }
     }
+    if (q->mean) store_float(q->lost + block * LANES, lost);
   }
 }
 
 /* Quantize weights in the order in which products read them, [blocks][ins / UNIT][16][UNIT]; `memory` is for 32 float32
    numbers for each thread and group. */
-void NAME(draftproof_quantize)(const ELEM *w, uint8_t *to, float *memory, const float *weights, long blocks, long ins, long bits, long group,
-                               long threads) {
-  NAME(quantizing) q = {w, to, blocks, ins, group, bits, memory, weights};
+void NAME(draftproof_quantize)(const ELEM *w, uint8_t *to, float *memory, const float *weights, const float *mean,
+                               float *lost, long blocks, long ins, long bits, long group, long threads) {
+  NAME(quantizing) q = {w, to, blocks, ins, group, bits, memory, weights, mean, lost};
   parallel(NAME(share_quantizing), &q, (unsigned)(threads > 1 ? threads : 1), 0);
 }
