@@ -1,7 +1,7 @@
 """What is known of a layer's inputs before its weights are quantized: their means and variances in a text of the model.
 
 A weight's error is multiplied by the layer's input. What it makes of the mean input is the same in every row, and is
-taken back by the bias. What is left counts with the input's variance. So a rounding that knows both makes better drafts:
+taken back by the bias. What is left counts with the input's variance. So a rounding that knows both drafts better:
 variances are the diagonal of the second-order matrix of GPTQ (arXiv 2210.17323) after the means are taken away, and
 llama.cpp's importance matrix has mean squares. The text needs no data and no tokenizer: each row begins with the token
 that begins a text, and goes on with what the model draws. It depends on the model only, so drafts are the same in every
@@ -105,8 +105,8 @@ class MeasuredLinear(nn.Module):
 def write(backend: SlotBackend, statistics: Collection[InputStatistics]) -> Iterator[None]:
     """Let a model write a text of ROWS times TOKENS tokens, in steps: None after each pass.
 
-    Rows begin with the token that begins a text, or with the one that ends it, as texts do in training: a model that has
-    never read a text without such a token has inputs of another kind there. Where a model names neither, rows begin
+    Rows begin with the token that begins a text, or with the one that ends it, as texts do in training: a model that
+    has never read a text without such a token has inputs of another kind there. Where a model names neither, rows begin
     with tokens from all over the vocabulary. What the first pass adds is dropped: first tokens have activations like no
     others.
 
