@@ -18,6 +18,7 @@ if importlib.util.find_spec("triton") is None:
 
 from draftproof.backends.packed import Product, RescoredProduct
 from draftproof.kernels import weights
+from draftproof.kernels.operations import MeasuredInputs
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the tensors are on the CPU")
 GROUP = 32
@@ -36,6 +37,18 @@ def test_rows_of_one_value_and_a_grid_of_4_bits_are_kept():
     grid = torch.arange(16).repeat(4, 4) - 8.0
     for plain in (torch.full((3, 64), 0.5), torch.zeros(3, 64), grid, -grid / 4):
         assert torch.equal(weights.quantize(plain, 4, GROUP).to_dense(), plain)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("ins", [40, 96])
+def test_what_outputs_lack_on_the_mean(ins, bits):
+    gen = torch.Generator().manual_seed(ins)
+    plain, mean = torch.randn(50, ins, generator=gen), torch.randn(ins, generator=gen)
+    assert weights.quantize(plain, bits, GROUP).lost is None
+    made = weights.quantize(plain, bits, GROUP, MeasuredInputs(torch.ones(ins), mean))
+    expected = (plain - made.to_dense()) @ mean
+    assert torch.allclose(made.lost, expected, atol=1e-5)
+    assert not torch.allclose(made.lost, 1.1 * expected, atol=1e-5)
 
 
 @interpreted

@@ -336,7 +336,7 @@ def test_greedy_output_is_the_targets(family, bits, chains, dtype):  # noqa: F81
     assert outs[0].drafter == f"quantized:{bits}" + ("x3" if chains > 1 else "")
 
 
-def tiny(kind=LeanBackend):
+def tiny(kind=LeanBackend, **options):
     """A Llama of three tokens with heads that native attention reads, small enough to enumerate its outputs."""
     config = transformers.LlamaConfig(
         vocab_size=3,
@@ -348,6 +348,7 @@ def tiny(kind=LeanBackend):
         head_dim=16,
         max_position_embeddings=64,
         initializer_range=0.7,
+        **options,
     )
     return kind(random_model(config), name="tiny")
 
@@ -363,6 +364,20 @@ def test_exact_output_distribution(chains, rule):
     assert_output_distribution(
         target, lambda: drafted(target, chains=chains, length=2), rule, length=length, tolerance=1e-5
     )
+
+
+@needs_native
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_exact_output_distribution_with_an_output_layer_of_2_bits(rule, monkeypatch):
+    monkeypatch.setattr(packed, "ROUGH_OUTPUTS", 3)
+    monkeypatch.setattr(packed, "ROUGH_SHARE", 3)  # one output of three is computed again
+    target = tiny(tie_word_embeddings=True)
+    made = target.quantized(4)
+    assert made.lean.head.weight.bits == ROUGH_BITS
+    first = made.forward([Feed(made.open(), [1])])[0].logits.softmax(-1)
+    own = target.forward([Feed(target.open(), [1])])[0].logits.softmax(-1)
+    assert (first - own).abs().sum() > 0.01, "the draft differs, so that there is something to correct"
+    assert_output_distribution(target, lambda: drafted(target, length=2), rule, length=3, tolerance=1e-5)
 
 
 @needs_native
