@@ -299,6 +299,19 @@ def test_the_order_of_a_heads_numbers_is_found_by_turning_unit_vectors():
     assert [name for name, turn in wrong.items() if order_of(turn, 8, 8) is not None] == []
 
 
+@pytest.mark.parametrize(("name", "offset"), [("llama", 0.0), ("gemma3, wide", 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("most", [1, 60, 300])
+def test_large_weights_of_norms_do_not_hide_what_is_added_to_them(name, offset, dtype, most):
+    """Gemma 3's last norm has weights from -0.8 to 300: rounded to bfloat16, w and 1 + w are close as a whole."""
+    model = copy.deepcopy(reference(name)).to(dtype)
+    draw = torch.Generator().manual_seed(0)
+    for layer in model.modules():
+        if type(layer).__name__.endswith("RMSNorm"):
+            layer.weight.data.copy_(most * torch.rand(layer.weight.shape, generator=draw) ** 3 - 0.8 * offset)
+    assert traits_of(model).offset == offset
+
+
 WRONG = [  # a family, one of its traits, and what it would be by mistake
     ("gemma3, wide", "activation", "silu"),
     ("gemma3, wide", "offset", 0.0),

@@ -282,9 +282,12 @@ def _offset_of(norm: Any) -> float:
     # Where weights are small, 1 + w and w differ most; inputs are so small that epsilon counts.
     x = _noise((3, len(norm.weight)), norm.weight) * eps_of(norm) ** 0.5
     unit = x.double() * (x.double().square().mean(-1, keepdim=True) + eps_of(norm)).rsqrt()
-    for offset in (0.0, 1.0):
-        if _close(norm(x), unit * (norm.weight.double() + offset)):
-            return offset
+    made, weight = norm(x), norm.weight.double()
+    # Where weights are hundreds, as in Gemma 3, both are as close as bfloat16 tells; the nearer one is right, by what
+    # differs as a share of each weight.
+    offset = min((0.0, 1.0), key=lambda each: ((made.double() - unit * (weight + each)) / (weight.abs() + 1)).norm())
+    if _close(made, unit * (weight + offset)):
+        return offset
     raise UnreadError(f"its {type(norm).__name__} computes something else than a root mean square norm")
 
 
