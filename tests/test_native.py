@@ -583,6 +583,36 @@ def test_attention_over_many_slots_and_one():
     assert agrees(case.run()[0], case.expected()[0])
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("key_heads", [1, 3, 5])
+@pytest.mark.parametrize(("dim", "group"), [(96, 4), (64, 3)])
+def test_threads_that_share_each_tile_give_the_same_bits(key_heads, dim, group, masked, dtype):
+    """Fewer tiles than two for each thread are divided: by keys, by queries, by dimensions."""
+    case = Case(4, dim=dim, group=group, width=5, masked=masked, dtype=dtype, cap=1.5 * (key_heads == 3))
+    case.rows, case.key_heads, case.capacity = 1, key_heads, 800
+    case.keys, case.values = (drawn(seed, 1, key_heads, 800, dim, dtype=dtype) for seed in (1, 2))
+    case.fused = drawn(3, case.width, key_heads * (group + 2), dim, dtype=dtype)
+    case.cos, case.sin = case.cos[: case.width], case.sin[: case.width]
+    case.places, case.seen = torch.tensor([[0, 700, 5]]), 701 + torch.arange(5).unsqueeze(0)
+    if masked:
+        case.mask = torch.zeros(1, 1, 5, 705, dtype=dtype)
+        case.mask[..., 3::7] = torch.finfo(dtype).min
+        case.seen = torch.full((1, 5), 705)
+    expected, found = case.expected()[0], {}
+    threads = torch.get_num_threads()
+    try:
+        for some in (1, 2, 3, 8):
+            torch.set_num_threads(some)
+            heads, mask = group * key_heads, PassMask([(0, 700, 5)], case.seen.tolist(), case.mask)
+            given = AttentionArguments.of(case.cos, case.sin, case.keys.shape, mask, heads=heads, scale=1.0)
+            assert bool(given.divided) == (key_heads % some > 0 and key_heads < 2 * some)
+            found[some] = case.run()[0]
+    finally:
+        torch.set_num_threads(threads)
+    assert agrees(found[1], expected)
+    assert all(torch.equal(found[1], each) for each in found.values())
+
+
 # --- models -----------------------------------------------------------------------------------------------------------
 
 WIDE = {**ROPE, "head_dim": 32}

@@ -22,6 +22,7 @@ from torch import Tensor
 LANES = 16  # neighbouring outputs
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
+_WORTH_DIVIDING = 1 << 16  # products of queries and keys in a tile; threads wait for one another twice
 ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 STORED_BITS = (2, *BITS)  # 2 bits are enough for an output layer whose largest outputs are computed again
@@ -209,11 +210,16 @@ class PassMask:
         if mask is not None and (mask.shape[:-1].numel() != self.tokens or mask.shape[-1] < self.horizon):
             raise ValueError(f"a mask of {tuple(mask.shape)} for {self.tokens} tokens and {self.horizon} slots")
         self.mask = mask
+        self._widths = [width for _, _, width in places]
         # ctypes arrays, because tensors cost several times as much, and a pass of a small model takes a millisecond
         firsts = itertools.accumulate(widths, initial=0)
         placed = itertools.chain.from_iterable((*place, first) for place, first in zip(places, firsts, strict=False))
         self.places = (ctypes.c_int64 * (4 * self.rows))(*placed)
         self.visible = (ctypes.c_int64 * len(flat))(*flat)
+
+    def pieces(self, columns: int) -> int:
+        """How many times at most this many columns of a row attend together."""
+        return sum(-(-width // columns) for width in self._widths)
 
     @functools.cached_property
     def _buffers(self) -> dict[int, Tensor]:
@@ -236,7 +242,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
         *((name, ctypes.c_void_p) for name in ("out", "scratch")),
         *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
-        *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size")),
+        *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
     ]
@@ -272,14 +278,18 @@ class AttentionArguments(ctypes.Structure):
         group, threads = heads // key_heads, torch.get_num_threads()
         columns = _columns(mask, key_heads, group, threads)
         queries = -(-columns * group // LANES) * LANES
-        scratch_size = queries * (1 + mask.horizon + 2 * LANES + dim)
+        copied = queries * (1 + mask.horizon + 2 * LANES)
+        scratch_size = copied + queries * dim
+        tiles = key_heads * mask.pieces(columns)
+        divided = tiles % threads != 0 and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING
+        areas = max(threads, tiles) if divided else threads
         return cls(
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             places=ctypes.addressof(mask.places),
             visible=ctypes.addressof(mask.visible),
             mask=None if mask.mask is None else mask.mask.data_ptr(),
-            scratch=mask.buffer(threads * scratch_size, torch.float32, 0).data_ptr(),
+            scratch=mask.buffer(areas * scratch_size, torch.float32, 0).data_ptr(),
             rows=mask.rows,
             tokens=mask.tokens,
             heads=heads,
@@ -290,6 +300,8 @@ class AttentionArguments(ctypes.Structure):
             angles=cos.stride(0),
             columns=columns,
             scratch_size=scratch_size,
+            copied=copied,
+            divided=divided,
             scale=scale,
             cap=cap,
         )
@@ -303,7 +315,8 @@ def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
     """
     most = min(max(_NEAR // (group * (mask.horizon + LANES)), 8), 32)
     pieces = -(-mask.width // most)
-    while mask.rows * key_heads * pieces % threads and pieces < 2 * threads and 4 * pieces < mask.width:
+    tiles = mask.rows * key_heads
+    while tiles * pieces > 2 * threads and tiles * pieces % threads and 4 * pieces < mask.width and pieces < 2 * threads:
         pieces += 1
     return -(-mask.width // pieces)
 
@@ -877,6 +890,6 @@ def attach_threads(library: ctypes.CDLL) -> None:
         AttributeError: this build of torch has another runtime.
     """
     theirs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    library.draftproof_attach.argtypes = [ctypes.c_void_p] * 3
-    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+    library.draftproof_attach.argtypes = [ctypes.c_void_p] * 4
+    names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
     library.draftproof_attach(*(ctypes.cast(getattr(theirs, name), ctypes.c_void_p) for name in names))

@@ -37,28 +37,6 @@ static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys
   }
 }
 
-/* The scores of one query become exponentials over the largest, in bfloat16; returns the sum of what was not rounded. */
-static float weigh_query(const attention_bfloat16 *a, long token, float *scores, long most, long padded) {
-  const floats scale = splat(a->scale), nothing = splat(-INFINITY);
-  const long seen = a->visible[token];
-  floats top = nothing, sum = zeros();
-  for (long key = 0; key < padded; key += LANES) {
-    floats score = mul(load_float(scores + key), scale);
-    if (a->cap != 0.0f) score = capped(score, a->cap);
-    if (a->mask) score = add(score, load_first_bfloat16(a->mask + token * a->horizon + key, most - key));
-    score = first_of(seen - key, score, nothing);
-    top = larger(top, score);
-    store_float(scores + key, score);
-  }
-  top = splat(largest_of(top));
-  for (long key = 0; key < padded; key += LANES) {
-    const floats weight = exponential(sub(load_float(scores + key), top));
-    sum = add(sum, weight);
-    store_bfloat16((bfloat16 *)scores + key, weight); /* behind what is still to be read */
-  }
-  return sum_of(sum);
-}
-
 /* 32 dimensions of up to two tiles of outputs, before they are divided: [2][2][HEIGHT][LANES]. */
 static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stride, const bfloat16 *values, long dim,
                        long most, float *sums) {
@@ -93,41 +71,37 @@ static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stri
   _tile_stored(3, sums + 3 * HEIGHT * LANES, 64);
 }
 
-/* The outputs of some columns of a row for one key head. */
-static void attend_tile_bfloat16(const attention_bfloat16 *a, long row, long head, long first, long columns,
-                                 float *scratch) {
-  const long group = a->heads / a->key_heads, queries = columns * group, tiles = (queries + HEIGHT - 1) / HEIGHT;
-  const long stride = (a->heads + 2 * a->key_heads) * a->dim;
-  const int64_t *place = a->places + 4 * row;
-  const long at = (place[0] * a->key_heads + head) * a->capacity * a->dim, start = place[3] + first;
-  long most = 0;
-  for (long token = start; token < start + columns; token++) most = a->visible[token] > most ? a->visible[token] : most;
-  const long padded = (most + STEP - 1) / STEP * STEP;
-  float *sums = scratch, *scores = sums + tiles * HEIGHT;
-  bfloat16 *copied = (bfloat16 *)(scores + tiles * HEIGHT * padded);
+/* See typed.h. */
+static void score_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 *t, float *copied, long first, long last) {
+  const long tiles = (t->queries + HEIGHT - 1) / HEIGHT;
+  bfloat16 *queries = (bfloat16 *)copied;
   for (long q = 0; q < tiles * HEIGHT; q++)
-    if (q < queries)
-      memcpy(copied + q * a->dim, a->fused + (start + q / group) * stride + (head * group + q % group) * a->dim,
-             (size_t)a->dim * sizeof *copied);
+    if (q < t->queries)
+      memcpy(queries + q * a->dim, query_of_bfloat16(a, t, q), (size_t)a->dim * sizeof *queries);
     else
-      memset(copied + q * a->dim, 0, (size_t)a->dim * sizeof *copied);
+      memset(queries + q * a->dim, 0, (size_t)a->dim * sizeof *queries);
   shape_tiles(HEIGHT);
-  for (long key = 0; key < most; key += STEP)
-    score_keys(copied, tiles, a->keys + at + key * a->dim, a->dim, most - key, scores + key, padded);
-  for (long q = 0; q < queries; q++)
-    sums[q] = weigh_query(a, start + q / group, scores + q * padded, most, padded);
+  for (long key = first; key < last; key += STEP)
+    score_keys(queries, tiles, t->keys + key * a->dim, a->dim, t->most - key, t->scores + key, t->padded);
+  _tile_release();
+}
+
+/* See typed.h. */
+static void mix_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 *t, long first, long last) {
+  const long tiles = (t->queries + HEIGHT - 1) / HEIGHT;
+  shape_tiles(HEIGHT);
   for (long tile = 0; tile < tiles; tile += 2) {
-    const bfloat16 *weights = (const bfloat16 *)(scores + tile * HEIGHT * padded);
-    const bfloat16 *other = tile + 1 < tiles ? weights + 2 * HEIGHT * padded : 0;
-    const long end = (tile + 2) * HEIGHT < queries ? (tile + 2) * HEIGHT : queries;
-    for (long d = 0; d < a->dim; d += STEP) {
+    const bfloat16 *weights = (const bfloat16 *)(t->scores + tile * HEIGHT * t->padded);
+    const bfloat16 *other = tile + 1 < tiles ? weights + 2 * HEIGHT * t->padded : 0;
+    const long end = (tile + 2) * HEIGHT < t->queries ? (tile + 2) * HEIGHT : t->queries;
+    for (long d = first; d < last; d += STEP) {
       float mixed[4 * HEIGHT * LANES] __attribute__((aligned(64)));
-      mix_values(weights, other, padded * (long)sizeof(float), a->values + at + d, a->dim, most, mixed);
+      mix_values(weights, other, t->padded * (long)sizeof(float), t->values + d, a->dim, t->most, mixed);
       for (long q = tile * HEIGHT; q < end; q++) {
         const float *from = mixed + ((q / HEIGHT - tile) * 2 * HEIGHT + q % HEIGHT) * LANES;
-        bfloat16 *to = a->out + ((start + q / group) * a->heads + head * group + q % group) * a->dim + d;
-        store_bfloat16(to, quotient(load_float(from), splat(sums[q])));
-        store_bfloat16(to + LANES, quotient(load_float(from + HEIGHT * LANES), splat(sums[q])));
+        bfloat16 *to = output_of_bfloat16(a, t, q) + d;
+        store_bfloat16(to, quotient(load_float(from), splat(t->sums[q])));
+        store_bfloat16(to + LANES, quotient(load_float(from + HEIGHT * LANES), splat(t->sums[q])));
       }
     }
   }

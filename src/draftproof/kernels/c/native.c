@@ -9,15 +9,18 @@ enum { AHEAD = 3584, SMALL = 1 << 16, BLOCK = 512, MOST_DIM = 256 };
 typedef void (*part_fn)(void *);
 typedef void (*parallel_fn)(part_fn, void *, unsigned, unsigned);
 typedef int (*number_fn)(void);
+typedef void (*barrier_fn)(void);
 
 /* The OpenMP runtime that torch runs on, by its stable entry points: a second one's threads would fight the first's. */
 static parallel_fn parallel;
 static number_fn thread_number, thread_count;
+static barrier_fn barrier;
 
-void draftproof_attach(parallel_fn with, number_fn number, number_fn count) {
+void draftproof_attach(parallel_fn with, number_fn number, number_fn count, barrier_fn wait) {
   parallel = with;
   thread_number = number;
   thread_count = count;
+  barrier = wait;
 }
 
 /* How far behind a line of weights the line lies that is fetched while it is used. Some blocks are read side by side; behind

@@ -269,6 +269,7 @@ typedef struct {
   float *scratch;         /* for each thread `scratch_size` floats */
   long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
   long columns, scratch_size; /* columns of a row that attend at once */
+  long copied, divided;       /* where a thread's copy of queries begins in its scratch; whether threads share each tile */
   float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
@@ -322,185 +323,285 @@ static void NAME(share_tokens)(void *given) {
   NAME(store_tokens)(a, tokens * number / count, tokens * (number + 1) / count);
 }
 
-/* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
-   [dim / UNIT][16][UNIT], as a block of weights lies. */
-static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) {
+INLINE void NAME(transpose_some)(const ELEM *keys, long dim, const long count, units *out) {
   for (long unit = 0; unit < dim / UNIT; unit += LANES) {
+#pragma GCC unroll 16
     for (long key = 0; key < LANES; key++) {
       const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
       out[unit + key] = load_units(at);
-      __builtin_prefetch((const char *)(at + UNIT * LANES * dim));
+      __builtin_prefetch((const char *)(at + 2 * UNIT * LANES * dim));
     }
     exchange(out + unit);
   }
+}
+
+/* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
+   [dim / UNIT][16][UNIT], as a block of weights lies. */
+static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) {
+  if (count < LANES)
+    NAME(transpose_some)(keys, dim, count, out);
+  else
+    NAME(transpose_some)(keys, dim, LANES, out);
+}
+
+/* The queries of one key head in some columns of a row. A query is a column and one of the query heads of the key head; the
+   heads of a column follow one another. */
+typedef struct {
+  const ELEM *keys, *values;      /* [capacity, dim] */
+  long token, head, group;        /* the first column's, the first one of `group` query heads */
+  long queries, most, padded;     /* keys that one of the queries sees; a whole number of vectors of them */
+  float *sums, *scores;           /* [queries]; [queries, padded], and then the values' weights, rounded */
+} NAME(query_tile);
+
+static NAME(query_tile)
+    NAME(query_tile_of)(const NAME(attention) * a, long row, long head, long first, float *scratch) {
+  const int64_t *place = a->places + 4 * row;
+  const long left = place[2] - first, columns = left < a->columns ? left : a->columns, group = a->heads / a->key_heads;
+  const long at = (place[0] * a->key_heads + head) * a->capacity * a->dim;
+  NAME(query_tile) t = {.keys = a->keys + at, .values = a->values + at, .token = place[3] + first, .head = head * group,
+                        .group = group, .queries = columns * group, .sums = scratch};
+  for (long token = t.token; token < t.token + columns; token++)
+    t.most = a->visible[token] > t.most ? a->visible[token] : t.most;
+  t.padded = (t.most + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
+  t.scores = scratch + (t.queries + LANES - 1) / LANES * LANES;
+  return t;
+}
+
+INLINE const ELEM *NAME(query_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
+  return a->fused + ((t->token + query / t->group) * (a->heads + 2 * a->key_heads) + t->head + query % t->group) * a->dim;
+}
+
+INLINE ELEM *NAME(output_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
+  return a->out + ((t->token + query / t->group) * a->heads + t->head + query % t->group) * a->dim;
 }
 
 #if defined(WITH_AMX) && UNIT == 2
 #include "matrix_attention.h"
 #else
 
-/* Scores of some queries with every key that one of them sees, then their exponentials over the largest, in the rows'
-   type; sums of what was not yet rounded go to `sums`. Each query's weights begin at scores + query * padded. A query of
-   a tile is a column and one of the query heads of the key head; the heads of a column follow one another. */
-static void NAME(weigh)(const NAME(attention) * a, long row, long head, long first, long columns, long most,
-                        float *scores, float *sums) {
-  const long group = a->heads / a->key_heads, stride = (a->heads + 2 * a->key_heads) * a->dim;
-  const long queries = columns * group, padded = (most + LANES - 1) / LANES * LANES;
-  const ELEM *keys = a->keys + (a->places[4 * row] * a->key_heads + head) * a->capacity * a->dim;
-  const floats scale = splat(a->scale), nothing = splat(-INFINITY);
-  units block[MOST_DIM / UNIT];
-#if defined(WITH_WIDE) && UNIT == 2
-  float *wide = scores + queries * padded; /* [queries, dim] */
-  for (long query = 0; query < queries; query++) {
-    const long token = a->places[4 * row + 3] + first + query / group;
-    const ELEM *at = a->fused + token * stride + (head * group + query % group) * a->dim;
-    for (long i = 0; i < a->dim; i += LANES) store_float(wide + query * a->dim + i, load_bfloat16(at + i));
-  }
+#if UNIT == 1 || defined(WITH_WIDE)
+#define IN_FLOATS /* one number at a time, in float32; else UNIT of them */
 #endif
-  for (long key = 0; key < padded; key += LANES) {
-    NAME(transpose)(keys + key * a->dim, a->dim, most - key < LANES ? most - key : LANES, block);
-    for (long q = 0; q < queries; q += TOGETHER) {
-      const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
-      floats sum[TOGETHER];
+
+/* A number of queries that is known to the compiler: sums of those that are not there would take as long. */
+#define BY_QUERIES(here, run) \
+  switch (here) {             \
+    case 1: run(1); break;    \
+    case 2: run(2); break;    \
+    case 3: run(3); break;    \
+    case 4: run(4); break;    \
+    case 5: run(5); break;    \
+    default: run(6);          \
+  }
+
+/* Products of some queries with 32 keys, in two blocks that lie as `transpose` leaves them. */
+INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const void *const *queries, float *to, long padded,
+                             long dim, const int count) {
+  floats sum[6][2];
+#pragma GCC unroll 6
+  for (int m = 0; m < count; m++) sum[m][0] = sum[m][1] = zeros();
+  for (long unit = 0; unit < dim / UNIT; unit++) {
 #if defined(WITH_WIDE) && UNIT == 2 /* as products (wide_products.h) */
-      const float *at[TOGETHER];
+    floats keyed[2][2];
+    spread_bfloat16(keyed[0], block[0] + unit);
+    spread_bfloat16(keyed[1], block[1] + unit);
 #pragma GCC unroll 6
-      for (long m = 0; m < TOGETHER; m++) {
-        at[m] = wide + (q + (m < here ? m : 0)) * a->dim;
-        sum[m] = zeros();
-      }
-      for (long unit = 0; unit < a->dim / UNIT; unit++) {
-        floats keyed[2];
-        spread_bfloat16(keyed, block + unit);
-#pragma GCC unroll 6
-        for (long m = 0; m < TOGETHER; m++) {
-          const floats one = splat(at[m][2 * unit]), two = splat(at[m][2 * unit + 1]);
-          sum[m] = multiply_add(keyed[1], two, multiply_add(keyed[0], one, sum[m]));
-        }
-      }
+    for (int m = 0; m < count; m++) {
+      const float *at = (const float *)queries[m] + 2 * unit;
+      for (int b = 0; b < 2; b++)
+        sum[m][b] = multiply_add(keyed[b][1], splat(at[1]), multiply_add(keyed[b][0], splat(at[0]), sum[m][b]));
+    }
 #else
-      const ELEM *at[TOGETHER];
 #pragma GCC unroll 6
-      for (long m = 0; m < TOGETHER; m++) {
-        const long query = q + (m < here ? m : 0), token = a->places[4 * row + 3] + first + query / group;
-        at[m] = a->fused + token * stride + (head * group + query % group) * a->dim;
-        sum[m] = zeros();
-      }
-      for (long unit = 0; unit < a->dim / UNIT; unit++) {
-#pragma GCC unroll 6
-        for (long m = 0; m < TOGETHER; m++)
-          sum[m] = NAME(add_product)(sum[m], block[unit], splat_unit(at[m] + UNIT * unit));
-      }
+    for (int m = 0; m < count; m++) {
+      const units numbers = splat_unit((const ELEM *)queries[m] + UNIT * unit);
+      for (int b = 0; b < 2; b++) sum[m][b] = NAME(add_product)(sum[m][b], block[b][unit], numbers);
+    }
 #endif
+  }
 #pragma GCC unroll 6
-      for (long m = 0; m < TOGETHER; m++) {
-        if (m >= here) continue;
-        const long token = a->places[4 * row + 3] + first + (q + m) / group;
-        floats score = mul(sum[m], scale);
-        if (a->cap != 0.0f) score = capped(score, a->cap);
-        if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, most - key));
-        store_float(scores + (q + m) * padded + key, first_of(a->visible[token] - key, score, nothing));
-      }
+  for (int m = 0; m < count; m++)
+    for (int b = 0; b < 2; b++) store_float(to + m * padded + b * LANES, sum[m][b]);
+}
+
+/* Products of a tile's queries with the keys from `first` to `last`, multiples of 32; from `most` on they are those of the
+   last key. `copied` is for the queries. */
+static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
+  units block[2][MOST_DIM / UNIT];
+#if defined(WITH_WIDE) && UNIT == 2
+  for (long query = 0; query < t->queries; query++)
+    for (long i = 0; i < a->dim; i += LANES)
+      store_float(copied + query * a->dim + i, load_bfloat16(NAME(query_of)(a, t, query) + i));
+#endif
+  for (long key = first; key < last; key += 2 * LANES) {
+    for (int b = 0; b < 2; b++) {
+      const long left = t->most - key - b * LANES, from = left < 1 ? t->most - 1 : key + b * LANES;
+      NAME(transpose)(t->keys + from * a->dim, a->dim, left < 1 ? 1 : left < LANES ? left : LANES, block[b]);
+    }
+    for (long q = 0; q < t->queries; q += TOGETHER) {
+      const void *queries[6];
+      for (long m = 0; m < TOGETHER && q + m < t->queries; m++)
+#if defined(WITH_WIDE) && UNIT == 2
+        queries[m] = copied + (q + m) * a->dim;
+#else
+        queries[m] = NAME(query_of)(a, t, q + m);
+#endif
+      const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
+#define RUN(count) NAME(score_some)(block, queries, t->scores + q * t->padded + key, t->padded, a->dim, count)
+      BY_QUERIES(here, RUN)
+#undef RUN
     }
   }
-  for (long q = 0; q < queries; q++) {
-    float *mine = scores + q * padded;
-    floats top = nothing, sum = zeros();
-    for (long key = 0; key < padded; key += LANES) top = larger(top, load_float(mine + key));
-    top = splat(largest_of(top));
-    for (long key = 0; key < padded; key += LANES) {
-      const floats weight = exponential(sub(load_float(mine + key), top));
-      sum = add(sum, weight);
-      NAME(store)((ELEM *)mine + key, weight); /* behind what is still to be read */
-    }
-    sums[q] = sum_of(sum);
-  }
+  (void)copied;
 }
 
 /* Values by weights: `vectors` times sixteen dimensions of some queries' outputs. */
-INLINE void NAME(mix)(const NAME(attention) * a, const ELEM *values, const ELEM *const *weights, const float *sums,
-                      ELEM *const *out, long most, long here, const int vectors) {
-  floats sum[TOGETHER][WIDE];
+INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t, long query, long d, const int count,
+                           const int vectors) {
+  const float *scores = t->scores + query * t->padded;
+  floats sum[6][WIDE];
 #pragma GCC unroll 6
-  for (int m = 0; m < TOGETHER; m++)
+  for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) sum[m][v] = zeros();
-  for (long key = 0; key < most; key += UNIT) {
-    const ELEM *one = values + key * a->dim, *two = key + 1 < most ? one + a->dim : one;
+#ifdef IN_FLOATS
+  for (long key = 0; key < t->most; key++) {
+    const ELEM *one = t->values + key * a->dim + d;
+    floats taken[WIDE];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      taken[v] = NAME(load)(one + v * LANES);
+      if (v % UNIT == 0) __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < count; m++) {
+      const floats weight = splat(scores[m * t->padded + key]);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) sum[m][v] = multiply_add(taken[v], weight, sum[m][v]);
+    }
+  }
+#else
+  for (long key = 0; key < t->most; key += UNIT) {
+    const ELEM *one = t->values + key * a->dim + d, *two = key + 1 < t->most ? one + a->dim : one;
     units taken[WIDE];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v += UNIT) {
       NAME(take)(taken + v, one + v * LANES, two + v * LANES);
-      __builtin_prefetch((const char *)(one + v * LANES + LANES * a->dim));
+      __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
       __builtin_prefetch((const char *)(two + v * LANES + LANES * a->dim));
     }
 #pragma GCC unroll 6
-    for (int m = 0; m < TOGETHER; m++) {
-      const units weight = splat_unit(weights[m] + key);
+    for (int m = 0; m < count; m++) {
+      const units weight = splat_unit((const ELEM *)(scores + m * t->padded) + key);
 #pragma GCC unroll 4
       for (int v = 0; v < vectors; v++) sum[m][v] = NAME(add_product)(sum[m][v], taken[v], weight);
     }
   }
+#endif
 #pragma GCC unroll 6
-  for (int m = 0; m < TOGETHER; m++)
+  for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++)
-      if (m < here) NAME(store)(out[m] + v * LANES, quotient(sum[m][v], splat(sums[m])));
+      NAME(store)(NAME(output_of)(a, t, query + m) + d + v * LANES, quotient(sum[m][v], splat(t->sums[query + m])));
 }
 
-static void NAME(attend_tile)(const NAME(attention) * a, long row, long head, long first, long columns,
-                              float *scratch) {
-  const long group = a->heads / a->key_heads, queries = columns * group;
-  long most = 0;
-  for (long column = first; column < first + columns; column++) {
-    const long seen = a->visible[a->places[4 * row + 3] + column];
-    most = seen > most ? seen : most;
-  }
-  const long padded = (most + LANES - 1) / LANES * LANES;
-  float *sums = scratch, *scores = scratch + (queries + LANES - 1) / LANES * LANES;
-  NAME(weigh)(a, row, head, first, columns, most, scores, sums);
-  const ELEM *values = a->values + (a->places[4 * row] * a->key_heads + head) * a->capacity * a->dim;
-  for (long q = 0; q < queries; q += TOGETHER) {
-    const long here = queries - q < TOGETHER ? queries - q : TOGETHER;
-    const ELEM *weights[TOGETHER];
-    ELEM *out[TOGETHER];
-    for (long m = 0; m < TOGETHER; m++) {
-      const long query = q + (m < here ? m : 0), token = a->places[4 * row + 3] + first + query / group;
-      weights[m] = (const ELEM *)(scores + query * padded);
-      out[m] = a->out + (token * a->heads + head * group + query % group) * a->dim;
-    }
-    for (long d = 0; d < a->dim;) {
-      ELEM *into[TOGETHER];
-      for (long m = 0; m < TOGETHER; m++) into[m] = out[m] + d;
-      if (a->dim - d >= WIDE * LANES) {
-        NAME(mix)(a, values + d, weights, sums + q, into, most, here, WIDE);
+/* A tile's outputs in the dimensions from `first` to `last`, multiples of 32 or of 16 UNIT. */
+static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last) {
+  for (long q = 0; q < t->queries; q += TOGETHER) {
+    const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
+    for (long d = first; d < last;) {
+#define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE)
+#define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT)
+      if (last - d >= WIDE * LANES) {
+        BY_QUERIES(here, RUN_WIDE)
         d += WIDE * LANES;
       } else {
-        NAME(mix)(a, values + d, weights, sums + q, into, most, here, UNIT);
+        BY_QUERIES(here, RUN)
         d += UNIT * LANES;
       }
+#undef RUN
+#undef RUN_WIDE
     }
   }
 }
 
+#undef BY_QUERIES
 #endif /* WITH_AMX */
+
+/* The products of one query become exponentials over the largest score, in the rows' type; their sum is of what was not
+   rounded. */
+static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
+  const floats scale = splat(a->scale), nothing = splat(-INFINITY);
+  const long token = t->token + query / t->group, seen = a->visible[token];
+  float *scores = t->scores + query * t->padded;
+  floats top = nothing, sum = zeros();
+  for (long key = 0; key < t->padded; key += LANES) {
+    floats score = mul(load_float(scores + key), scale);
+    if (a->cap != 0.0f) score = capped(score, a->cap);
+    if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, t->most - key));
+    score = first_of(seen - key, score, nothing);
+    top = larger(top, score);
+    store_float(scores + key, score);
+  }
+  top = splat(largest_of(top));
+  for (long key = 0; key < t->padded; key += LANES) {
+    const floats weight = exponential(sub(load_float(scores + key), top));
+    sum = add(sum, weight);
+#ifdef IN_FLOATS
+    store_float(scores + key, NAME(rounded)(weight));
+#else
+    NAME(store)((ELEM *)scores + key, weight); /* behind what is still to be read */
+#endif
+  }
+  t->sums[query] = sum_of(sum);
+}
+#undef IN_FLOATS
+
+/* Few tiles, each divided among all threads: its keys, its queries, its dimensions. Every sum is taken in the same order as
+   by one thread. Tile i has the i-th area of scratch. */
+static void NAME(divide_tiles)(const NAME(attention) * a, long number, long count, float *copied) {
+  for (int step = 0; step < 3; step++) {
+    long i = 0, part = 0;
+    if (step) barrier();
+    for (long row = 0; row < a->rows; row++)
+      for (long head = 0; head < a->key_heads; head++)
+        for (long first = 0; first < a->places[4 * row + 2]; first += a->columns) {
+          const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, a->scratch + i++ * a->scratch_size);
+          const long pieces = (step ? a->dim : t.padded) / (2 * LANES), begin = pieces * number / count * 2 * LANES;
+          const long end = pieces * (number + 1) / count * 2 * LANES;
+          if (step == 0)
+            NAME(score)(a, &t, copied, begin, end);
+          else if (step == 1) {
+            for (long query = 0; query < t.queries; query++)
+              if (part++ % count == number) NAME(weigh)(a, &t, query);
+          } else
+            NAME(mix)(a, &t, begin, number + 1 == count ? a->dim : end);
+        }
+  }
+}
 
 static void NAME(share_tiles)(void *given) {
   const NAME(attention) *a = given;
   const long number = thread_number(), count = thread_count();
-  float *scratch = a->scratch + number * a->scratch_size;
+  float *scratch = a->scratch + number * a->scratch_size, *copied = scratch + a->copied;
   long part = 0;
+  if (a->divided) {
+    NAME(divide_tiles)(a, number, count, copied);
+    return;
+  }
   for (long row = 0; row < a->rows; row++)
     for (long head = 0; head < a->key_heads; head++)
-      for (long first = 0; first < a->places[4 * row + 2]; first += a->columns) {
-        const long left = a->places[4 * row + 2] - first;
-        if (part++ % count == number) /* in turns: later columns see more */
-          NAME(attend_tile)(a, row, head, first, left < a->columns ? left : a->columns, scratch);
-      }
+      for (long first = 0; first < a->places[4 * row + 2]; first += a->columns)
+        if (part++ % count == number) { /* in turns: later columns see more */
+          const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, scratch);
+          NAME(score)(a, &t, copied, 0, t.padded);
+          for (long query = 0; query < t.queries; query++) NAME(weigh)(a, &t, query);
+          NAME(mix)(a, &t, 0, a->dim);
+        }
 }
 
-/* Rotate, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; scratch_size, for columns * group queries rounded
-   up to a multiple of 16, is at least queries * (1 + horizon + 31 + dim / 2). */
+/* Rotate, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; for columns * group queries rounded up to a multiple
+   of 16, copied is at least queries * (1 + horizon + 31), and scratch_size queries * dim more. */
 void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
   const long tokens = a->tokens;
   NAME(clear_padding)(a);
