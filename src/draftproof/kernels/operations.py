@@ -281,7 +281,9 @@ class AttentionArguments(ctypes.Structure):
         copied = queries * (1 + mask.horizon + 2 * LANES)
         scratch_size = copied + queries * dim
         tiles = key_heads * mask.pieces(columns)
-        divided = tiles % threads != 0 and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING
+        divided = (
+            tiles % threads != 0 and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING
+        )
         areas = max(threads, tiles) if divided else threads
         return cls(
             cos=cos.data_ptr(),
@@ -316,7 +318,9 @@ def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
     most = min(max(_NEAR // (group * (mask.horizon + LANES)), 8), 32)
     pieces = -(-mask.width // most)
     tiles = mask.rows * key_heads
-    while tiles * pieces > 2 * threads and tiles * pieces % threads and 4 * pieces < mask.width and pieces < 2 * threads:
+    while (
+        tiles * pieces > 2 * threads and tiles * pieces % threads and 4 * pieces < mask.width and pieces < 2 * threads
+    ):
         pieces += 1
     return -(-mask.width // pieces)
 

@@ -323,9 +323,10 @@ static void NAME(share_tokens)(void *given) {
   NAME(store_tokens)(a, tokens * number / count, tokens * (number + 1) / count);
 }
 
-INLINE void NAME(transpose_some)(const ELEM *keys, long dim, const long count, units *out) {
+/* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
+   [dim / UNIT][16][UNIT], as a block of weights lies. */
+static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) {
   for (long unit = 0; unit < dim / UNIT; unit += LANES) {
-#pragma GCC unroll 16
     for (long key = 0; key < LANES; key++) {
       const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
       out[unit + key] = load_units(at);
@@ -333,15 +334,6 @@ INLINE void NAME(transpose_some)(const ELEM *keys, long dim, const long count, u
     }
     exchange(out + unit);
   }
-}
-
-/* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
-   [dim / UNIT][16][UNIT], as a block of weights lies. */
-static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) {
-  if (count < LANES)
-    NAME(transpose_some)(keys, dim, count, out);
-  else
-    NAME(transpose_some)(keys, dim, LANES, out);
 }
 
 /* The queries of one key head in some columns of a row. A query is a column and one of the query heads of the key head; the
