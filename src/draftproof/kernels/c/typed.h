@@ -549,25 +549,31 @@ static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, l
 }
 #undef IN_FLOATS
 
-/* Few tiles, each divided among all threads: its keys, its queries, its dimensions. Every sum is taken in the same order as
-   by one thread. Tile i has the i-th area of scratch. */
+/* Few tiles, each divided among threads that others would wait for: first all 32 keys of all tiles, then all queries, then all
+   32 dimensions, in parts of equal size. Every sum is taken in the same order as by one thread. Tile i has the i-th area of
+   scratch. */
 static void NAME(divide_tiles)(const NAME(attention) * a, long number, long count, float *copied) {
-  for (int step = 0; step < 3; step++) {
-    long i = 0, part = 0;
-    if (step) barrier();
+  enum { COUNT, SCORE, WEIGH, MIX, STEPS };
+  const long wide = 2 * LANES;
+  long total[STEPS] = {0};
+  for (int step = COUNT; step < STEPS; step++) {
+    const long from = total[step] * number / count, to = total[step] * (number + 1) / count;
+    long i = 0, before = 0;
+    if (step > SCORE) barrier();
     for (long row = 0; row < a->rows; row++)
       for (long head = 0; head < a->key_heads; head++)
         for (long first = 0; first < a->places[4 * row + 2]; first += a->columns) {
           const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, a->scratch + i++ * a->scratch_size);
-          const long pieces = (step ? a->dim : t.padded) / (2 * LANES), begin = pieces * number / count * 2 * LANES;
-          const long end = pieces * (number + 1) / count * 2 * LANES;
-          if (step == 0)
-            NAME(score)(a, &t, copied, begin, end);
-          else if (step == 1) {
-            for (long query = 0; query < t.queries; query++)
-              if (part++ % count == number) NAME(weigh)(a, &t, query);
-          } else
-            NAME(mix)(a, &t, begin, number + 1 == count ? a->dim : end);
+          const long pieces[STEPS] = {0, t.padded / wide, t.queries, (a->dim + wide - 1) / wide};
+          for (int later = SCORE; step == COUNT && later < STEPS; later++) total[later] += pieces[later];
+          const long low = from < before ? 0 : from - before;
+          const long high = to - before < pieces[step] ? to - before : pieces[step];
+          before += pieces[step];
+          if (low >= high) continue;
+          if (step == SCORE) NAME(score)(a, &t, copied, low * wide, high * wide);
+          if (step == WEIGH)
+            for (long query = low; query < high; query++) NAME(weigh)(a, &t, query);
+          if (step == MIX) NAME(mix)(a, &t, low * wide, high * wide < a->dim ? high * wide : a->dim);
         }
   }
 }
