@@ -210,7 +210,6 @@ class PassMask:
         if mask is not None and (mask.shape[:-1].numel() != self.tokens or mask.shape[-1] < self.horizon):
             raise ValueError(f"a mask of {tuple(mask.shape)} for {self.tokens} tokens and {self.horizon} slots")
         self.mask = mask
-        self._widths = [width for _, _, width in places]
         # ctypes arrays, because tensors cost several times as much, and a pass of a small model takes a millisecond
         firsts = itertools.accumulate(widths, initial=0)
         placed = itertools.chain.from_iterable((*place, first) for place, first in zip(places, firsts, strict=False))
@@ -219,7 +218,7 @@ class PassMask:
 
     def pieces(self, columns: int) -> int:
         """How many times at most this many columns of a row attend together."""
-        return sum(-(-width // columns) for width in self._widths)
+        return sum(-(-width // columns) for width in self.places[2::4])
 
     @functools.cached_property
     def _buffers(self) -> dict[int, Tensor]:
@@ -313,7 +312,8 @@ def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
     """How many tokens of a row attend together.
 
     Keys are transposed once for all of them, so many are better; but their scores should stay near the processor, and
-    each thread should get as many pieces of work as another.
+    each thread should get as many pieces of work as another. Where there are less than two for each thread, threads
+    share them instead (`divided`).
     """
     most = min(max(_NEAR // (group * (mask.horizon + LANES)), 8), 32)
     pieces = -(-mask.width // most)

@@ -269,7 +269,7 @@ typedef struct {
   float *scratch;         /* for each thread `scratch_size` floats */
   long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
   long columns, scratch_size; /* columns of a row that attend at once */
-  long copied, divided;       /* where a thread's copy of queries begins in its scratch; whether threads share each tile */
+  long copied, divided;       /* where a thread's copy of queries begins in its scratch; whether threads share tiles */
   float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
 } NAME(attention);
 
