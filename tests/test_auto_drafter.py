@@ -311,6 +311,27 @@ def test_sources_are_built_in_steps_and_only_when_they_are_needed():
     assert out.stats.num_draft_tokens > 0
 
 
+def test_sources_can_be_built_before_the_first_request():
+    steps = []
+
+    def building():
+        for step in range(4):
+            steps.append(step)
+            yield None
+        yield ModelDrafter(DraftModel(TableModel(3, 2, order=2), vocab_size=3), stopper)
+
+    stopper = Auto(RoundCosts(1.0, 0.1), 2)
+    under_test = Engine(TableModel(3, 1), AutoDrafter([Source("slow", stopper, building())], None, PassCosts()))
+    assert not under_test.prepare(0.0)
+    assert steps == [0], "one step, however short the time"
+    assert under_test.prepare()
+    assert steps == [0, 1, 2, 3]
+    assert under_test.prepare(0.0)
+    (out,) = under_test.generate([[0, 1]], SamplingParams(max_tokens=3, seed=1))
+    assert out.stats.num_draft_tokens > 0, "in the round after the prompt"
+    assert Engine(TableModel(3, 1)).prepare(), "plain decoding needs nothing"
+
+
 def test_decoding_goes_on_without_a_source_that_cannot_be_made(caplog):
     def failing():
         yield None
@@ -320,6 +341,8 @@ def test_decoding_goes_on_without_a_source_that_cannot_be_made(caplog):
     (out,) = Engine(TableModel(3, 1), drafter).generate([[0, 1]], SamplingParams(max_tokens=20, seed=1))
     assert (len(out.token_ids), out.stats.num_draft_tokens) == (20, 0)
     assert caplog.text.count("drafter large cannot be made (no memory left)") == 1
+    drafter = AutoDrafter([Source("large", Auto(RoundCosts(1.0, 0.1), 2), failing())], None, PassCosts())
+    assert Engine(TableModel(3, 1), drafter).prepare()
 
 
 def test_weights_that_do_not_fit_are_not_made(monkeypatch, caplog):

@@ -96,7 +96,7 @@ def test_statistics_are_those_of_the_inputs_of_transformers_own_layers():
     reference = copy.deepcopy(model)
     backend = LeanBackend(model, name="llama")
     statistics = {"head": InputStatistics()}
-    statistics |= {(n, name): InputStatistics() for n in range(backend.facts.layers) for name in PRODUCTS}
+    statistics |= {f"{n}.{name}": InputStatistics() for n in range(backend.facts.layers) for name in PRODUCTS}
     reader = LeanForward(backend.facts, backend.lean._measured(statistics))
     reader.forward([Feed(reader.open(), tokens)])
 
@@ -106,7 +106,10 @@ def test_statistics_are_those_of_the_inputs_of_transformers_own_layers():
             module.register_forward_pre_hook(lambda _, given, path=path: inputs.update({path: given[0]}))
     reference(input_ids=torch.tensor([tokens]), use_cache=False)
     own = {"qkv": "self_attn.q_proj", "out": "self_attn.o_proj", "gate_up": "mlp.up_proj", "down": "mlp.down_proj"}
-    for (number, name), found in ((place, each) for place, each in statistics.items() if place != "head"):
+    for place, found in statistics.items():
+        if place == "head":
+            continue
+        number, name = place.split(".")
         rows = inputs[f"model.layers.{number}.{own[name]}"].flatten(0, 1)
         variance = rows.var(0, correction=0)
         assert torch.allclose(found.found().counts, variance / variance.mean() + calibration.FLOOR, rtol=1e-2), name

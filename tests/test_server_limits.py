@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftproof import SamplingParams, UserError
+from draftproof import Engine, SamplingParams, UserError
 from draftproof.errors import RequestError
 from draftproof.server import schemas
 from draftproof.server.access import Keys, read_keys
@@ -343,6 +343,38 @@ def test_a_thread_that_ends_is_not_ready(engine):
         assert httpx.get(f"{base}/ready").status_code == 503
         assert httpx.get(f"{base}/health").status_code == 503
         assert post(base).status_code == 503
+
+
+def test_drafts_are_prepared_before_the_first_request():
+    engine = Engine.load("embedded:stories", check=False)
+    (source,) = engine.drafter.sources
+    with running(engine):
+        until(lambda: source.drafter)
+
+
+def test_requests_come_before_what_is_prepared(engine):
+    steps = []
+
+    def prepare(seconds):
+        steps.append(seconds)
+        time.sleep(0.01)
+        return len(steps) == 1000
+
+    engine.prepare = prepare
+    with running(engine) as (base, _):
+        until(lambda: steps)
+        assert post(base, max_tokens=2).status_code == 200
+        assert set(steps) == {0.0}, "one step at a time"
+        until(lambda: len(steps) > 20)
+        assert post(base, max_tokens=2).status_code == 200
+    assert len(steps) < 1000, "the server ends between two steps, too"
+
+
+def test_drafts_that_cannot_be_prepared_stop_nothing(engine, caplog):
+    engine.prepare = lambda _: 1 / 0
+    with running(engine) as (base, _):
+        assert post(base, max_tokens=2).status_code == 200
+    assert caplog.text.count("drafts could not be prepared") == 1
 
 
 # --- limits, keys, names, logs --------------------------------------------------------------------------------------

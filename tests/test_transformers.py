@@ -427,9 +427,15 @@ def test_the_model_stays_whole(tmp_path):
 
 
 def test_engines_are_kept_until_the_weights_change(monkeypatch):
-    model, made = model_of(), []
+    model, made, keeping = model_of(), [], []
     original = held.Composition.engine
-    monkeypatch.setattr(held.Composition, "engine", lambda *args: made.append(1) or original(*args))
+
+    def engine(*args, **options):
+        made.append(original(*args, **options))
+        keeping.append(made[-1].target.keeps)
+        return made[-1]
+
+    monkeypatch.setattr(held.Composition, "engine", engine)
     for _ in range(2):
         both(model, speculative(drafter="ngram:4"))
     assert len(made) == 1, "equal arguments share an engine"
@@ -450,6 +456,7 @@ def test_engines_are_kept_until_the_weights_change(monkeypatch):
     changed(lambda: model.load_state_dict(model_of("llama").state_dict()))
     changed(lambda: model.to(torch.float64))
     changed(lambda: model.resize_token_embeddings(VOCAB + 8))
+    assert keeping == [True, *[False] * 6], "calibration is not kept of weights that training changes"
     forget(model)
     changed(lambda: None)
 

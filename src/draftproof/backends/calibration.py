@@ -28,10 +28,14 @@ MEASURED_BITS = 4  # of a weight; with 8, errors are small wherever they are
 
 
 class InputStatistics:
-    """Sums of one layer's inputs, and of their squares."""
+    """Sums of one layer's inputs, and of their squares.
+
+    Attributes:
+        rows: that were added.
+    """
 
     def __init__(self) -> None:
-        self._rows = 0
+        self.rows = 0
         self._sum: Float32[Tensor, " in"] | None = None
         self._squares: Float32[Tensor, " in"] | None = None
 
@@ -41,18 +45,26 @@ class InputStatistics:
         more, squares = rows.sum(0), rows.square().sum(0)
         self._sum = more if self._sum is None else self._sum + more
         self._squares = squares if self._squares is None else self._squares + squares
-        self._rows += len(rows)
+        self.rows += len(rows)
 
     def clear(self) -> None:
         """Forget what was added."""
-        self._rows, self._sum, self._squares = 0, None, None
+        self.rows, self._sum, self._squares = 0, None, None
+
+    def sums(self) -> Float32[Tensor, "2 in"] | None:
+        """The sums, on the CPU; None where nothing was added."""
+        return None if self._sum is None or self._squares is None else torch.stack((self._sum, self._squares)).cpu()
+
+    def restore(self, rows: int, sums: Float32[Tensor, "2 in"]) -> None:
+        """Take what `sums` gave after so many rows in place of all that was added."""
+        self.rows, self._sum, self._squares = rows, sums[0], sums[1]
 
     def found(self) -> MeasuredInputs | None:
         """What is known now; None where nothing was added that differs from row to row."""
         if self._sum is None or self._squares is None:
             return None
-        mean = self._sum / self._rows
-        variance = (self._squares / self._rows - mean.square()).clamp(min=0)
+        mean = self._sum / self.rows
+        variance = (self._squares / self.rows - mean.square()).clamp(min=0)
         whole = variance.mean()
         if not (whole > 0 and whole.isfinite()):
             return None

@@ -100,7 +100,7 @@ class HFBackend(SlotBackend):
 
     def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
         """See `SlotBackend.quantizing`; everything but linear weights is shared."""
-        steps, made = quantizing(self.model, bits, self.name, self._written), None
+        steps, made = quantizing(self.model, bits, self.name, self._written, kept=self.keeps), None
         while made is None:
             with self._cache.lock:  # passes of both share modules, and change some of them meanwhile
                 model = next(steps)
@@ -125,6 +125,7 @@ class HFBackend(SlotBackend):
         """See `SlotBackend.with_weights`; the model's own tensors are written over."""
         copy_into(self.model, state_of(weights), self.name)
         made = copy.copy(self)
+        made.keeps = False
         made._cache, made._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
         return made
 

@@ -136,7 +136,7 @@ class LeanForward(SlotBackend):
             reader.max_positions, reader.capabilities = self.max_positions, self.capabilities
             return write(reader, statistics)
 
-        steps = self.lean.quantizing(bits, self.name, written)
+        steps = self.lean.quantizing(bits, self.name, written, kept=self.keeps)
         made = None
         while made is None:
             with self._cache.lock:  # the passes share parts with those of the model
@@ -158,7 +158,7 @@ class LeanForward(SlotBackend):
         lean = architecture.lean_from(StateWeights(state, self.dtype, self.device))
         lean.rope, lean.windows = self.lean.rope, self.lean.windows
         made = self.around(self.facts, lean)
-        made.max_positions, made.bounded_by = self.max_positions, self.bounded_by
+        made.max_positions, made.bounded_by, made.keeps = self.max_positions, self.bounded_by, False
         made.capabilities, made.prefill = self.capabilities, self.prefill
         return made
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from draftproof.backends.attention import Heads, NativeAttention, Pass
 from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
+from draftproof.backends.kept_inputs import measure
 from draftproof.backends.layout import Layout
 from draftproof.backends.native_layers import NORMS, PRODUCTS, native_layers
 from draftproof.backends.packed import Product, fuse, give_back
@@ -91,7 +92,12 @@ class Lean:
         return made
 
     def quantizing(
-        self, bits: int, name: str, write: Callable[[Lean, Collection[InputStatistics]], Iterator[None]]
+        self,
+        bits: int,
+        name: str,
+        write: Callable[[Lean, Collection[InputStatistics]], Iterator[None]],
+        *,
+        kept: bool = True,
     ) -> Iterator[Lean | None]:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
@@ -99,6 +105,7 @@ class Lean:
             bits: of a weight.
             name: the model's, for errors.
             write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`).
+            kept: whether what is measured of inputs is kept in files (`kept_inputs.measure`).
 
         Raises:
             UserError: another number of bits, or layers that are not native; before the first step.
@@ -109,14 +116,17 @@ class Lean:
         if why is not None:
             raise UserError(f"{name} cannot be quantized: {why}")
         yield None
-        statistics: dict[Any, InputStatistics] = {_HEAD: InputStatistics()}
-        statistics |= {place: InputStatistics() for place in itertools.product(range(len(self.layers)), PRODUCTS)}
+        products = {_HEAD: self.head}
+        products |= {_place(number, each): getattr(layer, each) for number, layer, each in self._products()}
+        statistics = {place: InputStatistics() for place in products}
         if bits == MEASURED_BITS:
-            yield from write(self._measured(statistics), statistics.values())
+            weights = {place: product.numbers for place, product in products.items()}
+            measured = partial(write, self._measured(statistics))
+            yield from measure(statistics, weights, measured, name=name, kept=kept)
         made = copy.copy(self)
         made.layers = []
         for number, layer in enumerate(self.layers):
-            inputs = {name: statistics[number, name].found() for name in PRODUCTS}
+            inputs = {each: statistics[_place(number, each)].found() for each in PRODUCTS}
             made.layers.append(layer.quantized(bits, inputs))
             yield None
         table = self.embed.weight if self.tied else None
@@ -124,14 +134,18 @@ class Lean:
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         yield made
 
-    def _measured(self, statistics: Mapping[Any, InputStatistics]) -> Lean:
-        """The same, whose products add to the statistics of their inputs, given by layer and name."""
+    def _products(self) -> Iterator[tuple[int, Layer, str]]:
+        """Number, layer and name of every product of the layers."""
+        yield from ((number, layer, each) for number, layer in enumerate(self.layers) for each in PRODUCTS)
+
+    def _measured(self, statistics: Mapping[str, InputStatistics]) -> Lean:
+        """The same, whose products add to the statistics of their inputs."""
         made = copy.copy(self)
         made.layers = []
         for number, layer in enumerate(self.layers):
             each = copy.copy(layer)
             for name in PRODUCTS:
-                setattr(each, name, MeasuredProduct(getattr(layer, name), statistics[number, name]))
+                setattr(each, name, MeasuredProduct(getattr(layer, name), statistics[_place(number, name)]))
             made.layers.append(each)
         made.head = MeasuredProduct(self.head, statistics[_HEAD])
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
@@ -143,7 +157,7 @@ class Lean:
                 "its layers are not native: legal on backend lean are models whose heads have a multiple of 16 numbers "
                 "(32 in bfloat16), and DRAFTPROOF_NATIVE must not be 0"
             )
-        products = [getattr(layer, name) for layer in self.layers for name in PRODUCTS]
+        products = [getattr(layer, name) for _, layer, name in self._products()]
         return next((why for each in (*products, self.head) if (why := each.why_not_quantized(bits)) is not None), None)
 
     def __call__(self, layout: Layout, cache: SlotCache, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
@@ -391,6 +405,11 @@ def _rows_in_order(heads: Heads, order: Sequence[int]) -> Int[Tensor, " outs"]:
     whole = torch.arange((heads.queries + 2 * heads.keys) * heads.dim).view(-1, heads.dim)
     turned = heads.queries + heads.keys
     return torch.cat((whole[:turned, list(order)], whole[turned:])).flatten()
+
+
+def _place(number: int, product: str) -> str:
+    """What a product of a layer is called in files."""
+    return f"{number}.{product}"
 
 
 def in_order(layers: Sequence[Layer]) -> Callable[[Tensor, Pass, Mapping[str, Any]], Tensor]:

@@ -93,6 +93,12 @@ class Product:
             self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
         self._latest: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def numbers(self) -> Tensor:
+        """The weight's numbers, in the order of its layout."""
+        weight: Tensor = self.weight.blocks if isinstance(self.weight, Interleaved) else self.weight
+        return weight
+
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
         """Why it has no quantized form here; None where it has one. Arguments as of `quantized`."""
         if self.layout == "native":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from draftproof.backends.calibration import MEASURED_BITS, InputStatistics, MeasuredLinear
 from draftproof.backends.cutting import put, shallow
 from draftproof.backends.facts import quantization_method
+from draftproof.backends.kept_inputs import measure
 from draftproof.backends.linear_layers import linear_layers, matrix_of
 from draftproof.backends.native_modules import native_experts, quantizing_experts
 from draftproof.backends.packed import Product
@@ -69,6 +71,8 @@ def quantizing(
     bits: int,
     name: str,
     write: Callable[[Any, Collection[InputStatistics]], Iterator[None]] | None = None,
+    *,
+    kept: bool = True,
 ) -> Iterator[Any]:
     """A copy of a model with quantized linear layers and experts, made in steps: None after each, and at last the copy.
 
@@ -80,6 +84,7 @@ def quantizing(
         name: the model's, for errors.
         write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`); without
             it all errors of weights count alike.
+        kept: whether what is measured of inputs is kept in files (`kept_inputs.measure`).
 
     Raises:
         UserError: another number of bits, weights that are quantized already or spread over devices, layers for which
@@ -96,7 +101,11 @@ def quantizing(
     statistics = {layer: InputStatistics() for layer in layers.values()}
     if write is not None and bits == MEASURED_BITS:
         try:
-            yield from write(_measured(model, layers, statistics), statistics.values())
+            names = {layer: path for path, layer in layers.items()}
+            by_name = {names[layer]: each for layer, each in statistics.items()}
+            weights = {names[layer]: layer.weight for layer in statistics}
+            measured = partial(write, _measured(model, layers, statistics))
+            yield from measure(by_name, weights, measured, name=name, kept=kept)
         except _UNFIT as cause:
             _log.debug("%s is quantized without measuring its inputs: %s", name, reason(cause))
             statistics = {layer: InputStatistics() for layer in layers.values()}

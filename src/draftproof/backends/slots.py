@@ -36,6 +36,7 @@ class SlotBackend(ABC):
         kind: name of the forward pass in BACKENDS.
         prefill: tokens of a prompt that are read in one pass.
         packs: whether feeds of any lengths are read in one pass without padding.
+        keeps: whether what calibration finds is kept in files; not for weights that training changes again and again.
     """
 
     kind: str
@@ -48,7 +49,7 @@ class SlotBackend(ABC):
         self.max_positions, self.bounded_by = facts.max_positions, ""
         self.capabilities = Capabilities(hidden=facts.hidden_size)
         self._cache = SlotCache(facts.max_positions) if cache is None else cache
-        self.prefill, self.packs = PREFILL_CHUNK, False
+        self.prefill, self.packs, self.keeps = PREFILL_CHUNK, False, True
         self._recorded: tuple[tuple[int, ...], ...] = ()
 
     @property

@@ -211,18 +211,27 @@ class AutoDrafter:
 
     def _build(self) -> None:
         """Go on building what is not there yet; for many requests, which it helps less, not in every round."""
-        missing = [one for one in self.sources if one.drafter is None and not one.failed]
         self._waited += 1
         if self._waited < self._batch:
             return
         self._waited = 0
-        end = time.perf_counter() + BUILD_SHARE * self._seconds / self._batch
-        for source in missing:
-            self._built = True
+        self._built = bool(self._missing)
+        self.prepare(BUILD_SHARE * self._seconds / self._batch)
+
+    @property
+    def _missing(self) -> list[Source]:
+        """Sources that are not built yet."""
+        return [one for one in self.sources if one.drafter is None and not one.failed]
+
+    def prepare(self, seconds: float) -> bool:
+        """See `PreparedDrafter`."""
+        end = time.perf_counter() + seconds
+        for source in self._missing:
             if not source.build(end):
-                return
+                return False
             if source.drafter is not None:
                 source.drafter.reuse(self._kept)
+        return True
 
     def _chosen(self, able: Sequence[DraftRequest], batch: int) -> _Choice:
         ids = [one.id for one in able]

@@ -63,6 +63,15 @@ class SessionDrafter(Protocol):
 
 
 @runtime_checkable
+class PreparedDrafter(Protocol):
+    """A drafter that makes parts of itself while it is used; they can be made before."""
+
+    def prepare(self, seconds: float) -> bool:
+        """Make parts until the time is over, one step of one part at least; whether none is missing any more."""
+        ...
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens for the rows of a batch."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import secrets
 import threading
 import time
@@ -18,7 +19,7 @@ from torch import Tensor
 from draftproof.backends.base import Backend, Feed, FeedOutput, unread
 from draftproof.backends.passes import PREFILL_CHUNK
 from draftproof.draft import Draft, Verdict
-from draftproof.drafters.base import Drafter, SessionDrafter
+from draftproof.drafters.base import Drafter, PreparedDrafter, SessionDrafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.composition import misfit, undraftable
 from draftproof.engine.memory import MemoryUse, read_bytes
@@ -294,6 +295,20 @@ class DecodingLoop:
 
     def idle(self) -> None:
         """Called when the last request has ended; for subclasses."""
+
+    @torch.inference_mode()
+    def prepare(self, seconds: float = math.inf) -> bool:
+        """Make what drafts need before requests come; else it is made between the rounds of the first requests.
+
+        Args:
+            seconds: after which no further step begins. One step is made in any case; it takes as long as rounding the
+                weights of one layer, or reading some tokens.
+
+        Returns:
+            Whether nothing is missing any more.
+        """
+        with self._lock, self._threads.set():
+            return not isinstance(self.drafter, PreparedDrafter) or self.drafter.prepare(seconds)
 
     def waits(self, request: Request) -> bool:
         """Whether a request waits for a place in the batch."""

@@ -83,14 +83,16 @@ class Composition:
         own["tokenizer"] = None if self.tokenizer is None else id(self.tokenizer)
         return tuple(own.values())
 
-    def engine(self, model: Any, draft: SlotBackend | None) -> Engine:
+    def engine(self, model: Any, draft: SlotBackend | None, *, keeps: bool = True) -> Engine:
         """A new engine around a model.
 
         Args:
             model: the target.
             draft: the draft model's backend, where there is one.
+            keeps: see `SlotBackend`.
         """
         target = backend_in_memory(model, backend=self.backend, name=_name(model), check=self.check)
+        target.keeps = keeps
         if self.max_model_len is not None:
             target.use_context(self.max_model_len)
             if draft is not None:
@@ -189,7 +191,7 @@ def _current(model: Any, composition: Composition) -> Held:
     held, version = kept.get(composition.key), weights_version(model)
     other = None if isinstance(composition.draft, str) or composition.draft is None else composition.draft
     draft_version = None if other is None else weights_version(other)
-    draft = None
+    draft, keeps = None, held is None or held.version == version
     if held is not None and (held.owner is None or held.owner() is other) and held.draft_version == draft_version:
         if held.version == version:
             return held
@@ -198,7 +200,7 @@ def _current(model: Any, composition: Composition) -> Held:
         draft = composition.draft_backend(model)
     kept.pop(composition.key, None)
     held = None  # frees its memory before the next one takes some
-    engine = composition.engine(model, draft)
+    engine = composition.engine(model, draft, keeps=keeps)
     made = Held(engine, version, draft, draft_version, None if other is None else weakref.ref(other))
     kept[composition.key] = made
     while len(kept) > _MOST:

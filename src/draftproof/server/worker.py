@@ -156,7 +156,7 @@ class EngineWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._failures = 0
-        self._ends = False
+        self._ends = self._prepared = False
         self.dead = self.failed = False
 
     # --- in the event loop's thread -------------------------------------------------------------------------------
@@ -243,7 +243,9 @@ class EngineWorker:
             self._loop.call_soon_threadsafe(self._abandon)
 
     def _take(self) -> None:
-        """Do what was asked for; waits where there is nothing else to do."""
+        """Do what was asked for; prepares drafts, or waits, where there is nothing else to do."""
+        while not self._rows and self._inbox.empty() and not self._prepared:
+            self._prepare()
         if not self._rows:
             release_team()  # an application may compute in other threads, too
             self._inbox.get()()
@@ -252,6 +254,14 @@ class EngineWorker:
                 self._inbox.get_nowait()()
             except Empty:
                 return
+
+    def _prepare(self) -> None:
+        """One step of what drafts need; else it would be made between the rounds of the first requests."""
+        try:
+            self._prepared = self._engine.prepare(0.0)
+        except Exception:  # noqa: BLE001 - whatever it is, requests are served without it
+            self._prepared = True
+            _log.exception("drafts could not be prepared")
 
     def _end(self) -> None:
         self._ends = True
