@@ -215,7 +215,7 @@ static void NAME(share_quantizing)(void *given) {
     floats largest_scale = zeros(), largest_offset = zeros(), lost = zeros();
     for (long g = 0; g < groups; g++) {
       const long here = NAME(weights_of_group)(q, block, g, w);
-      quantize_group(w, q->weights ? q->weights + g * q->group : alike, here, q->bits, numbers, &scale, &offset);
+      quantize_group(w, q->weights ? q->weights + g * q->group : alike, here, q->bits, &scale, &offset);
       largest_scale = larger(largest_scale, scale);
       largest_offset = larger(largest_offset, larger(offset, sub(zeros(), offset)));
       store_float(ranges + g * 2 * LANES, scale);
@@ -240,7 +240,7 @@ static void NAME(share_quantizing)(void *given) {
       } else {
         store_bfloat16((bfloat16 *)range, scale);
         store_bfloat16((bfloat16 *)range + LANES, offset);
-        errors_of(w, weights, here, scale, offset, most, numbers);
+        numbers_of(w, here, scale, offset, most, numbers);
       }
       if (q->mean) {
         const floats by = q->bits < 8 ? mul(scale, scale_step) : scale, from = q->bits < 8 ? mul(offset, offset_step) : offset;
