@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof.backends.recorded import RecordedStates
 from draftproof.tree import TokenTree
-
-_FIRST_STATES = 256
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Session:
         self._fresh: list[Tensor] = []  # read after `_tokens`
         self._parents: list[int] = []
         self._length = 0
-        self._states: dict[tuple[int, ...], Tensor] = {}
+        self._states: dict[tuple[int, ...], RecordedStates] = {}
 
     @property
     def tokens(self) -> list[int]:
@@ -127,16 +126,15 @@ class Session:
     def states_of(self, layers: tuple[int, ...]) -> Float[Tensor, "slots dim"] | None:
         """Hidden states of these layers side by side, of every slot; None where the backend does not record them."""
         found = self._states.get(layers)
-        return None if found is None else found[: self._length]
+        return None if found is None else found.first(self._length)
 
     def states_at(self, slots: Sequence[int], layers: tuple[int, ...] = ()) -> Float[Tensor, "slots dim"]:
         """States of some slots in use; a view where the slots are consecutive."""
-        states = self._states[layers]
+        states = self._states[layers].first(self._length)
         first, last = slots[0], slots[-1]
         neighbours = last - first + 1 == len(slots) and list(slots) == list(range(first, last + 1))
         return states[first : last + 1] if neighbours else states[list(slots)]
 
-    @torch.inference_mode()
     def remember(self, states: Float[Tensor, "tokens dim"], layers: tuple[int, ...] = ()) -> None:
         """Record hidden states of the tokens of the next `read` (called by backends, before `read`).
 
@@ -146,16 +144,11 @@ class Session:
             states: of the layers, side by side.
             layers: which; () for the states after the last layer and its norm.
         """
-        end = self._length + states.shape[0]
-        known = self._states.get(layers)
-        if known is None and self._length:
-            return
-        if known is None or end > known.shape[0]:
-            grown = states.new_empty((max(end + end // 4, _FIRST_STATES), states.shape[1]))
-            if known is not None:
-                grown[: self._length] = known[: self._length]
-            known = self._states[layers] = grown
-        known[self._length : end] = states
+        if layers not in self._states:
+            if self._length:
+                return
+            self._states[layers] = RecordedStates()
+        self._states[layers].add(self._length, states)
 
     def keep(self, base: int, nodes: Sequence[int] = ()) -> int:
         """Forget every slot but [0, base) and the tail nodes `nodes`, which become the end of the stem.
@@ -207,10 +200,9 @@ class Session:
     def _gather(self, base: int, slots: Sequence[int]) -> None:
         """Move the contents of `slots` to base, base + 1, ...; without a cache there is nothing to move."""
 
-    @torch.inference_mode()
     def _gather_states(self, base: int, slots: Sequence[int]) -> None:
         for states in self._states.values():
-            states[base : base + len(slots)] = states[slots]
+            states.move(base, slots)
 
     def fork(self, length: int) -> Session | None:
         """A session of its own that begins with a copy of this one's first slots; None where that is not possible.
@@ -221,7 +213,7 @@ class Session:
         made = self._empty()
         if made is not None:
             made._tokens, made._length = self.tokens[:length], length  # noqa: SLF001 - of this class
-            made._states = {layers: states[:length].clone() for layers, states in self._states.items()}  # noqa: SLF001
+            made._states = {layers: states.copy(length) for layers, states in self._states.items()}  # noqa: SLF001
         return made
 
     def _empty(self) -> Session | None:
@@ -235,9 +227,8 @@ class Session:
 
     def trim(self) -> None:
         """Give back the memory of what is not in use; a session without a tail only."""
-        for layers, states in self._states.items():
-            if states.shape[0] > self._length:
-                self._states[layers] = states[: self._length].clone()
+        for states in self._states.values():
+            states.trim(self._length)
 
     def close(self) -> None:
         """Release the session's memory; the session must not be used again."""

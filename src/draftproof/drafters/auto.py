@@ -35,6 +35,7 @@ from draftproof.theory.cost import RoundCosts
 _log = logging.getLogger(__name__)
 
 BUILD_SHARE = 0.5  # time for building a source beside one request, as a share of the last round
+TOGETHER = 8  # requests for whom every round is worth a choice; with more, not every plain round is
 LOOKUP_KEY = "lookup"  # of its figures in a file
 LOOKUP = 16  # longest draft of a lookup, and longest suffix that it looks for
 TRIED = 4  # tokens of a lookup that is tried again, and of the match that it needs
@@ -141,6 +142,7 @@ class AutoDrafter:
         self._accepted = 0  # tokens of the round
         self._seconds = 0.0
         self._waited = 0  # rounds in which nothing was built
+        self._plain = 0  # plain rounds in a row
         self._kept = KeptSessions(0)
         self._latest: Source | None = None
 
@@ -176,11 +178,14 @@ class AutoDrafter:
     def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         """See Drafter; nothing is drafted in the round that reads a request's prompt."""
         able = [one for one in requests if one.limit > 0 and len(one.tokens) > one.prompt_length]
-        self._choice, self._built, self._batch, self._accepted = _Choice(), False, len(requests), 0
+        before, batch = self._choice, len(requests)
+        self._choice, self._built, self._batch, self._accepted = _Choice(), False, batch, 0
         self._matched.clear()
+        self._plain = 0 if before.source is not None or before.looked else self._plain + 1
         if able:
             self._build()
-            self._choice = self._chosen(able, len(requests))
+            if self._plain % -(-batch // TOGETHER) == 0:
+                self._choice = self._chosen(able, batch)
         choice = self._choice
         drafts = [Draft.empty() for _ in requests] if choice.source is None else self._drawn(choice, requests, rng)
         device = drafts[0].tree.tokens.device

@@ -219,7 +219,7 @@ class Auto(StopperBase):
             learned.passes.interrupted()
         else:
             learned.learn(time, self._widest, drafting=not self._reads_much)
-            learned.settle(time, self._accepted / time.rows)
+            learned.settle(time, self._accepted / time.rows, caught_up=self._reads_much)
         self._accepted = 0
 
     def release(self, row: int) -> None:

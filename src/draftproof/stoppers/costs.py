@@ -26,7 +26,7 @@ SHORT, LONG = 1.0, 8.0  # drafted tokens at which an assumption counts as a figu
 DOUBT = 1.5  # figures further from the line than this factor contradict it
 OUTLIER = 3.0  # figures further from the others than this factor do not count
 LOSS, REGAIN, DEBT = 2.0, 0.01, 2.0  # plain rounds of one request that may be lost at first, regained, and owed
-UNSETTLED = 6  # drafted rounds whose gain is not counted yet, while little is known of costs
+UNSETTLED = 6  # drafted rounds of one request whose gain is not counted yet, while little is known of costs
 UNKNOWN = RoundCosts(target=1.0, draft=0.35, token=0.02, more=0.05, begin=0.05)
 
 
@@ -279,7 +279,7 @@ class LearnedCosts:
     _drafting: dict[int, Line] = field(default_factory=dict)
     _more: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _current: dict[int, RoundCosts] = field(default_factory=dict)
-    _unsettled: deque[tuple[RoundTime, Mean]] = field(default_factory=deque)  # drafted rounds, with accepted tokens
+    _unsettled: deque[tuple[RoundTime, Mean, bool]] = field(default_factory=deque)  # arguments of `settle`
     _version: int = -1  # of the passes that `_current` and the fits of drafting are for
 
     @property
@@ -335,28 +335,34 @@ class LearnedCosts:
                 self._more.append(max(share - start - slope * time.depth, 0.0) / time.depth / (drafts - 1))
         self.passes.learn(time)
 
-    def settle(self, time: RoundTime, accepted: Mean) -> None:
+    def settle(self, time: RoundTime, accepted: Mean, *, caught_up: bool = False) -> None:
         """Count what a round gained over plain decoding; the first drafts count when more is known of costs.
+
+        Rounds of many requests cost more and show more, so fewer of them wait to be counted.
 
         Args:
             time: of the round.
             accepted: accepted tokens of a request, the mean over all.
+            caught_up: whether the draft model first had to read other tokens.
         """
         if not time.depth:
             self.passes.allowance.settle(0.0, time.rows)
             return
-        self._unsettled.append((time, accepted))
-        while self._unsettled and (len(self._unsettled) > UNSETTLED or not self.lacks(time.rows)):
+        self._unsettled.append((time, accepted, caught_up))
+        most = UNSETTLED // time.rows
+        while self._unsettled and (len(self._unsettled) > most or not self.lacks(time.rows)):
             settled = self._unsettled.popleft()
             self.passes.allowance.settle(self._gained(*settled), settled[0].rows)
 
-    def _gained(self, time: RoundTime, accepted: Mean) -> float:
+    def _gained(self, time: RoundTime, accepted: Mean, caught_up: bool) -> float:
         """Plain rounds that a round gained; the time of drafting is what was seen or what is known, the less of them.
 
-        What was seen may be an outlier, and what is known a figure from a busy machine.
+        What was seen may be an outlier, and what is known a figure from a busy machine. What a draft model had to catch
+        up with is only seen.
         """
         rest, (begin, draft) = self.passes.rest(time.rows, time.nodes), self._line(size_class(time.rows)).fitted
-        return 1 + accepted - rest - min(begin + draft * time.depth, rest * time.draft / max(time.rest, 1e-9))
+        seen = rest * time.draft / max(time.rest, 1e-9)
+        return 1 + accepted - rest - (seen if caught_up else min(begin + draft * time.depth, seen))
 
     def lacks(self, rows: int) -> bool:
         """Whether there are too few figures of this number of requests to choose by them."""
