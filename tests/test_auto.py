@@ -490,6 +490,25 @@ def test_tries_are_paid_from_an_allowance(rows):
     assert allowance.left == LOSS
 
 
+@pytest.mark.parametrize(("rows", "waits"), [(1, 6), (2, 3), (4, 1), (8, 0), (16, 0)])
+def test_tries_of_many_requests_are_counted_at_once(rows, waits):
+    """While little is known of costs, the gains of some tries wait to be counted: 6 of one request, fewer of more."""
+    costs = LearnedCosts()
+    for number in range(waits + 1):
+        costs.settle(RoundTime(2.0, 1.5, rows, 1, 1), 0.0)
+        assert (costs.passes.allowance.left < LOSS) == (number == waits)
+
+
+def test_what_a_draft_model_caught_up_with_is_counted():
+    left = []
+    for caught_up in (False, True):
+        costs = LearnedCosts()
+        costs.settle(RoundTime(4.0, 1.0, 16, 1, 1), 0.0, caught_up=caught_up)
+        left.append(costs.passes.allowance.left)
+    assert left[0] > -1, "else what was seen may be an outlier, and what is known counts"
+    assert left[1] == -DEBT * 4
+
+
 @pytest.mark.usefixtures("clock")
 def test_the_time_of_several_drafts_is_not_taken_for_that_of_one():
     """Though the request ended in that round, and the stopper knows it no more."""

@@ -251,6 +251,35 @@ def rounds_of_a_batch(drafter, texts, rounds, accept):
     return made
 
 
+@pytest.mark.parametrize(("size", "every"), [(1, 1), (8, 1), (9, 2), (16, 2), (32, 4)])
+def test_many_requests_do_not_choose_in_every_plain_round(size, every, monkeypatch):
+    drafter = AutoDrafter([], SuffixDrafter(16, threshold=0.0, shared=False), PassCosts(2.0))
+    texts = [[n % 40, (7 * n + 1) % 40, (11 * n + 3) % 40] for n in range(size)]
+    choices, made = [], []
+    chosen = drafter._chosen
+    monkeypatch.setattr(drafter, "_chosen", lambda *given: choices.append(len(made)) or chosen(*given))
+    for _ in range(12):
+        made += rounds_of_a_batch(drafter, texts, 1, lambda n: n)
+    assert not any(map(any, made)), "nothing pays"
+    assert choices == list(range(every - 1, 12, every))
+
+
+def test_after_a_round_with_drafts_many_requests_choose_again(monkeypatch):
+    passes = PassCosts()
+    passes.restore({"16": [1.0, 0.1]})
+    drafter = AutoDrafter([], SuffixDrafter(4, threshold=0.0, shared=False), passes)
+    texts = [[0, 1, 2, 3, 4] * 5, *([8 + n, 20 + n % 20, 30 + n % 10] for n in range(15))]
+    choices, made = [], []
+    chosen = drafter._chosen
+    monkeypatch.setattr(drafter, "_chosen", lambda *given: choices.append(len(made)) or chosen(*given))
+    for _ in range(12):
+        made += rounds_of_a_batch(drafter, texts, 1, lambda n: n)
+    drafted = [number for number, lengths in enumerate(made) if any(lengths)]
+    assert len(drafted) >= 2
+    assert {number + 1 for number in drafted} - {12} <= set(choices)
+    assert set(choices) < set(range(12)), "not in every plain round"
+
+
 def test_each_request_is_looked_up_as_far_as_its_tokens_pay():
     passes = PassCosts()
     passes.restore({"8": [1.0, 0.5]})
@@ -291,8 +320,9 @@ def test_the_cost_of_lookups_is_learned(monkeypatch, sources):
     assert looked[-100:].count(True) <= 5
 
 
-def test_sources_are_built_in_steps_and_only_when_they_are_needed():
-    steps = []
+def built_in_steps(steps):
+    """A drafter over one source that takes four steps to build, and appends the number of each."""
+    stopper = Auto(RoundCosts(1.0, 0.1), 2)
 
     def building():
         for step in range(4):
@@ -300,9 +330,12 @@ def test_sources_are_built_in_steps_and_only_when_they_are_needed():
             yield None
         yield ModelDrafter(DraftModel(TableModel(3, 2, order=2), vocab_size=3), stopper)
 
-    stopper = Auto(RoundCosts(1.0, 0.1), 2)
-    drafter = AutoDrafter([Source("slow", stopper, building())], None, PassCosts())
-    under_test = Engine(TableModel(3, 1), drafter)
+    return AutoDrafter([Source("slow", stopper, building())], None, PassCosts())
+
+
+def test_sources_are_built_in_steps_and_only_when_they_are_needed():
+    steps = []
+    under_test = Engine(TableModel(3, 1), built_in_steps(steps))
     assert not steps, "not before the first request"
     under_test.generate([[0, 1]], SamplingParams(max_tokens=1))
     assert not steps, "not before the first token"
@@ -313,15 +346,7 @@ def test_sources_are_built_in_steps_and_only_when_they_are_needed():
 
 def test_sources_can_be_built_before_the_first_request():
     steps = []
-
-    def building():
-        for step in range(4):
-            steps.append(step)
-            yield None
-        yield ModelDrafter(DraftModel(TableModel(3, 2, order=2), vocab_size=3), stopper)
-
-    stopper = Auto(RoundCosts(1.0, 0.1), 2)
-    under_test = Engine(TableModel(3, 1), AutoDrafter([Source("slow", stopper, building())], None, PassCosts()))
+    under_test = Engine(TableModel(3, 1), built_in_steps(steps))
     assert not under_test.prepare(0.0)
     assert steps == [0], "one step, however short the time"
     assert under_test.prepare()
