@@ -127,9 +127,14 @@ BROKEN = {
     "written by others": open_to_others,
     "NaN": with_sums(lambda found, _: found.update({"0.qkv": found["0.qkv"] * float("nan")})),
     "a negative square": with_sums(lambda found, _: found.update({"0.qkv": found["0.qkv"] - 1e9})),
+    "another type": with_sums(lambda found, _: found.update({"0.qkv": found["0.qkv"].double()})),
+    "one sum only": with_sums(lambda found, _: found.update({"0.qkv": found["0.qkv"][:1]})),
     "a matrix is missing": with_sums(lambda found, _: found.__delitem__("0.qkv")),
     "no rows": with_sums(lambda _, about: {**about, "rows": "{}"}),
     "rows of no number": with_sums(lambda _, about: {**about, "rows": "no JSON"}),
+    "rows without end": with_sums(
+        lambda _, about: {**about, "rows": json.dumps(dict.fromkeys(json.loads(about["rows"]), float("inf")))}
+    ),
     "fewer than one row": with_sums(
         lambda _, about: {**about, "rows": json.dumps(dict.fromkeys(json.loads(about["rows"]), -1))}
     ),

@@ -94,7 +94,7 @@ def _read(place: Path, statistics: Mapping[str, InputStatistics]) -> bool:
         with safe_open(place, "pt") as file:
             rows = {name: int(json.loads((file.metadata() or {})["rows"])[name]) for name in statistics}
             found = {name: (count, file.get_tensor(name)) for name, count in rows.items() if count}
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
         if not isinstance(error, FileNotFoundError):
             _log.info("%s cannot be used (%s): inputs are measured again", place, reason(error))
         return False
@@ -109,7 +109,8 @@ def _read(place: Path, statistics: Mapping[str, InputStatistics]) -> bool:
 
 
 def _sensible(sums: Tensor) -> bool:
-    return sums.dim() == 2 and len(sums) == 2 and bool(sums.isfinite().all()) and bool((sums[1] >= 0).all())
+    form = sums.dtype == torch.float32 and sums.dim() == 2 and len(sums) == 2
+    return form and bool(sums.isfinite().all()) and bool((sums[1] >= 0).all())
 
 
 def _keep(place: Path, statistics: Mapping[str, InputStatistics], name: str) -> None:
