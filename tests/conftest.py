@@ -14,17 +14,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read once, while triton is imported, which peft does too. Tests on a device shall use what its users get.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
-from jaxtyping import install_import_hook
+import type_checks
 
-install_import_hook("draftproof", "type_checks.counted")
+type_checks.install("draftproof")
 
 import pytest
 from hypothesis import settings
 
-import type_checks
 from draftproof.engine.engine import Engine
 from draftproof.stoppers.costs import LearnedCosts
 
+pytest_plugins = ("processor_time",)
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: tests interrupt programs
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,8 +35,7 @@ settings.load_profile("draftproof")
 @pytest.fixture(autouse=True)
 def checks_from_the_start():
     """Each test begins with the checks of shapes and types on."""
-    if not os.environ.get("JAXTYPING_DISABLE"):
-        type_checks.start()
+    type_checks.start()
 
 
 @pytest.fixture(autouse=True)

@@ -1,34 +1,64 @@
-"""Checks of shapes and types: every function of the package, in the first calls of each test.
+"""Checks of shapes and types: every function of the package, in its first calls of each test.
 
-Long tests repeat the same calls thousands of times, and checks take two thirds of their time.
+Long tests repeat the same calls thousands of times, and checks took two thirds of their time. A check is compiled at
+the first call that needs it, so that importing the package stays fast.
 """
 
+import dataclasses
 import functools
+import inspect
 
 import beartype
 import jaxtyping
 
-MOST = 20_000  # checks of a test
-_made = 0
+MOST = 30  # checked calls of a function in a test
+MOST_CLOSURES = 3  # checked closures of one inner function in a test: each has to be compiled again
+_compiled = jaxtyping.jaxtyped
+_test = 0
+_made = {}  # inner functions, by their code: test and number of closures that were made
 
 
-def counted(function):
-    """beartype's decorator, which switches all checks off after `MOST` of them."""
-    checked = beartype.beartype(function)
+def install(package):
+    """Check what is imported from a package from now on."""
+    jaxtyping.jaxtyped = limited  # the import hook decorates with what has this name
+    jaxtyping.install_import_hook(package, "beartype.beartype")
 
-    @functools.wraps(checked)
+
+def start():
+    """A test begins: every function is checked again."""
+    global _test  # noqa: PLW0603
+    _test += 1
+
+
+def limited(function=None, *, typechecker=beartype.beartype):
+    """jaxtyping's decorator, for the first `MOST` calls of a function in each test; later ones go to it directly."""
+    if function is None:
+        return functools.partial(limited, typechecker=typechecker)
+    if inspect.isclass(function):
+        if dataclasses.is_dataclass(function) and "__init__" in vars(function):
+            function.__init__ = limited(function.__init__, typechecker=typechecker)
+        return function
+    if "<locals>" in function.__qualname__ and not _few_closures(function.__code__):
+        return function
+    checked, test, calls = None, -1, 0
+
+    @functools.wraps(function)
     def call(*args, **kwargs):
-        global _made  # noqa: PLW0603
-        _made += 1
-        if _made == MOST:
-            jaxtyping.config.update("jaxtyping_disable", True)
+        nonlocal checked, test, calls
+        if test != _test:
+            test, calls = _test, 0
+        if calls >= MOST:
+            return function(*args, **kwargs)
+        calls += 1
+        if checked is None:
+            checked = _compiled(function, typechecker=typechecker)
         return checked(*args, **kwargs)
 
     return call
 
 
-def start():
-    """Check from now on."""
-    global _made  # noqa: PLW0603
-    _made = 0
-    jaxtyping.config.update("jaxtyping_disable", False)
+def _few_closures(code):
+    test, made = _made.get(code, (_test, 0))
+    made = made + 1 if test == _test else 1
+    _made[code] = _test, made
+    return made <= MOST_CLOSURES

@@ -22,6 +22,7 @@ from draftproof.backends.layout import Layout
 from draftproof.backends.lean_layers import Lean
 from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
 from draftproof.backends.probe import Probe
+from draftproof.backends.slot_cache import SlotCache
 from draftproof.backends.slots import SlotBackend
 from draftproof.backends.traits import Traits, UnreadError, is_stock, seen_traits, traits_of
 from draftproof.backends.windows import windows_of

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftproof.functional.checks import check_chain
 from draftproof.kernels import native
 from draftproof.kernels.choose import Way, fused, way
+from draftproof.kernels.operations import Operations
 from draftproof.rng import Rng
 
 

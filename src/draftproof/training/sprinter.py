@@ -75,7 +75,7 @@ def predict(head: Head, rows: JudgeRows, labels: Labels) -> dict[str, float]:
 
 
 def position_distribution(
-    p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], accepted: Bool[Tensor, "rows #vocab"]
+    p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"], accepted: Bool[Tensor, " rows #vocab"]
 ) -> Float[Tensor, "rows vocab"]:
     """The output distribution of a drafted position: y ~ q is kept where the verifier accepts it, else token-verified.
 

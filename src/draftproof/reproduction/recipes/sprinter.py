@@ -137,7 +137,7 @@ def table2(experiments: Experiments) -> Outcome:
                 answers[row, f"tokens {data}"] = OurNumber(counts["tokens"], 0.25, mine, "another pair, another text")
                 for kind, value in times.items():
                     answers[row, f"{kind} {data}"] = OurNumber(value, 0.05, tuple(faster), OTHER_SECONDS, timed=True)
-    outcome.claims += _quality_claims(experiments, runs, at, draft)
+    outcome.claims += _quality_claims(experiments, runs, at, outcome)
     outcome.notes.append(
         "Tokens: draft tokens kept a target call. SPRINTER's verifier is the shipped one (threshold 0.5, at most 20 "
         "tokens a draft). Quality is the answers' log-probability under the target at temperature 1."
@@ -267,7 +267,8 @@ def wins_over(experiments: Experiments, ours: PlannedRun, other: PlannedRun) -> 
 def _work(experiments: Experiments, sums: Tensor) -> dict[str, Statistic]:  # noqa: ARG001 - the columns are those of FIELDS
     """Millions of operations a token: of SPRINTER (run 0) and the other method (run 1)."""
     sizes = {
-        side: shape_of(lab.backend(name).config) for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
+        side: shape_of(experiments.backend(name).config)
+        for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
     }
     per = {side: pass_flops(shape, 1, 32) / 1e6 for side, shape in sizes.items()}
 
