@@ -79,9 +79,9 @@ def main() -> None:
                 for temperature in TEMPERATURES:
                     shift = (turn + number) % len(names)
                     for name in names[shift:] + names[:shift]:
-                        made = _run(engines[name], prompt, temperature, given.tokens, 1000 * given.seed + number)
+                        run = _run(engines[name], prompt, temperature, given.tokens, 1000 * given.seed + number)
                         at = {"kind": kind, "prompt": number, "temperature": temperature, "turn": turn, "head": name}
-                        found["runs"] += [{**at, **made}] if turn else []
+                        found["runs"] += [{**at, **run}] if turn else []
         _say(f"runs: turn {turn} of {given.turns}")
     title = f"Formats of draft heads for {given.target}"
     Results(title, _lines(given, found), found, facts).write(given.out)
@@ -135,7 +135,7 @@ def _engine(given: argparse.Namespace, drafter: str | None) -> Engine:
     """A target of its own, so that no other head's states are recorded, with a drafter of four tokens."""
     if drafter is None:
         return Engine.load(given.target, drafter="none", dtype=given.dtype, max_batch=1)
-    more = {"drafter": drafter, "stopper": f"fixed:{PLACES}", "verifier": "block"}
+    more: dict[str, Any] = {"drafter": drafter, "stopper": f"fixed:{PLACES}", "verifier": "block"}
     return Engine.load(given.target, dtype=given.dtype, max_batch=1, **more)
 
 

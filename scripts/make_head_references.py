@@ -33,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 VOCAB, DRAFTED, WIDTH, LAYERS, STEPS = 40, 24, 16, 7, 4
 TARGET = "tiny-target"
 IDS = [3, 17, 5, 29, 8, 30, 11, 2, 39, 21, 14, 6]
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
     "intermediate_size": 24,
@@ -78,8 +78,8 @@ EAGLE3 = {
     },
 }
 
-SLIDING = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
-DFLASH = {
+SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+DFLASH: dict[str, dict[str, Any]] = {
     "dflash_full": {"layer": Qwen3Config(**SHAPE, num_hidden_layers=2), "drafted": DRAFTED, "layers": [1, 4, 6]},
     "dflash_sliding": {
         "layer": Qwen3Config(**SHAPE, num_hidden_layers=2, **SLIDING),
@@ -120,7 +120,7 @@ def proposal(algorithm: str, steps: int = STEPS) -> SpeculatorsConfig:
 
 def target_states(model: Any) -> tuple[list[Tensor], Tensor]:
     """The hidden states after every layer, 0 before the first, without the final norm; and with it."""
-    found = {}
+    found: dict[str, Any] = {}
     handle = model.model.layers[-1].register_forward_hook(lambda _m, _i, made: found.update(last=made))
     with torch.no_grad():
         out = model(input_ids=torch.tensor([IDS]), output_hidden_states=True)

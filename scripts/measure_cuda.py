@@ -78,7 +78,7 @@ SMALL = {
 
 def turns(calls: Calls, repeats: int, device: torch.device) -> Seconds:
     """Seconds of each call in each turn, after one turn that warms up."""
-    found = {name: [] for name in calls}
+    found: Seconds = {name: [] for name in calls}
     for repeat in range(repeats + 1):
         for name, call in calls.items():
             finish(device)
@@ -160,7 +160,8 @@ def generate(model: Any, ids: list[int], tokens: int) -> list[int]:
     """Greedy tokens of transformers' own generation."""
     prompt = torch.tensor([ids], device=model.device)
     options = {"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0}
-    return model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, len(ids) :].tolist()
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return [int(token) for token in made[0, len(ids) :]]
 
 
 def launches(call: Callable[[], object], device: torch.device) -> tuple[int | None, float | None]:
@@ -171,7 +172,7 @@ def launches(call: Callable[[], object], device: torch.device) -> tuple[int | No
     with torch.profiler.profile(activities=kinds) as seen:
         call()
         finish(device)
-    own = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    own = [event for event in seen.events() if event.device_type.name == "CUDA"]
     return len(own), sum(event.time_range.elapsed_us() for event in own) / 1000
 
 
@@ -184,7 +185,8 @@ def decoding(
     ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = generate(plain, ids, options.tokens)
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
-    calls, backends, same, lines = {"transformers": lambda: generate(plain, ids, options.tokens)}, {}, {}, []
+    calls: dict[str, Callable[[], object]] = {"transformers": lambda: generate(plain, ids, options.tokens)}
+    backends, same, lines = {}, {}, []
     for kind, make in BACKENDS.items():
         try:
             model = plain if kind == "hf" else model_of(config, dtype, device)
@@ -211,7 +213,7 @@ def decoding(
     lines += table(("way", "tokens a second", "over transformers", "equal tokens at the beginning"), cells)
     found_wide, rows = passes(backends, ids, 5 * options.repeats, device)
     lines += ["", *rows]
-    found_rounds = {}
+    found_rounds: Any = {}
     if "compiled" in backends:
         found_rounds, rows = rounds(backends["compiled"], ids, options, device)
         lines += ["", *rows]

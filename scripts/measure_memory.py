@@ -56,11 +56,12 @@ def settled(length: int, *, tokens: int = 100_000) -> SamplingParams:
 
 def memory(engine: Engine, figures: dict[str, Any], long: int) -> list[str]:
     """Sequences of very different lengths: what they take, and what is left when they end."""
-    cache, lengths = engine.target.cache, [long, *[SHORT] * OTHERS]
+    target: Any = engine.target  # of a kind that has slots
+    cache, lengths = target.cache, [long, *[SHORT] * OTHERS]
     before = resident()
-    sessions = [engine.target.open() for _ in lengths]
+    sessions = [target.open() for _ in lengths]
     for session, length in zip(sessions, lengths, strict=True):
-        engine.target.forward([Feed(session, words(length, session.slot))])
+        target.forward([Feed(session, words(length, session.slot))])
     own, taken, grown = cache.token_nbytes * sum(lengths), cache.nbytes, resident() - before
     block = cache.token_nbytes * len(lengths) * max(lengths)
     sessions[0].close()
@@ -89,7 +90,8 @@ def _mb(size: int) -> str:
 
 def use_cache(engine: Engine, cache: SlotCache) -> SlotCache:
     """Let new sessions be in this cache."""
-    engine.target._cache = cache  # noqa: SLF001 - nobody else changes it
+    target: Any = engine.target
+    target._cache = cache  # noqa: SLF001 - nobody else changes it
     return cache
 
 
@@ -116,12 +118,13 @@ def speed(engine: Engine, figures: dict[str, Any], _: int) -> list[str]:
 def _decoded(engine: Engine, batch: int, *, paged: bool) -> Any:
     """Does one pass of plain decoding over sequences in a cache of its own; returns seconds."""
     target, right = engine.target, pages.paged
+    paging: Any = pages
     cache = use_cache(engine, SlotCache(engine.target.max_positions))
-    pages.paged = right if paged else lambda _: False
+    paging.paged = right if paged else lambda _: False
     sessions = [target.open() for _ in range(batch)]
     tokens = [words(200, number) for number in range(batch)]
     target.forward([Feed(session, known) for session, known in zip(sessions, tokens, strict=True)])
-    pages.paged = right
+    paging.paged = right
 
     def step() -> float:
         use_cache(engine, cache)

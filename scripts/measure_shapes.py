@@ -36,7 +36,7 @@ _RANDOM = 1 << 20  # different random weights; the rest repeats them
 
 def configs() -> dict[str, Any]:
     """Configurations with the shapes of models that people run."""
-    qwen = {
+    qwen: dict[str, Any] = {
         "vocab_size": 151936,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
@@ -70,7 +70,7 @@ def configs() -> dict[str, Any]:
             num_hidden_layers=20,
             num_attention_heads=16,
             num_key_value_heads=4,
-            head_dim=64,
+            head_dim=64,  # type: ignore[call-arg] # taken with further fields
             num_experts=48,
             num_experts_per_tok=8,
             norm_topk_prob=True,

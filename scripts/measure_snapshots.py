@@ -41,7 +41,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 def configs() -> dict[str, Any]:
     """A configuration of each kind of recurrent layer."""
-    wide = {"vocab_size": 32000, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4}
+    wide: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4}
     return {
         "qwen3_5_text (linear attention)": transformers.Qwen3_5TextConfig(
             **wide,
@@ -111,7 +111,8 @@ class Counted:
     def __call__(self, feeds: Sequence[Feed], **options: Any) -> list[FeedOutput]:
         """The target's forward pass."""
         self.read += sum(len(feed) for feed in feeds)
-        return self.forward(feeds, **options)
+        made: list[FeedOutput] = self.forward(feeds, **options)
+        return made
 
 
 def run(target: Any, drafter: Any, tokens: int) -> Run:

@@ -28,7 +28,7 @@ PATIENCE = 8  # number of batches without a new instruction after which the scri
 
 def opening(engine: Engine) -> list[int]:
     """Token ids of the chat template up to the first word of the user."""
-    text = engine.chat_text([{"role": "user", "content": MARK}])
+    text = engine.prompts.chat_text([{"role": "user", "content": MARK}])
     if text.count(MARK) != 1:
         raise UserError(f"the chat template of {engine.target.name} does not show the user's words exactly once")
     return list(engine.tokenizer(text[: text.index(MARK)], add_special_tokens=False)["input_ids"])

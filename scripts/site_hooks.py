@@ -98,7 +98,7 @@ def command_paths() -> dict[str, str]:
 
 def command_pages() -> dict[str, str]:
     """Every page of the command line: its path and its text."""
-    root = typer.main.get_command(app)
+    root: Any = typer.main.get_command(app)  # a group
     context = root.make_context("draftproof", ["--debug", "generate"])
     made = {}
     for page, name in command_paths().items():

@@ -196,7 +196,8 @@ class Soak:
 
     async def tool(self, client: httpx.AsyncClient, number: int, body: dict[str, Any]) -> None:
         """A call of a tool."""
-        ask = {"messages": [{"role": "user", "content": body["prompt"]}], "tools": [TOOL], "tool_choice": "required"}
+        asked = [{"role": "user", "content": body["prompt"]}]
+        ask: dict[str, Any] = {"messages": asked, "tools": [TOOL], "tool_choice": "required"}
         ask |= {"seed": body["seed"], "max_tokens": 60, "parallel_tool_calls": False}
         made = await self.served(client, "chat/completions", ask)
         (call,) = made["choices"][0]["message"]["tool_calls"]

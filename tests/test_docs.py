@@ -187,6 +187,20 @@ def test_variables_that_are_named_are_read():
             assert f'"{name}"' in sources, f"{name_of(page)} names {name}, which nothing reads"
 
 
+def results_that_are_listed(index):
+    """Pages and folders in the first column of the list of results."""
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \| [^|]+ \|$", index, re.MULTILINE)
+    return sorted(set(re.findall(r"[a-z]\w*(?:\.md|/)", " ".join(rows))))
+
+
+def test_every_result_that_is_listed_exists_and_every_page_is_listed():
+    folder = DOCS / "results"
+    listed = results_that_are_listed(text_of(folder / "README.md"))
+    there = {f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir()}
+    assert listed == sorted(name for name in there if name.endswith(("/", ".md")) and name != "README.md")
+    assert results_that_are_listed("| gone.md, old/ | a | b | c |\n") == ["gone.md", "old/"]
+
+
 # --- the front page -----------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ def engine(write=None, template="<user>{}</user>"):
     return SimpleNamespace(
         target=SimpleNamespace(name="toy"),
         tokenizer=tokenizer,
-        chat_text=lambda messages: template.format(messages[0]["content"]),
+        prompts=SimpleNamespace(chat_text=lambda messages: template.format(messages[0]["content"])),
         generate=write,
     )
 
