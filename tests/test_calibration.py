@@ -18,9 +18,8 @@ from draftproof.backends.self_draft import QuantizedBackend
 from draftproof.kernels import native
 from draftproof.kernels.operations import Interleaved, MeasuredInputs
 from helpers import ROPE, random_model
-from test_native import LEVELS, OPERATIONS, drawn, dtype, level  # noqa: F401 - fixtures
+from native_levels import OPERATIONS, drawn, needs_native
 
-needs_native = pytest.mark.skipif(not LEVELS, reason="no native operations on this machine")
 WIDE = {**ROPE, "head_dim": 32}
 
 
@@ -35,7 +34,7 @@ def uneven_model(seed=0):
 
 
 @pytest.mark.parametrize("group", [32, 64])
-def test_errors_are_small_where_they_count(group, dtype, level):  # noqa: F811
+def test_errors_are_small_where_they_count(group, dtype, level):
     weight, quantize = Interleaved.of(drawn(1, 40, 130, dtype=dtype)), OPERATIONS[dtype].quantize
     counts = torch.ones(130)
     counts[::5] = 50.0
@@ -53,7 +52,7 @@ def test_errors_are_small_where_they_count(group, dtype, level):  # noqa: F811
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("group", [32, 64])
-def test_what_outputs_lack_on_the_mean(bits, group, dtype, level):  # noqa: F811
+def test_what_outputs_lack_on_the_mean(bits, group, dtype, level):
     weight = Interleaved.of(drawn(1, 40, 130, dtype=dtype))
     mean = torch.randn(130, generator=torch.Generator().manual_seed(2))
     made = OPERATIONS[dtype].quantize(weight, bits, group, MeasuredInputs(torch.ones(130), mean))

@@ -32,6 +32,7 @@ from docs_pages import (
 from draftproof import Engine, SamplingParams
 from draftproof.cli import app
 from draftproof.engine.registry import DRAFTERS, STOPPERS, VERIFIERS
+from each import for_each
 
 SHELL = ("sh", "console")
 # Options of other programs that pages name.
@@ -44,7 +45,7 @@ NAMES = {
     "verifier": set(VERIFIERS),
 }
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+by_page = for_each(PAGES, name_of)
 
 
 def is_run(page):
@@ -97,6 +98,23 @@ def test_options_inside_sentences_exist(page):
     if page.parent.name == "results" or "results" in page.parts:
         return  # commands of their day
     assert named <= EVERY_OPTION | OTHERS, f"{name_of(page)} names options that no command has"
+
+
+def test_all_pages_are_looked_at_and_all_failures_reported():
+    """Negative control of the tests of many pages in one case."""
+    seen = []
+
+    @for_each([1, 2, 3])
+    def look(item):
+        seen.append(item)
+        assert item == 2, "not two"
+        pytest.fail("by pytest")
+
+    with pytest.raises(
+        AssertionError, match=r"(?s)3 of 3 failed:\n1: AssertionError: not two.*\n2: Failed: by pytest\n3: "
+    ):
+        look()
+    assert seen == [1, 2, 3]
 
 
 @pytest.mark.parametrize("wrong", ["generat x", "generate --no-such x", "generate --n x", "generate x --verifier best"])
@@ -211,7 +229,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "CHANGELOG.md", ROOT / "THIRD_PARTY_NOTICES.md"], ids=name_of)
+@for_each([README, ROOT / "CHANGELOG.md", ROOT / "THIRD_PARTY_NOTICES.md"], name_of)
 def test_links_lead_somewhere(page):
     for file, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", text_of(page)):
         goal = page.parent / file if file else page

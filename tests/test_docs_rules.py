@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftproof.engine.registry import LOSSY, VERIFIERS
+from each import for_each
 
 PAGES = Path(__file__).parent.parent / "docs" / "rules"
 INDEX = PAGES / "README.md"
@@ -24,7 +25,7 @@ ROW = re.compile(r"^\| \[(\w+)\]\((\w+)\.md\) \| [^|]+ \| (lossless|lossy) \| [^
 SNIPPET = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
-by_name = pytest.mark.parametrize("page", RULES, ids=lambda page: page.stem)
+by_name = for_each(RULES, lambda page: page.stem)
 
 
 def text(page):
@@ -63,12 +64,12 @@ def test_pages_have_the_same_sections(page):
     assert re.findall(r"^## (.+)$", text(page), re.MULTILINE) == SECTIONS
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+@for_each(VERIFIERS)
 def test_pages_say_how_the_engine_calls_the_rule(name):
     assert f"--verifier {name}" in text(PAGES / f"{name}.md")
 
 
-@pytest.mark.parametrize("page", [INDEX, *RULES], ids=lambda page: page.stem)
+@for_each([INDEX, *RULES], lambda page: page.stem)
 def test_links_have_a_target(page):
     for file, anchor in LINK.findall(text(page)):
         goal = PAGES / file if file else page
@@ -76,7 +77,7 @@ def test_links_have_a_target(page):
         assert not anchor or anchor in anchors(goal), f"{page.name} links to {file}#{anchor}"
 
 
-@by_name
+@pytest.mark.parametrize("page", RULES, ids=lambda page: page.stem)
 def test_snippets_run(page):
     snippets = SNIPPET.findall(text(page))
     assert snippets, f"{page.name} shows no Python"

@@ -16,7 +16,8 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from helpers import CONFIGS, assert_output_distribution, random_model
-from test_quantized import WIDE, needs_native, tiny
+from native_levels import needs_native
+from test_quantized import WIDE, tiny
 
 PAIR = ("embedded:stories", "embedded:stories-draft")
 GREEDY = SamplingParams(max_tokens=40, temperature=0)

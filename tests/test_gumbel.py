@@ -33,10 +33,11 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import EnumeratedNoise, TableModel, assert_lossless, exact_distribution, target_distribution
 from draftproof.theory.acceptance import gumbel_acceptance, match_acceptance, token_acceptance
 from draftproof.verifiers.chain import ChainVerifier, gumbel_verifier
+from native_levels import LEVELS
 from test_feature_head import drafted as head_drafter
 from test_feature_head import net_for
 from test_lean import lively_model
-from test_native import LEVELS, MODELS, level  # noqa: F401 - a fixture
+from test_native import MODELS
 from test_real_rng import ALPHA, chi_square, counts_of
 
 needs_native = pytest.mark.usefixtures("level") if LEVELS else pytest.mark.skip(reason="no native operations here")

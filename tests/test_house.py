@@ -5,9 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import draftproof
+from each import for_each
 
 PACKAGE = Path(draftproof.__file__).parent
 ROOT = PACKAGE.parent.parent
@@ -60,7 +59,7 @@ def test_floors_list_what_exists():
     assert set(FLOOR) == {part(path) for path in MODULES.values()}
 
 
-@pytest.mark.parametrize("name", MODULES)
+@for_each(MODULES)
 def test_imports_point_one_way(name):
     mine = FLOOR[name.split(".")[1]]
     above = [each for each in IMPORTS[name] if FLOOR[each.split(".")[1]] > mine]
@@ -78,7 +77,7 @@ def test_no_import_cycle():
     assert not left, f"these modules import each other in a circle: {sorted(left)}"
 
 
-@pytest.mark.parametrize("name", MODULES)
+@for_each(MODULES)
 def test_modules_say_what_they_are(name):
     assert ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8"))), f"{name} has no docstring"
 
@@ -96,6 +95,6 @@ def test_import_is_light():
     assert found.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", draftproof.__all__)
+@for_each(draftproof.__all__)
 def test_public_names_are_there(name):
     assert getattr(draftproof, name) is not None

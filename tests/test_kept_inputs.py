@@ -15,7 +15,8 @@ from draftproof.backends.hf import HFBackend
 from draftproof.backends.lean import LeanBackend
 from draftproof.backends.self_draft import QuantizedBackend
 from draftproof.kernels import native
-from test_calibration import needs_native, uneven_model
+from native_levels import needs_native
+from test_calibration import uneven_model
 
 pytestmark = needs_native
 

@@ -24,6 +24,7 @@ from draftproof.backends.native_layers import NativeLayers
 from draftproof.backends.packed import Product, packs
 from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.backends.traits import ACTIVATIONS
+from draftproof.files import home
 from draftproof.functional import chain
 from draftproof.kernels import library, native
 from draftproof.kernels.native import VARIABLE
@@ -31,40 +32,9 @@ from draftproof.kernels.operations import AttentionArguments, Interleaved, Opera
 from draftproof.rng import first_arrival, fold
 from draftproof.tree import TokenTree
 from helpers import ROPE, engine
+from native_levels import LEVELS, OPERATIONS, close, drawn, have
 from test_backends import Program, run_program
 from test_lean import NATIVE, VARIANTS, exercise, lean_backend, lively_model
-
-DTYPES = [torch.bfloat16, torch.float32]
-
-
-def runs_here(level):
-    """Whether the library of a level of processors can be had and run on this machine."""
-    try:
-        library.load(*library.choose(level.name))
-    except UserError:
-        return False
-    return True
-
-
-LEVELS = [level.name for level in library.LEVELS if runs_here(level)]
-
-
-class Chosen(dict):
-    """The operations of the level under test, by type of rows."""
-
-    def __missing__(self, dtype):
-        return native.operations(torch.zeros(1, dtype=dtype))
-
-
-OPERATIONS = Chosen()
-
-
-@pytest.fixture(params=LEVELS)
-def level(request, monkeypatch):
-    """Each build that runs here is the one in use."""
-    monkeypatch.setenv(VARIABLE, request.param)
-    return request.param
-
 
 needs_native = pytest.mark.usefixtures("level")
 
@@ -73,42 +43,25 @@ def softmax(x):
     return OPERATIONS[torch.float32].softmax(x)
 
 
-SINGLE = 2.0**-24  # the relative error of one rounding to float32, at most
-
-
-def drawn(seed, *shape, scale=1.0, dtype=torch.bfloat16):
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request, level):
-    return request.param
-
-
-def close(found, expected, slack, *, roundings=1):
-    """Whether found is expected, rounded; `slack` is what sums in float32 may be off by."""
-    unit = torch.finfo(found.dtype).eps / 2 * roundings + 6 * SINGLE
-    return bool(((found.double() - expected).abs() <= unit * expected.abs() + slack).all())
-
-
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("outs", "ins"), [(1, 2), (15, 6), (16, 64), (49, 130), (112, 34), (200, 576), (1000, 32)])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 25, 60])
-def test_products(rows, outs, ins, dtype):
-    sizes = (rows, ins), (outs, ins), (outs,), (rows, outs)
-    x, weight, bias, onto = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate(sizes))
+def test_products(outs, ins, dtype):
     product = OPERATIONS[dtype].product
-    laid = Interleaved.of(weight)
-    assert torch.equal(laid.to_dense(), weight)
-    exact = x.double() @ weight.double().T
-    slack = 1e-6 * (x.double().abs() @ weight.double().abs().T)
-    assert close(product(x, laid), exact, slack)
-    assert close(product(x, laid, bias), exact + bias, slack + 1e-6)
-    assert not close(product(x, laid), exact + bias, slack + 1e-6), "a bias left out is seen"
-    made = product(x, laid, bias, onto)
-    assert torch.equal(made, product(x, laid, bias) + onto), "rounded before it is added, as torch does"
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 25, 60):
+        sizes = (rows, ins), (outs, ins), (outs,), (rows, outs)
+        x, weight, bias, onto = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate(sizes))
+        laid = Interleaved.of(weight)
+        assert torch.equal(laid.to_dense(), weight)
+        exact = x.double() @ weight.double().T
+        slack = 1e-6 * (x.double().abs() @ weight.double().abs().T)
+        plain, biased = product(x, laid), product(x, laid, bias)
+        assert close(plain, exact, slack), f"{rows} rows"
+        assert close(biased, exact + bias, slack + 1e-6), f"{rows} rows"
+        assert not close(plain, exact + bias, slack + 1e-6), f"{rows} rows: a bias left out is seen"
+        made = product(x, laid, bias, onto)
+        assert torch.equal(made, biased + onto), f"{rows} rows: rounded before it is added, as torch does"
 
 
 def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(dtype):
@@ -854,14 +807,15 @@ def test_where_a_gradient_is_asked_for_torch_computes():
 
 # --- when -------------------------------------------------------------------------------------------------------------
 
-PLACE = library.choose()[0] if LEVELS else None
+PLACE = library.choose(LEVELS[0])[0] if LEVELS else None
 
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """A library that was built here, once for all tests."""
-    folder = tmp_path_factory.mktemp("built")
-    return library._build_into(folder, PLACE)
+    """A library that was built here: the one that the other tests use, where it was not in a package."""
+    have(PLACE.name)
+    kept = next(library._kept(home() / "native", PLACE), None)
+    return library._build_into(tmp_path_factory.mktemp("built"), PLACE) if kept is None else kept
 
 
 @pytest.fixture

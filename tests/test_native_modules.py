@@ -24,7 +24,8 @@ from draftproof.errors import UndraftableError
 from draftproof.kernels.native import VARIABLE
 from draftproof.kernels.operations import Operations
 from helpers import CONFIGS, ROPE, random_model
-from test_quantized import drafted, needs_native
+from native_levels import needs_native
+from test_quantized import drafted
 
 pytestmark = needs_native
 MODELS = ("gpt2", "gemma3", "gpt_neox", "opt")

@@ -21,8 +21,9 @@ from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from helpers import CONFIGS, RANGE, ROPE, random_model
+from native_levels import needs_native
 from pretend_cuda import OnDevice
-from test_quantized import drafted, needs_native
+from test_quantized import drafted
 
 FAMILIES = {
     **{name: CONFIGS[name] for name in ("gpt2", "gemma3", "gpt_neox", "opt", "llama")},

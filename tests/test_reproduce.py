@@ -1,8 +1,10 @@
 """Recipes run end to end on the embedded pair, are resumed and not repeated, and give the same tables again."""
 
+import importlib
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +13,7 @@ from draftproof.cli import app
 from draftproof.errors import UserError
 from draftproof.provenance import KEY, header
 from draftproof.reproduction import experiments as experiments_module
+from draftproof.reproduction import recipes
 from draftproof.reproduction import run as reproduce
 from draftproof.reproduction.draft_samples import SamplePlan, fixed_lengths, round_sums, sample_drafts, stopped_lengths
 from draftproof.reproduction.expected_accepted import CHAIN_RULES, TRIE_RULES, key
@@ -73,6 +76,38 @@ def test_recipes_of_models_end_to_end(tmp_path):
     assert all(each[KEY] == whole[KEY] for each in whole["recipes"])
     assert report.startswith("\n".join(["# The papers' tables and figures, reproduced", "", *header(whole[KEY])]))
     assert "turns: 4 compositions on embedded:target" in said
+
+
+# What runs by default: the lightest recipe of each module, and what once ran in nobody's tests and had lost its names.
+OFTEN = {
+    "couplings": ["spectr-figure1"],
+    "block_verification_v1": ["block-verification-v1-figure2"],
+    "block_verification": ["block-verification-table5"],
+    "spectr": ["spectr-table4"],
+    "specdec_pp": ["specdec-pp-figure4"],
+    "passes": ["specdec-pp-table2"],
+    "heads": ["specdec-pp-table3"],
+    "sprinter": ["sprinter-table2", "sprinter-table3"],
+    "small_verifiers": ["sprinter-figure12"],
+}
+
+
+def test_recipes_of_every_module_run_often():
+    modules = {
+        path.stem for path in Path(recipes.__file__).parent.glob("*.py") if "RECIPES = (" in path.read_text("utf-8")
+    }
+    assert set(OFTEN) == modules
+    for module, names in OFTEN.items():
+        assert set(names) <= {each.name for each in importlib.import_module(f"{recipes.__name__}.{module}").RECIPES}
+
+
+@pytest.mark.parametrize("module", OFTEN)
+def test_recipes_run(module, tmp_path):
+    made = reproduce.reproduce(OFTEN[module], tmp_path, TINY)
+    assert sorted(each.name for each in made) == sorted(OFTEN[module])
+    for each in made:
+        assert each.content["cells"], each.name
+        assert each.content["rows"], each.name
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 
 from draftproof.backends.packed import GROUP
 from draftproof.kernels.operations import Interleaved, Operations, Quantized
-from test_native import OPERATIONS, close, drawn, dtype, level  # noqa: F401 - fixtures, too
+from native_levels import OPERATIONS, close, drawn
 
 SIZES = [(1, 1), (3, 2), (15, 33), (16, 64), (49, 131), (200, 576), (1000, 31)]
 LAYOUTS = ("inputs are neighbours", "outputs are neighbours")
@@ -22,22 +22,25 @@ def laid(weight, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("outs", "ins"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 7, 16, 23])
-def test_products(rows, outs, ins, layout, dtype):  # noqa: F811
-    x, weight, bias = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate([(rows, ins), (outs, ins), (outs,)]))
+def test_products(outs, ins, layout, dtype):
     product = OPERATIONS[dtype].rows_product
-    exact = x.double() @ weight.double().T
-    slack = 1e-6 * (x.double().abs() @ weight.double().abs().T)
-    assert close(product(x, laid(weight, layout)), exact, slack)
-    assert close(product(x, laid(weight, layout), bias), exact + bias, slack + 1e-6)
-    assert not close(product(x, laid(weight, layout)), exact + bias, slack + 1e-6), "a bias left out is seen"
-    wrong = weight.clone()
-    wrong[-1, -1] += 1
-    assert not close(product(x, laid(wrong, layout)), exact, slack), "one wrong number at the end of a weight is seen"
+    for rows in (1, 2, 3, 5, 6, 7, 16, 23):
+        sizes = (rows, ins), (outs, ins), (outs,)
+        x, weight, bias = (drawn(seed, *size, dtype=dtype) for seed, size in enumerate(sizes))
+        exact = x.double() @ weight.double().T
+        slack = 1e-6 * (x.double().abs() @ weight.double().abs().T)
+        plain = product(x, laid(weight, layout))
+        assert close(plain, exact, slack), f"{rows} rows"
+        assert close(product(x, laid(weight, layout), bias), exact + bias, slack + 1e-6), f"{rows} rows"
+        assert not close(plain, exact + bias, slack + 1e-6), f"{rows} rows: a bias left out is seen"
+        wrong = weight.clone()
+        wrong[-1, -1] += 1
+        made = product(x, laid(wrong, layout))
+        assert not close(made, exact, slack), f"{rows} rows: one wrong number at the end of a weight is seen"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(layout, dtype):  # noqa: F811
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(layout, dtype):
     x, weight = drawn(1, 40, 577, dtype=dtype), laid(drawn(2, 400, 577, dtype=dtype), layout)
     product = OPERATIONS[dtype].rows_product
     whole, threads = product(x, weight), torch.get_num_threads()
@@ -53,7 +56,7 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(lay
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("outs", "ins"), [(49, 131), (200, 576)])
-def test_groups_of_rows_have_matrices_of_their_own(outs, ins, layout, dtype):  # noqa: F811
+def test_groups_of_rows_have_matrices_of_their_own(outs, ins, layout, dtype):
     rows = sum(count for _, _, count in GROUPS)
     x, weights, bias = (
         drawn(1, rows, ins, dtype=dtype),
@@ -69,7 +72,7 @@ def test_groups_of_rows_have_matrices_of_their_own(outs, ins, layout, dtype):  #
         assert not torch.equal(made[first : first + count], other)
 
 
-def test_weights_that_are_parts_of_others_and_rows_of_more_dimensions(dtype):  # noqa: F811
+def test_weights_that_are_parts_of_others_and_rows_of_more_dimensions(dtype):
     whole, x = drawn(1, 30, 96, dtype=dtype), drawn(2, 2, 3, 40, dtype=dtype)
     product = OPERATIONS[dtype].rows_product
     for weight in (whole[5:25, 3:43], whole[:, 3:43], drawn(3, 96, 30, dtype=dtype)[3:43].t()):
@@ -80,7 +83,7 @@ def test_weights_that_are_parts_of_others_and_rows_of_more_dimensions(dtype):  #
     assert product(x[:0], whole[:, :40]).shape == (0, 3, 30)
 
 
-def test_wrong_arguments_are_refused_before_c_sees_them(dtype):  # noqa: F811
+def test_wrong_arguments_are_refused_before_c_sees_them(dtype):
     operations = OPERATIONS[dtype]
     x, weight, weights = (drawn(1, *size, dtype=dtype) for size in ((3, 8), (5, 8), (2, 5, 8)))
     product = partial(
@@ -104,7 +107,7 @@ def test_wrong_arguments_are_refused_before_c_sees_them(dtype):  # noqa: F811
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_groups_of_rows_have_quantized_matrices_of_their_own(bits, dtype):  # noqa: F811
+def test_groups_of_rows_have_quantized_matrices_of_their_own(bits, dtype):
     operations = OPERATIONS[dtype]
     x, weights, bias = drawn(1, 11, 96, dtype=dtype), drawn(2, 5, 50, 96, dtype=dtype), drawn(3, 5, 50, dtype=dtype)
     each = [operations.quantize(Interleaved.of(weight), bits, GROUP) for weight in weights]

@@ -25,7 +25,7 @@ from draftproof.drafters.self_draft import QuantizedModel, self_drafter
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
-from test_quantized import needs_native
+from native_levels import needs_native
 
 TYPES = ("lfm2", "qwen3_next", "falcon_h1", "mamba")  # convolution; delta rule; beside attention; token by token
 LENGTHS = (3, 60, 17, 41)

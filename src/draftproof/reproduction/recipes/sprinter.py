@@ -270,7 +270,7 @@ def _work(experiments: Experiments, sums: Tensor) -> dict[str, Statistic]:  # no
         side: shape_of(experiments.backend(name).config)
         for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
     }
-    per = {side: pass_flops(shape, 1, 32) / 1e6 for side, shape in sizes.items()}
+    per = {side: pass_flops(shape, 1.0, 32.0) / 1e6 for side, shape in sizes.items()}
 
     def target(run: int, *, unseen: bool) -> Statistic:
         def of(t: Tensor) -> Tensor:
