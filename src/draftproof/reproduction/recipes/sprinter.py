@@ -230,7 +230,7 @@ def table3(experiments: Experiments) -> Outcome:
         close = claim(
             f"win-tie rate against {name} - 30 > 0",
             Kind.MODELS,
-            shifted(wins, -30),
+            shifted(wins, -30.0),
         )
         outcome.claims += [close, *(claim(text, kind, found) for text, kind, found in _work_claims(name, work, sums))]
         outcome.timed_claims.append(timed)
