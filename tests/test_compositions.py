@@ -1,7 +1,7 @@
 """Every lossless (drafter, stopper, rule) that composes has exactly the target's distribution, by enumeration.
 
-By default every drafter with every rule, and every stopper with a few: a stopper only says where a draft ends, and every
-rule is exact for drafts that end anywhere (test_rules_exact.py). The whole product: `pytest -m slow`, or
+By default every drafter with every rule, and every stopper with a few of them: a stopper only says where a draft ends,
+and every rule is exact for drafts that end anywhere (test_rules_exact.py). The whole product: `pytest -m slow`, or
 `draftproof audit compositions --full`.
 """
 
