@@ -78,7 +78,11 @@ EAGLE3 = {
     },
 }
 
-SLIDING: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+SLIDING: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 4,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 DFLASH: dict[str, dict[str, Any]] = {
     "dflash_full": {"layer": Qwen3Config(**SHAPE, num_hidden_layers=2), "drafted": DRAFTED, "layers": [1, 4, 6]},
     "dflash_sliding": {

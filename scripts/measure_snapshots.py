@@ -41,7 +41,12 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 def configs() -> dict[str, Any]:
     """A configuration of each kind of recurrent layer."""
-    wide: dict[str, Any] = {"vocab_size": 32000, "hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4}
+    wide: dict[str, Any] = {
+        "vocab_size": 32000,
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+    }
     return {
         "qwen3_5_text (linear attention)": transformers.Qwen3_5TextConfig(
             **wide,

@@ -14,6 +14,7 @@ import pytest
 
 BUDGET = 5.0  # seconds of a test that is not marked slow
 SHOWN = 10
+SHORT = 60.0  # seconds of a run that needs no list
 PROPERTY = "processor_seconds"
 _BEGAN = pytest.StashKey()
 
@@ -73,15 +74,15 @@ def pytest_terminal_summary(terminalreporter, config):
     if (file := config.getoption("--processor-times")) is not None:
         lines = [json.dumps({"test": name, "seconds": round(found[name][0], 3)}) + "\n" for name in heaviest]
         Path(file).write_text("".join(lines), encoding="utf-8")
-    if len(found) <= SHOWN:
+    budget = config.getoption("--most-processor-time") or BUDGET
+    beyond = set(over(found, budget))
+    if sum(seconds for seconds, _ in found.values()) < SHORT and not beyond:
         return
     files = Counter()
     for name, (seconds, _) in found.items():
         files[name.partition("::")[0]] += seconds
     minutes = sum(files.values()) / 60
     terminalreporter.section(f"the {SHOWN} heaviest of {len(found)} tests, of {minutes:.1f} minutes of processor time")
-    budget = config.getoption("--most-processor-time") or BUDGET
-    beyond = set(over(found, budget))
     for name in dict.fromkeys([*heaviest[:SHOWN], *sorted(beyond, key=lambda name: -found[name][0])]):
         remark = f" (more than {budget:g} s: mark it slow or make it lighter)" if name in beyond else ""
         terminalreporter.write_line(f"{found[name][0]:7.1f} s  {name}{remark}")
