@@ -3,6 +3,7 @@
 `loop`, `responses` and `features` must survive interruptions: in every case the files must have the same bytes.
 """
 
+import contextlib
 import gzip
 import json
 import lzma
@@ -637,13 +638,23 @@ def test_a_process_killed_ten_times_ends_with_the_same_files(tmp_path, story_fil
         where = ["--data", str(story_file), "--out", str(tmp_path / place), "--cache", str(tmp_path / f"{place}-cache")]
         return [sys.executable, "-c", "from draftproof.cli import main; main()", "train", "head", *PAIR, *where, *words]
 
-    start = time.perf_counter()
+    def kept():
+        """What is on the disk of the run that is killed."""
+        found = set()
+        for folder in (tmp_path / "killed-cache", tmp_path / "killed.work"):
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                found |= {(path, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+        return found
+
     subprocess.run(command("plain"), check=True, capture_output=True)
-    length, dice = time.perf_counter() - start, random.Random(11)
-    kills = 0
+    kills, dice = 0, random.Random(11)
     for _ in range(10):
         with subprocess.Popen(command("killed"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            time.sleep(dice.uniform(0.4, 0.9) * length)
+            for _ in range(dice.randint(1, 3)):  # killed by its progress: how long a run takes says little
+                before = kept()
+                while process.poll() is None and kept() == before:
+                    time.sleep(0.01)
+            time.sleep(dice.uniform(0, 0.2))
             kills += process.poll() is None
             process.send_signal(dice.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         if (tmp_path / "killed").exists():
