@@ -860,8 +860,10 @@ PLACE = library.choose()[0] if LEVELS else None
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
     """A library that was built here, once for all tests."""
-    folder = tmp_path_factory.mktemp("built")
-    return library._build_into(folder, PLACE)
+    name, content = library.build(PLACE)
+    made = tmp_path_factory.mktemp("built") / name
+    made.write_bytes(content)
+    return made
 
 
 @pytest.fixture
