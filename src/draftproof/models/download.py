@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError
+from draftproof.models.gguf import settle
 
 Report = Callable[[str], None]  # takes one line on what happens now
 Progress = Callable[[int, int], None]  # takes the bytes downloaded and the bytes in all (0 where that is not known)
@@ -165,21 +166,7 @@ def _convert(gguf: Path, out: Path) -> None:
         dtype=torch.float32,
         local_files_only=True,
     )
-    _restore_pre_tokenizer(tokenizer, gguf)
+    settle(tokenizer, gguf)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def _restore_pre_tokenizer(tokenizer: Any, gguf: Path) -> None:
-    """Split digits where the file says `smollm`: transformers reads every GGUF of this kind as plain GPT-2.
-
-    Without it blanks before a number come out as two tokens where the model was trained on one.
-    """
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-
-    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
-    if field is not None and field.contents() == "smollm":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
