@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.audit.served import run as running_audit
 from draftproof.audit.served.checks import NAMES, SCHEMA, checks_for, violations
-from draftproof.audit.served.client import Client, Refused, Reply
+from draftproof.audit.served.client import Client, Refused, Reply, key_for
 from draftproof.audit.served.evidence import Evidence, needed_tokens
 from draftproof.audit.served.faults import FAULTS, faulty_engine
 from draftproof.audit.served.kinds import FLOOR, kinds_of, looked_up, ratios, reference
 from draftproof.audit.served.pairs import PairEvidence, audit_pair, words
 from draftproof.audit.served.prompts import PROMPTS, read_prompts
+from draftproof.audit.served.records import Records
 from draftproof.audit.served.report import ServerReport
 from draftproof.audit.served.run import Audit, Finding, Options
 from draftproof.audit.served.scoring import Reference
@@ -366,6 +367,142 @@ def test_keys_come_from_the_environment(monkeypatch):
 
     asyncio.run(client_of(handler, model="m").complete([1], "a", {}))
     assert seen == ["Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("https://api.openai.com", True),
+        ("https://api.openai.com/v1", True),
+        ("https://API.openai.com", True),
+        ("http://api.openai.com", False),
+        ("https://api.openai.com:8443", False),
+        ("https://api.openai.com.example.org", False),
+        ("https://api.openai.com@example.org", False),
+        ("https://example.org/api.openai.com", False),
+        ("http://127.0.0.1:8000", False),
+        ("http://[", False),
+    ],
+)
+def test_a_key_of_openai_goes_to_openai_only(url, sent, monkeypatch):
+    monkeypatch.delenv("DRAFTPROOF_AUDIT_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "a key of OpenAI")
+    assert key_for(url) == ("a key of OpenAI" if sent else None)
+    monkeypatch.setenv("DRAFTPROOF_AUDIT_KEY", "a key for audits")
+    assert key_for(url) == "a key for audits"
+    assert key_for(url, "DRAFTPROOF_REFERENCE_KEY") == ("a key of OpenAI" if sent else None)
+
+
+def test_no_key_is_sent_to_a_stranger(monkeypatch):
+    monkeypatch.delenv("DRAFTPROOF_AUDIT_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "a key of OpenAI")
+    seen = []
+
+    def handler(request):
+        seen.append(request.headers.get("Authorization"))
+        return httpx.Response(401) if len(seen) == 2 else answered()
+
+    client = client_of(handler, model="m")
+    asyncio.run(client.complete([1], "a", {}))
+    message = r"set DRAFTPROOF_AUDIT_KEY.*OPENAI_API_KEY is sent to https://api\.openai\.com only"
+    with pytest.raises(UserError, match=message):
+        asyncio.run(client.complete([1], "a", {}))
+    assert seen == [None, None]
+    asyncio.run(client_of(handler, model="m", key="given").complete([1], "a", {}))
+    assert seen[2] == "Bearer given"
+    with pytest.raises(UserError, match="characters that no header may have"):
+        client_of(handler, key="with\na line end")
+
+
+def test_the_options_for_keys_are_for_one_server_each(monkeypatch):
+    made = []
+
+    def client(url, **options):
+        made.append((url, options["key"], options.get("key_name")))
+        if len(made) == 2:
+            raise ZeroDivisionError
+        return url
+
+    monkeypatch.setattr("draftproof.audit.served.client.Client", client)
+    words = ["audit", "server", "http://a", "--api-key", "one"]
+    words += ["--reference-url", "http://b", "--reference-api-key", "two"]
+    assert "ZeroDivisionError" in CliRunner().invoke(app, words).stderr
+    assert made == [("http://a", "one", None), ("http://b", "two", "DRAFTPROOF_REFERENCE_KEY")]
+
+
+def test_an_answer_without_end_is_given_up():
+    sent = []
+
+    async def without_end():
+        while True:
+            sent.append(1 << 20)
+            yield b"x" * (1 << 20)
+
+    client = client_of(lambda _: httpx.Response(200, content=without_end()), model="m")
+    with pytest.raises(UserError, match="answers with more than 32 MiB"):
+        asyncio.run(client.complete([1], "a", {}))
+    assert sum(sent) < 40 << 20
+
+
+def test_an_answer_that_drips_is_given_up():
+    async def drips():
+        while True:
+            await asyncio.sleep(0.05)
+            yield b" "
+
+    client = client_of(lambda _: httpx.Response(200, content=drips()), model="m", timeout=0.5, retries=0)
+    with pytest.raises(UserError, match="it did not answer in time"):
+        asyncio.run(asyncio.wait_for(client.complete([1], "a", {}), 20))
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egone"
+
+
+@pytest.mark.parametrize("status", [400, 404, 500])
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_words_of_the_server_do_not_control_the_terminal(status, form):
+    body = json.dumps({"error": {"message": HOSTILE}}) if form == "json" else HOSTILE
+    client = client_of(lambda _: httpx.Response(status, text=body), model="m", retries=0)
+    with pytest.raises((UserError, Refused)) as found:
+        asyncio.run(client.complete([1], "a", {}))
+    assert str(found.value).isprintable()
+    assert r"\x1b" in str(found.value)
+
+
+def test_what_the_server_says_of_itself_does_not_control_the_terminal():
+    def handler(request):
+        if request.url.path == "/version":
+            return httpx.Response(200, json={"version": HOSTILE})
+        if request.method == "GET":
+            return httpx.Response(200, json={"data": ["no card", {"id": "m", "owned_by": HOSTILE}]})
+        return answered(token_ids=[1])
+
+    facts = asyncio.run(client_of(handler).start([1], "a"))
+    assert all(str(value).isprintable() for value in facts.values())
+    named = client_of(lambda _: httpx.Response(200, json={"data": [{"id": HOSTILE}]}))
+    with pytest.raises(UserError, match="which is no name: give one with --model"):
+        asyncio.run(named.start([1], "a"))
+    finding = Finding(checks_for((1, 2, 3))["plain"], verdict="FAIL", why=HOSTILE, broken=[HOSTILE] * 2)
+    finding.evidence = {"p_value": 1e-9, "kinds": []}
+    report = ServerReport({"model": HOSTILE, "url": "u"}, "weights", Options(), ["a"], [finding])
+    assert all(cell.isprintable() for row in report.rows() for cell in row)
+    assert all(line.isprintable() for line in report.markdown().split("\n"))
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff", b"3"])
+def test_an_answer_that_is_no_object_is_one_error(content):
+    client = client_of(lambda _: httpx.Response(200, content=content), model="m")
+    with pytest.raises(UserError, match="answered something that is no JSON object"):
+        asyncio.run(client.complete([1], "a", {}))
+
+
+def test_answers_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "answers.jsonl").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="is a link"):
+        Records(tmp_path / "out", {"a": 1})
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_the_client_finds_out_how_tokens_are_returned():

@@ -18,6 +18,7 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_stopper
+from draftproof.kernels import native
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, Plan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime
@@ -528,29 +529,75 @@ def test_the_time_of_several_drafts_is_not_taken_for_that_of_one():
 # --- kept from run to run ---------------------------------------------------------------------------------------------
 
 
-def learned_engine(file):
+@pytest.fixture
+def own_home(monkeypatch, tmp_path):
+    """An empty home; the native library is taken from the usual one."""
+    native.levels()
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def learned_engine():
     under_test = auto_engine(None)
-    KEEP(under_test, file)
+    KEEP(under_test)
     return under_test
 
 
 @pytest.mark.usefixtures("clock")
-def test_what_was_learned_is_there_in_the_next_run(tmp_path):
-    file = tmp_path / "deep" / "costs.json"
-    first = learned_engine(file)
+def test_what_was_learned_is_there_in_the_next_run(own_home):
+    first = learned_engine()
     first.generate([[1, 403]], [SamplingParams(max_tokens=300, seed=1)])
-    assert not file.exists(), "not after every request"
+    assert not own_home.exists(), "not after every request"
     first._kept.write()
-    (row,) = json.loads(file.read_text()).values()
+    (file,) = (own_home / "costs").iterdir()
+    row = json.loads(file.read_text())
     assert row["seconds"] > 1e9, "when it was learned"
-    second = learned_engine(file)
+    second = learned_engine()
     kept, learned = (vars(engine.drafter.stopper.costs.at(1)) for engine in (second, first))
     assert kept == pytest.approx(learned)
     assert not second.drafter.stopper.shared_rates.counts
     assert second.drafter.stopper.shared_rates.assumed
-    for broken in ("{", "[]", json.dumps({key: {"figures": {}} for key in json.loads(file.read_text())})):
-        file.write_text(broken)
-        assert learned_engine(file).generate([[1]], [SamplingParams(max_tokens=4)])
+
+
+def with_number(number):
+    """A change that puts a number in the place of all those of a file."""
+
+    def change(value):
+        if isinstance(value, dict):
+            return {name: change(each) for name, each in value.items()}
+        return [change(each) for each in value] if isinstance(value, list) else number
+
+    return lambda text: json.dumps(change(json.loads(text)))
+
+
+DAMAGED = {
+    "no JSON": lambda _: "{",
+    "no object": lambda _: "[]",
+    "a number alone": lambda _: "1",
+    "no figures": lambda text: json.dumps({**json.loads(text), "figures": {}}),
+    "figures that are none": lambda text: json.dumps({**json.loads(text), "figures": 7}),
+    "nested too deeply": lambda _: "[" * 200_000,
+    "no text": lambda _: b"\xff\xfe",
+    "a number of 400 digits": with_number(10**400),
+    "a number below zero": with_number(-1),
+    "NaN": with_number(float("nan")),
+    "infinite": with_number(float("inf")),
+    "a text for a number": with_number("1e9"),
+    "nothing for a number": with_number(None),
+    "an object for a number": with_number({}),
+}
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_no_content_of_the_file_ends_a_start(damage, own_home):
+    first = learned_engine()
+    first.generate([[1, 403]], [SamplingParams(max_tokens=60, seed=1)])
+    first._kept.write()
+    (file,) = (own_home / "costs").iterdir()
+    content = DAMAGED[damage](file.read_text())
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert learned_engine().generate([[1]], [SamplingParams(max_tokens=4)])
 
 
 @pytest.mark.usefixtures("clock")
@@ -569,9 +616,10 @@ def test_costs_are_kept_as_they_are_used(depth):
 
 
 @pytest.mark.usefixtures("clock")
-def test_figures_that_cannot_be_kept_are_used_with_one_warning(tmp_path, caplog):
+def test_figures_that_cannot_be_kept_are_used_with_one_warning(tmp_path, caplog, monkeypatch):
     (tmp_path / "taken").write_text("a file where a folder should be")
-    under_test = learned_engine(tmp_path / "taken" / "costs.json")
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path / "taken"))
+    under_test = learned_engine()
     under_test.generate([[1, 403]], [SamplingParams(max_tokens=60, seed=1)])
     under_test._kept.write()
     under_test._kept.write()

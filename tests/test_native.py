@@ -812,10 +812,11 @@ PLACE = library.choose(LEVELS[0])[0] if LEVELS else None
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """A library that was built here: the one that the other tests use, where it was not in a package."""
-    have(PLACE.name)
-    kept = next(library._kept(home() / "native", PLACE), None)
-    return library._build_into(tmp_path_factory.mktemp("built"), PLACE) if kept is None else kept
+    """A library that was built here, once for all tests."""
+    name, content = library.build(PLACE)
+    made = tmp_path_factory.mktemp("built") / name
+    made.write_bytes(content)
+    return made
 
 
 @pytest.fixture

@@ -110,6 +110,50 @@ def test_a_replica_is_killed_under_load(base, expected):
     assert len({answer.headers["x-replica"] for answer in load.answers.values()}) >= 2
 
 
+class Handle:
+    """In the place of a handle of replicas: each request ends its replica, until some have ended."""
+
+    def __init__(self, ends):
+        self.ends, self.asked = ends, []
+        self.answer = self
+
+    def options(self, **_):
+        return self
+
+    def remote(self, asked):
+        self.asked.append(asked)
+        return self._answered(len(self.asked) <= self.ends)
+
+    async def _answered(self, ends):
+        if ends:
+            raise ray.exceptions.ActorDiedError
+        yield {"type": "http.response.start", "status": 200, "headers": []}
+        yield {"type": "http.response.body", "body": b"fine"}
+
+
+@pytest.mark.parametrize(
+    ("ends", "more", "status", "asked"),
+    [(0, {}, 200, 1), (1, {}, 200, 2), (9, {}, 503, 2), (1, {"structured_outputs": {"regex": "a"}}, 503, 1)],
+)
+def test_a_request_that_ends_replicas_is_not_passed_round(ends, more, status, asked):
+    import asyncio
+
+    from draftproof.integrations.ray.service import Front
+    from draftproof.server.access import Keys
+
+    async def post(key):
+        app = Front(handle, Settings(), Keys(["a-key-of-some-length"]), 8).__serve_build_asgi_app__()
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+            return await client.post("/v1/completions", json={"prompt": "a", **more}, headers=headers)
+
+    handle = Handle(ends)
+    assert asyncio.run(post("another-key-of-some-length")).status_code == 401
+    assert handle.asked == []
+    assert asyncio.run(post("a-key-of-some-length")).status_code == status
+    assert len(handle.asked) == asked
+
+
 def test_a_record_of_prefixes_that_names_strangers_loses_no_request():
     import asyncio
 

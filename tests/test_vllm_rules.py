@@ -1,10 +1,12 @@
 """The vLLM plug-in without vLLM: rules on its tensors by enumeration, its options, its proposer on a made-up runner."""
 
+import functools
 import itertools
 import logging
+import subprocess
 import sys
 from collections import defaultdict
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -283,10 +285,11 @@ def test_wrong_options_are_refused(section, method, message):
         Options.of(config(section, method))
 
 
-def test_without_vllm_the_error_says_so(monkeypatch):
+def test_without_vllm_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(ImportError, match="needs vLLM, which is not installed"):
+    with caplog.at_level(logging.INFO, "vllm.draftproof"):
         plugin.register()
+    assert caplog.messages == ["draftproof changes nothing in vLLM: there is no package vllm; install it"]
 
 
 @pytest.mark.parametrize("version", ["0.33.0", "0.9.2", "1.0.0rc1", "dev"])
@@ -307,6 +310,131 @@ def test_a_vllm_with_other_seams_is_left_alone(monkeypatch, caplog):
     (line,) = caplog.messages
     assert "EngineArgs.create_engine_config" in line
     assert "changes nothing" in line
+
+
+class Fails:
+    """A vLLM whose version cannot be read."""
+
+    @property
+    def __version__(self):
+        raise RuntimeError("broken\nin two lines")
+
+
+@pytest.mark.parametrize("vllm", [SimpleNamespace(), SimpleNamespace(__version__=None), Fails()], ids=range(3))
+def test_a_vllm_without_a_version_is_left_alone(vllm, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    with caplog.at_level(logging.INFO, "vllm.draftproof"):
+        plugin.register()
+    (line,) = caplog.messages
+    assert "changes nothing" in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("package", ["jaxtyping", "torch", "safetensors"])
+def test_a_package_that_is_missing_does_not_end_the_start_of_vllm(package, tmp_path):
+    """vLLM calls plug-ins outside of any try, and the plug-in is installed without its dependencies."""
+    code = (
+        "import sys, types, logging\n"
+        "logging.basicConfig(format='LOG %(message)s')\n"
+        f"sys.modules[{package!r}] = None\n"
+        "sys.modules['vllm'] = types.SimpleNamespace(__version__='0.32.1')\n"
+        "from importlib.metadata import entry_points\n"
+        "found = [each for each in entry_points(group='vllm.general_plugins') if each.name == 'draftproof']\n"
+        "from draftproof.integrations.vllm import register\n"
+        "register()\n"
+        "print('vLLM goes on')"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout == "vLLM goes on\n", found.stderr
+    assert found.stderr.count("LOG") == 1
+    assert "changes nothing" in found.stderr
+
+
+def test_an_error_of_any_kind_is_one_line(monkeypatch, caplog):
+    def fails():
+        raise ZeroDivisionError("a\nb")
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    monkeypatch.setattr(seams, "prepare", fails)
+    with caplog.at_level(logging.INFO, "vllm.draftproof"):
+        plugin.register()
+    assert caplog.messages == ["draftproof changes nothing in vLLM: ZeroDivisionError: a"]
+
+
+# --- what is changed --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """Modules with the functions of vLLM's first model runner, by name."""
+    found = {}
+    for name in (*seams._SEAMS, "vllm.platforms"):
+        module = ModuleType(name)
+        for path, arguments in seams._SEAMS.get(name, {}).items():
+            owner, _, method = path.rpartition(".")
+            space = {}
+            exec(f"def made({', '.join((arguments or '').split())}): pass", space)  # noqa: S102 - names of arguments
+            if owner and not hasattr(module, owner):
+                setattr(module, owner, type(owner, (), {}))
+            setattr(getattr(module, owner) if owner else module, method, space["made"])
+        monkeypatch.setitem(sys.modules, name, module)
+        found[name] = module
+    found["vllm.platforms"].current_platform = SimpleNamespace(is_cpu=lambda: found["cpu"])
+    found["cpu"] = False
+    return found
+
+
+def changed(modules):
+    """Names of the functions that were replaced."""
+    names = set()
+    for module, paths in seams._SEAMS.items():
+        for path in paths:
+            if hasattr(functools.reduce(getattr, path.split("."), modules[module]), seams._DONE):
+                names.add(path.rpartition(".")[2])
+    return names
+
+
+def wanted(rule=None, model=None, **more):
+    speculative = None if model is None else SimpleNamespace(rejection_sample_method="standard", model=model)
+    section = {} if rule is None else {"draftproof": {"rule": rule}}
+    return SimpleNamespace(additional_config=section, speculative_config=speculative, use_v2_model_runner=False, **more)
+
+
+OF_ROUNDS = {"__init__", "propose_draft_token_ids"}
+OF_RULES = OF_ROUNDS | {"_sample", "rejection_sample", "compute_probs_and_sample_next_token"}
+REPAIR = {"expand_batch_to_tokens", "apply_sampling_constraints"}
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (wanted(), set()),
+        (wanted(model="some/draft"), set()),
+        (wanted(model="draftproof.integrations.vllm.Proposer"), OF_ROUNDS),
+        (wanted("block"), OF_RULES),
+        (wanted("gumbel", "draftproof.integrations.vllm.Proposer"), OF_RULES),
+    ],
+    ids=["nothing", "another draft", "our proposer", "a rule", "both"],
+)
+def test_only_what_is_asked_for_is_changed(asked, expected, cpu, made_up):
+    made_up["cpu"] = cpu
+    seams.change(asked)
+    assert changed(made_up) == expected | (REPAIR if cpu else set())
+    seams.change(wanted())
+    assert changed(made_up) == expected | (REPAIR if cpu else set()), "another engine of the process changes nothing"
+
+
+@pytest.mark.parametrize("strange", [{}, {"additional_config": None, "speculative_config": None}])
+def test_a_config_of_another_form_changes_nothing(strange, made_up, caplog):
+    with caplog.at_level(logging.INFO, "vllm.draftproof"):
+        seams.change(SimpleNamespace(**strange))
+    assert changed(made_up) == set()
+    assert "changes nothing" in caplog.text
+
+
+def test_a_runner_that_was_made_before_the_change_has_vllms_own_rule():
+    assert runner.Round(SimpleNamespace()).rule is None
 
 
 # --- the proposer -----------------------------------------------------------------------------------------------------

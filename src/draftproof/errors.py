@@ -59,6 +59,11 @@ def reason(cause: BaseException) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
+def printable(text: str) -> str:
+    """A text of strangers for a terminal: characters that move the cursor, hide or turn text are written as escapes."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+
+
 def refuse_below_one(**numbers: int) -> None:
     """Refuse numbers below 1; the message has the number's name with spaces in place of underscores.
 

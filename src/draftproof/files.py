@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import glob
+import hashlib
+import json
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 from uuid import uuid4
 
 from draftproof.errors import UserError, reason
 
+_LEFTOVER = re.compile(r"\.[0-9a-f]{32}(\.download\.\w+)?$")  # ends the names of what is not whole yet
 _log = logging.getLogger(__name__)
 
 
@@ -27,30 +37,233 @@ def home() -> Path:
     return Path(cache) / "draftproof"
 
 
-def own_folder(folder: Path) -> Path | None:
-    """The folder, made where it was missing, the user's own and closed to others; None where there can be none."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if folder.lstat().st_uid != os.getuid():
-            _log.warning("%s belongs to another user: nothing is taken from there or kept there", folder)
-            return None
-        folder.chmod(0o700)
-    except OSError as error:
-        _log.info("nothing can be kept in %s: %s", folder, reason(error))
-        return None
-    return folder
+# --- files that another user may have written --------------------------------------------------------------------
 
 
-def why_distrusted(path: Path) -> str | None:
+def why_distrusted(path: Path, *, strict: bool = True) -> str | None:
     """Why a file or folder may hold what another user wrote; None where it may not.
+
+    Links are followed, and the folders above count: whoever may write one of them can put another file in this place.
+
+    Args:
+        path: the file or folder.
+        strict: whether it must be the user's own and closed to every group. Otherwise it may also be root's, and
+            writable by a group that has no other member.
 
     Raises:
         OSError: it is not there.
     """
-    found = path.lstat()
-    if found.st_uid != os.getuid():
+    real = path.resolve(strict=True)
+    found = real.stat()
+    if found.st_uid not in ((os.getuid(),) if strict else (0, os.getuid())):
         return "belongs to another user"
-    return "can be written by others" if found.st_mode & 0o022 else None
+    if found.st_mode & 0o022 if strict else _others_write(found):
+        return "can be written by others"
+    return _why_distrusted_above(real)
+
+
+def _why_distrusted_above(real: Path) -> str | None:
+    for folder in real.parents:
+        found = folder.stat()
+        if found.st_uid not in (0, os.getuid()):
+            return f"is in {folder}, which belongs to another user"
+        if _others_write(found) and not found.st_mode & stat.S_ISVTX:  # nobody renames what is not his in such as /tmp
+            return f"is in {folder}, which can be written by others"
+    return None
+
+
+def _others_write(found: os.stat_result) -> bool:
+    return bool(found.st_mode & 0o002 or (found.st_mode & 0o020 and not _is_own_group(found.st_gid)))
+
+
+@functools.cache
+def _is_own_group(group: int) -> bool:
+    """Whether a group is root's, or has the user as its only member, as many systems make one for each user."""
+    if group == 0:
+        return True
+    try:
+        import grp
+        import pwd
+
+        user, found = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(group)
+    except (ImportError, KeyError):
+        return False
+    return found.gr_name == user and set(found.gr_mem) <= {user}
+
+
+def make_folders(folder: Path) -> None:
+    """Make a folder and those above that are missing; none can be written by others, whatever the umask is."""
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            each.mkdir(mode=0o755, exist_ok=True)
+
+
+class Store:
+    """Files that are kept between runs in a folder of `$DRAFTPROOF_HOME`, for the user alone.
+
+    A file is believed only where nobody else could have written it. Losing one costs time only, so nothing here is an
+    error: what cannot be read or kept is done again, and the log says why. What was used last stays longest.
+
+    Args:
+        folder: its name.
+        version: what all contents depend on, such as a format and the code that writes it: part of every name.
+        most: files that are kept.
+        most_bytes: of all files together.
+    """
+
+    def __init__(self, folder: str, version: object = "", *, most: int = 64, most_bytes: int = 1 << 30) -> None:
+        self._name, self._version, self._most, self._most_bytes = folder, version, most, most_bytes
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return home() / self._name
+
+    def name(self, key: object, suffix: str) -> str:
+        """The name of the file of a key, which JSON must be able to hold."""
+        text = json.dumps([self._version, key], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32] + suffix
+
+    def find(self, name: str) -> Path | None:
+        """The file with a name, if it is there and can be believed."""
+        path = self.folder / name
+        try:
+            if (problem := why_distrusted(path.parent) or why_distrusted(path)) is not None:
+                _warn(path, f"{problem}: it is not used")
+                return None
+            real = path.resolve()
+            with suppress(OSError):
+                os.utime(real)
+        except (OSError, RuntimeError):  # it is not there; Python 3.11 raises RuntimeError for links in a circle
+            return None
+        return real
+
+    def names(self, pattern: str) -> list[str]:
+        """The names of files that match a pattern of `Path.glob`, believed or not."""
+        try:
+            return sorted(path.name for path in self.folder.glob(pattern))
+        except OSError:
+            return []
+
+    def text(self, name: str) -> str | None:
+        """The content of a file as text; None where it cannot be had."""
+        if (path := self.find(name)) is None:
+            return None
+        try:
+            return path.read_text(encoding="utf-8") if path.stat().st_size <= self._most_bytes else None
+        except (OSError, ValueError) as error:
+            _log.info("%s cannot be used: %s", path, reason(error))
+            return None
+
+    def json(self, name: str) -> Any:
+        """The content of a file of JSON; None where it cannot be had."""
+        text = self.text(name)
+        try:
+            return None if text is None else json.loads(text)
+        except (ValueError, RecursionError) as error:
+            _log.info("%s cannot be used: %s", self.folder / name, reason(error))
+            return None
+
+    def keep(
+        self, name: str, write: Callable[[Path], object], *, mode: int = 0o600, durable: bool = False
+    ) -> Path | None:
+        """Keep a file; its path without links, or None where that was not possible.
+
+        Args:
+            name: its name; a file with this name is replaced.
+            write: writes the content to a path; an OSError of it means that nothing is kept.
+            mode: of the file.
+            durable: as of `whole_file`.
+        """
+        folder = own_folder(self.folder)
+        if folder is None:
+            return None
+        try:
+            with whole_file(folder / name, durable=durable) as work:
+                write(work)
+                work.chmod(mode)
+            self._tidy(folder, name)
+        except OSError as error:
+            _log.info("%s cannot be kept in %s: %s", name, folder, reason(error))
+            return None
+        return folder / name
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is the user's to remove."""
+        with suppress(OSError):
+            (self.folder / name).unlink()
+
+    def _tidy(self, folder: Path, newest: str) -> None:
+        """Remove what killed processes left, and the files that were used longest ago beyond what may be kept."""
+        remove_leftovers(folder, "")
+        found = []
+        for path in folder.iterdir():
+            with suppress(OSError):  # another process removes files, too
+                state = path.lstat()
+                if stat.S_ISREG(state.st_mode) and not _LEFTOVER.search(path.name):
+                    found.append((path.name == newest, state.st_mtime, state.st_size, path))
+        total = 0
+        for number, (_, _, size, path) in enumerate(sorted(found, reverse=True)):
+            total += size
+            if number >= self._most or (total > self._most_bytes and number):
+                path.unlink(missing_ok=True)
+
+
+def own_folder(folder: Path) -> Path | None:
+    """The folder without links, made where it was missing, the user's own and closed to others; None where it is not.
+
+    What it holds cannot be exchanged by another user, so a check of a file in it stays true.
+    """
+    try:
+        make_folders(folder.parent)
+        folder.mkdir(exist_ok=True, mode=0o700)
+        real = folder.resolve()
+        found = real.stat()
+        problem = "belongs to another user" if found.st_uid != os.getuid() else _why_distrusted_above(real)
+        if problem is not None:
+            nothing = "nothing is taken from there or kept there; set DRAFTPROOF_HOME to a folder of your own"
+            _warn(folder, f"{problem}: {nothing}")
+            return None
+        real.chmod(0o700)
+    except (OSError, RuntimeError) as error:
+        _log.info("nothing can be kept in %s: %s", folder, reason(error))
+        return None
+    return real
+
+
+_warned: set[tuple[Path, str]] = set()
+
+
+def _warn(path: Path, problem: str) -> None:
+    """Warn once of what several files of one folder have in common."""
+    if (path.parent, problem) not in _warned:
+        _warned.add((path.parent, problem))
+        _log.warning("%s %s", path, problem)
+
+
+# --- whole files and folders --------------------------------------------------------------------------------------
+
+
+def remove_leftovers(folder: Path, name: str, *, seconds: float = 3600.0) -> None:
+    """Remove temporary files and folders that processes left which were killed in `whole_file` or `whole_directory`.
+
+    Args:
+        folder: where they are.
+        name: of what would have come of them; empty for all.
+        seconds: since their last change; younger ones may belong to a process that runs.
+    """
+    for path in folder.glob(f".{glob.escape(name)}*"):
+        found = _LEFTOVER.search(path.name)
+        if found is None or (name and path.name[: found.start()] != f".{name}"):
+            continue
+        with suppress(OSError):
+            state = path.lstat()
+            if time.time() - state.st_mtime < seconds:
+                continue
+            if stat.S_ISDIR(state.st_mode):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink()
 
 
 @contextmanager
@@ -100,16 +313,19 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     locked.
 
     Args:
-        path: a file that is made for this purpose, and stays.
+        path: a file that is made for this purpose, and stays. Its content is left as it is.
         waiting: called once if another process holds the lock.
+
+    Raises:
+        UserError: there is a link in its place, or something else that is no file.
     """
     try:
         import fcntl
     except ImportError:  # not on this system
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    make_folders(path.parent)
+    with _lock_file(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -118,6 +334,21 @@ def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         except OSError:  # a disk without locks
             pass
         yield
+
+
+def _lock_file(path: Path) -> IO[bytes]:
+    """Open a file to lock it; what a link leads to is not touched, and nothing is emptied."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        file = os.fdopen(os.open(path, flags, 0o666), "r+b", buffering=0)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise UserError(f"{path} is no file, and it is needed as a lock: remove it") from error
+        raise
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UserError(f"{path} is no file, and it is needed as a lock: remove it")
+    return file
 
 
 def refuse_existing(out: Path) -> None:

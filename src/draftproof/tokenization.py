@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError, reason
+from draftproof.models.gguf import settle
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
@@ -26,9 +27,12 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     if where.suffix == ".gguf":
         source, options = str(where.parent), {**options, "gguf_file": where.name}
     try:
-        return AutoTokenizer.from_pretrained(source, **options)
+        made = AutoTokenizer.from_pretrained(source, **options)
     except Exception as cause:
         raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
+    if where.suffix == ".gguf":
+        settle(made, where)
+    return made
 
 
 def end_tokens(*found: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,12 @@ from draftproof._version import __version__
 from draftproof.backends import calibration
 from draftproof.backends.calibration import InputStatistics
 from draftproof.errors import reason
-from draftproof.files import home, own_folder, whole_file, why_distrusted
+from draftproof.files import Store
 from draftproof.kernels import native
 
 VARIABLE = "DRAFTPROOF_CALIBRATION"
 MOST = 64  # files; the oldest are removed
+_BYTES = 1 << 30
 _FORMAT = 1
 _SAMPLED = 1024  # numbers of each matrix that identify it
 _log = logging.getLogger(__name__)
@@ -56,28 +56,29 @@ def measure(
         name: the model's, for the file's metadata.
         kept: whether files may be read and written; not for weights that change in every step of a training.
     """
-    place = _place(weights) if kept and os.environ.get(VARIABLE) != "0" else None
+    place = _name(weights) if kept and os.environ.get(VARIABLE) != "0" else None
     if place is not None and _read(place, statistics):
         return
     for each in statistics.values():
         each.clear()
     yield from write(statistics.values())
     if place is not None:
-        try:
-            _keep(place, statistics, name)
-        except (OSError, SafetensorError) as error:
-            _log.info("what was measured of the inputs of %s cannot be kept: %s", name, reason(error))
+        _keep(place, statistics, name)
 
 
-def _place(weights: Mapping[str, Tensor]) -> Path:
-    """The file of a model, by its weights and by all else that the text depends on."""
-    made = hashlib.sha256(json.dumps([_FORMAT, _code(), torch.__version__, native.levels()]).encode())
+def _store() -> Store:
+    return Store("calibration", [_FORMAT, _code(), torch.__version__, native.levels()], most=MOST, most_bytes=_BYTES)
+
+
+def _name(weights: Mapping[str, Tensor]) -> str:
+    """The name of a model's file, by its weights and by all else that the text depends on."""
+    made = hashlib.sha256()
     for name, weight in weights.items():
         made.update(json.dumps([name, list(weight.shape), str(weight.dtype), weight.device.type]).encode())
         flat = weight.detach().reshape(-1)
         some = torch.linspace(0, len(flat) - 1, min(_SAMPLED, len(flat)), dtype=torch.float64).long()
         made.update(flat[some.to(flat.device)].to("cpu", torch.float32).numpy().tobytes())
-    return home() / "calibration" / f"{made.hexdigest()[:32]}.safetensors"
+    return _store().name(made.hexdigest(), ".safetensors")
 
 
 @functools.cache
@@ -86,25 +87,23 @@ def _code() -> str:
     return hashlib.sha256(Path(calibration.__file__).read_bytes()).hexdigest()
 
 
-def _read(place: Path, statistics: Mapping[str, InputStatistics]) -> bool:
+def _read(name: str, statistics: Mapping[str, InputStatistics]) -> bool:
     """Fill statistics from a file; whether that was possible, else they are left as they are."""
+    if (place := _store().find(name)) is None:
+        return False
     try:
-        if why_distrusted(place.parent) or why_distrusted(place):
-            return False
         with safe_open(place, "pt") as file:
-            rows = {name: int(json.loads((file.metadata() or {})["rows"])[name]) for name in statistics}
-            found = {name: (count, file.get_tensor(name)) for name, count in rows.items() if count}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError) as error:
-        if not isinstance(error, FileNotFoundError):
-            _log.info("%s cannot be used (%s): inputs are measured again", place, reason(error))
+            counts = json.loads((file.metadata() or {})["rows"])
+            rows = {matrix: int(counts[matrix]) for matrix in statistics}
+            found = {matrix: (count, file.get_tensor(matrix)) for matrix, count in rows.items() if count}
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the file, the inputs can be measured
+        _log.info("%s cannot be used (%s): inputs are measured again", place, reason(error))
         return False
     if not found or not all(count > 0 and _sensible(sums) for count, sums in found.values()):
         _log.info("%s holds numbers that are no sums: inputs are measured again", place)
         return False
-    for name, (count, sums) in found.items():
-        statistics[name].restore(count, sums)
-    with suppress(OSError):
-        os.utime(place)  # files that are used are not the oldest
+    for matrix, (count, sums) in found.items():
+        statistics[matrix].restore(count, sums)
     return True
 
 
@@ -113,10 +112,10 @@ def _sensible(sums: Tensor) -> bool:
     return form and bool(sums.isfinite().all()) and bool((sums[1] >= 0).all())
 
 
-def _keep(place: Path, statistics: Mapping[str, InputStatistics], name: str) -> None:
+def _keep(place: str, statistics: Mapping[str, InputStatistics], name: str) -> None:
     """Write what was measured, unless it is of no use."""
     sums = {key: found for key, each in statistics.items() if (found := each.sums()) is not None}
-    if not sums or not all(map(_sensible, sums.values())) or own_folder(place.parent) is None:
+    if not sums or not all(map(_sensible, sums.values())):
         return
     about: dict[str, Any] = {
         "rows": json.dumps({key: each.rows for key, each in statistics.items()}),
@@ -127,9 +126,11 @@ def _keep(place: Path, statistics: Mapping[str, InputStatistics], name: str) -> 
         "torch": torch.__version__,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    with whole_file(place) as work:
-        save_file(sums, work, metadata=about)
-        work.chmod(0o600)
-    files = sorted(place.parent.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)
-    for path in files[:-MOST]:
-        path.unlink(missing_ok=True)
+
+    def write(work: Path) -> None:
+        try:
+            save_file(sums, work, metadata=about)
+        except SafetensorError as error:
+            raise OSError(reason(error)) from error
+
+    _store().keep(place, write)

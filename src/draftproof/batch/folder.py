@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -60,25 +61,27 @@ class AnswerFolder:
         self._most, self._seconds = rows_per_file, save_every
         self._rows: list[Values] = []
         self._saved = time.monotonic()
-        self.facts = self._manifest({"settings": dict(settings), "runs": []})
+        self._settings = dict(settings)
+        self.facts = self._manifest()
         self.done: set[str] = set()
         self._next = 0
 
     # --- the manifest ---------------------------------------------------------------------------------------------
 
-    def _manifest(self, fresh: dict[str, Any]) -> dict[str, Any]:
-        """The manifest of the answers that are here; `fresh` where there are none."""
-        file = self.path / MANIFEST
+    def _manifest(self) -> dict[str, Any]:
+        """The manifest of the answers that are here; a fresh one where there are none."""
+        file, fresh = self.path / MANIFEST, {"settings": self._settings, "runs": []}
         if not file.exists():
             if self.path.exists() and not self.path.is_dir():
                 raise UserError(f"{self.path} is a file: name a folder for the answers")
-            if self.path.is_dir() and any(each.name != _LOCK for each in self.path.iterdir()):
+            if self.path.is_dir() and any(not _may_precede(each.name) for each in self.path.iterdir()):
                 raise UserError(f"{self.path} holds files and no {MANIFEST} of a batch: name another folder")
             return fresh
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
             before = dict(found["settings"])
-        except (OSError, ValueError, KeyError, TypeError) as cause:
+            found["runs"] = list(found["runs"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
             raise UserError(f"cannot read {file}: {reason(cause)}; name another folder") from cause
         now = json.loads(json.dumps(fresh["settings"]))
         for name in sorted(before.keys() | now.keys()):
@@ -119,6 +122,7 @@ class AnswerFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(self.path / _LOCK, self._refuse_second))
                 self._clear()
+            self.facts = self._manifest()  # once more: another run may have begun and ended since the first time
             self.done = self._ids()
             self.facts["runs"].append({**run, "rows_before": len(self.done)})
             self._write_manifest()
@@ -132,12 +136,23 @@ class AnswerFolder:
 
     def _clear(self) -> None:
         """Remove what a run that was killed left half-written."""
-        for file in self.path.glob(f".{_PART}*"):
-            file.unlink(missing_ok=True)
+        for start in (_PART, MANIFEST):
+            for file in self.path.glob(f".{start}*"):
+                file.unlink(missing_ok=True)
 
     def parts(self) -> list[Path]:
-        """The files with rows, in order."""
-        return sorted(self.path.glob(f"{_PART}*.{self._form}"))
+        """The files with rows, in order.
+
+        Raises:
+            UserError: there is another file whose name begins as theirs: who reads the folder would take it for one.
+        """
+        found = sorted(self.path.glob(f"{_PART}*"))
+        for file in found:
+            if not re.fullmatch(rf"{_PART}[0-9]{{6,15}}\.{self._form}", file.name):
+                raise UserError(
+                    f"{file} is no file of this batch, which has names like {_PART}000000.{self._form}: move it away"
+                )
+        return found
 
     def _ids(self) -> set[str]:
         """The ids of all rows that are here."""
@@ -187,6 +202,11 @@ class AnswerFolder:
         self.flush()
         self.facts["finished"] = True
         self._write_manifest()
+
+
+def _may_precede(name: str) -> bool:
+    """Whether a file may be in a folder without a manifest: a lock, or what was left by a run that was killed."""
+    return name == _LOCK or name.startswith((f".{_PART}", f".{MANIFEST}"))
 
 
 def _ids_of(file: Path, key: str, form: str) -> Iterator[str]:

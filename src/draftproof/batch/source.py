@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from draftproof.errors import UserError, reason
 from draftproof.provenance import file_digest
@@ -16,6 +18,7 @@ from draftproof.provenance import file_digest
 FORMATS = ("jsonl", "parquet")
 PROMPT_KEYS = ("messages", "prompt", "text")
 LINE_KEYS = ("custom_id", "method", "url", "body")
+_BLOCK = 1 << 20
 _AT_ONCE = 1024  # rows of a Parquet file that are read together
 _NAMED = 5  # ids that an error names
 
@@ -34,7 +37,7 @@ class Row:
 
 
 class Source:
-    """The rows of a file, which may be read several times.
+    """The rows of a file, which may be read several times and is the same each time.
 
     Args:
         path: a file whose name ends in .jsonl or .parquet.
@@ -45,6 +48,7 @@ class Source:
         lines: whether the rows are lines of an OpenAI batch file.
         count: number of rows.
         integers: whether every id is a whole number.
+        digest: sha256 of the file.
 
     Raises:
         UserError: a file that cannot be read, a row without an id, or an id that occurs twice.
@@ -60,6 +64,10 @@ class Source:
         if self.form == "parquet":
             require_pyarrow(f"reading {path.name}")
         self._id: str | None = None
+        try:
+            self.digest = file_digest(path)
+        except OSError as cause:
+            raise UserError(f"cannot read {path}: {cause.strerror or cause}") from cause
         self._open()
 
     def _open(self) -> None:
@@ -98,20 +106,58 @@ class Source:
     def _where(self, number: int) -> str:
         return f"{self.path}, row {number + 1}"
 
-    @property
-    def digest(self) -> str:
-        """sha256 of the file."""
-        return file_digest(self.path)
-
     def rows(self) -> Iterator[Row]:
-        """The rows, in order."""
+        """The rows, in order.
+
+        Raises:
+            UserError: the file is not what it was, or changes meanwhile.
+        """
         columns = LINE_KEYS if self.lines else ("id", *PROMPT_KEYS, "prediction")
         for number, values in enumerate(self._values(columns)):
             found = self._id_of(number, values)
             yield Row(found if self.integers else str(found), values)
 
     def _values(self, columns: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
-        return _json_rows(self.path) if self.form == "jsonl" else _parquet_rows(self.path, columns)
+        """The rows of the file as it was at first; a row is given only while that is known."""
+        try:
+            with self.path.open("rb") as file:
+                same = _Unchanged(file, self.digest, self.path)
+                found = _json_rows(file, self.path) if self.form == "jsonl" else _parquet_rows(file, self.path, columns)
+                for values in found:
+                    same.check()
+                    yield values
+                same.check(whole=True)
+        except OSError as cause:
+            raise UserError(f"cannot read {self.path}: {cause.strerror or reason(cause)}") from cause
+
+
+class _Unchanged:
+    """Refuses to go on where an open file is not what it was.
+
+    Raises:
+        UserError: it is not.
+    """
+
+    def __init__(self, file: BinaryIO, digest: str, path: Path) -> None:
+        self._file, self._digest, self._path = file, digest, path
+        self._seen: tuple[int, int] | None = None
+        self.check()
+
+    def check(self, *, whole: bool = False) -> None:
+        """Compare the content, where its size or time have changed, or `whole` asks for it."""
+        found = os.fstat(self._file.fileno())
+        now = found.st_size, found.st_mtime_ns
+        if now == self._seen and not whole:
+            return
+        self._seen, digest, place = now, sha256(), 0
+        while block := os.pread(self._file.fileno(), _BLOCK, place):  # the reader's place stays
+            digest.update(block)
+            place += len(block)
+        if digest.hexdigest() != self._digest:
+            raise UserError(
+                f"{self._path} has changed since the run began, so its answers would be to other rows: leave it as it "
+                "is while it is read, and begin again with another folder"
+            )
 
 
 def require_pyarrow(what: str) -> None:
@@ -124,15 +170,11 @@ def require_pyarrow(what: str) -> None:
         raise UserError(f"{what} needs pyarrow: pip install 'draftproof[batch]', or use .jsonl")
 
 
-def _json_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _json_rows(file: BinaryIO, path: Path) -> Iterator[Mapping[str, Any]]:
     """The objects of a JSONL file; lines without anything are left out."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _json_row(line, f"{path}, line {number}")
-    except OSError as cause:
-        raise UserError(f"cannot read {path}: {cause.strerror or cause}") from cause
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield _json_row(line, f"{path}, line {number}")
 
 
 def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
@@ -147,13 +189,13 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
     return found
 
 
-def _parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
+def _parquet_rows(opened: BinaryIO, path: Path, columns: tuple[str, ...]) -> Iterator[Mapping[str, Any]]:
     """The rows of a Parquet file, with those of `columns` that it has."""
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as file:
+        with ParquetFile(opened) as file:
             wanted = [name for name in file.schema_arrow.names if name in columns]
             if not wanted:
                 names = ", ".join(file.schema_arrow.names[:20]) or "none"

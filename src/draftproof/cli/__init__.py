@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from draftproof._version import __version__
-from draftproof.errors import UserError
+from draftproof.errors import UserError, printable
 
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
@@ -83,7 +83,7 @@ class Commands(TyperGroup):
 
 def _show(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
-    message = " ".join(_sentence(error).split())
+    message = printable(" ".join(_sentence(error).split()))
     if message:  # help that was shown for want of arguments has been printed already
         typer.echo(f"draftproof: error: {message}", err=True)
     return error.exit_code if isinstance(error, typer.TyperException) else 1

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from draftproof.audit.served.report import ServerReport
     from draftproof.audit.served.run import Options
 
+_HELP_KEY = "The server's API key; better in the variable DRAFTPROOF_AUDIT_KEY, which no list of processes shows."
+_HELP_REFERENCE_KEY = "That of the second server, or DRAFTPROOF_REFERENCE_KEY."
 _HELP_NUMERICS = "The server's arithmetic: float32, bfloat16, float16, or the slack itself as a number."
 
 
@@ -24,6 +26,8 @@ def server(
     target: Annotated[str | None, typer.Option(help="The weights it serves: a name, hub id or directory.")] = None,
     draft: Annotated[str | None, typer.Option(help="Its draft model, if known: finds subtler faults.")] = None,
     reference_url: Annotated[str | None, typer.Option(help="A second server without speculation, instead.")] = None,
+    api_key: Annotated[str | None, typer.Option(metavar="KEY", help=_HELP_KEY)] = None,
+    reference_api_key: Annotated[str | None, typer.Option(metavar="KEY", help=_HELP_REFERENCE_KEY)] = None,
     model: Annotated[str | None, typer.Option(help="Name of the served model; default the first listed.")] = None,
     check: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on each line, or .jsonl.")] = None,
@@ -49,7 +53,7 @@ def server(
 ) -> None:
     """Is the server you run lossless? Draw answers, and test every sampled token under the target; exit code 1 if not.
 
-    The API key is read from DRAFTPROOF_AUDIT_KEY or OPENAI_API_KEY.
+    OPENAI_API_KEY is read too, and goes to https://api.openai.com only.
     """
     from draftproof.audit.served.prompts import read_prompts
     from draftproof.audit.served.run import Options
@@ -72,12 +76,13 @@ def server(
     texts = read_prompts(prompts)
     with ExitStack() as stack:
         progress = stack.enter_context(_Shown())
-        made = {"model": model, "timeout": timeout}
+        made = {"model": model, "timeout": timeout, "key": api_key}
         if target is not None:
             report = _against_weights(url, target, draft, options, texts, out, made, progress)
         else:
             assert reference_url is not None, "one of them is given"
-            report = _against_server(url, reference_url, options, texts, made, progress)
+            other = {**made, "key": reference_api_key, "key_name": "DRAFTPROOF_REFERENCE_KEY"}
+            report = _against_server(url, reference_url, options, texts, made, other, progress)
     _write(report, out)
     if as_json:
         for finding in report.findings:
@@ -131,6 +136,7 @@ def _against_server(
     options: Options,
     texts: Sequence[str],
     made: dict[str, Any],
+    other: dict[str, Any],
     progress: Callable[[str, int, int], None],
 ) -> ServerReport:
     from draftproof.audit.served.client import Client
@@ -139,7 +145,7 @@ def _against_server(
     from draftproof.provenance import run_facts
 
     facts = run_facts()
-    clients = Client(url, **made), Client(reference_url, **made)
+    clients = Client(url, **made), Client(reference_url, **other)
     found, findings = asyncio.run(audit_pair(*clients, options, texts, words, progress=progress))
     return ServerReport(found, f"the server at {reference_url}", options, texts, findings, facts)
 

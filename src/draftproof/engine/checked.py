@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,19 @@ from draftproof.backends.probe import TOLERANCE, distance
 from draftproof.backends.slots import SlotBackend
 from draftproof.errors import UserError, reason
 from draftproof.fast_tokenizer import Description, FastTokenizer, describe
-from draftproof.files import home, own_folder, whole_file, why_distrusted
+from draftproof.files import Store
 from draftproof.kernels import native
 from draftproof.tokenization import load_tokenizer
 from draftproof.tree import TokenTree
 
 VARIABLE = "DRAFTPROOF_CHECKED"
 _FORMAT = 1
+_MOST = 64  # files, two for each model; those that were used longest ago go
+_MOST_BYTES = 256 << 20  # a tokenizer of 150,000 tokens takes 5 to 11 MB
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")
 _READ_WHOLE = {".json", ".jinja", ".model", ".txt"}
+_READ_BY = ("backends", "kernels")  # folders of the code that reads models, with all below them
+_TOKENIZER = ".tokenizer.json"  # ends the name of a kept tokenizer
 _COLUMNS = 256  # of each row of logits that are kept
 _log = logging.getLogger(__name__)
 
@@ -62,8 +67,7 @@ class ModelSource:
         self._where = models.obtain(source)
         self._words = tokenizer_of(self._where)
         self._key = _key(Path(self._where), options)
-        self._place = None if self._key is None else _place(self._key)
-        self._row = None if self._place is None else _row(self._place)
+        self._row = None if self._key is None else _row(self._key)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -72,9 +76,9 @@ class ModelSource:
         Raises:
             UserError: it has none.
         """
-        if self._row is not None:
+        if self._row is not None and self._key is not None:
             try:
-                return self._fast_tokenizer(self._row)
+                return self._fast_tokenizer(self._row, self._key)
             except Exception as cause:  # noqa: BLE001 - whatever is wrong with what was kept, the model is there
                 self._forget(cause)
         return self._original_tokenizer()
@@ -91,21 +95,19 @@ class ModelSource:
             except Exception as cause:  # noqa: BLE001 - as above
                 self._forget(cause)
         made = load_backend(self._source, **self._options)
-        if self._key is not None and self._place is not None and type(made) is LeanBackend:
+        if self._key is not None and type(made) is LeanBackend:
             known = self.tokenizer
-            tokenizer = self._original_tokenizer() if isinstance(known, FastTokenizer) else known
-            try:
-                _keep(self._key, self._place, tokenizer, made)
-            except OSError as error:
-                _log.info("what was checked of %s cannot be kept: %s", self._source, reason(error))
+            _keep(self._key, self._original_tokenizer() if isinstance(known, FastTokenizer) else known, made)
         return made
 
     def _original_tokenizer(self) -> Any:
         return load_tokenizer(self._words, trust_remote_code=self._options["trust_remote_code"])
 
-    def _fast_tokenizer(self, row: dict[str, Any]) -> FastTokenizer:
-        assert self._place is not None, "there is no row without a place"
-        content = _tokenizer_file(self._place).read_text(encoding="utf-8")
+    def _fast_tokenizer(self, row: dict[str, Any], key: dict[str, Any]) -> FastTokenizer:
+        store = _store()
+        content = store.text(store.name(key, _TOKENIZER))
+        if content is None:
+            raise UserError("its tokenizer is not there")
         if not content:
             content = (Path(self._where) / "tokenizer.json").read_text(encoding="utf-8")
         return FastTokenizer(content, Description(**row["tokenizer"]), self._original_tokenizer)
@@ -141,13 +143,11 @@ def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
         }
         files |= {path.name: _state_of_weights(path) for path in weight_files(folder)}
         return {
-            "format": _FORMAT,
             "folder": str(folder.absolute()),
             "files": files,
             "dtype": options["dtype"],
             "device": str(parse_device(options["device"])),
             "packages": {name: version(name) for name in _PACKAGES},
-            "code": _code(),
             "native": native.levels(),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # no directory of a whole checkpoint
@@ -187,31 +187,26 @@ def _code() -> str:
 
 
 def _sources(package: Path) -> Iterator[Path]:
-    for folder in ("backends", "kernels", "kernels/c"):
-        yield from (path for path in (package / folder).iterdir() if path.suffix in (".py", ".c", ".h"))
+    for folder in _READ_BY:
+        yield from (path for path in (package / folder).rglob("*") if path.suffix in (".py", ".c", ".h"))
     yield from (Path(__file__), package / "fast_tokenizer.py", package / "tokenization.py")
 
 
-def _place(key: dict[str, Any]) -> Path:
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-    return home() / "checked" / f"{name}.json"
+def _store() -> Store:
+    return Store("checked", [_FORMAT, _code()], most=_MOST, most_bytes=_MOST_BYTES)
 
 
 # --- keeping and using -----------------------------------------------------------------------------------------------
 
 
-def _row(place: Path) -> dict[str, Any] | None:
-    """What was kept at a place; None where nothing was, or where another user could have written it."""
-    try:
-        if why_distrusted(place.parent) or why_distrusted(place):
-            return None
-        row = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+def _row(key: dict[str, Any]) -> dict[str, Any] | None:
+    """What was kept under a key; None where nothing was, or where another user could have written it."""
+    store = _store()
+    row = store.json(store.name(key, ".json"))
     return row if isinstance(row, dict) else None
 
 
-def _keep(key: dict[str, Any], place: Path, tokenizer: Any, backend: LeanBackend) -> None:
+def _keep(key: dict[str, Any], tokenizer: Any, backend: LeanBackend) -> None:
     """Keep what was found of a model that passed its check."""
     architecture, described = Architecture.of(backend.lean), describe(tokenizer)
     if architecture is None or described is None or backend.probe is None:
@@ -235,13 +230,10 @@ def _keep(key: dict[str, Any], place: Path, tokenizer: Any, backend: LeanBackend
         text = json.dumps(row)
     except (TypeError, ValueError):  # a generation config with values that JSON has not
         return
-    if own_folder(place.parent) is None:
-        return
-    same = _same_tokenizer(Path(key["folder"]), content)
-    for path, made in ((_tokenizer_file(place), "" if same else content), (place, text)):
-        with whole_file(path) as work:
-            work.write_text(made, encoding="utf-8")
-            work.chmod(0o600)
+    same, store = _same_tokenizer(Path(key["folder"]), content), _store()
+    for suffix, made in ((_TOKENIZER, "" if same else content), (".json", text)):
+        if not store.keep(store.name(key, suffix), partial(Path.write_text, data=made, encoding="utf-8")):
+            return
 
 
 def _some(rows: torch.Tensor) -> torch.Tensor:
@@ -249,10 +241,6 @@ def _some(rows: torch.Tensor) -> torch.Tensor:
     width = rows.shape[-1]
     places = torch.linspace(0, width - 1, min(_COLUMNS, width), device=rows.device).long()
     return rows[:, places].double()
-
-
-def _tokenizer_file(place: Path) -> Path:
-    return place.with_suffix(".tokenizer.json")
 
 
 def _same_tokenizer(folder: Path, content: str) -> bool:

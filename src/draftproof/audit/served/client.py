@@ -11,16 +11,19 @@ from typing import Any
 
 import httpx
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, printable
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _LONGEST_WAIT = 60.0
+_READ = 10_000  # characters of an error that are looked at
 _TOKEN_FIELDS: tuple[dict[str, Any], ...] = (
     {"return_token_ids": True},
     {"logprobs": 0, "return_tokens_as_token_ids": True},
     {},
 )
-KEY_NAMES = ("DRAFTPROOF_AUDIT_KEY", "OPENAI_API_KEY")
+KEY_NAME = "DRAFTPROOF_AUDIT_KEY"
+_OPENAI_KEY, _OPENAI_HOST = "OPENAI_API_KEY", "api.openai.com"
+_MOST = 32 << 20  # bytes of an answer
 
 
 class Refused(Exception):  # noqa: N818 - an answer of the server, not a failure
@@ -64,6 +67,8 @@ class Client:
         model: name of the served model; default the first one it lists.
         timeout: seconds that one request may take.
         retries: further tries after a failure that may pass.
+        key: API key; without it that of `key_for`.
+        key_name: variable that holds it.
         transport: of httpx; tests give one that needs no network.
     """
 
@@ -74,14 +79,18 @@ class Client:
         model: str | None = None,
         timeout: float = 120.0,
         retries: int = 5,
+        key: str | None = None,
+        key_name: str = KEY_NAME,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise UserError(f"the server's URL is {url!r}: legal are addresses like http://127.0.0.1:8000")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model
-        self._retries = retries
-        key = next((os.environ[name] for name in KEY_NAMES if os.environ.get(name)), None)
+        self._retries, self._seconds, self._key_name = retries, timeout, key_name
+        key = key or key_for(url, key_name)
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise UserError("the API key holds characters that no header may have: legal are printable ASCII ones")
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -108,17 +117,20 @@ class Client:
             UserError: nobody answers, the server lists no models, or refuses a plain completion.
         """
         listed = await self._send("GET", "/v1/models", None)
-        cards = listed.get("data") or []
+        cards = listed.get("data")
+        cards = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
         if self.model is None:
             if not cards:
                 raise UserError(f"{self.url} lists no model: name the served model with --model")
             self.model = str(cards[0].get("id"))
+        if printable(self.model) != self.model:
+            raise UserError(f"{self.url} lists the model {self.model!r}, which is no name: give one with --model")
         try:
-            version = (await self._send("GET", "/version", None)).get("version")
+            version = _words((await self._send("GET", "/version", None)).get("version"))
         except (Refused, UserError):
             version = None
         await self._probe(prompt, text)
-        owner = next((card.get("owned_by") for card in cards if card.get("id") == self.model), None)
+        owner = _words(next((card.get("owned_by") for card in cards if card.get("id") == self.model), None))
         asked = next(iter(self._token_field), None) if self.returns_tokens else None
         return {"url": self.url, "model": self.model, "owned_by": owner, "version": version, "tokens_by": asked}
 
@@ -180,12 +192,13 @@ class Client:
                 await asyncio.sleep(pause)
             pause = _wait(tried, None)
             try:
-                answer = await self._http.request(method, path, json=body)
-            except httpx.TimeoutException:
+                async with asyncio.timeout(self._seconds):
+                    answer = await self._answer(method, path, body)
+            except (httpx.TimeoutException, TimeoutError):
                 last = "it did not answer in time"
                 continue
             except httpx.TransportError as error:
-                last = str(error) or type(error).__name__
+                last = printable(str(error)) or type(error).__name__
                 continue
             if answer.status_code in _RETRIED:
                 last = f"status {answer.status_code}: {_message(answer)}"
@@ -194,16 +207,36 @@ class Client:
             return self._checked(answer, path)
         raise UserError(f"{self.url}{path} failed {self._retries + 1} times, last: {last}; start again to go on")
 
+    async def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        """An answer with its body.
+
+        Raises:
+            UserError: it is too long.
+        """
+        async with self._http.stream(method, path, json=body) as answer:
+            content = bytearray()
+            async for part in answer.aiter_bytes():
+                content += part
+                if len(content) > _MOST:
+                    raise UserError(
+                        f"{self.url}{path} answers with more than {_MOST >> 20} MiB: is it an OpenAI-compatible server?"
+                    )
+            headers = {name: answer.headers[name] for name in ("Retry-After",) if name in answer.headers}
+            return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
+
     def _checked(self, answer: httpx.Response, path: str) -> dict[str, Any]:
         if answer.status_code in (401, 403):
-            raise UserError(f"{self.url} refuses the key ({answer.status_code}): set {KEY_NAMES[0]} to a legal one")
+            raise UserError(
+                f"{self.url} refuses the key ({answer.status_code}): set {self._key_name} to a legal one"
+                + (f" ({_OPENAI_KEY} is sent to https://{_OPENAI_HOST} only)" if os.environ.get(_OPENAI_KEY) else "")
+            )
         if answer.status_code == 404 and path != "/version":
             raise UserError(f"{self.url}{path} is not there (404: {_message(answer)}): check the URL and --model")
         if answer.status_code >= 400:
             raise Refused(_message(answer))
         try:
             found = answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
             raise UserError(f"{self.url}{path} answered something that is no JSON object")
@@ -219,14 +252,34 @@ def _wait(tried: int, asked: str | None) -> float:
 
 
 def _message(answer: httpx.Response) -> str:
-    """The server's own words, in one line."""
+    """The server's own words, in one line, without what would control a terminal."""
     try:
         found = answer.json()
         found = found.get("error", found.get("detail", found)) if isinstance(found, dict) else found
         found = found.get("message", found) if isinstance(found, dict) else found
-    except ValueError:
-        found = answer.text
-    return " ".join(str(found).split())[:200]
+    except (ValueError, RecursionError):
+        found = answer.content[:_READ].decode("utf-8", "replace")
+    return printable(" ".join(str(found)[:_READ].split()))[:200]
+
+
+def _words(value: object) -> str | None:
+    """A value of the server for a report."""
+    return None if value is None else printable(str(value)[:200])
+
+
+def key_for(url: str, name: str = KEY_NAME) -> str | None:
+    """The key that the environment has for a server.
+
+    A key of OpenAI goes to OpenAI only: an auditor is pointed at servers of strangers.
+    """
+    if key := os.environ.get(name):
+        return key
+    try:
+        found = httpx.URL(url)
+    except (httpx.InvalidURL, ValueError):
+        return None
+    theirs = (found.scheme, found.host, found.port) == ("https", _OPENAI_HOST, None)
+    return (os.environ.get(_OPENAI_KEY) or None) if theirs else None
 
 
 def _tokens(choice: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from draftproof.audit.served.client import Reply
 from draftproof.errors import UserError
+from draftproof.files import whole_file
 from draftproof.provenance import digest
 
 FILE = "answers.jsonl"
@@ -34,11 +35,14 @@ class Records:
         path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if path.is_symlink():
+                raise UserError(f"{path} is a link: answers are kept in files of their own, so remove it")
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             kept = self._read(lines, key, path)
             if len(kept) != len(lines) or not lines:
                 head = json.dumps({"audit": key, "settings": dict(settings)})
-                path.write_text("\n".join(kept or [head]) + "\n", encoding="utf-8")
+                with whole_file(path) as work:
+                    work.write_text("\n".join(kept or [head]) + "\n", encoding="utf-8")
             self._file = path.open("a", encoding="utf-8")
         except OSError as cause:
             raise UserError(f"cannot keep answers in {folder}: {cause.strerror}") from cause

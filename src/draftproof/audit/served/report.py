@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from draftproof.audit.served.run import FAIL, OK, REFUSED, Finding, Options, worst
+from draftproof.errors import printable
 from draftproof.provenance import header
 from draftproof.results import table
 
@@ -82,7 +83,7 @@ class ServerReport:
         for finding in self.findings:
             lines += _details(finding)
         lines += ["", "## Prompts", "", *[f"- `{json.dumps(text)}`" for text in self.prompts]]
-        return "\n".join(lines) + "\n"
+        return "\n".join(printable(part) for line in lines for part in line.split("\n")) + "\n"
 
 
 _METHOD = (
@@ -103,7 +104,7 @@ def _row(finding: Finding) -> tuple[str, ...]:
     excluded = "" if not shares or None in shares else f"{max(shares):.0%}"
     p_value = "" if not evidence else f"{evidence['p_value']:.2g}"
     counts = (str(finding.answers), str(finding.tokens))
-    return (finding.check.name, finding.verdict, *counts, p_value, excluded, finding.why)
+    return (finding.check.name, finding.verdict, *counts, p_value, excluded, printable(finding.why))
 
 
 def _details(finding: Finding) -> list[str]:

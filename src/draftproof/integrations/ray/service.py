@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
@@ -20,35 +17,19 @@ from starlette.types import Message, Receive, Scope, Send
 
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
+from draftproof.server.access import Keys
 from draftproof.server.app import Server, make_app
-from draftproof.server.errors import stopping
+from draftproof.server.entrance import Asked, Entrance, Lost, answered, refusal, whole
 from draftproof.server.logs import start_logging
 from draftproof.server.metrics import together
 from draftproof.server.run import use_template
 from draftproof.server.settings import Settings, served_name
 
-_TRIES = 4  # replicas that a request is sent to, where they die before they answer
-_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 _ROUTER = "draftproof.integrations.ray.router.PrefixRouter"
 _REMEMBERED = 4_000_000  # characters of prompts that the router compares with
+_READ_AT_ONCE = 64  # requests beyond those that the replicas take whose bodies an entrance reads
 _POLL = 5.0  # seconds that replicas have to show their metrics
 _NAME = b"x-replica"  # header that says which replica has answered
-_log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """An HTTP request on its way to a replica.
-
-    Attributes:
-        prompt: its prompt, or the texts of its messages; the router reads it by this name.
-        scope: of ASGI, without what cannot be sent.
-        body: whole.
-    """
-
-    prompt: str
-    scope: Mapping[str, Any]
-    body: bytes
 
 
 class Replica:
@@ -63,7 +44,7 @@ class Replica:
     """
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, target: str, draft: str | None, engine: Mapping[str, Any], settings: Settings, keys: Sequence[str]
+        self, target: str, draft: str | None, engine: Mapping[str, Any], settings: Settings, keys: Keys
     ) -> None:
         start_logging(as_json=settings.json_logs)
         loaded = await asyncio.to_thread(Engine.load, target, draft, **engine)
@@ -89,106 +70,71 @@ class Replica:
         if not self._server.worker.ready:
             raise RuntimeError("the engine's thread has ended")
 
-    async def answer(self, asked: Asked) -> AsyncIterator[Message]:
+    async def answer(self, asked: Asked) -> AsyncGenerator[Message]:
         """The messages of ASGI that answer a request; a caller that closes the iterator drops the request."""
-        messages: asyncio.Queue[Message | None] = asyncio.Queue()
-        body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
-
-        async def receive() -> Message:
-            if body:
-                return body.pop()
-            await asyncio.Event().wait()  # the client is there until this is cancelled
-            return {"type": "http.disconnect"}
-
-        async def run() -> None:
-            try:
-                await self._app({**asked.scope, "root_path": ""}, receive, messages.put)
-            finally:
-                messages.put_nowait(None)
-
-        task = asyncio.create_task(run())
-        try:
-            while (message := await messages.get()) is not None:
-                if message["type"] == "http.response.start":
-                    message["headers"] = [*message["headers"], (_NAME, self._name)]
+        async with aclosing(answered(self._app, asked, [(_NAME, self._name)])) as messages:
+            async for message in messages:
                 yield message
-            await task
-        finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
 
     async def whole(self, asked: Asked) -> list[Message]:
         """All messages of `answer`."""
         return [message async for message in self.answer(asked)]
 
 
-class Entrance:
-    """Takes HTTP requests and passes them on; one whose replica dies before it answers goes to another.
+class Front:
+    """Takes HTTP requests and passes them on to replicas.
 
     The metrics are those of all replicas, which are asked together.
 
     Args:
         replicas: their handle.
-        max_body: bytes of a body that are read; the replica refuses more.
+        settings: of the server.
+        keys: one of them is needed.
+        at_once: requests with a body that are in work.
     """
 
-    def __init__(self, replicas: Any, max_body: int) -> None:
+    def __init__(self, replicas: Any, settings: Settings, keys: Keys, at_once: int) -> None:
+        start_logging(as_json=settings.json_logs)
         self._replicas, self._answer = replicas, replicas.options(stream=True).answer
-        self._max_body = max_body
+        self._entrance = Entrance(
+            self._passed,
+            self._metrics,
+            keys=keys,
+            max_body=settings.max_body,
+            at_once=at_once,
+            read_timeout=settings.read_timeout,
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application that Ray Serve runs here."""
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:  # uvicorn takes a method for ASGI 2
-            await (_live(receive, send) if scope["type"] == "lifespan" else self._run(scope, receive, send))
+            await (_live(receive, send) if scope["type"] == "lifespan" else self._entrance(scope, receive, send))
 
         return app
 
-    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, by the first replica that can."""
-        asked = await self._read(scope, receive)
-        if (scope["method"], scope["path"]) == ("GET", "/metrics"):
-            await self._show_metrics(asked, send)
-            return
-        for _ in range(_TRIES):
-            begun = False
-            stream = self._answer.remote(asked)
-            try:
-                async for message in stream:
-                    begun = True
-                    await send(message)
-            except RayError as error:
-                if begun or isinstance(error, RayTaskError):
-                    raise
-                _log.warning("a replica was lost before it answered; the request goes to another one")
-            except asyncio.CancelledError:
-                stream.cancel()
-                raise
-            else:
-                return
-        for message in _refusal():
-            await send(message)
+    async def _passed(self, asked: Asked) -> AsyncGenerator[Message]:
+        """The answer of the replica that the router chooses."""
+        stream = self._answer.remote(asked)
+        try:
+            async for message in stream:
+                yield message
+        except RayTaskError:
+            raise
+        except RayError as error:
+            raise Lost("a replica was lost") from error
+        except (asyncio.CancelledError, GeneratorExit):
+            stream.cancel()
+            raise
 
-    async def _show_metrics(self, asked: Asked, send: Send) -> None:
-        """Answer with the metrics of all replicas that answer in time, or as one of them refuses to."""
+    async def _metrics(self, asked: Asked) -> Sequence[Message]:
+        """The metrics of all replicas that answer in time, or what one of them says that refuses to."""
         try:
             asking = self._replicas.broadcast("whole", asked)
             every = await asking.results_async(timeout_s=_POLL, return_exceptions=True)
         except (RayError, DeploymentUnavailableError, TimeoutError):
             every = []
-        for message in _metrics([each for each in every if isinstance(each, list)]):
-            await send(message)
-
-    async def _read(self, scope: Scope, receive: Receive) -> Asked:
-        body = bytearray()
-        while len(body) <= self._max_body:
-            message = await receive()
-            body += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
-        sent = {name: scope[name] for name in _SCOPE if name in scope}
-        return Asked(_prompt(body) or str(scope["path"]), sent, bytes(body))
+        return _metrics([each for each in every if isinstance(each, list)])
 
 
 async def _live(receive: Receive, send: Send) -> None:
@@ -208,39 +154,8 @@ def _metrics(answers: Iterable[Sequence[Message]]) -> Sequence[Message]:
             return [start, *bodies]
         pages[headers[_NAME].decode()] = b"".join(each.get("body", b"") for each in bodies).decode()
     if not pages:
-        return _refusal()
-    return _whole(HTTPStatus.OK, {"content-type": CONTENT_TYPE_LATEST}, together(pages, "replica"))
-
-
-def _whole(status: int, headers: Mapping[str, str], body: bytes) -> Sequence[Message]:
-    """The messages of ASGI of an answer."""
-    lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    return [
-        {"type": "http.response.start", "status": status, "headers": lines},
-        {"type": "http.response.body", "body": body},
-    ]
-
-
-def _refusal() -> Sequence[Message]:
-    """What a request gets that no replica answers."""
-    error = stopping()
-    return _whole(
-        error.status, {"content-type": "application/json", **error.headers}, json.dumps(error.body()).encode()
-    )
-
-
-def _prompt(body: bytes | bytearray) -> str:
-    """What a body asks, as text for the router; empty where it asks nothing. The replica checks it."""
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        return ""
-    if not isinstance(found, dict):
-        return ""
-    if isinstance(messages := found.get("messages"), list):
-        return "\n".join(str(each.get("content", "")) for each in messages if isinstance(each, dict))
-    prompt = found.get("prompt", "")
-    return prompt if isinstance(prompt, str) else json.dumps(prompt)
+        return refusal()
+    return whole(HTTPStatus.OK, {"content-type": CONTENT_TYPE_LATEST}, together(pages, "replica"))
 
 
 def deployment(
@@ -260,8 +175,8 @@ def deployment(
     """The server as an application of Ray Serve: `serve.run(deployment("smollm2-135m", replicas=2))`.
 
     Ray's prefix-aware router sends a prompt to the replica that has read the longest beginning of it, unless that one
-    has much more to do than another. A request whose replica dies before it answers is answered by another; a stream
-    that has begun ends there.
+    has much more to do than another. A request whose replica dies before it answers is sent to one more, unless it
+    has a grammar; a stream that has begun ends there.
 
     Args:
         target: as in `Engine.load`.
@@ -311,11 +226,14 @@ def deployment(
         **shared,
     )
     entrance = serve.deployment(
-        serve.ingress()(Entrance),
+        serve.ingress()(Front),
+        name="Entrance",
         num_replicas=entrances,
         max_surge_percent=100,
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=1000,
         **shared,
     )
-    return entrance.bind(made.bind(target, draft, options, settings, tuple(keys)), settings.max_body)
+    allowed = Keys(keys)  # their digests: arguments of deployments are kept in Ray's state
+    at_once = (max_replicas or replicas) * (batch + settings.max_waiting) + _READ_AT_ONCE
+    return entrance.bind(made.bind(target, draft, options, settings, allowed), settings, allowed, at_once)

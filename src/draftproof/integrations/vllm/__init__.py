@@ -23,23 +23,24 @@ _log = logging.getLogger("vllm.draftproof")  # a child of vLLM's logger, so that
 def register() -> None:
     """Put our functions into vLLM's seams; called by vLLM, once in each process.
 
-    Raises:
-        ImportError: vLLM is not installed.
+    vLLM calls it outside of any try, also where nobody asked for draftproof. So it raises nothing: what keeps it from
+    working is one line in the log.
     """
     try:
         import vllm
-    except ModuleNotFoundError as error:
-        if error.name != "vllm":
-            raise
-        raise ImportError("draftproof.integrations.vllm needs vLLM, which is not installed: pip install vllm") from None
-    if ".".join(vllm.__version__.split(".")[:2]) not in KNOWN:
-        _log.warning(
-            "draftproof does not know vLLM %s (it knows %s): it changes nothing", vllm.__version__, ", ".join(KNOWN)
-        )
-        return
-    from draftproof.integrations.vllm import seams
 
-    seams.prepare()
+        known = str(getattr(vllm, "__version__", "of no version"))
+        if ".".join(known.split(".")[:2]) not in KNOWN:
+            _log.warning("draftproof does not know vLLM %s (it knows %s): it changes nothing", known, ", ".join(KNOWN))
+            return
+        from draftproof.integrations.vllm import seams
+
+        seams.prepare()
+    except ModuleNotFoundError as error:
+        _log.warning("draftproof changes nothing in vLLM: there is no package %s; install it", error.name)
+    except Exception as error:  # noqa: BLE001 - see above
+        cause = f"{type(error).__name__}: {error}".split("\n", 1)[0]
+        _log.warning("draftproof changes nothing in vLLM: %s", cause)
 
 
 def __getattr__(name: str) -> Any:

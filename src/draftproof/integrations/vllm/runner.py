@@ -65,7 +65,7 @@ class Round:
     @property
     def rule(self) -> str | None:
         """The rule that the options name, or None."""
-        found: str | None = self.runner.draftproof_rule
+        found: str | None = getattr(self.runner, "draftproof_rule", None)  # none where it was made before the change
         return found
 
     def noise(self, *, last: bool = False) -> tuple[list[int], list[int]]:

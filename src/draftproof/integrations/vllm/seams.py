@@ -64,9 +64,10 @@ def missing(*modules: str) -> str:
         for name, arguments in names.items():
             try:
                 found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
-            except (ImportError, AttributeError):
+                parameters = list(inspect.signature(found).parameters)
+            except Exception:  # noqa: BLE001 - whatever another vLLM does, its start goes on without us
                 return f"{module}.{name}"
-            if arguments is not None and list(inspect.signature(found).parameters) != arguments.split():
+            if arguments is not None and parameters != arguments.split():
                 return f"{module}.{name}({', '.join(arguments.split())})"
     return ""
 
@@ -93,23 +94,38 @@ def prepare() -> None:
 
 
 def change(vllm_config: Any) -> None:
-    """Change the model runner of a worker, before it is made."""
-    second = vllm_config.use_v2_model_runner
+    """Change the model runner of a worker, before it is made, as far as its options ask."""
+    try:
+        rule, proposes = Options.of(vllm_config).rule, _proposes(vllm_config)
+        second = vllm_config.use_v2_model_runner
+    except AttributeError as error:  # another vLLM, which does not fail for a plug-in
+        _unknown(str(error))
+        return
     if lacks := missing(*(_SECOND_SEAMS if second else (_SAMPLER, _DRAFTING, _RUNNER))):
         _unknown(lacks)
         return
     if second:
-        _around(importlib.import_module(_SECOND).GPUModelRunner, "load_model", second_runner.load_model)
+        if rule is not None:
+            _around(importlib.import_module(_SECOND).GPUModelRunner, "load_model", second_runner.load_model)
         return
     sampler, model_runner = importlib.import_module(_SAMPLER), importlib.import_module(_RUNNER).GPUModelRunner
     if importlib.import_module("vllm.platforms").current_platform.is_cpu():
         _around(sampler, "expand_batch_to_tokens", runner.expand)
         _around(sampler, "apply_sampling_constraints", runner.constrain)
-    _around(sampler, "rejection_sample", runner.rejection_sample)
-    _around(importlib.import_module(_DRAFTING), "compute_probs_and_sample_next_token", runner.draw_draft)
+    if rule is None and not proposes:
+        return
     _around(model_runner, "__init__", runner.init_runner)
-    _around(model_runner, "_sample", runner.sample)
     _around(model_runner, "propose_draft_token_ids", runner.propose)
+    if rule is not None:
+        _around(sampler, "rejection_sample", runner.rejection_sample)
+        _around(importlib.import_module(_DRAFTING), "compute_probs_and_sample_next_token", runner.draw_draft)
+        _around(model_runner, "_sample", runner.sample)
+
+
+def _proposes(vllm_config: Any) -> bool:
+    """Whether the speculative config names our proposer."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and str(getattr(speculative, "model", "")).startswith("draftproof.")
 
 
 def _unknown(seam: str) -> None:

@@ -1,0 +1,212 @@
+"""What stands before servers in other processes: checks keys, reads requests, and passes each on to one of them.
+
+Nothing here knows how the others are reached: `draftproof.integrations.ray` says so for Ray Serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+import anyio
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from draftproof.server.access import Access, Keys
+from draftproof.server.errors import ApiError, stopping
+
+_TRIES = 2  # servers that a request is sent to at most, where the first ends before it answers
+_COMPILED = ("structured_outputs", "response_format", "tools")  # fields from which a server compiles a grammar
+_SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
+_GOES, _ENDS = "goes to another one", "is not sent to another one"
+_AHEAD = 16  # messages that an application may be ahead of who reads its answer
+_log = logging.getLogger(__name__)
+
+
+class Lost(Exception):  # noqa: N818 - what became of a server, not a mistake of this one
+    """A server ended before it answered."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An HTTP request on its way to a server.
+
+    Attributes:
+        prompt: its prompt, or the texts of its messages; a router may read it by this name.
+        scope: of ASGI, without what cannot be sent.
+        body: whole.
+    """
+
+    prompt: str
+    scope: Mapping[str, object]
+    body: bytes
+
+
+class Entrance:
+    """An ASGI application that passes requests on, with the limits that a server has for reading them.
+
+    A request whose server ends before it answers is sent to one more, because another request may have been the reason.
+    One from which a grammar is compiled is not: compiling runs code that a request can drive to its limits, and what
+    ended one server would end the next.
+
+    Args:
+        passed: from a request to the messages of its answer; raises `Lost`.
+        shown: the messages that answer a request for metrics.
+        keys: one of them is needed; empty lets everybody in.
+        max_body: bytes of a body that are read.
+        at_once: requests with a body that are in work.
+        read_timeout: seconds that a client has to send its body; 0 is no limit.
+    """
+
+    def __init__(
+        self,
+        passed: Callable[[Asked], AsyncGenerator[Message]],
+        shown: Callable[[Asked], Awaitable[Sequence[Message]]],
+        *,
+        keys: Sequence[str] | Keys,
+        max_body: int,
+        at_once: int,
+        read_timeout: float,
+    ) -> None:
+        self._passed, self._shown, self._max_body = passed, shown, max_body
+        self._app = Access(self._run, keys, max_body=max_body, at_once=at_once, seconds=read_timeout)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request."""
+        await self._app(scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await self._read(receive)
+        except ApiError as error:
+            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            return
+        prompt, repeats = _understood(body)
+        # The server behind notes the request under the same id.
+        name = scope["state"]["facts"]["request_id"].encode()
+        headers = [(key, value) for key, value in scope["headers"] if key != b"x-request-id"]
+        sent = {key: scope[key] for key in _SCOPE if key in scope} | {"headers": [*headers, (b"x-request-id", name)]}
+        asked = Asked(prompt or str(scope["path"]), sent, body)
+        if (scope["method"], scope["path"]) == ("GET", "/metrics"):
+            for message in await self._shown(asked):
+                await send(message)
+            return
+        for left in reversed(range(_TRIES if repeats else 1)):
+            if await self._pass(asked, send):
+                return
+            _log.warning("a server was lost before it answered; the request %s", _GOES if left else _ENDS)
+        for message in refusal():
+            await send(message)
+
+    async def _pass(self, asked: Asked, send: Send) -> bool:
+        """Answer by one server; False where it was lost before it began to.
+
+        Raises:
+            Lost: it was lost later.
+        """
+        begun = False
+        try:
+            async with aclosing(self._passed(asked)) as messages:
+                async for message in messages:
+                    begun = True
+                    await send(message)
+        except Lost:
+            if begun:
+                raise
+            return False
+        return True
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body of a request.
+
+        Raises:
+            ApiError: it is too long, does not come in time, or its client left.
+        """
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError("the client closed the connection", status=499)
+                body += message.get("body", b"")
+                if len(body) > self._max_body:
+                    raise ApiError(f"the body has more than {self._max_body} bytes, which is the limit", status=413)
+                if not message.get("more_body", False):
+                    return bytes(body)
+        except HTTPException as error:
+            raise ApiError(str(error.detail), status=error.status_code, headers=error.headers) from error
+
+
+def _understood(body: bytes) -> tuple[str, bool]:
+    """What a body asks, as text for a router, and whether it may be sent twice; the server itself checks it."""
+    if not body:
+        return "", True
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        return "", False
+    if not isinstance(found, dict):
+        return "", False
+    repeats = not any(found.get(name) for name in _COMPILED)
+    if isinstance(messages := found.get("messages"), list):
+        return "\n".join(str(each.get("content", "")) for each in messages if isinstance(each, dict)), repeats
+    prompt = found.get("prompt", "")
+    return prompt if isinstance(prompt, str) else json.dumps(prompt), repeats
+
+
+async def answered(app: ASGIApp, asked: Asked, headers: Sequence[tuple[bytes, bytes]]) -> AsyncGenerator[Message]:
+    """The messages of an application that answer a request, made only a little ahead of who reads them.
+
+    So an answer that nobody reads is not held whole, and the application's own limits of time apply to it.
+
+    Args:
+        app: the application.
+        asked: the request; closing the iterator drops it.
+        headers: added to the answer's.
+    """
+    body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+    sent, found = anyio.create_memory_object_stream[Message](_AHEAD)
+
+    async def receive() -> Message:
+        if body:
+            return body.pop()
+        await anyio.sleep_forever()  # the client is there until this is cancelled
+        raise AssertionError("sleeps for ever")
+
+    async def run() -> None:
+        async with sent:
+            await app({**asked.scope, "root_path": ""}, receive, sent.send)
+
+    task = asyncio.create_task(run())
+    try:
+        async with found:
+            async for message in found:
+                if message["type"] == "http.response.start":
+                    message["headers"] = [*message["headers"], *headers]
+                yield message
+            await task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+def whole(status: int, headers: Mapping[str, str], body: bytes) -> Sequence[Message]:
+    """The messages of ASGI of an answer."""
+    lines = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    return [
+        {"type": "http.response.start", "status": status, "headers": lines},
+        {"type": "http.response.body", "body": body},
+    ]
+
+
+def refusal() -> Sequence[Message]:
+    """What a request gets that no server answers."""
+    error = stopping()
+    headers = {"content-type": "application/json", **(error.headers or {})}
+    return whole(error.status, headers, json.dumps(error.body()).encode())
