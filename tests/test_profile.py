@@ -140,7 +140,7 @@ def test_errors_are_one_line(args, words):
 def test_a_trie_has_two_numbers():
     result = CliRunner().invoke(app, ["profile", "forward", "--trie", "8by4"], prog_name="draftproof")
     assert result.exit_code == 2
-    assert "legal is KxL" in result.stderr
+    assert "expected KxL" in result.stderr
 
 
 def test_the_defaults_are_legal():

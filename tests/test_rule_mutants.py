@@ -15,10 +15,10 @@ from functools import partial
 import pytest
 
 from distributions import Toy, as_paths, greedy_distribution, rule_distribution
-from draftproof.functional import bottom_up, chain, coupling, greedy, top_down
+from draftproof.functional import bottom_up, chain, coupling, greedy, multi_round, spectr, traversal, trie_block
 from draftproof.testing import total_variation
 
-MODULES = (chain, coupling, greedy, top_down, bottom_up)
+MODULES = (chain, coupling, greedy, spectr, multi_round, bottom_up, trie_block, traversal)
 VISIBLE_ERROR = 1e-3
 
 
@@ -42,9 +42,9 @@ def _rounds(toy):
 
 
 token, block = _chain("token_verify", 2), _chain("block_verify", 3)
-spectr, multi = _paths(top_down, "spectr_verify", 2, 1), _paths(top_down, "multi_round_verify", 2, 1)
-wide, deep = _paths(bottom_up, "trie_block_verify", 3, 1), _paths(bottom_up, "trie_block_verify", 2, 2)
-traversal = _paths(bottom_up, "traversal_verify", 2, 2)
+one_of_two, multi = _paths(spectr, "spectr_verify", 2, 1), _paths(multi_round, "multi_round_verify", 2, 1)
+wide, deep = _paths(trie_block, "trie_block_verify", 3, 1), _paths(trie_block, "trie_block_verify", 2, 2)
+up = _paths(traversal, "traversal_verify", 2, 2)
 
 MUTANTS = {
     "always accept": (
@@ -92,10 +92,15 @@ MUTANTS = {
         "walk.exp().clamp(max=1)",
     ),
     "every prefix tested with P": (block, chain.block_acceptance, "surplus / (surplus + deficit)", "head"),
-    "factor of 1": (spectr, coupling.kseq_gamma, "return high", "return torch.ones_like(high)"),
-    "lower end of the root search": (spectr, coupling.kseq_gamma, "return high", "return low - 1e-2 * (low > 1.02)"),
+    "factor of 1": (one_of_two, coupling.kseq_gamma, "return high", "return torch.ones_like(high)"),
+    "lower end of the root search": (
+        one_of_two,
+        coupling.kseq_gamma,
+        "return high",
+        "return low - 1e-2 * (low > 1.02)",
+    ),
     "residual without acc / beta": (
-        spectr,
+        one_of_two,
         coupling.kseq_residual,
         "left.mul_(-plan.share.to(p.dtype).unsqueeze(-1))",
         "left.mul_(-1)",
@@ -109,13 +114,13 @@ MUTANTS = {
     ),
     "multiplicity ignored": (
         wide,
-        bottom_up._hand_down,
+        bottom_up.hand_down,
         "torch.where(kids > 0, 1 - missed[flat], 1)",
         "torch.where(kids > 0, accept, 1)",
     ),
     "own acceptance not conditioned": (
         deep,
-        bottom_up.trie_block_plan,
+        trie_block.trie_block_plan,
         "(weight - rule.accept) / rejected",
         "(weight - rule.accept)",
     ),
@@ -133,13 +138,13 @@ MUTANTS = {
     ),
     "weights of the root in every residual": (
         deep,
-        bottom_up._trie_block,
-        "_at(plan.weight, at)",
+        trie_block._trie_block,
+        "entry_at(plan.weight, at)",
         "torch.ones_like(plan.weight[:, 0])",
     ),
     "traversal without what is left": (
-        traversal,
-        bottom_up.traversal_plan,
+        up,
+        traversal.traversal_plan,
         "rule.left.sum(-1, dtype=torch.float64).clamp_(0, 1)",
         "weight",
     ),

@@ -50,10 +50,10 @@ from draftproof.functional import (
     trie_block_verify,
     typical_verify,
 )
-from draftproof.functional.bottom_up import trie_block_plan
 from draftproof.functional.chain import log_ratios, residual_weights, running_ratios
 from draftproof.functional.coupling import first_success, kseq_plan, kseq_residual, rounds_plan
 from draftproof.functional.lossy import mentored_bounds
+from draftproof.functional.trie_block import trie_block_plan
 from draftproof.rng import CounterRng, TorchRng
 from draftproof.testing import exact_distribution, total_variation
 from draftproof.tree import TokenTree

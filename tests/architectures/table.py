@@ -155,4 +155,4 @@ def write(records):
     with whole_file(RESULTS.with_suffix(".md")) as path:
         Path(path).write_text(page(records), encoding="utf-8")
     with whole_file(RESULTS.with_suffix(".json")) as path:
-        Path(path).write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n", encoding="utf-8")

@@ -33,11 +33,13 @@ class BatchComparison:
     """Options of a comparison for several numbers of requests.
 
     Attributes:
-        target, draft, drafter, dtype: as in `Engine.load`.
-        batch, temperature: lists; all combinations are measured.
+        target, draft, dtype: as in `Engine.load`.
+        drafter: measured beside plain decoding.
+        batch: requests at once.
+        temperature: sampling temperature; 0 is greedy.
         dataset: data sets, which take turns.
         tokens: most tokens of an answer; stop tokens end it earlier.
-        repeats: turns of each data set that count.
+        repeats: turns of each data set that count, each with other questions.
         queue: questions of a turn for each request that is decoded at once; at least `fewest` questions.
         fewest: questions of a turn.
 

@@ -49,15 +49,16 @@ class EngineComparison:
     """Options of a comparison with another engine.
 
     Attributes:
-        other: the other engine, a name of `worker.WORKERS`.
-        python: the Python of its environment; None is this one.
-        model: a file or directory for the other engine; None is the target's.
-        target: draftproof's, a name that `models.resolve` takes.
-        draft, drafter, dtype: draftproof's, as in `Engine.load`; without a drafter, only plain decoding is measured.
-        batch, temperature: lists; all combinations are measured.
+        other: the other engine: vllm, transformers or llama.cpp.
+        python: Python of the environment that has it; without it this one.
+        model: model file for the other engine; without it the target's directory.
+        target, draft, dtype: draftproof's, as in `Engine.load`.
+        drafter: draftproof's, measured beside plain decoding; without it only plain decoding is measured.
+        batch: prompts at a time.
+        temperature: sampling temperature; 0 is greedy.
         dataset: of the prompts.
-        tokens: of each answer.
-        repeats: turns that count.
+        tokens: tokens of every answer; stop tokens are ignored.
+        repeats: turns that count, each with other prompts.
 
     Raises:
         UserError: an unknown engine, or a number below 1.

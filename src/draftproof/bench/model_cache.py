@@ -16,7 +16,7 @@ from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter, make_verifier
+from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
 from draftproof.errors import UserError
 from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
@@ -107,7 +107,7 @@ class ModelCache:
         # A feature head makes its target keep every hidden state, which would slow down all other cells.
         purpose = "states" if find_drafter(cell.drafter)[0].reads_states else ""
         tokenizer, draft = self.tokenizer(cell.target), None
-        dtype, bits = read_draft_dtype(cell.draft_dtype, cell.dtype)
+        dtype, _ = read_draft_dtype(cell.draft_dtype, cell.dtype)
         if cell.draft is not None:
             self.check_same_tokenizer(cell.target, cell.draft)
             draft = self.backend(cell.draft, dtype, cell.backend, whole=True)
@@ -117,8 +117,8 @@ class ModelCache:
             tokenizer,
             drafter=cell.drafter,
             stopper=cell.stopper or DEFAULT_CONSTANT_STOPPER,
-            rule=make_verifier(cell.verifier) if cell.verifier else None,
-            draft_bits=bits,
+            verifier=cell.verifier or None,
+            draft_dtype=cell.draft_dtype,
             max_batch=1,
             prefix_reuse=False,  # each question is measured as if it came first
         )

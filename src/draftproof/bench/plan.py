@@ -29,13 +29,19 @@ class BenchOptions:
 
     Attributes:
         target, draft: names of the models.
-        dtype, draft_dtype, backend, drafter, stopper, verifier, temperature, top_k, top_p, seed: lists of values of
-            `Cell`'s fields.
-        competitor: other engines, names of `ENGINES`.
+        dtype: number format of all models: auto, float32, bfloat16 or float16.
+        draft_dtype: another number format for drafts; int8 or int4 quantize a draft model or head.
+        backend, drafter, stopper, verifier: as in `Engine.load`.
+        temperature: sampling temperature; 0 is greedy.
+        top_k: keep the k most likely tokens; 0 is off.
+        top_p: keep the fewest tokens whose mass reaches this.
+        seed: seed of the random draws; tables add up all seeds.
+        competitor: transformers, transformers-assisted or transformers-lookup, the last two also at their fastest
+            setting.
         dataset: names that `read_questions` takes.
-        questions: how many of each data set.
+        questions: how many of each data set; without it 8.
         max_tokens: most tokens of an answer.
-        repeats: how often each answer is measured.
+        repeats: how often each answer is measured; the methods take turns.
     """
 
     target: str | None = None

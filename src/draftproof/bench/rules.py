@@ -70,13 +70,13 @@ class RuleComparison:
 
     Attributes:
         target, draft, dtype: the pair of models.
-        synthetic: vocabulary sizes of synthetic pairs; if there are any, they are measured instead of the models.
-        rules: names of SINGLE and SEVERAL.
-        lengths: of the drafts.
-        drafts: numbers of drafts, for the rules of SEVERAL.
+        synthetic: measure a synthetic pair with a vocabulary of this size instead of the models.
+        rules: a rule, a name of SINGLE or SEVERAL.
+        lengths: draft length.
+        drafts: number of drafts, for the rules that take several.
         dataset, questions: of the prompts of language models.
-        seeds: runs of each prompt.
-        tokens: of each answer.
+        seeds: runs of each prompt with other draws.
+        tokens: tokens of every answer; stop tokens are ignored.
 
     Raises:
         UserError: an unknown rule, or a number below 1.

@@ -45,12 +45,12 @@ class StopperComparison:
         target, draft, dtype: the pair of models.
         stoppers: with their arguments, as in `generate`; None takes those of `default_stoppers`.
         verifier: the rule.
-        temperature: a list; the oracle is measured at 0, where it is defined.
-        costs: ratios of the time of a draft pass to that of a target pass.
+        temperature: sampling temperature; the oracle is measured at 0, where it is defined.
+        costs: time of a draft pass in target passes.
         dataset, questions: of the prompts, read as plain text.
-        seeds: runs of each prompt; greedy decoding needs only one.
-        tokens: of each answer.
-        batch: requests decoded together.
+        seeds: runs of each prompt with other draws; greedy decoding needs only one.
+        tokens: tokens of every answer; stop tokens are ignored.
+        batch: prompts at a time.
 
     Raises:
         UserError: no fixed length among the stoppers, or a number below 1.

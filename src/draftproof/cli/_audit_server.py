@@ -11,37 +11,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftproof.audit.served.run import Options as Audited
+from draftproof.cli._options import Options, with_options
+
 if TYPE_CHECKING:
     from draftproof.audit.served.report import ServerReport
-    from draftproof.audit.served.run import Options
 
 _HELP_KEY = "The server's API key; better in the variable DRAFTPROOF_AUDIT_KEY, which no list of processes shows."
 _HELP_REFERENCE_KEY = "That of the second server, or DRAFTPROOF_REFERENCE_KEY."
-_HELP_NUMERICS = "The server's arithmetic: float32, bfloat16, float16, or the slack itself as a number."
 
 
+@with_options(options=[Options(Audited, names={"checks": "check"}, metavars={"checks": "NAME"}, repeatable=True)])
 def server(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, for example http://127.0.0.1:8000.")],
     *,
+    options: Any,
     target: Annotated[str | None, typer.Option(help="The weights it serves: a name, hub id or directory.")] = None,
     draft: Annotated[str | None, typer.Option(help="Its draft model, if known: finds subtler faults.")] = None,
     reference_url: Annotated[str | None, typer.Option(help="A second server without speculation, instead.")] = None,
     api_key: Annotated[str | None, typer.Option(metavar="KEY", help=_HELP_KEY)] = None,
     reference_api_key: Annotated[str | None, typer.Option(metavar="KEY", help=_HELP_REFERENCE_KEY)] = None,
     model: Annotated[str | None, typer.Option(help="Name of the served model; default the first listed.")] = None,
-    check: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Only this check; may be repeated.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A file with a prompt on each line, or .jsonl.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
-    budget: Annotated[int, typer.Option(help="Sampled tokens of each check at most.")] = 4000,
-    share: Annotated[float, typer.Option(help="Share of faulty tokens to exclude, from 0.02 on.")] = 0.1,
-    alpha: Annotated[float, typer.Option(help="False-alarm rate of the whole audit.")] = 0.01,
-    beta: Annotated[float, typer.Option(help="Error rate of each statement that a fault is excluded.")] = 0.05,
-    numerics: Annotated[str, typer.Option(help=_HELP_NUMERICS)] = "bfloat16",
-    parallel: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the requests' seeds.")] = 0,
-    seeds: Annotated[
-        bool, typer.Option("--seeds", help="Send a seed with every request, not only in one check.")
-    ] = False,
     timeout: Annotated[float, typer.Option(help="Seconds that one request may take.")] = 120.0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for answers and report; the same command goes on there.")
@@ -56,33 +47,21 @@ def server(
     OPENAI_API_KEY is read too, and goes to https://api.openai.com only.
     """
     from draftproof.audit.served.prompts import read_prompts
-    from draftproof.audit.served.run import Options
     from draftproof.errors import UserError
 
     if (target is None) == (reference_url is None):
         raise UserError("give either --target (the weights that the server serves) or --reference-url")
-    options = Options(
-        checks=tuple(check or ()),
-        alpha=alpha,
-        beta=beta,
-        share=share,
-        max_tokens=max_tokens,
-        budget=budget,
-        parallel=parallel,
-        seed=seed,
-        seeds=seeds,
-        numerics=_number(numerics),
-    )
+    chosen = Audited(**options)
     texts = read_prompts(prompts)
     with ExitStack() as stack:
         progress = stack.enter_context(_Shown())
         made = {"model": model, "timeout": timeout, "key": api_key}
         if target is not None:
-            report = _against_weights(url, target, draft, options, texts, out, made, progress)
+            report = _against_weights(url, target, draft, chosen, texts, out, made, progress)
         else:
             assert reference_url is not None, "one of them is given"
             other = {**made, "key": reference_api_key, "key_name": "DRAFTPROOF_REFERENCE_KEY"}
-            report = _against_server(url, reference_url, options, texts, made, other, progress)
+            report = _against_server(url, reference_url, chosen, texts, made, other, progress)
     _write(report, out)
     if as_json:
         for finding in report.findings:
@@ -96,18 +75,11 @@ def server(
         raise typer.Exit(1)
 
 
-def _number(text: str) -> str | float:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _against_weights(
     url: str,
     target: str,
     draft: str | None,
-    options: Options,
+    options: Audited,
     texts: Sequence[str],
     out: Path | None,
     made: dict[str, Any],
@@ -133,7 +105,7 @@ def _against_weights(
 def _against_server(
     url: str,
     reference_url: str,
-    options: Options,
+    options: Audited,
     texts: Sequence[str],
     made: dict[str, Any],
     other: dict[str, Any],

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 NONE = object()  # the value None as it was given; None itself is an option that was not given
-_ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+_ATTRIBUTE = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ class Options:
         defaults: defaults that are not the field's default, by field.
         help: help texts that are not the docstring's, by field.
         metavars: names of values in the help, by field.
+        short: further names of options, such as "-n", by field.
         partial: leave options with the value None out: they were not given.
+        repeatable: say in the help of an option for a list that it can be repeated, and what it is without it.
     """
 
     of: type
@@ -39,7 +41,9 @@ class Options:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     help: Mapping[str, str] = field(default_factory=dict)
     metavars: Mapping[str, str] = field(default_factory=dict)
+    short: Mapping[str, str] = field(default_factory=dict)
     partial: bool = False
+    repeatable: bool = False
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The options as parameters of a typer command, by field."""
@@ -52,8 +56,11 @@ class Options:
         name = self.names.get(of.name, of.name)
         dashed = name.replace("_", "-")
         metavar = self.metavars.get(of.name, details.get("metavar"))
+        if self.repeatable and kind in _REPEATED:
+            text = _repeated(text, self.defaults.get(of.name, of.default))
         option = typer.Option(
             f"--{dashed}/--no-{dashed}" if kind is bool else f"--{dashed}",
+            *([self.short[of.name]] if of.name in self.short else []),
             help=text,
             rich_help_panel=self.panel,
             **{**details, **({} if metavar is None else {"metavar": metavar})},
@@ -103,10 +110,18 @@ def with_options(**groups: Sequence[Options]) -> Callable[[Callable[..., Any]], 
     return decorate
 
 
+def _repeated(text: str, default: Any) -> str:
+    """A help text that says what an option is that can be repeated, and what holds where it is not given."""
+    known = isinstance(default, tuple) and "without it" not in text
+    values = [f"{each:g}" if isinstance(each, float) else str(each) for each in default] if known else []
+    without = f"; without it {', '.join(values[:-1])}{' and ' if values[:-1] else ''}{values[-1]}" if values else ""
+    return f"{text.rstrip('.')}; can be repeated{without}."
+
+
 def field_help(of: type) -> dict[str, str]:
     """The description of each field in the docstring of a dataclass, beginning with a capital letter."""
     text = inspect.cleandoc(of.__doc__ or "").partition("Attributes:")[2].partition("Raises:")[0]
-    found = {name: " ".join(words.split()) for name, words in _ATTRIBUTE.findall(text)}
+    found = {name: " ".join(words.split()) for names, words in _ATTRIBUTE.findall(text) for name in names.split(", ")}
     return {name: words[:1].upper() + words[1:] for name, words in found.items()}
 
 
@@ -129,7 +144,26 @@ def _whole_or_none(text: Any) -> Any:
         raise typer.BadParameter(f"{text!r} is neither a whole number nor none") from None
 
 
-_REPEATED = (list[str], list[int], list[Path])
+def _shape(text: Any) -> Any:
+    """KxL as a pair of numbers."""
+    if not isinstance(text, str):
+        return text
+    chains, _, length = text.partition("x")
+    try:
+        return int(chains), int(length)
+    except ValueError:
+        raise typer.BadParameter(f"expected KxL, for example 8x4; got {text!r}") from None
+
+
+def _number(text: Any) -> Any:
+    """A number where the text is one, else the text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+_REPEATED = (list[str], list[int], list[float], list[Path])
 # From the annotation of a field (a string) to the type of its option and further arguments of typer.Option.
 _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "bool": (bool, {}),
@@ -139,11 +173,22 @@ _KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "int | None": (int | None, {"parser": _whole_or_none, "metavar": "INTEGER|none"}),
     "str": (str, {}),
     "str | None": (str | None, {}),
+    "int | str | None": (str | None, {}),
+    "str | Mapping[str, Any] | None": (str | None, {}),
+    "Any": (str | None, {}),
     "Path": (Path, {"metavar": "DIR"}),
     "Path | None": (Path | None, {"metavar": "DIR"}),
     "tuple[Path, ...]": (list[Path], {"metavar": "FILE"}),
-    "Sequence[int]": (list[int], {"metavar": "ID"}),
+    "Sequence[int]": (list[int], {}),
+    "Sequence[float]": (list[float], {}),
+    "Sequence[Path]": (list[Path], {"metavar": "FILE"}),
     "Sequence[str]": (list[str], {"metavar": "TEXT"}),
+    "Sequence[int] | None": (list[int], {}),
+    "Sequence[float] | None": (list[float], {}),
+    "Sequence[str] | None": (list[str], {"metavar": "TEXT"}),
+    "Sequence[tuple[int, int]]": (list[str], {"parser": _shape, "metavar": "KxL"}),
+    "tuple[str, ...]": (list[str], {"metavar": "TEXT"}),
+    "str | float": (str, {"parser": _number, "metavar": "TEXT"}),
     "str | Sequence[str]": (list[str], {"metavar": "TEXT"}),
     "Mapping[int, float] | None": (list[str], {"metavar": "ID=VALUE"}),
 }

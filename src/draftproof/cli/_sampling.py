@@ -22,6 +22,7 @@ SAMPLING = Options(
         name: f"{field_help(SamplingParams)[name].rstrip('.')}; without it the model's own, else {_DEFAULTS[name]}."
         for name in MODEL_DEFAULTS
     },
+    metavars={"stop_token_ids": "ID"},
     partial=True,
 )
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftproof import models
+from draftproof.bench.plan import BenchOptions
 from draftproof.cli._bench_compare import batches, engines, rules, stoppers
 from draftproof.cli._launch import divide
 from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._measurement import DATASET, NAMES
+from draftproof.cli._options import Options, with_options
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
 from draftproof.cli._pulling import obtain
-from draftproof.cli._results import Plots, Quiet, drawing, watch_for
+from draftproof.cli._results import Device, Plots, Quiet, drawing, watch_for
 from draftproof.cli._terminal import note
 
 if TYPE_CHECKING:
@@ -27,17 +29,31 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Measure speed and acceptance: compositions of this engine, and other engines on the same questions.",
 )
-_models = partial(typer.Option, rich_help_panel="Models")
-_matrix = partial(typer.Option, rich_help_panel="What is compared (each option can be repeated: all combinations run)")
-_questions = partial(typer.Option, rich_help_panel="Questions")
-_timing = partial(typer.Option, rich_help_panel="Timing")
-_SET_HELP = "A shipped data set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]]."
-_NAMES = "registered name, hub id, directory or .gguf file"
 Lines = Annotated[bool, typer.Option("--json", help="Print one JSON object a line for each method and setting.")]
 TERMINAL_HEADS = ("method", "tokens/call", "tokens/s", "x plain", "x transformers")
 
 
+_LISTS = "What is compared (each option can be repeated: all combinations run)"
+_PANELS = {
+    "Models": ("target", "draft", "dtype", "draft_dtype", "backend"),
+    _LISTS: ("drafter", "stopper", "verifier", "temperature", "top_k", "top_p", "seed", "competitor"),
+    "Questions": ("dataset", "questions", "max_tokens"),
+    "Timing": ("repeats",),
+}
+_HELP = {
+    "target": f"The target: {NAMES}; without it {models.DEFAULT_TARGET}.",
+    "draft": "The draft model; without it the one of an embedded target.",
+    "backend": BACKEND_HELP,
+    "drafter": f"{DRAFTER_HELP} Plain decoding is always measured, too.",
+    "stopper": f"{STOPPER_HELP}; without it fixed:4.",
+    "verifier": f"{VERIFIER_HELP}; without it the drafter's default.",
+    "dataset": f"{DATASET[0].upper()}{DATASET[1:]}.",
+}
+_OPTIONS = [Options(BenchOptions, panel, only=only, help=_HELP) for panel, only in _PANELS.items()]
+
+
 @app.command("run")
+@with_options(options=_OPTIONS)
 def run_(
     *,
     out: Annotated[
@@ -49,43 +65,21 @@ def run_(
     profile: Annotated[
         str | None, typer.Option(help="quick (minutes) or full (hours): values for the options that are not given.")
     ] = None,
-    target: Annotated[str | None, _models(help=f"The target: {_NAMES}; without it {models.DEFAULT_TARGET}.")] = None,
-    draft: Annotated[str | None, _models(help="The draft model; without it the one of an embedded target.")] = None,
-    dtype: Annotated[
-        list[str] | None, _models(help="Number format of all models: auto, float32, bfloat16 or float16.")
+    options: Any,
+    n: Annotated[
+        list[int] | None,
+        typer.Option("--n", help="Draft length: short for --stopper fixed:N.", rich_help_panel=_LISTS),
     ] = None,
-    draft_dtype: Annotated[
-        list[str] | None, _models(help="Another number format for drafts; int8 or int4 quantize a draft model or head.")
-    ] = None,
-    backend: Annotated[list[str] | None, _models(help=BACKEND_HELP)] = None,
-    device: Annotated[str | None, _models(help="cpu, cuda, cuda:1; without it an accelerator if there is one.")] = None,
+    device: Device = None,
     trust_remote_code: Annotated[
-        bool, _models("--trust-remote-code", help="Run code that comes with a model.")
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with a model.")
     ] = False,
     tensor_parallel: Annotated[
-        int, _models(help="Processes among which the target is divided, each with a device or a share of the cores.")
+        int, typer.Option(help="Processes that share the target, each with a device or a part of the cores.")
     ] = 1,
-    drafter: Annotated[
-        list[str] | None, _matrix(help=f"{DRAFTER_HELP} Plain decoding is always measured, too.")
-    ] = None,
-    stopper: Annotated[list[str] | None, _matrix(help=f"{STOPPER_HELP}; without it fixed:4.")] = None,
-    n: Annotated[list[int] | None, _matrix("--n", help="Draft length: short for --stopper fixed:N.")] = None,
-    verifier: Annotated[list[str] | None, _matrix(help=f"{VERIFIER_HELP}; without it the drafter's default.")] = None,
-    temperature: Annotated[list[float] | None, _matrix(help="Sampling temperature; 0 is greedy.")] = None,
-    top_k: Annotated[list[int] | None, _matrix(help="Keep the k most likely tokens; 0 is off.")] = None,
-    top_p: Annotated[list[float] | None, _matrix(help="Keep the fewest tokens whose mass reaches this.")] = None,
-    seed: Annotated[list[int] | None, _matrix(help="Seed of the random draws; tables add up all seeds.")] = None,
-    competitor: Annotated[
-        list[str] | None,
-        _matrix(
-            help="transformers, transformers-assisted, transformers-lookup; the last two also at their fastest setting."
-        ),
-    ] = None,
-    dataset: Annotated[list[str] | None, _questions(help=_SET_HELP)] = None,
-    questions: Annotated[int | None, _questions(help="How many of each data set; without it 8.")] = None,
-    max_tokens: Annotated[int | None, _questions(help="Most tokens of an answer.")] = None,
-    repeats: Annotated[int | None, _timing(help="How often each answer is measured; the methods take turns.")] = None,
-    warmup: Annotated[int, _timing(help="Answers of each method that are discarded first.")] = 1,
+    warmup: Annotated[
+        int, typer.Option(help="Answers of each method that are discarded first.", rich_help_panel="Timing")
+    ] = 1,
     plots: Plots = True,
     as_json: Lines = False,
     quiet: Quiet = False,
@@ -95,36 +89,19 @@ def run_(
     Without options the pair of models inside the package is measured on openings of children's stories.
     """
     from draftproof.bench.model_cache import ModelCache
-    from draftproof.bench.plan import BenchOptions, plan
+    from draftproof.bench.plan import plan
     from draftproof.bench.quality import score
     from draftproof.bench.run import run
 
-    options = BenchOptions(
-        target=target,
-        draft=draft,
-        dtype=dtype,
-        draft_dtype=draft_dtype,
-        backend=backend,
-        drafter=drafter,
-        stopper=[*(stopper or []), *(f"fixed:{length}" for length in n or [])] or None,
-        verifier=verifier,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        competitor=competitor,
-        dataset=dataset,
-        questions=questions,
-        max_tokens=max_tokens,
-        repeats=repeats,
-    )
+    lengths = tuple(f"fixed:{length}" for length in n or ())
+    chosen = BenchOptions(**{**options, "stopper": (*(options.get("stopper") or ()), *lengths) or None})
     if tensor_parallel != 1:
         divide(tensor_parallel)
     with quiet_libraries():
-        obtain(target, draft, quiet=quiet)
+        obtain(chosen.target, chosen.draft, quiet=quiet)
         cache = ModelCache(device=device, trust_remote_code=trust_remote_code, tensor_parallel=tensor_parallel)
         watch = watch_for(quiet=quiet)
-        made = plan(options, out, cache, profile=profile, watch=watch)
+        made = plan(chosen, out, cache, profile=profile, watch=watch)
         notes = [*made.notes, *([f"the target is divided among {cache.processes} processes"] * (cache.processes > 1))]
         if not quiet:
             for line in notes:
@@ -146,10 +123,10 @@ def report(
     _finish(folder, as_json=as_json, plots=plots)
 
 
-app.command()(batches)
-app.command()(engines)
-app.command()(rules)
-app.command()(stoppers)
+app.command("batches")(batches)
+app.command("engines")(engines)
+app.command("rules")(rules)
+app.command("stoppers")(stoppers)
 
 
 def _finish(out: Path, *, as_json: bool, plots: bool) -> None:

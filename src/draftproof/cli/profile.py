@@ -81,5 +81,5 @@ def memory(
 
 
 app.command("round")(round_)
-app.command()(forward)
-app.command()(rules)
+app.command("forward")(forward)
+app.command("rules")(rules)

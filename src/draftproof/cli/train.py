@@ -25,8 +25,10 @@ app = typer.Typer(
 )
 app.command()(drafter)
 app.command("feature-head")(feature_head)
-for _evaluate in (evaluate_pair, evaluate_drafter, evaluate_heads, evaluate_text):
-    app.command(_evaluate.__name__.replace("_", "-"))(_evaluate)
+app.command("evaluate-pair")(evaluate_pair)
+app.command("evaluate-drafter")(evaluate_drafter)
+app.command("evaluate-heads")(evaluate_heads)
+app.command("evaluate-text")(evaluate_text)
 
 MATERIAL = (
     Options(Material, only=("target", "draft")),

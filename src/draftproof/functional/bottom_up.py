@@ -1,4 +1,4 @@
-"""Trie block verification and traversal verification: weights go down the draft trie, decisions go up.
+"""What trie block verification and traversal verification share: weights go down the draft trie, decisions go up.
 
 Both rules give every node a weight: the probability, over drafts and decisions, that the node's subtree is accepted.
 The root has weight 1. A node of weight a couples its draws with the sub-distribution a p: draw j is accepted with
@@ -17,7 +17,6 @@ greedy multi-path block verification (arXiv 2602.16961), SpecTr-GBV (arXiv 2604.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,14 +25,8 @@ from torch import Tensor
 
 from draftproof.functional.coupling import (
     first_success,
-    kseq_accept,
-    kseq_gamma,
-    kseq_plan,
-    kseq_residual,
-    rounds_plan,
 )
-from draftproof.functional.nodes import Level, NodeVerdict, PathVerdict, Tries, verify_chains, verify_tries
-from draftproof.functional.top_down import refuse_branching_points
+from draftproof.functional.nodes import Level, Tries
 from draftproof.rng import Rng
 
 PORTION = 1 << 20  # entries of a temporary on a CPU
@@ -55,7 +48,8 @@ class TriePlan(NamedTuple):
     gamma: Float[Tensor, "B N"]
 
 
-def _blank_plan(tries: Tries) -> TriePlan:
+def blank_plan(tries: Tries) -> TriePlan:
+    """A plan in which only the root is accepted."""
     shape, device = tries.tokens.shape, tries.tokens.device
     weight = torch.zeros(shape, dtype=torch.float64, device=device)
     weight[:, 0] = 1
@@ -63,14 +57,14 @@ def _blank_plan(tries: Tries) -> TriePlan:
     return TriePlan(weight, accept, torch.ones_like(weight), torch.ones_like(weight))
 
 
-def _draws_of(tries: Tries, level: Level) -> tuple[Int[Tensor, "r D"], Int[Tensor, "r D"]]:
+def draws_of(tries: Tries, level: Level) -> tuple[Int[Tensor, "r D"], Int[Tensor, "r D"]]:
     """The draws at the slots of a level: their slots and flat ids (the root's flat id where there is no draw)."""
     kids = tries.kids.flatten(0, 1)[level.rows]
     slots = tries.tokens.shape[1]
     return kids, kids + (level.rows // slots * slots).unsqueeze(-1)
 
 
-def _portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
+def portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
     """The levels from the root down; on a CPU in parts of a few slots each.
 
     Slots of one depth are independent. On a CPU, temporaries for the whole batch would cost more in page faults than in
@@ -83,9 +77,7 @@ def _portions(tries: Tries, p: Float[Tensor, "m V"]) -> Iterator[Level]:
             yield Level(rows, min(max(level.single - first, 0), rows.shape[0]))
 
 
-def _hand_down(
-    plan: TriePlan, kids: Int[Tensor, "r D"], flat: Int[Tensor, "r D"], accept: Float[Tensor, "r D"]
-) -> None:
+def hand_down(plan: TriePlan, kids: Int[Tensor, "r D"], flat: Int[Tensor, "r D"], accept: Float[Tensor, "r D"]) -> None:
     """Set each child's weight to the probability that at least one draw of it is accepted: 1 - prod (1 - w_j)."""
     weight = plan.weight.view(-1)
     missed = torch.ones_like(weight).scatter_reduce_(0, flat.flatten(), (1 - accept).flatten(), "prod")
@@ -93,63 +85,16 @@ def _hand_down(
     weight.scatter_(0, flat.flatten(), given.flatten())
 
 
-def trie_block_plan(tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"]) -> TriePlan:
-    """The plan of trie block verification: one pass for each depth; g is searched only at slots with several draws.
-
-    At a slot of weight a with k draws: g = kseq_gamma(a p, q, k) and w(x) = min(1, a p(x) / (g q(x))). When no child is
-    accepted, the slot itself is accepted with probability (a - acc) / (1 - acc). A leaf is accepted with probability a.
-    """
-    plan = _blank_plan(tries)
-    for level in _portions(tries, p):
-        kids, flat = _draws_of(tries, level)
-        ids, count = tries.tokens.flatten()[flat], (kids > 0).sum(-1)
-        weight = plan.weight.flatten()[level.rows]
-        target = p[tries.p_row.flatten()[level.rows]]
-        drafted = tries.drawn_from(q, p, flat[:, 0])
-        gamma, many = torch.ones_like(weight), slice(level.single, None)
-        gamma[many] = kseq_gamma(target[many], drafted[many], count[many], weight[many])
-        rule = kseq_plan(target, drafted, count, weight, gamma=gamma)
-        accept = kseq_accept(target.gather(-1, ids), drafted.gather(-1, ids), gamma, weight) * (kids > 0)
-        rejected = 1 - rule.accept
-        own = torch.where(rejected > 0, (weight - rule.accept) / rejected, 1).clamp_(0, 1)
-        _store(plan, level, accept, own, gamma)
-        _hand_down(plan, kids, flat, accept)
-    return _with_leaves(tries, plan)
-
-
-def traversal_plan(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, replacement: bool = True
-) -> TriePlan:
-    """The plan of traversal verification: at each slot recursive rejection, which starts from a p."""
-    plan = _blank_plan(tries)
-    for level in _portions(tries, p):
-        kids, flat = _draws_of(tries, level)
-        if level.single == level.rows.shape[0]:  # each padded draw would cost a pass over the rows
-            kids, flat = kids[:, :1], flat[:, :1]
-        weight = plan.weight.flatten()[level.rows]
-        rule = rounds_plan(
-            p[tries.p_row.flatten()[level.rows]],
-            tries.tokens.flatten()[flat],
-            kids > 0,
-            lambda j, flat=flat: tries.drawn_from(q, p, flat[:, j]),  # type: ignore[misc]
-            weight,
-            replacement=replacement,
-        )
-        own = rule.left.sum(-1, dtype=torch.float64).clamp_(0, 1)
-        _store(plan, level, rule.accept, own, torch.ones_like(own))
-        _hand_down(plan, kids, flat, rule.accept)
-    return _with_leaves(tries, plan)
-
-
-def _store(
+def store(
     plan: TriePlan, level: Level, accept: Float[Tensor, "r D"], own: Float[Tensor, " r"], gamma: Float[Tensor, " r"]
 ) -> None:
+    """Write the decisions of one level into the plan."""
     plan.accept.flatten(0, 1)[level.rows, : accept.shape[-1]] = accept
     plan.own.view(-1)[level.rows] = own
     plan.gamma.view(-1)[level.rows] = gamma
 
 
-def _with_leaves(tries: Tries, plan: TriePlan) -> TriePlan:
+def with_leaves(tries: Tries, plan: TriePlan) -> TriePlan:
     """The plan with the slots that have no rest: a leaf is accepted with its weight, the root always."""
     own = torch.where((tries.kids > 0).any(-1), plan.own, plan.weight)
     own[:, 0] = 1
@@ -203,119 +148,15 @@ def _winner(
     return below.gather(-1, hit.long().argmax(-1, keepdim=True)).squeeze(-1) * hit.any(-1)
 
 
-def _at(table: Tensor, at: Int[Tensor, " B"]) -> Tensor:
+def entry_at(table: Tensor, at: Int[Tensor, " B"]) -> Tensor:
+    """The entry of each row at its own slot."""
     return table.gather(1, at.unsqueeze(-1)).squeeze(-1)
 
 
-def _end_of(tries: Tries, at: Int[Tensor, " B"]) -> tuple[Int[Tensor, "B D"], Int[Tensor, "B D"], Int[Tensor, "B D"]]:
+def draws_at_end(
+    tries: Tries, at: Int[Tensor, " B"]
+) -> tuple[Int[Tensor, "B D"], Int[Tensor, "B D"], Int[Tensor, "B D"]]:
     """The draws at each row's last accepted slot: slots, flat ids, tokens."""
     kids, ids = tries.draws_at(at)
     slots = tries.tokens.shape[1]
     return kids, kids + torch.arange(0, at.shape[0] * slots, slots, device=at.device).unsqueeze(-1), ids
-
-
-def _trie_block(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    refuse_branching_points(tries, q)
-    plan = trie_block_plan(tries, q, p)
-    at = decide(tries, plan, rng)
-    weights = p[_at(tries.p_row, at)]
-    if tries.height > 0:
-        kids, flat, _ = _end_of(tries, at)
-        drafted, count, weight = tries.drawn_from(q, p, flat[:, 0]), (kids > 0).sum(-1), _at(plan.weight, at)
-        rule = kseq_plan(weights, drafted, count, weight, gamma=_at(plan.gamma, at))
-        weights = torch.where((count > 0).unsqueeze(-1), kseq_residual(weights, drafted, rule, weight), weights)
-    return at, rng.categorical(weights)
-
-
-def _traversal(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], rng: Rng, *, replacement: bool
-) -> tuple[Int[Tensor, " B"], Int[Tensor, " B"]]:
-    plan = traversal_plan(tries, q, p, replacement=replacement)
-    at = decide(tries, plan, rng)
-    weights = p[_at(tries.p_row, at)]
-    if tries.height > 0:
-        kids, flat, ids = _end_of(tries, at)
-        rule = rounds_plan(
-            weights,
-            ids,
-            kids > 0,
-            lambda j: tries.drawn_from(q, p, flat[:, j]),
-            _at(plan.weight, at),
-            replacement=replacement,
-        )
-        weights = torch.where(rule.left.sum(-1, keepdim=True) > 0, rule.left, weights)
-    return at, rng.categorical(weights)
-
-
-def trie_block_on_tries(
-    tries: Tries, q: Float[Tensor, "rows V"] | None, p: Float[Tensor, "m V"], *, rng: Rng, validate: bool = True
-) -> NodeVerdict:
-    """Trie block verification on explicit tries; lossless when the draws at a node are i.i.d.
-
-    Args:
-        tries: the drafts; the draws at a slot share one row of q. A slot without draws is a leaf: it is accepted with
-            its weight and followed by a token from p. So a chain may stop at any length.
-        q: rows that `tries.q_row` points into; None for point masses without branches.
-        p: rows that `tries.p_row` points into.
-        rng: source of all randomness.
-        validate: check rows and tokens first.
-
-    Raises:
-        ValueError: point masses that branch, or `validate` found a mistake; the message names the row.
-    """
-    return verify_tries(_trie_block, tries, q, p, rng=rng, validate=validate)
-
-
-def traversal_on_tries(
-    tries: Tries,
-    q: Float[Tensor, "rows V"] | None,
-    p: Float[Tensor, "m V"],
-    *,
-    rng: Rng,
-    replacement: bool = True,
-    validate: bool = True,
-) -> NodeVerdict:
-    """Traversal verification on explicit tries; lossless. Arguments and errors: see `multi_round_on_tries`.
-
-    Source: arXiv 2505.12398.
-    """
-    return verify_tries(partial(_traversal, replacement=replacement), tries, q, p, rng=rng, validate=validate)
-
-
-def trie_block_verify(
-    tokens: Int[Tensor, "B K n"],
-    q: Float[Tensor, "B K n V"] | None,
-    p: Float[Tensor, "B K n+1 V"],
-    *,
-    rng: Rng,
-    lengths: Int[Tensor, "B K"] | None = None,
-    validate: bool = True,
-) -> PathVerdict:
-    """Block verification of K i.i.d. chains together, coupled by K-SEQ at every node of their trie; lossless.
-
-    It is block verification for K = 1, and K-SEQ for chains of one token. Arguments and errors: see `spectr_verify`.
-    """
-    return verify_chains(_trie_block, tokens, q, p, rng=rng, lengths=lengths, validate=validate)
-
-
-def traversal_verify(
-    tokens: Int[Tensor, "B K n"],
-    q: Float[Tensor, "B K n V"] | None,
-    p: Float[Tensor, "B K n+1 V"],
-    *,
-    rng: Rng,
-    lengths: Int[Tensor, "B K"] | None = None,
-    replacement: bool = True,
-    validate: bool = True,
-) -> PathVerdict:
-    """Traversal verification of K chains: multi-round selection decided from the leaves up; lossless.
-
-    Arguments and errors: see `spectr_verify`; `replacement` is False when siblings were drawn without replacement, see
-    `multi_round_verify_without_replacement`.
-
-    Source: arXiv 2505.12398.
-    """
-    rule = partial(_traversal, replacement=replacement)
-    return verify_chains(rule, tokens, q, p, rng=rng, lengths=lengths, validate=validate, once=not replacement)

@@ -1,7 +1,8 @@
 """Couplings of several draws from q with one token from p, row by row: K-SEQ and recursive rejection.
 
 Each row couples its k draws with one token from p. A `weight` a in [0, 1] replaces p by the sub-distribution a p; the
-rules that decide from the leaves up need this. The rules on whole drafts are in top_down.py and bottom_up.py.
+rules that decide from the leaves up need this. The rules on whole drafts have
+a file each: spectr.py, multi_round.py, trie_block.py and traversal.py.
 """
 
 from __future__ import annotations

@@ -22,8 +22,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.functional.chain import block_verify
-from draftproof.functional.nodes import NodeVerdict, PathVerdict, Tries, verify_chains, verify_tries
-from draftproof.functional.top_down import refuse_branching_points
+from draftproof.functional.nodes import (
+    NodeVerdict,
+    PathVerdict,
+    Tries,
+    refuse_branching_points,
+    verify_chains,
+    verify_tries,
+)
 from draftproof.rng import Rng
 
 

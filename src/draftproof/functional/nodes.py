@@ -318,3 +318,15 @@ def verify_chains(
         check_chain(tokens, q, p, lengths)
     tries = Tries.from_chains(tokens, lengths, once=once)
     return tries.path_verdict(*rule(tries, None if q is None else q.flatten(0, -2), p.flatten(0, -2), rng))
+
+
+def refuse_branching_points(tries: Tries, q: Float[Tensor, "rows V"] | None) -> None:
+    """Refuse point masses that branch, for rules that need i.i.d. draws at a node.
+
+    Raises:
+        ValueError: naming the rules that can use such drafts.
+    """
+    if q is None and tries.branching:
+        raise ValueError(
+            "a point-mass draft branches: its tokens are no i.i.d. draws; use multi_round or traversal, or pass q"
+        )

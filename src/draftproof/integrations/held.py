@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,74 +14,63 @@ from draftproof.backends.in_memory import Version, backend_in_memory, refuse_tra
 from draftproof.backends.loading import draft_dtype, load_backend
 from draftproof.backends.slots import SlotBackend
 from draftproof.engine.engine import Engine
-from draftproof.engine.memory import read_bytes
-from draftproof.engine.registry import SHIPPED_FEATURE_HEADS, make_stopper, make_verifier
+from draftproof.engine.options import EngineOptions
+from draftproof.engine.registry import SHIPPED_FEATURE_HEADS
 from draftproof.errors import UserError
 from draftproof.tokenization import load_tokenizer, refuse_different
 
 _MOST = 4  # compositions that are kept for a model
 
 
-@dataclass(frozen=True, kw_only=True)
+# Options of EngineOptions that a model in memory has decided already.
+OF_LOADING = ("dtype", "device", "adapter", "attn_implementation", "quantization_config", "tensor_parallel")
+
+
+@dataclass(frozen=True)
 class Composition:
-    """What an engine around a model in memory is made of; fields as the arguments of `Engine.load`.
+    """What an engine around a model in memory is made of.
 
     Attributes:
-        draft: the draft model: a name, as in `Engine.load`, or a transformers model in memory.
+        options: as in `Engine.load`; `draft` where the draft model is given by name.
+        draft: the draft model where it is a transformers model in memory.
         tokenizer: the target's; needed only to compare it with that of a draft model that is given by name.
     """
 
-    draft: Any = field(default=None)
-    drafter: str | None = None
-    verifier: str | None = None
-    stopper: str | None = None
-    draft_dtype: str = "auto"
-    draft_temperature: float | None = None
-    draft_top_k: int | None = None
-    max_batch: int = 8
-    trust_remote_code: bool = False
-    check: bool = True
-    backend: str = "auto"
-    max_model_len: int | None = None
-    kv_memory: int | str | None = None
-    prefix_reuse: bool = True
-    tokenizer: Any = field(default=None)
+    options: EngineOptions
+    draft: Any = None
+    tokenizer: Any = None
 
-    def __post_init__(self) -> None:
-        """Read the names before any model is needed.
+    @classmethod
+    def of(cls, draft: Any, tokenizer: Any, options: Mapping[str, Any]) -> Composition:
+        """From a draft model (a name, a transformers model, or None), a tokenizer and options of an engine.
 
         Raises:
-            UserError: a name that is none.
+            UserError: a name or value that is none, or an option of models that are not loaded yet.
         """
-        named = isinstance(self.draft, str)
-        if self.verifier is not None:
-            make_verifier(self.verifier)
-        if self.stopper is not None:
-            make_stopper(self.stopper, self.draft if named else self.drafter)
-        read_bytes(self.kv_memory)
-        _, bits = draft_dtype(self.draft_dtype, "auto")
-        if self.draft is None and bits is None and self.draft_dtype != "auto":
+        for name in options:
+            if name in OF_LOADING:
+                raise UserError(f"{name} cannot be given for a model that is loaded already: leave it out")
+        named = draft is None or isinstance(draft, str)
+        if not named and not hasattr(draft, "get_output_embeddings"):
             raise UserError(
-                f"draft_dtype is {self.draft_dtype!r}, and there is no draft model: leave it out, or name one"
+                f"draft is a {type(draft).__name__}: expected a model's name, directory or hub id, or a transformers "
+                "model"
             )
-        if not named and self.draft is not None and not hasattr(self.draft, "get_output_embeddings"):
+        made = EngineOptions(generation_config="none").changed(**({"draft": draft} if named else {}), **options)
+        if named:
+            made.refuse_draft_dtype_alone()
+        elif made.draft_dtype in ("float32", "bfloat16", "float16"):
             raise UserError(
-                f"draft is a {type(self.draft).__name__}: legal are a model's name, directory or hub id, or a "
-                "transformers model"
-            )
-        if self.draft is not None and not named and self.draft_dtype in ("float32", "bfloat16", "float16"):
-            raise UserError(
-                f"draft_dtype is {self.draft_dtype!r}, and the draft model is in memory: convert it with .to(...), or "
+                f"draft_dtype is {made.draft_dtype!r}, and the draft model is in memory: convert it with .to(...), or "
                 "take int8 or int4, which makes a quantized copy"
             )
+        return cls(made, None if named else draft, tokenizer if isinstance(draft, str) else None)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What two compositions must share to share an engine."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        own["draft"] = self.draft if self.draft is None or isinstance(self.draft, str) else id(self.draft)
-        own["tokenizer"] = None if self.tokenizer is None else id(self.tokenizer)
-        return tuple(own.values())
+        own = [getattr(self.options, each.name) for each in fields(self.options)]
+        return (*own, *(None if each is None else id(each) for each in (self.draft, self.tokenizer)))
 
     def engine(self, model: Any, draft: SlotBackend | None, *, keeps: bool = True) -> Engine:
         """A new engine around a model.
@@ -91,48 +80,31 @@ class Composition:
             draft: the draft model's backend, where there is one.
             keeps: see `SlotBackend`.
         """
-        target = backend_in_memory(model, backend=self.backend, name=_name(model), check=self.check)
+        target = backend_in_memory(model, backend=self.options.backend, name=_name(model), check=self.options.check)
         target.keeps = keeps
-        if self.max_model_len is not None:
-            target.use_context(self.max_model_len)
-            if draft is not None:
-                draft.use_context(min(self.max_model_len, draft.max_positions or self.max_model_len))
-        _, bits = draft_dtype(self.draft_dtype, "auto")
-        engine = Engine.assemble(
-            target,
-            draft,
-            None,
-            drafter=self.drafter,
-            stopper=self.stopper,
-            rule=None if self.verifier is None else make_verifier(self.verifier),
-            draft_bits=bits,
-            draft_temperature=self.draft_temperature,
-            draft_top_k=self.draft_top_k,
-            max_batch=self.max_batch,
-            kv_memory=self.kv_memory,
-            prefix_reuse=self.prefix_reuse,
-            generation_config="none",
-        )
+        engine = Engine.assemble(target, draft, None, options=self.options)
         engine.eos_token_ids = ()  # each call names its own
         return engine
 
     def draft_backend(self, target: Any) -> SlotBackend | None:
         """The draft model, loaded; None where there is none."""
-        if self.draft is None or self.drafter == "none":
+        options = self.options
+        if options.drafter == "none" or (self.draft is None and options.draft is None):
             return None
-        if not isinstance(self.draft, str):
-            return backend_in_memory(self.draft, check=self.check)
-        where = models.obtain(self.draft)
+        if self.draft is not None:
+            return backend_in_memory(self.draft, check=options.check)
+        assert options.draft is not None, "one of them is given"
+        where = models.obtain(options.draft)
         if self.tokenizer is not None:
-            words = load_tokenizer(where, trust_remote_code=self.trust_remote_code)
-            refuse_different(self.tokenizer, words, target_name=_name(target), draft_name=self.draft)
-        loaded_in, _ = draft_dtype(self.draft_dtype, str(target.dtype).removeprefix("torch."))
+            words = load_tokenizer(where, trust_remote_code=options.trust_remote_code)
+            refuse_different(self.tokenizer, words, target_name=_name(target), draft_name=options.draft)
+        loaded_in, _ = draft_dtype(options.draft_dtype, str(target.dtype).removeprefix("torch."))
         return load_backend(
-            self.draft,
+            options.draft,
             dtype=loaded_in,
             device=str(target.device),
-            trust_remote_code=self.trust_remote_code,
-            check=self.check,
+            trust_remote_code=options.trust_remote_code,
+            check=options.check,
         )
 
 
@@ -189,7 +161,7 @@ def _current(model: Any, composition: Composition) -> Held:
     refuse_training(model)
     kept = _held.setdefault(model, {})
     held, version = kept.get(composition.key), weights_version(model)
-    other = None if isinstance(composition.draft, str) or composition.draft is None else composition.draft
+    other = composition.draft
     draft_version = None if other is None else weights_version(other)
     draft, keeps = None, held is None or held.version == version
     if held is not None and (held.owner is None or held.owner() is other) and held.draft_version == draft_version:

@@ -74,12 +74,9 @@ class DraftproofLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         if name is None or (target and pretrained):
             raise UserError("the model draftproof needs one name: --model_args target=MODEL")
         batch = 8 if batch_size in (None, "auto") or str(batch_size).startswith("auto") else int(str(batch_size))
-        try:
-            self.engine = Engine.load(
-                name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, max_batch=batch, **options
-            )
-        except TypeError as cause:
-            raise UserError(f"{cause}; legal in --model_args are the arguments of Engine.load") from cause
+        self.engine = Engine.load(
+            name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, max_batch=batch, **options
+        )
         self.tokenizer = load_tokenizer(models.obtain(name), trust_remote_code=trust_remote_code)
         self._name, self._batch, self._device = name, batch, self.engine.target.device
         self._length = max_length or self.engine.target.max_positions or _DEFAULT_LENGTH

@@ -101,23 +101,7 @@ class Speculative:
 
 
 def speculative(
-    draft: Any = None,
-    *,
-    drafter: str | None = None,
-    verifier: str | None = None,
-    stopper: str | None = None,
-    draft_dtype: str = "auto",
-    draft_temperature: float | None = None,
-    draft_top_k: int | None = None,
-    max_batch: int = 8,
-    trust_remote_code: bool = False,
-    check: bool = True,
-    backend: str = "auto",
-    max_model_len: int | None = None,
-    kv_memory: int | str | None = None,
-    prefix_reuse: bool = True,
-    stop_strings: str | Sequence[str] = (),
-    tokenizer: Any = None,
+    draft: Any = None, *, stop_strings: str | Sequence[str] = (), tokenizer: Any = None, **options: Any
 ) -> Speculative:
     """Speculative decoding for `model.generate(..., custom_generate=speculative(...))`, and for pipelines.
 
@@ -126,48 +110,21 @@ def speculative(
 
     Args:
         draft: the draft model: a name, directory or hub id, or a transformers model in memory.
-        drafter: as in `Engine.load`, like all arguments up to `check`.
-        verifier: as there.
-        stopper: as there.
-        draft_dtype: as there; for a draft model in memory only int8 and int4.
-        draft_temperature: as there.
-        draft_top_k: as there.
-        max_batch: as there.
-        trust_remote_code: as there, for a draft model given by name.
-        check: as there.
-        backend: "lean" reads copies of the linear weights, which doubles their memory and is several times faster on a
-            CPU; "hf" and "snapshot" share the model's own. "auto" takes "lean" where the model allows it and there is
-            memory.
-        max_model_len: as in `Engine.load`.
-        kv_memory: as there.
-        prefix_reuse: as there; what is kept of earlier calls takes up to 1 GiB, or `kv_memory`.
         stop_strings: texts that end a row; `generate` itself cannot pass them on.
         tokenizer: the model's, for `stop_strings` and to compare with that of a draft model given by name.
+        **options: fields of `EngineOptions`, but for those that the loaded model has decided (dtype, device and the
+            like). `backend`: "lean" reads copies of the linear weights, which doubles their memory and is several times
+            faster on a CPU; "hf" and "snapshot" share the model's own; "auto" takes "lean" where the model allows it
+            and there is memory. `draft_dtype`: for a draft model in memory only int8 and int4. `prefix_reuse`: what is
+            kept of earlier calls takes up to 1 GiB, or `kv_memory`.
 
     Raises:
-        UserError: a name that is none; stop strings without a tokenizer.
+        UserError: an option or value that is none; stop strings without a tokenizer.
     """
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
     if strings and tokenizer is None:
         raise UserError(f"stop_strings are {list(strings)!r}, and there is no tokenizer to find them with: give both")
-    composition = Composition(
-        draft=draft,
-        drafter=drafter,
-        verifier=verifier,
-        stopper=stopper,
-        draft_dtype=draft_dtype,
-        draft_temperature=draft_temperature,
-        draft_top_k=draft_top_k,
-        max_batch=max_batch,
-        trust_remote_code=trust_remote_code,
-        check=check,
-        backend=backend,
-        max_model_len=max_model_len,
-        kv_memory=kv_memory,
-        prefix_reuse=prefix_reuse,
-        tokenizer=tokenizer if isinstance(draft, str) else None,
-    )
-    return Speculative(composition, strings, tokenizer)
+    return Speculative(Composition.of(draft, tokenizer, options), strings, tokenizer)
 
 
 def _generate_locals() -> dict[str, Any]:

@@ -44,15 +44,16 @@ class ForwardOptions:
 
     Attributes:
         target: the model.
-        dtypes: a list.
-        backends: implementations of the forward pass; "lean:0" is "lean" loaded with DRAFTPROOF_NATIVE=0.
-        new_tokens: lengths of chains.
-        tries: shapes (K, L): K chains of L tokens.
+        dtypes: number format of the model: auto, float32, bfloat16 or float16.
+        backends: implementation of the forward pass; lean:0 is lean without native kernels, lean:LEVEL with those of
+            one level of processors.
+        new_tokens: tokens that a pass reads, as a chain.
+        tries: also read a trie of K chains of L tokens.
         draft: model that draws the tries, with equal prefixes merged; without it only the unmerged trie is measured.
-        temperature: of those draws, a list.
-        prompts: lengths of prompts, which are read into a new session and return the logits of their last token.
-        context: number of tokens read before the others.
-        repeats: passes of each shape that count.
+        temperature: temperature of the draws of the tries.
+        prompts: also read a prompt of this many tokens, without a context.
+        context: tokens that were read before.
+        repeats: passes of each kind that count.
 
     Raises:
         UserError: a number below 1.

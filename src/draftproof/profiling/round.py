@@ -40,9 +40,10 @@ class RoundOptions:
     Attributes:
         target, draft, drafter, verifier, dtype: a composition, as in `Cell`; "" is the drafter's default rule.
         draft_length: drafted tokens of a round.
-        backends: implementations of the forward pass, all measured.
+        backends: implementation of the forward pass.
         dataset, questions: of the prompts.
-        tokens, temperature: of each answer.
+        tokens: tokens of every answer; stop tokens are ignored.
+        temperature: sampling temperature; 0 is greedy.
 
     Raises:
         UserError: a number below 1.

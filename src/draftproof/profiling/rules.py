@@ -72,9 +72,11 @@ class RuleSizes:
     """The sizes at which rules are measured; all combinations of the lists.
 
     Attributes:
-        vocab, batch, drafts: lists; rules for one draft are measured at 1 draft only.
-        length: of the drafts.
-        repeats: calls that count.
+        vocab: size of the vocabulary.
+        batch: requests together.
+        drafts: number of drafts; rules for one draft are measured at 1 draft only.
+        length: draft length.
+        repeats: calls of each rule that count.
 
     Raises:
         UserError: a number below 1.

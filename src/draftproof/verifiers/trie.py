@@ -9,10 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.draft import Draft, Verdict
-from draftproof.functional.bottom_up import traversal_on_tries, trie_block_on_tries
 from draftproof.functional.multi_path import multi_path_on_tries
+from draftproof.functional.multi_round import multi_round_on_tries
 from draftproof.functional.nodes import NodeVerdict, Tries
-from draftproof.functional.top_down import multi_round_on_tries, spectr_on_tries
+from draftproof.functional.spectr import spectr_on_tries
+from draftproof.functional.traversal import traversal_on_tries
+from draftproof.functional.trie_block import trie_block_on_tries
 from draftproof.rng import Rng
 from draftproof.tree import ROOT
 

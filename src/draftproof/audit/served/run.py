@@ -32,16 +32,16 @@ class Options:
     """What an audit does.
 
     Attributes:
-        checks: their names; empty for all.
-        alpha: probability that a right server fails in any check of the audit, at most.
+        checks: only this check; without it all.
+        alpha: false-alarm rate: the probability that a right server fails in any check of the audit, at most.
         beta: error rate of each statement that a fault is excluded.
-        share: a check ends as passed when every kind of fault in at least this share of the tokens is excluded.
-        max_tokens: of an answer.
-        budget: tokens of each check at most.
+        share: a check passes when every kind of fault in at least this share of the tokens is excluded; from 0.02 on.
+        max_tokens: most tokens of an answer.
+        budget: most sampled tokens of each check.
         parallel: requests at a time.
-        seed: of the requests' seeds.
+        seed: seed of the requests' seeds.
         seeds: send a seed with every request, not only in the check "seeded".
-        numerics: the server's arithmetic, one of NUMERICS, or the slack itself as a number.
+        numerics: the server's arithmetic: float32, bfloat16, float16, or the slack itself as a number.
     """
 
     checks: tuple[str, ...] = ()

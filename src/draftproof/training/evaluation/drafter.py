@@ -41,10 +41,11 @@ class DrafterOptions:
     Attributes:
         head: directory of the feature head.
         target, dtype: the model that it drafts for.
-        texts, form: files of held-out text, read whole.
-        prompts: files of instructions; only the tenth that is for tests is read.
-        layers: of the early exit beside it.
-        seeds: each decides windows, answers and draws.
+        texts: held-out text, read whole.
+        form: how texts stand in .txt files.
+        prompts: instructions; only the tenth that is for tests is read.
+        layers: layers of the early exit that it is compared with.
+        seeds: seed of windows, answers and draws.
         trials: prompts of each kind that the engine continues.
     """
 

@@ -59,11 +59,12 @@ class HeadOptions:
 
     Attributes:
         target, draft, dtype: the pair of models.
-        heads: directory of the heads; None takes those that ship for the draft model.
-        kinds: directories in it.
-        texts, form: files, split as in training; only the tenth that is for tests is evaluated.
-        limit: how many texts to use; None takes all.
-        seeds: each decides responses and draws.
+        heads: directory of the heads; without it those that ship for the draft model.
+        kinds: stopper of the head, a directory in it.
+        texts: text, split as in training; only the tenth that is for tests is evaluated.
+        form: how texts stand in .txt files.
+        limit: how many texts to use; without it all.
+        seeds: seed of responses and draws.
         trials: held-out prompts that the engine continues.
         tokens: most tokens of a response.
     """

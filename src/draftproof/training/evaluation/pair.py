@@ -35,10 +35,11 @@ class PairOptions:
 
     Attributes:
         target, draft: names of the models, run in float32.
-        texts, form: files, split as in training; only the tenth that is for tests is read.
-        tokens: of held-out text.
-        seeds: each decides windows and draws.
-        trials: openings that the engine continues.
+        texts: text, split as in training; only the tenth that is for tests is read.
+        form: how texts stand in .txt files.
+        tokens: tokens of held-out text.
+        seeds: seed of the windows and the draws.
+        trials: held-out prompts that the engine continues.
     """
 
     target: str

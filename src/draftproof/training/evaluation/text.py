@@ -32,12 +32,13 @@ class TextOptions:
     """What is evaluated.
 
     Attributes:
-        models: that write.
-        judge: a model that reads; its bits per byte say how much a continuation surprises it.
-        texts, form: files, split as in training; openings are of the tenth that is for tests.
-        known: more files whose words count as known.
-        temperature: a list.
-        count: openings.
+        models: a model that writes.
+        judge: a larger model that reads; its bits per byte say how much a continuation surprises it.
+        texts: text, split as in training; openings are of the tenth that is for tests.
+        form: how texts stand in .txt files.
+        known: more text whose words count as known.
+        temperature: temperature of the text.
+        count: how many openings are continued.
         size: characters of each continuation that count.
         tokens: most tokens of each continuation.
         shown: continuations that are printed in full.

@@ -1,0 +1,55 @@
+"""The checks of a change: `nox` runs the fast ones, `nox -s tests` the suite; `nox --list` shows all.
+
+Sessions use the environment that nox runs in (CONTRIBUTING.md says how to make it), so that nothing is installed twice.
+"""
+
+from __future__ import annotations
+
+import nox
+
+nox.options.default_venv_backend = "none"
+nox.options.sessions = ["format", "lint", "types", "docs"]
+
+
+@nox.session
+def format(session: nox.Session) -> None:  # noqa: A001 - the name on the command line
+    """The formatter finds nothing to change; `nox -s format -- --fix` changes it."""
+    session.run("ruff", "format", *([] if "--fix" in session.posargs else ["--check"]), ".")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """The linter; `nox -s lint -- --fix` mends what it can."""
+    session.run("ruff", "check", *session.posargs, ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """The type checker."""
+    session.run("mypy", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation site, without a warning."""
+    folder = session.create_tmp()
+    env = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--strict", "--quiet", "--site-dir", folder, env=env)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The default suite; arguments go to pytest."""
+    session.run("pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """Tests that take minutes or need a real model; arguments go to pytest."""
+    session.run("pytest", "-m", "slow", *session.posargs)
+
+
+@nox.session
+def native(session: nox.Session) -> None:
+    """The C library under address and undefined-behaviour sanitizers."""
+    session.run("python", "scripts/check_native.py", *session.posargs)

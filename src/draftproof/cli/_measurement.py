@@ -1,0 +1,133 @@
+"""Commands that measure something: the options are the fields of a dataclass, the result a page or one JSON object."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from draftproof.cli._libraries import quiet_libraries
+from draftproof.cli._options import Options, with_options
+from draftproof.cli._parts import DRAFTER_HELP, STOPPER_HELP, VERIFIER_HELP
+from draftproof.cli._pulling import obtain
+from draftproof.cli._results import Json, Out, Plots, Quiet, drawing, show, watch_for
+
+NAMES = "registered name, hub id, directory or .gguf file"
+DTYPES = "auto, float32, bfloat16 or float16"
+DATASET = "a shipped data set, a file, FORM:FILE or hub:OWNER/NAME[:SPLIT[:COLUMN]]"
+MODELS, PROMPTS, MEASURED = "Models", "Prompts", "What is measured"
+_MODELS = (
+    "target",
+    "draft",
+    "drafter",
+    "models",
+    "judge",
+    "other",
+    "python",
+    "model",
+    "heads",
+    "head",
+    "kinds",
+    "layers",
+)
+_PROMPTS = ("dataset", "questions", "seeds", "tokens", "max_tokens", "repeats", "texts", "prompts", "form", "trials")
+_PANELS = dict.fromkeys((*_MODELS, "dtype", "backends", "verifier"), MODELS) | dict.fromkeys(_PROMPTS, PROMPTS)
+_HELP = {
+    "target": f"The target: {NAMES}.",
+    "draft": f"The draft model: {NAMES}.",
+    "drafter": DRAFTER_HELP,
+    "stoppers": STOPPER_HELP,
+    "verifier": f"{VERIFIER_HELP}.",
+    "dtype": f"Number format of all models: {DTYPES}.",
+    "dataset": f"{DATASET[0].upper()}{DATASET[1:]}.",
+    "questions": "How many of the data set, as plain text.",
+    "temperature": "Sampling temperature; 0 is greedy.",
+    "form": "How texts stand in .txt files: lines, paragraphs, stories or documents.",
+}
+# fields of a list, whose option stands for one value each time
+_ONE_OF = {
+    "stoppers": "stopper", "rules": "rule", "lengths": "n", "costs": "cost", "backends": "backend", "dtypes": "dtype",
+    "tries": "trie", "prompts": "prompt", "models": "model", "kinds": "kind", "texts": "data",
+}  # fmt: skip
+_NAMED = {"seeds": "seed", "tokens": "max_tokens"}
+
+
+def measurement(
+    of: type,
+    measure: Callable[..., Any],
+    summary: str,
+    *,
+    names: Mapping[str, str | None] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    texts: Mapping[str, str] | None = None,
+    metavars: Mapping[str, str] | None = None,
+    leave: Sequence[str] = (),
+    short: Mapping[str, str] | None = None,
+    complete: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    draw: Callable[..., Any] | None = None,
+) -> Callable[..., None]:
+    """A typer command that measures and shows the result.
+
+    Args:
+        of: dataclass of the options; each field becomes an option.
+        measure: takes such an object and `watch`, and returns `results.Results`.
+        summary: help of the command.
+        names: names of options that are neither the field's name nor the usual one.
+        defaults: defaults that are not the field's.
+        texts: help texts that are neither the docstring's nor the usual one.
+        metavars: names of values in the help, by field.
+        leave: fields without an option.
+        short: further names of options, by field, such as "-n".
+        complete: changes the values by field before the object is made.
+        draw: draws pictures (options, result, file); adds the option --plots.
+    """
+    kinds = {each.name: str(each.type) for each in dataclasses.fields(of) if each.name not in leave}
+    fields, lists = list(kinds), {name for name, kind in kinds.items() if "Sequence" in kind}
+    usual = {name: to for name, to in _ONE_OF.items() if name in lists}
+    usual |= {name: to for name, to in _NAMED.items() if name in fields and (name != "seeds" or name in lists)}
+    called = {name: to for name, to in {**usual, **(names or {})}.items() if to is not None}
+    helps = {name: text for name, text in _HELP.items() if name in fields} | dict(texts or {})
+    groups = [
+        Options(
+            of,
+            panel,
+            only=[name for name in fields if _PANELS.get(name, MEASURED) == panel],
+            names=called,
+            defaults=defaults or {},
+            help=helps,
+            metavars=metavars or {},
+            short=short or {},
+            repeatable=True,
+        )
+        for panel in (MODELS, MEASURED, PROMPTS)
+    ]
+
+    def run(options: dict[str, Any], *, plots: bool, out: Any, as_json: bool, quiet: bool) -> None:
+        chosen = of(**(options if complete is None else complete(options)))
+        with quiet_libraries():
+            obtain(*_models(chosen), quiet=quiet)
+            found = measure(chosen, watch=watch_for(quiet=quiet))
+        if draw is not None and out is not None and drawing(plots=plots):
+            draw(chosen, found, out.parent / f"{out.name}.png")
+        show(found, out, as_json=as_json)
+
+    def plain(*, options: Any, out: Out = None, as_json: Json = False, quiet: Quiet = False) -> None:
+        run(options, plots=False, out=out, as_json=as_json, quiet=quiet)
+
+    def drawn(
+        *, options: Any, plots: Plots = True, out: Out = None, as_json: Json = False, quiet: Quiet = False
+    ) -> None:
+        run(options, plots=plots, out=out, as_json=as_json, quiet=quiet)
+
+    command = plain if draw is None else drawn
+    command.__doc__ = summary
+    return with_options(options=[group for group in groups if group.only])(command)
+
+
+def _models(chosen: Any) -> list[str]:
+    """Names of models among the options, for downloads."""
+    found: list[str] = []
+    for name in ("target", "draft", "judge", "models"):
+        value = getattr(chosen, name, None)
+        found += [value] if isinstance(value, str) else list(value or ())
+    return found

@@ -1,0 +1,152 @@
+"""EngineOptions: how an engine is made, declared once for Python, the command line, the server and integrations."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from draftproof.backends.loading import draft_dtype as read_draft_dtype
+from draftproof.engine.memory import read_bytes
+from draftproof.engine.registry import make_stopper, make_verifier
+from draftproof.errors import UserError
+from draftproof.verifiers.base import Verifier
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine is made: the models' form, the parts of a round, and limits.
+
+    Attributes:
+        draft: the draft model: registered name, hub id, directory or .gguf file; its tokenizer must be the target's.
+        drafter: where drafts come from, a name of DRAFTERS with its argument. Default "auto": in every round what pays
+            most of the draft model, what ships for the target, the target with weights of 4 bits, and repeated
+            passages.
+        stopper: when a draft ends; "fixed:4" is four tokens. Default "auto": as many as pay, by the time of the rounds
+            so far; "fixed:4" for rules that need constant lengths.
+        verifier: the verification rule. Default "block", and "trie_block" for drafters of several drafts. Without a
+            name, requests that sample with a seed are verified by "gumbel" where drafts depend on the time of earlier
+            rounds: then a seed gives the same text whatever is drafted.
+        draft_temperature: temperature of the draft alone; the output distribution stays the target's.
+        draft_top_k: top-k of the draft alone; the output distribution stays the target's.
+        dtype: number format of both models: auto, float32, bfloat16 or float16.
+        draft_dtype: another number format for the draft; int8 or int4 quantize the draft model or feature head.
+        device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
+            Python a device or "disk" for each part by its name, spreads the target (needs accelerate).
+        backend: implementation of the forward pass, a name of BACKENDS. "auto" takes "lean" where the model allows it,
+            "snapshot" where it has recurrent layers, else "hf"; and "plain", without drafts, for a target whose drafts
+            cannot be taken back.
+        adapter: a PEFT adapter (LoRA) for the target, a directory or hub id: merged into its weights where that gives
+            the same logits, else computed beside them.
+        attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.
+        quantization_config: quantizes the target by transformers: JSON of one of its configs, or a .json file; in
+            Python also such a config.
+        max_model_len: longest sequence, prompt and text together; without it the target's own context.
+        max_batch: sequences decoded together.
+        kv_memory: memory for keys, values and states of both models, in bytes or like 2GiB. Requests wait for it, and
+            one that can never fit is refused. Without it no limit.
+        prefix_reuse: take over what was read of other requests that begin alike; outputs are the same.
+        trust_remote_code: run code that comes with a model.
+        check: compare each model's logits with its own forward pass when it is loaded.
+        generation_config: where sampling defaults come from: auto reads the target's generation config, none does not.
+        tensor_parallel: processes among which the target is divided, each with a device or a share of the cores.
+
+    Raises:
+        UserError: a name or value that is none.
+    """
+
+    draft: str | None = None
+    drafter: str | None = None
+    stopper: str | None = None
+    verifier: str | None = None
+    draft_temperature: float | None = None
+    draft_top_k: int | None = None
+    dtype: str = "auto"
+    draft_dtype: str = "auto"
+    device: str | Mapping[str, Any] | None = None
+    backend: str = "auto"
+    adapter: str | None = None
+    attn_implementation: str | None = None
+    quantization_config: Any = None
+    max_model_len: int | None = None
+    max_batch: int = 8
+    kv_memory: int | str | None = None
+    prefix_reuse: bool = True
+    trust_remote_code: bool = False
+    check: bool = True
+    generation_config: str = "auto"
+    tensor_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        """Read the names before any model is loaded."""
+        if self.generation_config not in ("auto", "none"):
+            raise UserError(f"generation_config: expected auto or none, got {self.generation_config!r}")
+        read_bytes(self.kv_memory)
+        if self.verifier is not None:
+            make_verifier(self.verifier)
+        if self.stopper is not None:
+            make_stopper(self.stopper, self.draft or self.drafter)
+        read_draft_dtype(self.draft_dtype, self.dtype)
+
+    def changed(self, **changes: Any) -> EngineOptions:
+        """These options with other values.
+
+        Raises:
+            UserError: a name that is no option, with the nearest one.
+        """
+        known = [each.name for each in fields(self)]
+        for name in changes:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                meant = f"; did you mean {near[0]}?" if near else f": the options are {', '.join(known)}"
+                raise UserError(f"an engine has no option {name!r}{meant}")
+        return replace(self, **changes)
+
+    @property
+    def rule(self) -> Verifier | None:
+        """The named verification rule; None leaves it to the drafter."""
+        return None if self.verifier is None else make_verifier(self.verifier)
+
+    @property
+    def draft_bits(self) -> int | None:
+        """To how many bits the weights of the draft are quantized; None leaves them."""
+        return read_draft_dtype(self.draft_dtype, self.dtype)[1]
+
+    def refuse_draft_dtype_alone(self) -> None:
+        """Refuse a number format for a draft model that is not there.
+
+        Raises:
+            UserError: naming it.
+        """
+        if self.draft is None and self.draft_bits is None and self.draft_dtype != "auto":
+            raise UserError(
+                f"draft_dtype is {self.draft_dtype!r}, and there is no draft model: leave it out, or name one"
+            )
+
+    def of_target(self) -> dict[str, Any]:
+        """Arguments of `load_backend` for the target."""
+        return {
+            **self._of_both(self.dtype, self.device),
+            "adapter": self.adapter,
+            "quantization_config": self.quantization_config,
+            "plainly": True,
+            "tensor_parallel": self.tensor_parallel,
+        }
+
+    def of_draft(self) -> dict[str, Any]:
+        """Arguments of `load_backend` for the draft model, which is on one device."""
+        one = self.device is None or (isinstance(self.device, str) and self.device != "auto")
+        dtype, _ = read_draft_dtype(self.draft_dtype, self.dtype)
+        return self._of_both(dtype, self.device if one else None)
+
+    def _of_both(self, dtype: str, device: Any) -> dict[str, Any]:
+        return {
+            "device": device,
+            "dtype": dtype,
+            "trust_remote_code": self.trust_remote_code,
+            "check": self.check,
+            "backend": self.backend,
+            "adapter": None,
+            "attn_implementation": self.attn_implementation,
+        }
