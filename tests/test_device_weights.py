@@ -54,13 +54,13 @@ def test_what_outputs_lack_on_the_mean(ins, bits):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter has no bfloat16 tiles
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("outs", "ins"), [(40, 328), (16, 64), (7, 640)])
+@pytest.mark.parametrize(("outs", "ins"), [(40, 328), (7, 640)])
 def test_products(outs, ins, bits, dtype):
     gen = torch.Generator().manual_seed(outs)
     made = weights.quantize(torch.randn(outs, ins, generator=gen), bits, GROUP)
     bias = torch.randn(outs, generator=gen).to(dtype)
     near = {torch.float32: 4e-6, torch.float16: 2e-3}[dtype]
-    for rows in (0, 1, 2, 3, 11, 19):
+    for rows in (0, 1, 3, 5, 9):
         x = torch.randn(rows, ins, generator=gen).to(dtype)
         wanted = x.double() @ made.to_dense().double().T + bias.double()
         found = weights.product(x, made, bias)
@@ -110,9 +110,9 @@ def compile_all():
     import triton
     from triton.backends.compiler import GPUTarget
 
-    fixed = {"GROUP": GROUP, "OUTS": 4, "PIECES": 32, "AHEAD": 2}
+    fixed = {"GROUP": GROUP, "OUTS": 4, "SHARED": 2, "PIECES": 32, "SIZE": 1024}
     for kernel in (weights._multiply, weights._expand):
-        for dtype, bits, rows in (("bf16", 4, 1), ("bf16", 8, 1), ("bf16", 4, 8), ("fp16", 4, 2), ("fp32", 4, 2)):
+        for dtype, bits, rows in (("bf16", 4, 1), ("bf16", 8, 1), ("bf16", 4, 4), ("fp16", 4, 2), ("fp32", 4, 2)):
             constants, names = fixed | {"BITS": bits, "ROWS": rows}, kernel.arg_names
             given = {"words": "*i32", "scales": "*i32", "x": f"*{dtype}", "out": f"*{dtype}"}
             signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in names}

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftproof.backends.layout import Layout, additive
 from draftproof.backends.slot_cache import WritePlan
 from draftproof.kernels import native
-from draftproof.kernels.choose import fused
+from draftproof.kernels.choose import fused as replaceable
 from draftproof.kernels.operations import AttentionArguments, Operations, PassMask
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head, and their mask, into rows
@@ -141,7 +141,23 @@ def attention(heads: Heads, like: Tensor, *, pack: bool) -> Attention:
     return TorchAttention(heads)
 
 
-@fused("layers")
+def _turned_and_written(
+    fused: Float[Tensor, "tokens heads dim"],
+    cos: Float[Tensor, "tokens 1 dim"],
+    sin: Float[Tensor, "tokens 1 dim"],
+    keys: Float[Tensor, "rows key_heads capacity dim"],
+    values: Float[Tensor, "rows key_heads capacity dim"],
+    slots: Int[Tensor, " tokens"],
+    places: Int[Tensor, " tokens"],
+) -> Float[Tensor, "tokens turned dim"]:
+    heads = keys.shape[1]
+    turned = _turned(fused.narrow(1, 0, fused.shape[1] - heads), cos, sin)
+    for store, new in ((keys, turned), (values, fused)):
+        store.transpose(1, 2).index_put_((slots, places), new.narrow(1, new.shape[1] - heads, heads))
+    return turned
+
+
+@replaceable("layers")
 def turned_and_written(
     fused: Float[Tensor, "tokens heads dim"],
     cos: Float[Tensor, "tokens 1 dim"],
@@ -159,11 +175,7 @@ def turned_and_written(
         keys, values: what is written to.
         slots, places: where each token is written.
     """
-    turned = _turned(fused.narrow(1, 0, fused.shape[1] - keys.shape[1]), cos, sin)
-    heads = keys.shape[1]
-    for store, new in ((keys, turned), (values, fused)):
-        store.transpose(1, 2).index_put_((slots, places), new.narrow(1, new.shape[1] - heads, heads))
-    return turned
+    return _turned_and_written(fused, cos, sin, keys, values, slots, places)
 
 
 def _turned(heads: Float[Tensor, "tokens heads dim"], cos: Tensor, sin: Tensor) -> Float[Tensor, "tokens heads dim"]:
@@ -199,7 +211,8 @@ class TorchAttention:
         cos, sin = at.angles(heads)
         if isinstance(at.cache, Cells):
             keys, values = at.cache.stores(layer)
-            turned = turned_and_written(fused, cos, sin, keys, values, at.cache.slots, at.cache.places)
+            turn = turned_and_written if fused.is_cuda else _turned_and_written  # the latter can be compiled
+            turned = turn(fused, cos, sin, keys, values, at.cache.slots, at.cache.places)
             keys, values = at.cache.read(layer)
             return self._attend(turned.narrow(1, 0, heads.queries), keys, values, at, mask)
         turned = _turned(fused.narrow(1, 0, heads.queries + heads.keys), cos, sin)

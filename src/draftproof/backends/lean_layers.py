@@ -466,7 +466,7 @@ class TorchGate:
 
     def __call__(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
         """The gated rows."""
-        if self._is_silu:
+        if self._is_silu and x.is_cuda:
             return gated_silu(x)
         gate, up = x.chunk(2, -1)
         return self._act(gate).mul_(up)

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from draftproof.kernels.operations import BITS, MeasuredInputs
 
-MOST = 16  # rows that are multiplied while the numbers are read
-_ROWS = (1, 2, 4, 8)  # of one program
+MOST = 8  # rows that are multiplied while the numbers are read
+_ROWS = (1, 2, 4)  # of one program
 _PIECE = 32  # inputs whose numbers a thread reads at once
 GROUPS = (32, 64, 128)  # inputs that share a scale: whole pieces
-_AHEAD = 2  # pieces of an output that a thread reads before it multiplies
-_WARPS, _PIECES = 4, 32  # of a program: each thread has its own piece
+_WARPS = 4
+_FEW, _MANY = 4096, 65536  # outputs up to which many threads share an output
+_SIZE = 1024  # weights that a program expands
 _RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # shares of a group's range of which the best is taken
 _AT_ONCE = 1 << 24  # weights that are quantized at once, because the search takes several times their memory
 _EXPANDED = 1 << 27  # weights that are expanded at once
@@ -139,95 +140,114 @@ def _quantized(
 def _multiply(
     x, words, scales, out, rows, outs, ins, pieces, groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-    OUTS: tl.constexpr, PIECES: tl.constexpr, AHEAD: tl.constexpr,
+    OUTS: tl.constexpr, SHARED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Rows by some outputs. A thread has one piece of one output at a time, so that nothing is exchanged until the end.
+    """Rows by some outputs. A thread has one piece of SHARED outputs at a time; nothing is exchanged until the end.
 
     All tiles have the shape [OUTS, PIECES, 4] of the words, also those of inputs: a smaller tile would be spread over
     the threads in another way, and exchanged.
     """
-    n = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
+    n = tl.program_id(0).to(tl.int64) * (OUTS * SHARED) + tl.arange(0, OUTS)
     first = tl.program_id(1) * ROWS
     here = tl.arange(0, PIECES)
     word = tl.arange(0, 4)
     totals = ()
-    for _ in tl.static_range(ROWS):
+    for _ in tl.static_range(ROWS * SHARED):
         totals += (tl.zeros([OUTS, PIECES], tl.float32),)
-    for start in range(0, pieces, PIECES * AHEAD):
-        for ahead in tl.static_range(AHEAD):
-            piece = start + ahead * PIECES + here
-            real = (n[:, None] < outs) & (piece[None, :] < pieces)
-            both = tl.load(scales + n[:, None] * groups + (piece * 32 // GROUP)[None, :], mask=real, other=0)
-            scale = (both << 16).to(tl.float32, bitcast=True) * (1 << BITS)
-            offset = (both & -65536).to(tl.float32, bitcast=True) - scale
-            for run in tl.static_range(BITS // 4):
-                at = n[:, None, None] * (pieces * BITS) + (piece * BITS + 4 * run)[None, :, None] + word[None, None, :]
-                found = tl.load(words + at, mask=real[:, :, None], other=0)
-                sums = ()
-                plain = ()
-                for _ in tl.static_range(ROWS):
-                    sums += (tl.zeros([OUTS, PIECES, 4], tl.float32),)
-                    plain += (tl.zeros([OUTS, PIECES, 4], tl.float32),)
-                for place in tl.static_range(32 // BITS):
+    for start in range(0, pieces, PIECES):
+        piece = start + here
+        real = (n[:, None] < outs) & (piece[None, :] < pieces)
+        for run in tl.static_range(BITS // 4):
+            found = ()
+            factors = ()
+            for each in tl.static_range(SHARED):
+                mine = n + each * OUTS
+                real = (mine[:, None] < outs) & (piece[None, :] < pieces)
+                at = (piece * BITS + 4 * run)[None, :, None] + word[None, None, :]
+                at = mine[:, None, None] * (pieces * BITS) + at
+                found += (tl.load(words + at, mask=real[:, :, None], other=0),)
+                group = (piece * 32 // GROUP)[None, :]
+                factors += (tl.load(scales + mine[:, None] * groups + group, mask=real, other=0),)
+            sums = ()
+            plain = ()
+            for _ in tl.static_range(ROWS * SHARED):
+                sums += (tl.zeros([OUTS, PIECES, 4], tl.float32),)
+            for _ in tl.static_range(ROWS):
+                plain += (tl.zeros([OUTS, PIECES, 4], tl.float32),)
+            for place in tl.static_range(32 // BITS):
+                numbers = ()
+                for each in tl.static_range(SHARED):
                     # the number goes to the upper end of the mantissa
                     if BITS * place <= 23 - BITS:
-                        bits = found << (23 - BITS - BITS * place)
+                        bits = found[each] << (23 - BITS - BITS * place)
                     else:
-                        bits = found >> (BITS * place + BITS - 23)
-                    number = ((bits & (((1 << BITS) - 1) << (23 - BITS))) | 0x3F800000).to(tl.float32, bitcast=True)
-                    inputs = (piece * 32 + run * (128 // BITS) + place * 4)[None, :, None] + word[None, None, :]
-                    inputs = tl.broadcast_to(inputs, [OUTS, PIECES, 4])
-                    more = ()
-                    bare = ()
-                    for m in tl.static_range(ROWS):
-                        there = (inputs < ins) & (first + m < rows)
-                        given = tl.load(x + (first + m) * ins + inputs, mask=there, other=0).to(tl.float32)
-                        more += (sums[m] + number * given,)
-                        bare += (plain[m] + given,)
-                    sums = more
-                    plain = bare
-                added = ()
+                        bits = found[each] >> (BITS * place + BITS - 23)
+                    bits = (bits & (((1 << BITS) - 1) << (23 - BITS))) | 0x3F800000
+                    numbers += (bits.to(tl.float32, bitcast=True),)
+                inputs = (piece * 32 + run * (128 // BITS) + place * 4)[None, :, None] + word[None, None, :]
+                inputs = tl.broadcast_to(inputs, [OUTS, PIECES, 4])
+                more = ()
+                bare = ()
                 for m in tl.static_range(ROWS):
-                    added += (totals[m] + scale * tl.sum(sums[m], 2) + offset * tl.sum(plain[m], 2),)
-                totals = added
+                    there = (inputs < ins) & (first + m < rows)
+                    given = tl.load(x + (first + m) * ins + inputs, mask=there, other=0).to(tl.float32)
+                    bare += (plain[m] + given,)
+                    for each in tl.static_range(SHARED):
+                        more += (sums[m * SHARED + each] + numbers[each] * given,)
+                sums = more
+                plain = bare
+            added = ()
+            for m in tl.static_range(ROWS):
+                whole = tl.sum(plain[m], 2)
+                for each in tl.static_range(SHARED):
+                    scale = (factors[each] << 16).to(tl.float32, bitcast=True) * (1 << BITS)
+                    offset = (factors[each] & -65536).to(tl.float32, bitcast=True) - scale
+                    now = scale * tl.sum(sums[m * SHARED + each], 2) + offset * whole
+                    added += (totals[m * SHARED + each] + now,)
+            totals = added
     for m in tl.static_range(ROWS):
-        made = tl.sum(totals[m], 1)
-        tl.store(out + (first + m) * outs + n, made.to(out.dtype.element_ty), mask=(n < outs) & (first + m < rows))
+        for each in tl.static_range(SHARED):
+            mine = n + each * OUTS
+            made = tl.sum(totals[m * SHARED + each], 1).to(out.dtype.element_ty)
+            tl.store(out + (first + m) * outs + mine, made, mask=(mine < outs) & (first + m < rows))
 
 
 @triton.jit
 @no_type_check
 def _expand(
-    words, scales, out, outs, ins, pieces, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, OUTS: tl.constexpr, PIECES: tl.constexpr,
+    words, scales, out, outs, ins, pieces, groups, BITS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """The weights that numbers stand for."""
-    n = tl.program_id(0).to(tl.int64) * OUTS + tl.arange(0, OUTS)
-    piece = tl.program_id(1) * PIECES + tl.arange(0, PIECES)
-    word = tl.arange(0, 4)
-    real = (n[:, None] < outs) & (piece[None, :] < pieces)
-    both = tl.load(scales + n[:, None] * groups + (piece * 32 // GROUP)[None, :], mask=real, other=0)
+    """The weights that numbers stand for, in the order in which they are written."""
+    n = tl.program_id(0).to(tl.int64)
+    inputs = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    real = inputs < ins
+    run: tl.constexpr = 128 // BITS  # inputs of four words
+    at = inputs // run * 4 + inputs % 4
+    found = tl.load(words + n * (pieces * BITS) + at, mask=real, other=0)
+    number = ((found >> (inputs % run // 4 * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+    both = tl.load(scales + n * groups + inputs // GROUP, mask=real, other=0)
     scale = (both << 16).to(tl.float32, bitcast=True)
     offset = (both & -65536).to(tl.float32, bitcast=True)
-    for run in tl.static_range(BITS // 4):
-        at = n[:, None, None] * (pieces * BITS) + (piece * BITS + 4 * run)[None, :, None] + word[None, None, :]
-        found = tl.load(words + at, mask=real[:, :, None], other=0)
-        for place in tl.static_range(32 // BITS):
-            number = ((found >> (BITS * place)) & ((1 << BITS) - 1)).to(tl.float32)
-            inputs = (piece * 32 + run * (128 // BITS) + place * 4)[None, :, None] + word[None, None, :]
-            made = offset[:, :, None] + scale[:, :, None] * number
-            tl.store(
-                out + n[:, None, None] * ins + inputs,
-                made.to(out.dtype.element_ty),
-                mask=real[:, :, None] & (inputs < ins),
-            )
+    tl.store(out + n * ins + inputs, (offset + scale * number).to(out.dtype.element_ty), mask=real)
+
+
+def tile(outs: int, rows: int) -> dict[str, int]:
+    """The constants of `_multiply`, by what was fastest on an H200; a row's sums depend on its outputs alone.
+
+    Args:
+        outs: outputs of the weight.
+        rows: that are multiplied.
+    """
+    pieces = 32 if outs <= _FEW else 16 if outs <= _MANY else 8
+    shared = 1 if outs <= _FEW else 2
+    most = next((size for size in _ROWS if size >= rows), _ROWS[-1])
+    return {"ROWS": most, "OUTS": 32 * _WARPS // pieces, "SHARED": shared, "PIECES": pieces, "num_warps": _WARPS}
 
 
 def _sizes(weight: DeviceWeight) -> tuple[tuple[int, ...], dict[str, int]]:
     """The numbers that both kernels take, and their constants."""
     pieces = weight.words.shape[1] // weight.bits
-    constants = {"BITS": weight.bits, "GROUP": weight.group, "OUTS": _WARPS, "PIECES": _PIECES, "num_warps": _WARPS}
-    return (weight.ins, pieces, weight.scales.shape[1]), constants
+    return (weight.ins, pieces, weight.scales.shape[1]), {"BITS": weight.bits, "GROUP": weight.group}
 
 
 def expanded(
@@ -243,8 +263,8 @@ def expanded(
     words, scales = weight.words[start:stop], weight.scales[start:stop]
     made = torch.empty((len(words), weight.ins), dtype=dtype, device=words.device)
     (ins, pieces, groups), constants = _sizes(weight)
-    programs = triton.cdiv(len(words), constants["OUTS"]), triton.cdiv(pieces, constants["PIECES"])
-    _expand[programs](words, scales, made, len(words), ins, pieces, groups, **constants)
+    programs = len(words), triton.cdiv(ins, _SIZE)
+    _expand[programs](words, scales, made, len(words), ins, pieces, groups, SIZE=_SIZE, **constants)
     return made
 
 
@@ -268,10 +288,10 @@ def product(
             made[:, start : start + step] = F.linear(given, expanded(weight, x.dtype, start, start + step))
     elif rows:
         (ins, pieces, groups), constants = _sizes(weight)
-        most = next((size for size in _ROWS if size >= rows), _ROWS[-1])
-        programs = triton.cdiv(outs, constants["OUTS"]), triton.cdiv(rows, most)
+        sizes = tile(outs, rows)
+        programs = triton.cdiv(outs, sizes["OUTS"] * sizes["SHARED"]), triton.cdiv(rows, sizes["ROWS"])
         tensors = given, weight.words, weight.scales, made
-        _multiply[programs](*tensors, rows, outs, ins, pieces, groups, ROWS=most, AHEAD=_AHEAD, **constants)
+        _multiply[programs](*tensors, rows, outs, ins, pieces, groups, **constants, **sizes)
     if bias is not None:
         made += bias
     return made.view(*x.shape[:-1], outs)
