@@ -54,20 +54,20 @@ def test_what_outputs_lack_on_the_mean(ins, bits):
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter has no bfloat16 tiles
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("outs", "ins"), [(40, 328), (16, 64), (7, 640)])
+@pytest.mark.parametrize(("outs", "ins"), [(40, 328), (7, 640)])
 def test_products(outs, ins, bits, dtype):
     gen = torch.Generator().manual_seed(outs)
     made = weights.quantize(torch.randn(outs, ins, generator=gen), bits, GROUP)
     bias = torch.randn(outs, generator=gen).to(dtype)
-    near = {torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
-    for rows in (0, 1, 2, 19):
+    near = {torch.float32: 4e-6, torch.float16: 2e-3}[dtype]
+    for rows in (0, 1, 3, 5, 9):
         x = torch.randn(rows, ins, generator=gen).to(dtype)
         wanted = x.double() @ made.to_dense().double().T + bias.double()
         found = weights.product(x, made, bias)
         assert found.dtype == dtype
         assert (found.double() - wanted).norm() <= near * wanted.norm(), rows
         if rows:
-            wrong = replace(made, scales=made.scales * 1.01)
+            wrong = replace(made, words=made.words ^ (1 << 12))  # the lowest bit of one number
             assert (weights.product(x, wrong, bias).double() - wanted).norm() > near * wanted.norm(), rows
 
 
@@ -102,7 +102,7 @@ def test_kernels_compile_for_cuda(tmp_path):
         [sys.executable, str(Path(__file__))], env=env, capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert {line.split()[0] for line in done.stdout.splitlines()} == {"_multiply", "_multiply_one"}
+    assert {line.split()[0] for line in done.stdout.splitlines()} == {"_multiply", "_expand"}
 
 
 def compile_all():
@@ -110,17 +110,18 @@ def compile_all():
     import triton
     from triton.backends.compiler import GPUTarget
 
-    kinds = {"numbers": "*u8", "scales": "*bf16", "offsets": "*bf16"}
-    for kernel in (weights._multiply, weights._multiply_one):
-        for dtype, bits in (("bf16", 4), ("bf16", 8), ("fp16", 4), ("fp32", 4)):
-            fixed = {"BITS": bits, "GROUP": GROUP, "ROWS": 16, "OUTS": 16, "INS": 64}
-            names = kernel.arg_names
-            given = kinds | {"x": f"*{dtype}", "out": f"*{dtype}"}
-            signature = {name: "constexpr" if name in fixed else given.get(name, "i32") for name in names}
-            places = {(names.index(name),): value for name, value in fixed.items() if name in names}
-            source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=places)
-            made = triton.compile(source, target=GPUTarget("cuda", 80, 32))
-            print(kernel.__name__, dtype, len(made.asm["cubin"]))  # noqa: T201 - read by the test
+    fixed = {"GROUP": GROUP, "OUTS": 4, "SHARED": 2, "PIECES": 32, "SIZE": 1024}
+    for kernel in (weights._multiply, weights._expand):
+        for dtype, bits, rows in (("bf16", 4, 1), ("bf16", 8, 1), ("bf16", 4, 4), ("fp16", 4, 2), ("fp32", 4, 2)):
+            constants, names = fixed | {"BITS": bits, "ROWS": rows}, kernel.arg_names
+            given = {"words": "*i32", "scales": "*i32", "x": f"*{dtype}", "out": f"*{dtype}"}
+            signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in names}
+            places = {(names.index(name),): value for name, value in constants.items() if name in names}
+            even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*given, "ins") if name in names}
+            source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=even)
+            made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 4})
+            moved = made.asm["ttgir"].count("convert_layout")
+            print(kernel.__name__, dtype, bits, rows, len(made.asm["cubin"]), moved)  # noqa: T201 - read by the test
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.backends.layout import Layout, additive
 from draftproof.backends.slot_cache import WritePlan
 from draftproof.kernels import native
+from draftproof.kernels.choose import fused as replaceable
 from draftproof.kernels.operations import AttentionArguments, Operations, PassMask
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head, and their mask, into rows
@@ -70,6 +71,36 @@ class Pass:
         return self.cos.narrow(-1, start, heads.dim), self.sin.narrow(-1, start, heads.dim)
 
 
+class Cells:
+    """Keys and values of neighbouring slots, and where the tokens of a pass are written.
+
+    Args:
+        keys, values: of each layer, [rows heads capacity dim].
+        slots, places: row and position of each token.
+        horizon: number of positions that are read.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        slots: Int[Tensor, " tokens"],
+        places: Int[Tensor, " tokens"],
+        horizon: int,
+    ) -> None:
+        self._stores, self.slots, self.places, self._horizon = (keys, values), slots, places, horizon
+
+    def stores(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, at full capacity."""
+        keys, values = self._stores
+        return keys[layer], values[layer]
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that are read."""
+        keys, values = self.stores(layer)
+        return keys.narrow(2, 0, self._horizon), values.narrow(2, 0, self._horizon)
+
+
 @runtime_checkable
 class Attention(Protocol):
     """An implementation of attention."""
@@ -110,6 +141,47 @@ def attention(heads: Heads, like: Tensor, *, pack: bool) -> Attention:
     return TorchAttention(heads)
 
 
+def _turned_and_written(
+    fused: Float[Tensor, "tokens heads dim"],
+    cos: Float[Tensor, "tokens 1 dim"],
+    sin: Float[Tensor, "tokens 1 dim"],
+    keys: Float[Tensor, "rows key_heads capacity dim"],
+    values: Float[Tensor, "rows key_heads capacity dim"],
+    slots: Int[Tensor, " tokens"],
+    places: Int[Tensor, " tokens"],
+) -> Float[Tensor, "tokens turned dim"]:
+    heads = keys.shape[1]
+    turned = _turned(fused.narrow(1, 0, fused.shape[1] - heads), cos, sin)
+    for store, new in ((keys, turned), (values, fused)):
+        store.transpose(1, 2).index_put_((slots, places), new.narrow(1, new.shape[1] - heads, heads))
+    return turned
+
+
+@replaceable("layers")
+def turned_and_written(
+    fused: Float[Tensor, "tokens heads dim"],
+    cos: Float[Tensor, "tokens 1 dim"],
+    sin: Float[Tensor, "tokens 1 dim"],
+    keys: Float[Tensor, "rows key_heads capacity dim"],
+    values: Float[Tensor, "rows key_heads capacity dim"],
+    slots: Int[Tensor, " tokens"],
+    places: Int[Tensor, " tokens"],
+) -> Float[Tensor, "tokens turned dim"]:
+    """Turned queries and keys; keys and values are written to their places.
+
+    Args:
+        fused: queries, keys and values of every token.
+        cos, sin: of each token; sin with the sign of `rotate_half`.
+        keys, values: what is written to.
+        slots, places: where each token is written.
+    """
+    return _turned_and_written(fused, cos, sin, keys, values, slots, places)
+
+
+def _turned(heads: Float[Tensor, "tokens heads dim"], cos: Tensor, sin: Tensor) -> Float[Tensor, "tokens heads dim"]:
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+
+
 class TorchAttention:
     """Attention by torch's operations.
 
@@ -137,8 +209,13 @@ class TorchAttention:
         """See `Attention`."""
         heads = self.heads
         cos, sin = at.angles(heads)
-        turned = fused.narrow(1, 0, heads.queries + heads.keys)
-        turned = torch.addcmul(turned * cos, turned.roll(heads.dim // 2, -1), sin)
+        if isinstance(at.cache, Cells):
+            keys, values = at.cache.stores(layer)
+            turn = turned_and_written if fused.is_cuda else _turned_and_written  # the latter can be compiled
+            turned = turn(fused, cos, sin, keys, values, at.cache.slots, at.cache.places)
+            keys, values = at.cache.read(layer)
+            return self._attend(turned.narrow(1, 0, heads.queries), keys, values, at, mask)
+        turned = _turned(fused.narrow(1, 0, heads.queries + heads.keys), cos, sin)
         grid = (at.rows, at.width, heads.keys, heads.dim)
         keys, values = at.cache.write(
             layer,

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.accelerator import sent
-from draftproof.backends.attention import Pass
+from draftproof.backends.attention import Cells, Pass
 from draftproof.backends.base import Feed
 from draftproof.backends.facts import ModelFacts
 from draftproof.backends.graphs import Graphs, Run
@@ -133,34 +133,6 @@ class CompiledBackend(_ByProgram, LeanBackend):
         _log.info("%s in %.0f s", "recorded" if by_graphs else "compiled", time.perf_counter() - start)
 
 
-class _Buffers:
-    """Keys and values as the compiled layers write and read them.
-
-    Args:
-        keys, values: of each layer, [rows heads capacity dim].
-        rows, positions: where each token is written.
-        horizon: number of positions read.
-    """
-
-    def __init__(
-        self,
-        keys: list[Tensor],
-        values: list[Tensor],
-        rows: Int[Tensor, " tokens"],
-        positions: Int[Tensor, " tokens"],
-        horizon: int,
-    ) -> None:
-        self._stores, self._cells, self._horizon = (keys, values), (rows, positions), horizon
-
-    def write(self, layer: int, _plan: object, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """See `SlotCache.write`."""
-        found = []
-        for store, new in zip(self._stores, (keys, values), strict=True):
-            store[layer].transpose(1, 2).index_put_(self._cells, new.transpose(1, 2).flatten(0, 1))
-            found.append(store[layer].narrow(2, 0, self._horizon))
-        return tuple(found)
-
-
 class Program:
     """The compiled or recorded pass over narrow feeds.
 
@@ -255,7 +227,7 @@ def _pass_of(lean: Lean, layers: tuple[int, ...] = ()) -> Run:
         values: list[Tensor],
     ) -> tuple[Tensor, ...]:
         rows, _, _, horizon = next(iter(masks.values())).shape
-        buffers = _Buffers(keys, values, slots, places, horizon)
+        buffers = Cells(keys, values, slots, places, horizon)
         at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, None)
         x = lean.enter(ids)
         taken = [x.clone()] if 0 in layers else []  # clones: layers may overwrite x

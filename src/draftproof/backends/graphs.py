@@ -54,6 +54,8 @@ class Graphs:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._kept: OrderedDict[object, _Graph] = OrderedDict()
+        self._numbers: dict[object, int] = {}  # of each set of buffers: comparing one with another takes long
+        self._latest: tuple[Sequence[Tensor], Sequence[Tensor], int] | None = None
         self._seen: OrderedDict[object, None] = OrderedDict()
         self._pool: Any = None
         self._fails = False
@@ -71,9 +73,7 @@ class Graphs:
     ) -> tuple[Tensor, ...]:
         """What the function returns, in memory of its own."""
         given, kinds = [ids, cos, sin, slots, places, *masks.values()], tuple(masks)
-        # A recording holds addresses. Buffers that grow move; where a shape comes back to an address, so does its use.
-        buffers = tuple((each.data_ptr(), each.shape) for each in (*keys, *values))
-        key = (kinds, buffers, tuple((each.shape, each.dtype) for each in given))
+        key = (kinds, self._number(keys, values), tuple((each.shape, each.dtype) for each in given))
         graph = self._kept.pop(key, None)
         if graph is None and key in self._seen and not self._fails:
             graph = self._recorded(given, kinds, keys, values)
@@ -85,6 +85,16 @@ class Graphs:
             mine.copy_(each)
         graph.replay()
         return tuple(each.clone() for each in graph.outputs)
+
+    def _number(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> int:
+        """The number of a set of buffers; lists that were given last are known again, and must not have changed.
+
+        A recording holds addresses. Buffers that grow move; where a shape comes back to an address, so does its use.
+        """
+        if self._latest is None or self._latest[0] is not keys or self._latest[1] is not values:
+            buffers = tuple((each.data_ptr(), each.shape) for each in (*keys, *values))
+            self._latest = keys, values, self._numbers.setdefault(buffers, len(self._numbers))
+        return self._latest[2]
 
     def _recorded(
         self, given: Sequence[Tensor], kinds: Sequence[str], keys: Sequence[Tensor], values: Sequence[Tensor]

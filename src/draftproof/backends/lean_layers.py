@@ -33,6 +33,7 @@ from draftproof.backends.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.windows import Windows
 from draftproof.errors import UserError
 from draftproof.kernels import native
+from draftproof.kernels.choose import fused
 from draftproof.kernels.operations import BITS, MeasuredInputs
 
 _HEAD = "head"  # the output layer, beside the products of layers
@@ -220,6 +221,36 @@ def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"
     return x if factor == 1.0 else x.mul_(factor)
 
 
+def _plain_norm(x: Float[Tensor, "*rows dim"], weight: Tensor, eps: float, whole: bool) -> Float[Tensor, "*rows dim"]:
+    shape = x.shape[-1:]
+    if whole:
+        return F.rms_norm(x.to(weight.dtype), shape, eps=eps).mul_(weight).to(x.dtype)
+    normed: Tensor = F.rms_norm(x, shape, eps=eps) * weight
+    return normed
+
+
+@fused("layers")
+def scaled_norm(
+    x: Float[Tensor, "*rows dim"], weight: Float[Tensor, " dim"], eps: float, whole: bool
+) -> Float[Tensor, "*rows dim"]:
+    """Rows normed by their root mean square and scaled.
+
+    Args:
+        x: rows.
+        weight: scales the numbers of a row.
+        eps: added to the mean square.
+        whole: whether the result is rounded once, in float32 until then, as where weights have an offset.
+    """
+    return _plain_norm(x, weight, eps, whole)
+
+
+@fused("layers")
+def gated_silu(x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
+    """silu(gate) up of rows that hold gate and up."""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
 class Norm:
     """Root mean square norm over the last dimension.
 
@@ -253,11 +284,11 @@ class Norm:
         """The normed rows; on the CPU in four operations, where torch's own has seven."""
         if self._operations is not None:
             return self._operations.norm(x, self.scaled, self.added)
-        if self.fused and self.whole is not None:  # rounded once, as where weights have an offset
-            return F.rms_norm(x.to(self.wide), self.shape, eps=self.eps).mul_(self.whole).to(x.dtype)
+        if self.fused and self.weight.dim() == 1:
+            weight = self.weight if self.whole is None else self.whole
+            return scaled_norm(x, weight, self.eps, self.whole is not None)
         if self.fused:
-            normed: Tensor = F.rms_norm(x, self.shape, eps=self.eps) * self.weight
-            return normed
+            return _plain_norm(x, self.weight if self.whole is None else self.whole, self.eps, self.whole is not None)
         length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.wide).hypot_(self.least)
         made: Tensor = (x * self.scaled).div_(length).to(x.dtype)
         return made
@@ -431,10 +462,12 @@ class TorchGate:
     """
 
     def __init__(self, activation: str) -> None:
-        self._act = ACTIVATIONS[activation]
+        self._act, self._is_silu = ACTIVATIONS[activation], activation == "silu"
 
     def __call__(self, x: Float[Tensor, "*rows both"]) -> Float[Tensor, "*rows dim"]:
         """The gated rows."""
+        if self._is_silu and x.is_cuda:
+            return gated_silu(x)
         gate, up = x.chunk(2, -1)
         return self._act(gate).mul_(up)
 

@@ -33,6 +33,9 @@ def _rounded(positions: int) -> int:
     return -(-positions // step) * step
 
 
+Views = tuple[list[Tensor], list[Tensor]]  # keys and values, layer by layer
+
+
 class Cells(NamedTuple):
     """Where the tokens of a forward pass are written, as tensors on the device of a buffer.
 
@@ -134,11 +137,12 @@ class SlotCache:
         self._replaced = 0  # buffers
         self._units: Counter[tuple[int, int]] = Counter()  # buffers by heads, and bytes of a head's position
         self._is_paged = False
+        self._views: dict[tuple[int, int], tuple[object, Views]] = {}  # by first slot and rows, with what they hold for
         self.pinned = False
         self.peak = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in ("lock", "_memory")}
+        state = {name: value for name, value in vars(self).items() if name not in ("lock", "_memory", "_views")}
         if self._is_paged:  # a copy takes memory for all that it has
             state["_capacity"] = most = max(self._used, default=0)
             for name in ("_keys", "_values"):
@@ -146,7 +150,7 @@ class SlotCache:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock(), _memory={}, _is_paged=False)  # a copy has plain tensors
+        vars(self).update(state, lock=threading.RLock(), _memory={}, _views={}, _is_paged=False)  # a copy has plain tensors
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -360,13 +364,24 @@ class SlotCache:
                 return made
         return Buffer((slots, heads, self._capacity, dim), like)
 
-    def views(self, first: int, rows: int) -> tuple[list[Tensor], list[Tensor]] | None:
-        """Keys and values of neighbouring slots, layer by layer, at full capacity.
+    def views(self, first: int, rows: int) -> Views | None:
+        """Keys and values of neighbouring slots, layer by layer, at full capacity; the same lists while they are valid.
 
         None before anything was read, because the shape of keys is not known then.
         """
         if not self._keys:
             return None
+        state = self.extent, len(self._keys), len(self._values)
+        known = self._views.get((first, rows))
+        if known is None or known[0] != state:
+            made = self._viewed(first, rows)
+            state = self.extent, len(self._keys), len(self._values)  # buffers may have grown
+            kept = {key: each for key, each in self._views.items() if each[0] == state}
+            self._views = {**kept, (first, rows): (state, made)}
+            return made
+        return known[1]
+
+    def _viewed(self, first: int, rows: int) -> Views:
         stores = (self._keys, self._values)
         keys, values = (
             [self._fit(store, layer, made.shape[1], made.shape[3], made) for layer, made in sorted(store.items())]

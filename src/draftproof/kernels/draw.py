@@ -10,30 +10,39 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.kernels.blocks import block_of
+from draftproof.kernels.blocks import block_of, partials
 
 
 @triton.jit
 @no_type_check
-def _inverse(weights, uniforms, out, vocab, row_stride, id_stride, BLOCK: tl.constexpr):
+def _sums(weights, sums, vocab, row_stride, id_stride, BLOCK: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    ids = block * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(weights + row * row_stride + ids * id_stride, mask=ids < vocab, other=0).to(tl.float64)
+    tl.store(sums + row * tl.num_programs(1) + block, tl.sum(w))
+
+
+@triton.jit
+@no_type_check
+def _inverse(
+    weights, uniforms, sums, out, vocab, blocks, row_stride, id_stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
+    """The block in which the goal lies by the sums of blocks, and the index inside it."""
     row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([], tl.float64)
-    for start in range(0, vocab, BLOCK):
-        ids = start + tl.arange(0, BLOCK).to(tl.int64)
-        w = tl.load(weights + row * row_stride + ids * id_stride, mask=ids < vocab, other=0).to(tl.float64)
-        total += tl.sum(w)
-    goal = tl.load(uniforms + row) * total
-    before = tl.zeros([], tl.float64)
-    found, last = tl.full([], vocab, tl.int64), tl.full([], -1, tl.int64)
-    for start in range(0, vocab, BLOCK):
-        ids = start + tl.arange(0, BLOCK).to(tl.int64)
-        open_end = (ids < vocab) & (found == vocab)  # blocks behind the found index are not read
-        w = tl.load(weights + row * row_stride + ids * id_stride, mask=open_end, other=0).to(tl.float64)
-        hit = (w > 0) & (before + tl.cumsum(w, 0) > goal)
-        found = tl.minimum(found, tl.min(tl.where(hit, ids, vocab)))
-        last = tl.maximum(last, tl.max(tl.where(w > 0, ids, -1)))
-        before += tl.sum(w)
+    numbers = tl.arange(0, BLOCKS)
+    each = tl.load(sums + row * blocks + numbers, mask=numbers < blocks, other=0)
+    goal = tl.load(uniforms + row) * tl.sum(each)
+    reached = (each > 0) & (tl.cumsum(each, 0) > goal)
+    block = tl.min(tl.where(reached, numbers, BLOCKS))
     # the goal may round up to the total: then the last index with weight is taken, or without any weight the last index
+    end = tl.max(tl.where(each > 0, numbers, -1))
+    block = tl.where(block < BLOCKS, block, tl.where(end < 0, blocks - 1, end))
+    before = tl.sum(tl.where(numbers < block, each, 0))
+    ids = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(weights + row * row_stride + ids * id_stride, mask=ids < vocab, other=0).to(tl.float64)
+    hit = (w > 0) & (before + tl.cumsum(w, 0) > goal)
+    found = tl.min(tl.where(hit, ids, vocab))
+    last = tl.max(tl.where(w > 0, ids, -1))
     last = tl.where(last < 0, vocab - 1, last)
     tl.store(out + row, tl.where(found < vocab, found, last))
 
@@ -47,5 +56,9 @@ def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]
     rows = weights.reshape(-1, vocab)
     out = torch.empty(rows.shape[0], dtype=torch.int64, device=weights.device)
     uniforms = u.double().reshape(-1).contiguous()
-    _inverse[(out.shape[0],)](rows, uniforms, out, vocab, *rows.stride(), BLOCK=block_of(vocab))
+    sums, block = partials(len(rows), vocab, weights.device), block_of(vocab)
+    _sums[sums.shape](rows, sums, vocab, *rows.stride(), BLOCK=block)
+    blocks = sums.shape[1]
+    most = triton.next_power_of_2(blocks)
+    _inverse[out.shape](rows, uniforms, sums, out, vocab, blocks, *rows.stride(), BLOCK=block, BLOCKS=most)
     return out.reshape(u.shape)

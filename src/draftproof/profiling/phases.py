@@ -65,9 +65,9 @@ class Phases:
     def observe(self, engine: Engine) -> Iterator[None]:
         """Replace an engine's parts by observed ones, and count."""
         parts = engine.drafter, engine.target, engine.verifier
-        engine.drafter = cast("Drafter", _Observed(parts[0], "propose", after=self._drafted))
-        engine.target = cast("Backend", _Observed(parts[1], "forward", after=lambda made: self._read(engine, made)))
-        engine.verifier = cast("Verifier", _Observed(parts[2], "verify", before=self._ready, after=self._verified))
+        engine.drafter = cast("Drafter", _observed(parts[0], "propose", after=self._drafted))
+        engine.target = cast("Backend", _observed(parts[1], "forward", after=lambda made: self._read(engine, made)))
+        engine.verifier = cast("Verifier", _observed(parts[2], "verify", before=self._ready, after=self._verified))
         try:
             with self._allocations:
                 yield
@@ -159,3 +159,17 @@ class _Observed:
             return made
 
         return observed
+
+
+def _observed(part: object, method: str, **callbacks: Any) -> _Observed:
+    """A part with callbacks; arguments as of `_Observed`.
+
+    Its class has the part's names: since Python 3.12, whether an object fits a protocol is looked up without
+    `__getattr__`.
+    """
+
+    def read(name: str) -> property:
+        return property(lambda self: self.__getattr__(name))
+
+    names = {name: read(name) for name in dir(part) if not name.startswith("_")}
+    return type("_Observed", (_Observed,), names)(part, method, **callbacks)
