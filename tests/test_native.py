@@ -24,7 +24,6 @@ from draftproof.backends.native_layers import NativeLayers
 from draftproof.backends.packed import Product, packs
 from draftproof.backends.self_draft import EarlyExitBackend
 from draftproof.backends.traits import ACTIVATIONS
-from draftproof.files import home
 from draftproof.functional import chain
 from draftproof.kernels import library, native
 from draftproof.kernels.native import VARIABLE
@@ -32,7 +31,7 @@ from draftproof.kernels.operations import AttentionArguments, Interleaved, Opera
 from draftproof.rng import first_arrival, fold
 from draftproof.tree import TokenTree
 from helpers import ROPE, engine
-from native_levels import LEVELS, OPERATIONS, close, drawn, have
+from native_levels import LEVELS, OPERATIONS, close, drawn
 from test_backends import Program, run_program
 from test_lean import NATIVE, VARIANTS, exercise, lean_backend, lively_model
 
