@@ -357,24 +357,43 @@ INLINE const ELEM *NAME(whole_vector)(const ELEM *at, const ELEM *end, ELEM *cop
 INLINE long NAME(rounded_dim)(long dim) { return (dim + NAME(WIDTH) - 1) / NAME(WIDTH) * NAME(WIDTH); }
 
 /* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
-   [dim / UNIT][16][UNIT], as a block of weights lies, and zeros up to whole vectors. The cache may be read up to `end`. */
-static void NAME(transpose)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
-  ELEM copied[NAME(WIDTH)];
+   [dim / UNIT][16][UNIT], as a block of weights lies. */
+static void NAME(transpose_whole)(const ELEM *keys, long dim, long count, units *out) {
+  for (long unit = 0; unit < dim / UNIT; unit += LANES) {
+    for (long key = 0; key < LANES; key++) {
+      const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
+      out[unit + key] = load_units(at);
+      __builtin_prefetch((const char *)(at + 2 * UNIT * LANES * dim));
+    }
+    exchange(out + unit);
+  }
+}
+
+/* The same where heads are no whole vectors, with zeros up to whole ones. */
+static __attribute__((noinline)) void NAME(transpose_partial)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
   for (long unit = 0; unit * UNIT < dim; unit += LANES) {
     for (long key = 0; key < LANES; key++) {
       const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
+      ELEM copied[NAME(WIDTH)];
       out[unit + key] = load_units(NAME(whole_vector)(at, end, copied));
       __builtin_prefetch((const char *)(at + 2 * UNIT * LANES * dim));
     }
     exchange(out + unit);
   }
-  if (dim % NAME(WIDTH) == 0) return;
   ELEM last[NAME(WIDTH)];
   store_units(last, out[dim / UNIT]);
   for (long i = 0; i < NAME(WIDTH); i++)
     if (i % UNIT >= dim % UNIT) last[i] = 0;
   out[dim / UNIT] = load_units(last);
   for (long unit = dim / UNIT + 1; unit < NAME(rounded_dim)(dim) / UNIT; unit++) out[unit] = no_units();
+}
+
+/* Either; the cache may be read up to `end`. */
+INLINE void NAME(transpose)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
+  if (dim % NAME(WIDTH))
+    NAME(transpose_partial)(keys, end, dim, count, out);
+  else
+    NAME(transpose_whole)(keys, dim, count, out);
 }
 
 /* The queries of one key head in some columns of a row. A query is a column and one of the query heads of the key head; the
@@ -572,6 +591,14 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
     }
 }
 
+/* The last dimensions of heads that are no whole vectors; apart, so that the code of the others stays small. */
+static __attribute__((noinline)) void NAME(mix_last)(const NAME(attention) * a, const NAME(query_tile) * t, long query,
+                                                     long d, long here) {
+#define RUN(count) NAME(mix_some)(a, t, query, d, count, UNIT, 1)
+  BY_QUERIES(here, RUN)
+#undef RUN
+}
+
 /* A tile's outputs in the dimensions from `first`, a multiple of 32, to `last`, another one or the last of all. */
 static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last) {
   for (long q = 0; q < t->queries; q += TOGETHER) {
@@ -579,7 +606,6 @@ static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, lon
     for (long d = first; d < last;) {
 #define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE, 0)
 #define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT, 0)
-#define RUN_PARTIAL(count) NAME(mix_some)(a, t, q, d, count, UNIT, 1)
       if (last - d >= WIDE * LANES) {
         BY_QUERIES(here, RUN_WIDE)
         d += WIDE * LANES;
@@ -587,10 +613,9 @@ static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, lon
         BY_QUERIES(here, RUN)
         d += UNIT * LANES;
       } else {
-        BY_QUERIES(here, RUN_PARTIAL)
+        NAME(mix_last)(a, t, q, d, here);
         d += UNIT * LANES;
       }
-#undef RUN_PARTIAL
 #undef RUN
 #undef RUN_WIDE
     }
