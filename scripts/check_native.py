@@ -1,8 +1,13 @@
-"""Run the tests of the C code on builds that find errors in it: with sanitizers, and with AVX-512 emulated by SIMDe.
+"""Run the tests of the C code on builds that find errors: with sanitizers, and with what a processor lacks emulated.
 
     python scripts/check_native.py                   every build that can be made here
     python scripts/check_native.py sanitize          the levels that this processor runs, with address and UB sanitizers
-    python scripts/check_native.py emulate           the AVX-512 code on a processor without it (needs libsimde-dev)
+    python scripts/check_native.py emulate           the levels that it does not run
+    python scripts/check_native.py emulate x86-64-v4-amx portable    some levels only
+
+A level that needs only another vendor's processor, or a matrix unit (AMX), is built as it is, with the matrix unit's
+instructions by plain loops. The other levels with AVX-512 are emulated by SIMDe (Debian's libsimde-dev), in a build for
+AVX2 or less: SIMDe and the processor's own AVX-512 do not mix.
 
 Arguments after `--` go to pytest. It takes minutes, because sanitized code is slow.
 """
@@ -10,6 +15,7 @@ Arguments after `--` go to pytest. It takes minutes, because sanitized code is s
 import ctypes
 import functools
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -25,36 +31,41 @@ EMULATED = {
 }
 INCLUDE = f"-I{ROOT / 'scripts' / 'emulate'}"
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
+KINDS = ("sanitize", "emulate")
+NOT_OF_CODE = {"GenuineIntel", "amx_tile", "amx_bf16"}  # without these a level's code runs all the same
 LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
 
 
-def builds(kinds: list[str]) -> list[tuple[str, str, tuple[str, ...]]]:
-    """The builds to check: kind, level, and extra flags for the compiler."""
-    from draftproof.errors import UserError
+def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """The builds to check: kind, level, the level whose flags the compiler gets, and extra flags."""
     from draftproof.kernels import library
 
     found = []
     for level in library.LEVELS:
-        try:
-            library.choose(level.name)
-        except UserError:
-            if "emulate" in kinds and level.name in EMULATED:
-                if not SIMDE.exists():
-                    sys.exit(f"{SIMDE} is missing: install libsimde-dev, or check with sanitizers only")
-                found.append(("emulate", level.name, ("-DEMULATE_AVX512", INCLUDE, *EMULATED[level.name])))
-        else:
-            if "sanitize" in kinds:
-                seen = ("-DEMULATE_AMX", INCLUDE) if "amx_tile" in level.needs else ()  # sanitizers do not see tiles
-                found.append(("sanitize", level.name, SANITIZERS + seen))
+        if names and level.name not in names:
+            continue
+        missing = level.needs - library.processor()
+        tiles = "amx_tile" in level.needs
+        if level.machine not in (None, platform.machine()):
+            continue
+        if "sanitize" in kinds and missing <= NOT_OF_CODE:  # sanitizers do not see tiles
+            seen = ("-DEMULATE_AMX", INCLUDE) if tiles else ()
+            found.append(("sanitize", level.name, level.name, SANITIZERS + seen))
+        if "emulate" in kinds and missing and missing <= NOT_OF_CODE:
+            found.append(("emulate", level.name, level.name, ("-DEMULATE_AMX", INCLUDE) if tiles else ()))
+        elif "emulate" in kinds and missing and level.name in EMULATED:
+            if not SIMDE.exists():
+                sys.exit(f"{SIMDE} is missing: install libsimde-dev, or check with sanitizers only")
+            under = next(each.name for each in library.choose() if "avx512f" not in each.needs)
+            found.append(("emulate", level.name, under, ("-DEMULATE_AVX512", INCLUDE, *EMULATED[level.name])))
     return found
 
 
-def check(kind: str, name: str, extra: tuple[str, ...], arguments: list[str]) -> int:
+def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: list[str]) -> int:
     """Build one library, and run the tests on it in a new process; returns pytest's exit status."""
     from draftproof.kernels import library
 
-    name_of_build = None if kind == "emulate" else name  # an emulated level is built for this processor
-    runs = library.choose(name_of_build)[0]
+    runs = next(level for level in library.LEVELS if level.name == under)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "library.so"
         library.compile_library(out, runs, extra=extra)
@@ -91,13 +102,20 @@ def main() -> int:
     """Check every requested build; returns 1 if one fails."""
     given = sys.argv[1:]
     end = given.index("--") if "--" in given else len(given)
-    kinds, rest = given[:end], given[end + 1 :]
+    words, rest = given[:end], given[end + 1 :]
     if given[:1] == ["run"]:
         return run(given[1:])
-    if unknown := set(kinds) - {"sanitize", "emulate"}:
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}; legal are sanitize and emulate")
-    failed = [build for build in builds(kinds or ["sanitize", "emulate"]) if check(*build, rest)]
-    for kind, name, _ in failed:
+
+    from draftproof.kernels import library
+
+    levels = [level.name for level in library.LEVELS]
+    if unknown := set(words) - set(KINDS) - set(levels):
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}; legal are {', '.join((*KINDS, *levels))}")
+    chosen = builds(
+        [each for each in KINDS if each in words] or list(KINDS), [each for each in words if each in levels]
+    )
+    failed = [build for build in chosen if check(*build, rest)]
+    for kind, name, *_ in failed:
         print(f"failed: {kind} {name}")
     return int(bool(failed))
 

@@ -189,6 +189,15 @@ LINES = [
 ]  # fmt: skip
 
 
+def nearly(value):
+    """A value whose numbers are equal but for rounding."""
+    if isinstance(value, dict):
+        return {name: nearly(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [nearly(each) for each in value]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
 def test_lines_are_answered_as_the_server_answers(engine):
     rows = [
         {"id": f"line {number}", "custom_id": f"line {number}", "method": "POST", "url": url, "body": body}
@@ -209,7 +218,7 @@ def test_lines_are_answered_as_the_server_answers(engine):
             body, expected = mine["response"]["body"], theirs.json()
             for name in ("id", "created"):
                 assert (body.pop(name, None) is None) == (expected.pop(name, None) is None)
-            assert body == expected
+            assert body == (expected if not engine.rounding else nearly(expected))
             assert found[row["id"]].failed == (theirs.status_code != 200)
 
 

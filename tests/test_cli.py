@@ -20,6 +20,7 @@ from draftproof.cli._options import field_help
 from draftproof.cli._sampling import SAMPLING
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.engine.registry import DRAFTERS, OFFERED_STOPPERS, VERIFIERS
+from draftproof.kernels import native
 from draftproof.sampling import MODEL_DEFAULTS
 
 ENV = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""}
@@ -204,6 +205,7 @@ def test_the_streamed_text_is_the_one_json_reports():
         "stopper auto",
         "verifier gumbel",  # a text with a seed does not depend on the clock
         "lossless",
+        "same text for a seed: yes" if native.levels() else "same text for a seed: but for rounding",
         "time: draft",
     ):
         assert said in streamed.stderr
@@ -226,6 +228,8 @@ def test_json_has_the_documented_fields():
         "token_ids",
         "finish_reason",
         "lossless",
+        "same_bits",
+        "same_text",
         "drafter",
         "stopper",
         "verifier",
@@ -233,6 +237,8 @@ def test_json_has_the_documented_fields():
         "seed",
     }
     assert fields <= set(first)
+    assert first["same_bits"] == ("rounding" not in first) == bool(native.levels())
+    assert first["same_text"] == ("yes" if first["same_bits"] else "but for rounding")
     assert "compare" not in first
     counts = {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"}
     rates = {"block_efficiency", "discard_rate", "verification_rate", "tokens_per_second"}

@@ -45,7 +45,10 @@ def softmax(x):
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("outs", "ins"), [(1, 2), (15, 6), (16, 64), (49, 130), (112, 34), (200, 576), (1000, 32)])
+@pytest.mark.parametrize(
+    ("outs", "ins"),
+    [(1, 2), (15, 6), (16, 64), (49, 130), (112, 34), (200, 576), (33, 1), (70, 43), (40, 173), (1000, 32)],
+)
 def test_products(outs, ins, dtype):
     product = OPERATIONS[dtype].product
     for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 15, 16, 25, 60):
@@ -63,8 +66,9 @@ def test_products(outs, ins, dtype):
         assert torch.equal(made, biased + onto), f"{rows} rows: rounded before it is added, as torch does"
 
 
-def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(dtype):
-    x, laid = drawn(1, 60, 576, dtype=dtype), Interleaved.of(drawn(2, 400, 576, dtype=dtype))
+@pytest.mark.parametrize("ins", [576, 577])
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(ins, dtype):
+    x, laid = drawn(1, 60, ins, dtype=dtype), Interleaved.of(drawn(2, 400, ins, dtype=dtype))
     product = OPERATIONS[dtype].product
     whole, threads = product(x, laid), torch.get_num_threads()
     for size in (1, 2, 3, 5, 12, 13, 31):
@@ -77,9 +81,10 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(dty
         torch.set_num_threads(threads)
 
 
-def test_many_rows_of_many_inputs_are_those_of_a_few(dtype):
+@pytest.mark.parametrize("ins", [8198, 8199])
+def test_many_rows_of_many_inputs_are_those_of_a_few(ins, dtype):
     """Rows are multiplied in portions that fit into a cache, and the last tile of rows reaches back into the others."""
-    x, weight = drawn(1, 150, 8198, dtype=dtype), drawn(2, 40, 8198, dtype=dtype)
+    x, weight = drawn(1, 150, ins, dtype=dtype), drawn(2, 40, ins, dtype=dtype)
     onto, laid, product = drawn(3, 150, 40, dtype=dtype), Interleaved.of(weight), OPERATIONS[dtype].product
     whole = product(x, laid, None, onto)
     assert close(product(x, laid), x.double() @ weight.double().T, 1e-5 * (x.double().abs() @ weight.double().abs().T))
@@ -103,10 +108,11 @@ def test_levels_that_widen_products_give_the_same_bits(monkeypatch):
 
 @pytest.mark.builds
 @pytest.mark.skipif(WIDENED[0] not in LEVELS, reason="the level does not run here")
-def test_products_without_memory_for_wide_rows(monkeypatch, tmp_path):
+@pytest.mark.parametrize("ins", [576, 577])
+def test_products_without_memory_for_wide_rows(ins, monkeypatch, tmp_path):
     """The sums are the same bits where nothing can be allocated."""
     monkeypatch.setenv(VARIABLE, WIDENED[0])
-    x, laid = drawn(1, 30, 576, dtype=torch.bfloat16), Interleaved.of(drawn(2, 40, 576))
+    x, laid = drawn(1, 30, ins, dtype=torch.bfloat16), Interleaved.of(drawn(2, 40, ins))
     expected = OPERATIONS[torch.bfloat16].product(x, laid)
     level, out = library.choose(WIDENED[0])[0], tmp_path / "library.so"
     header = tmp_path / "poor.h"
@@ -123,11 +129,12 @@ def test_rows_that_are_not_contiguous_and_more_than_two_dimensions(dtype):
     assert torch.equal(product(x[..., :20], laid), expected)
 
 
+@pytest.mark.parametrize("ins", [64, 65])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows(value, dtype):
-    x = drawn(1, 3, 64, dtype=dtype)
-    x[1, 5] = value
-    made = OPERATIONS[dtype].product(x, Interleaved.of(drawn(2, 32, 64, dtype=dtype)))
+def test_what_is_not_finite_shows(value, ins, dtype):
+    x = drawn(1, 3, ins, dtype=dtype)
+    x[1, 0] = value  # behind the last number of the row before
+    made = OPERATIONS[dtype].product(x, Interleaved.of(drawn(2, 32, ins, dtype=dtype)))
     assert not made[1].isfinite().any()
     assert made[[0, 2]].isfinite().all()
 
@@ -398,6 +405,7 @@ class Case:
         self.fused = drawn(some(0, 999), self.rows * width, heads, dim, dtype=dtype)
         angles = drawn(some(0, 999), self.rows * width, 2 * dim, dtype=dtype)
         self.cos, self.sin = angles.unsqueeze(1).chunk(2, -1)
+        self.sin[..., dim // 2 * 2 :] = 0.0  # the last number of an odd head has no partner
         every = self.places[:, 1:].sum(-1, keepdim=True)
         steps = self.places[:, 1:2] + torch.arange(width) + 1
         self.seen, self.mask = torch.minimum(steps, every), None
@@ -418,9 +426,43 @@ class Case:
         given = AttentionArguments.of(self.cos, self.sin, keys.shape, mask, heads=heads, **scale)
         return OPERATIONS[self.dtype].attend(self.fused.clone(), given, keys, values), keys, values
 
+    def fill_the_last_slot(self):
+        """Let the first row be in the last slot, up to its end, where nothing may be read behind it."""
+        slots = [slot for slot in range(len(self.keys) - 1) if slot not in self.places[1:, 0]]
+        self.places[0, 0], last = len(self.keys) - 1, len(self.keys) - 1
+        for row in range(1, self.rows):
+            if self.places[row, 0] == last:
+                self.places[row, 0] = slots[0]
+        end = int(self.places[0, 1:].sum())
+        self.capacity = max(int(self.places[:, 1:].sum(-1).max()), end)
+        moved = self.capacity - end
+        self.places[0, 1] += moved
+        self.seen[0] += moved
+        self.keys, self.values = (each[:, :, : self.capacity].contiguous() for each in (self.keys, self.values))
+        if self.mask is not None:
+            self.mask = F.pad(self.mask, (0, self.capacity - self.mask.shape[-1]))
+            self.seen[:] = self.places[:, 1:].sum(-1, keepdim=True)
+
+    def run_alone(self):
+        """The outputs of all rows, each read alone and token by token; of rows with a mask, each alone."""
+        keys, values = self.keys.clone(), self.values.clone()
+        out = torch.zeros(self.rows * self.width, self.group * self.key_heads * self.dim, dtype=self.dtype)
+        for row, (slot, base, width) in enumerate(self.places.tolist()):
+            step = 1 if self.mask is None else width
+            for column in range(0, width, step):
+                at = slice(row * self.width + column, row * self.width + column + step)
+                columns = slice(column, column + step)
+                mask = None if self.mask is None else self.mask[row : row + 1, :, columns].contiguous()
+                passed = PassMask([(slot, base + column, step)], [self.seen[row, columns].tolist()], mask)
+                scale = {"scale": self.dim**-0.5, "cap": self.cap, "heads": self.group * self.key_heads}
+                given = AttentionArguments.of(self.cos[at], self.sin[at], keys.shape, passed, **scale)
+                out[at] = OPERATIONS[self.dtype].attend(self.fused[at].clone(), given, keys, values)
+        return out
+
     def turned(self, x):
         """Rotary turn as transformers rounds it."""
-        return torch.addcmul(x * self.cos, x.roll(self.dim // 2, -1), self.sin)
+        low, high, last = x.tensor_split([self.dim // 2, self.dim // 2 * 2], -1)
+        return torch.addcmul(x * self.cos, torch.cat((high, low, last), -1), self.sin)
 
     def expected(self):
         """The same by plain loops."""
@@ -448,8 +490,14 @@ class Case:
 CASES = [
     (dtype, dim, group, width, masked)
     for dtype, dim, group in (
-        *((torch.bfloat16, dim, group) for dim, group in ((32, 1), (64, 3), (96, 4), (128, 2), (256, 1))),
-        *((torch.float32, dim, group) for dim, group in ((16, 2), (32, 1), (48, 2), (64, 3), (128, 2), (256, 1))),
+        *(
+            (torch.bfloat16, dim, group)
+            for dim, group in ((8, 2), (32, 1), (64, 3), (80, 1), (96, 4), (128, 2), (256, 1))
+        ),
+        *(
+            (torch.float32, dim, group)
+            for dim, group in ((12, 1), (16, 2), (48, 2), (64, 3), (80, 1), (128, 2), (256, 1))
+        ),
     )
     for width in (1, 2, 8, 19)
     for masked in (False, True)
@@ -475,10 +523,46 @@ def test_attention_in_several_pieces(masked, dtype):
         assert agrees(case.run()[0], case.expected()[0])
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_heads_of_every_size(masked, dtype):
+    """Values beside float64; the same bits alone, token by token, in a batch, and for every number of threads."""
+    threads = torch.get_num_threads()
+    for dim in range(1, 257):
+        case = Case(dim, dim=dim, group=1 + dim % 3, width=4, masked=masked, dtype=dtype, cap=1.5 * (dim % 5 == 0))
+        case.fill_the_last_slot()
+        out, keys, values = case.run()
+        expected, expected_keys, expected_values = case.expected()
+        assert agrees(out, expected), dim
+        assert torch.allclose(keys, expected_keys, rtol=0, atol=1e-6 if dtype == torch.float32 else 0), dim
+        assert torch.equal(values, expected_values), dim
+        assert torch.equal(out, case.run_alone()), dim
+        try:
+            torch.set_num_threads(2)
+            assert torch.equal(out, case.run()[0]), dim
+        finally:
+            torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dim", [5, 8, 12, 20, 80, 250])
+def test_numbers_behind_a_head_are_not_used(dim, dtype):
+    """Whole vectors are read, so beyond a head's end, too: what is there must not matter, finite or not."""
+    case = Case(1, dim=dim, group=2, width=3, masked=False, dtype=dtype)
+    expected = case.run()[0]
+    used = torch.zeros(case.keys.shape[0], case.capacity, dtype=torch.bool)
+    for slot, base, width in case.places.tolist():
+        used[slot, : base + width] = True
+    unused = ~used[:, None, :, None].expand_as(case.keys)
+    case.keys[unused] = case.values[unused] = float("nan")
+    assert torch.equal(case.run()[0], expected)
+    for row, (_, _, width) in enumerate(case.places.tolist()):  # and the queries, keys and values of padding
+        case.fused[row * case.width + width : (row + 1) * case.width] = float("nan")
+    assert torch.equal(case.run()[0], expected)
+
+
 @needs_native
-def test_heads_of_other_sizes_are_torchs():
-    assert [dim for dim in (8, 16, 48, 80, 257, 512) if OPERATIONS[torch.float32].attends(dim)] == [16, 48, 80]
-    assert [dim for dim in (8, 16, 48, 80, 96, 512) if OPERATIONS[torch.bfloat16].attends(dim)] == [96]
+def test_larger_heads_are_torchs():
+    for dtype in DTYPES:
+        assert [dim for dim in range(600) if OPERATIONS[dtype].attends(dim)] == list(range(1, 257))
 
 
 def agrees(out, expected):
@@ -537,7 +621,7 @@ def test_attention_over_many_slots_and_one():
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("key_heads", [1, 3, 5])
-@pytest.mark.parametrize(("dim", "group"), [(96, 4), (64, 3)])
+@pytest.mark.parametrize(("dim", "group"), [(96, 4), (64, 3), (83, 2)])
 def test_threads_that_share_each_tile_give_the_same_bits(key_heads, dim, group, masked, dtype):
     """Fewer tiles than two for each thread are divided: by keys, by queries, by dimensions."""
     dim += 16 * (dtype == torch.float32)  # no multiple of the 32 dimensions that a thread takes at least
@@ -719,6 +803,7 @@ def attend(fused=torch.rand(1, 3, 32), cos=angles, shape=buffer.shape, mask=mask
 
 
 attend()
+attend(torch.rand(1, 3, 5), torch.rand(1, 1, 5), (1, 1, 4, 5), mask, *torch.zeros(2, 1, 1, 4, 5))
 cases = {
     "a smaller batch of p": lambda: block_verify(tokens, rows, p[:1], **chain),
     "short lengths": lambda: block_verify(tokens, rows, p, lengths=lengths[:1], **chain),
@@ -774,7 +859,10 @@ cases = {
     "fewer angles": lambda: attend(cos=torch.rand(1, 1, 16)),
     "other keys": lambda: attend(keys=torch.zeros(1, 1, 3, 32)),
     "values of another type": lambda: attend(values=buffer.double()),
-    "heads of size 8": lambda: attend(torch.rand(1, 3, 8), angles[..., :8], (1, 1, 4, 8), keys=buffer[..., :8]),
+    "keys with gaps": lambda: attend(torch.rand(1, 3, 8), angles[..., :8], (1, 1, 4, 8), keys=buffer[..., :8]),
+    "heads of size 257": lambda: attend(
+        torch.rand(1, 3, 257), *[torch.rand(1, 1, 257), (1, 1, 4, 257)], keys=torch.zeros(1, 1, 4, 257)
+    ),
 }
 for name, call in cases.items():
     try:

@@ -50,10 +50,11 @@ def text(alone, prompt=STORY, **params):
 # --- the official client ----------------------------------------------------------------------------------------------
 
 
-def test_models(client):
+def test_models(client, alone):
     (card,) = client.models.list().data
     assert card.id == "story"
-    assert client.models.retrieve("story").id == "story"
+    assert (card.same_bits, card.rounding) == (not alone.rounding, alone.rounding)
+    assert client.models.retrieve("story") == card
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.8, "seed": 7}, {"seed": 3, "top_p": 0.9}])

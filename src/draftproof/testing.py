@@ -234,7 +234,7 @@ class TableModel:
         self.vocab_size = vocab
         self.max_positions = max_positions
         self.device = torch.device("cpu")
-        self.capabilities = Capabilities(trees=True, hidden=hidden)
+        self.capabilities, self.rounding = Capabilities(trees=True, hidden=hidden), ""
         self._seed, self._order, self._zeros, self._sharpness = seed, order, zeros, sharpness
         given = (rows or {}).items()
         self._rows = {context: torch.tensor(row, dtype=torch.float64).log() for context, row in given}

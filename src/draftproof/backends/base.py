@@ -309,6 +309,16 @@ class Backend(Protocol):
         ...
 
 
+def rounding(backend: Backend) -> str:
+    """Why the last digits of a token's logits may depend on the other tokens of a pass; empty where they cannot.
+
+    A backend says so in an attribute `rounding`: empty if it sums every row in one order, so that a chain's logits are
+    the same bits alone, in every batch and in every draft. One without the attribute is not known to do that.
+    """
+    found: str = getattr(backend, "rounding", f"{backend.name} does not say that it sums every row in one order")
+    return found
+
+
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix; if one is a prefix of the other, a single comparison finds it."""
     known, size = 0, min(len(left), len(right))

@@ -49,6 +49,11 @@ class _ByProgram(LeanForward):
         return self.device.type == "cuda"
 
     @property
+    def rounding(self) -> str:
+        """See `base.rounding`."""
+        return super().rounding or "some passes are computed by torch.compile's program, and others are not"
+
+    @property
     def takes_weights(self) -> bool:
         """See LeanForward; a compiled program holds its weights."""
         return self.by_graphs

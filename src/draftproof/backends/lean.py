@@ -110,6 +110,11 @@ class LeanForward(SlotBackend):
         """Which layout its products have, as `Product` names them."""
         return self.lean.head.layout
 
+    @property
+    def rounding(self) -> str:
+        """See `base.rounding`."""
+        return self.lean.rounding
+
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
         return self.lean.head.dense()[ids.to(self.device)]

@@ -25,7 +25,7 @@ from draftproof.backends.attention import attention as attention_of
 from draftproof.backends.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.kept_inputs import measure
 from draftproof.backends.layout import Layout
-from draftproof.backends.native_layers import NORMS, PRODUCTS, native_layers
+from draftproof.backends.native_layers import NORMS, PRODUCTS, NativeLayers, native_layers
 from draftproof.backends.packed import Product, fuse, give_back
 from draftproof.backends.rotary import Rope, Rotary
 from draftproof.backends.slot_cache import SlotCache
@@ -34,7 +34,7 @@ from draftproof.backends.windows import Windows
 from draftproof.errors import UserError
 from draftproof.kernels import native
 from draftproof.kernels.choose import fused
-from draftproof.kernels.operations import BITS, MeasuredInputs
+from draftproof.kernels.operations import BITS, MOST_DIM, UNITS, MeasuredInputs, Operations
 
 _HEAD = "head"  # the output layer, beside the products of layers
 
@@ -84,6 +84,23 @@ class Lean:
     def packs(self) -> bool:
         """Whether its attention reads feeds without padding (`Layout`)."""
         return all(isinstance(layer.attention, NativeAttention) for layer in self.layers)
+
+    @property
+    def rounding(self) -> str:
+        """See `base.rounding`."""
+        weight, dim = self.embed.weight, max(layer.heads.dim for layer in self.layers)
+        if weight.device.type != "cpu":
+            return f"its sums on {weight.device.type} depend on the rows of a pass"
+        if isinstance(self.run_layers, NativeLayers) and self.head.layout == "native" and self.norm.is_native:
+            return ""
+        why = "some of its layers are not native"
+        if weight.dtype not in UNITS:
+            why = f"there are no native operations on {str(weight.dtype).removeprefix('torch.')}"
+        elif native.operations(weight) is None:
+            why = f"native operations are off or not available ({native.VARIABLE})"
+        elif not Operations.attends(dim):
+            why = f"its heads have {dim} numbers, and native attention takes at most {MOST_DIM}"
+        return f"{why}, and torch's sums depend on the rows of a pass"
 
     def first(self, layers: int) -> Lean:
         """The same with its first layers only."""
@@ -155,8 +172,8 @@ class Lean:
     def _why_not_quantized(self, bits: int) -> str | None:
         if self.embed.weight.device.type == "cpu" and native_layers(self.layers) is None:
             return (
-                "its layers are not native: legal on backend lean are models whose heads have a multiple of 16 numbers "
-                "(32 in bfloat16), and DRAFTPROOF_NATIVE must not be 0"
+                "its layers are not native: legal on backend lean are models in float32 or bfloat16 whose heads have "
+                f"at most {MOST_DIM} numbers, and {native.VARIABLE} must not be 0"
             )
         products = [getattr(layer, name) for _, layer, name in self._products()]
         return next((why for each in (*products, self.head) if (why := each.why_not_quantized(bits)) is not None), None)

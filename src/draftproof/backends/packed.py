@@ -87,7 +87,7 @@ class Product:
         self.weight: Any = weight  # a tensor, or in a layout of kernels/
         self._multiply: Callable[..., Tensor] = F.linear
         operations = native.operations(weight) if pack else None
-        if operations is not None and operations.multiplies(weight.shape[1]):
+        if operations is not None:
             self.layout, self.weight, self._multiply = "native", Interleaved.of(weight), operations.product
         elif pack and packs(weight.dtype, weight.device.type):
             self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few

@@ -156,11 +156,9 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
     matrices = [matrix for each in layers.values() if (matrix := matrix_of(each)) is not None]
     if weights[0].device.type != "cpu":
         return Product(matrices[0], pack=False).why_not_quantized(bits)
-    operations = native.operations(weights[0])
-    if operations is None:
+    if native.operations(weights[0]) is None:
         return f"there are no native products of {weights[0].dtype} here (and DRAFTPROOF_NATIVE must not be 0)"
-    unfit = sorted(ins for ins in {matrix.shape[1] for matrix in matrices} if not operations.multiplies(ins))
-    return f"native products do not take {unfit[0]} inputs" if unfit else None
+    return None
 
 
 def _quantized(layer: Any, bits: int, *, output: bool, inputs: MeasuredInputs | None) -> nn.Module:

@@ -58,6 +58,11 @@ class SlotBackend(ABC):
         return self.facts.eos_token_ids
 
     @property
+    def rounding(self) -> str:
+        """See `base.rounding`."""
+        return f"backend {self.kind} computes by transformers' own modules, whose sums depend on the rows of a pass"
+
+    @property
     def cache(self) -> SlotCache:
         """Keys and values of its sessions."""
         return self._cache

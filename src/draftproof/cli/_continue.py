@@ -179,6 +179,8 @@ class GenerateRun:
         made = result.to_dict() | ({} if comparison is None else {"compare": comparison})
         if self.engine.plain_because:
             made["plain_because"] = self.engine.plain_because
+        if self.engine.rounding:
+            made["rounding"] = self.engine.rounding
         return json.dumps(made) + "\n"  # in ASCII: some readers also end lines at U+2028, and some pipes are not UTF-8
 
     def title(self, result: Output | Failure, place: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from draftproof.cli._compare import Comparison, block_efficiency
-from draftproof.engine.request import Output
+from draftproof.engine.request import Output, SameText
 from draftproof.engine.stats import Seconds
 from draftproof.sampling import MODEL_DEFAULTS, SamplingParams
+
+_SURE = [SameText.BY_DRAFTS, SameText.BUT_FOR_ROUNDING, SameText.YES]  # the least sure first
 
 
 def summary(outputs: Sequence[Output], seconds: float) -> str:
@@ -22,6 +24,7 @@ def summary(outputs: Sequence[Output], seconds: float) -> str:
         "lossless"
         if all(output.lossless for output in outputs)
         else "LOSSY: the output distribution is not the target's",
+        f"same text for a seed: {min((output.same_text for output in outputs), key=_SURE.index)}",
         _time_split(outputs),
     ]
     return " | ".join(part for part in parts if part)

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Feed, FeedOutput, unread
+from draftproof.backends.base import Backend, Feed, FeedOutput, rounding, unread
 from draftproof.backends.passes import PREFILL_CHUNK
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter, PreparedDrafter, SessionDrafter
@@ -24,7 +24,7 @@ from draftproof.drafters.none import NoDrafter
 from draftproof.engine.composition import misfit, undraftable
 from draftproof.engine.memory import MemoryUse, read_bytes
 from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
-from draftproof.engine.request import Chunk, Output, Request
+from draftproof.engine.request import Chunk, Output, Request, SameText
 from draftproof.engine.scheduler import NoSessions, Plan, Portion, Scheduler
 from draftproof.engine.stats import Seconds
 from draftproof.engine.threads import SmallProducts, ThreadCount, interruptions, release_team
@@ -131,6 +131,14 @@ class DecodingLoop:
     def plain_because(self) -> str:
         """Why the target can only be decoded plainly; empty where it can be drafted for."""
         return undraftable(self.target)
+
+    @property
+    def rounding(self) -> str:
+        """Why the last digits of logits may depend on the batch and the drafts; empty where they cannot."""
+        why = rounding(self.target)
+        if not why and self.drafter.branching:
+            return f"drafter {self.drafter.name} drafts trees, which are summed in another order than a chain"
+        return why
 
     @property
     def tokenizer(self) -> Any:
@@ -572,6 +580,13 @@ class DecodingLoop:
             self.abort(request)
             release_team()
 
+    def _same_text(self, request: Request) -> SameText:
+        """Whether the request has the same text again, whatever is drafted and whatever shares its batch."""
+        rule, sampled = request.rule, request.params.temperature > 0
+        if self.drafter.limit and not rule.shared_noise and (sampled or not rule.lossless):
+            return SameText.BY_DRAFTS
+        return SameText.BUT_FOR_ROUNDING if self.rounding else SameText.YES
+
     def output(self, request: Request) -> Output:
         """The Output of a finished request.
 
@@ -590,6 +605,8 @@ class DecodingLoop:
             finish_reason=str(request.cutter.finish),
             stop_reason=request.cutter.stop_reason,
             lossless=request.rule.lossless,
+            same_bits=not self.rounding,
+            same_text=self._same_text(request),
             drafter=self.drafter.name,
             stopper=None if stopper is None else stopper.name,
             verifier=request.rule.name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from jaxtyping import Float
@@ -43,6 +44,14 @@ class Chunk:
     origin: Origin = Origin.DRAFTER
 
 
+class SameText(StrEnum):
+    """Whether a request has the same text again, with its seed, in any batch and with any drafts."""
+
+    YES = "yes"
+    BUT_FOR_ROUNDING = "but for rounding"  # a token that wins by a hair may change
+    BY_DRAFTS = "with the same drafts"  # draws belong to places in a round
+
+
 @dataclass(frozen=True)
 class Output:
     """One finished continuation.
@@ -55,6 +64,9 @@ class Output:
         finish_reason: "stop" or "length".
         stop_reason: the stop string or token id that ended it; None for EOS and length.
         lossless: whether the output distribution is exactly the target's.
+        same_bits: whether the target's logits are the same bits in every batch and draft, by construction
+            (`Engine.rounding` says why not).
+        same_text: whether the request has the same text again, with its seed, in any batch and with any drafts.
         drafter, stopper, verifier: the parts that were in effect.
         seed: of this request; the same seed gives the same draws.
         params: the sampling parameters in effect, including those of the checkpoint's generation config.
@@ -70,6 +82,8 @@ class Output:
     finish_reason: str
     stop_reason: int | str | None
     lossless: bool
+    same_bits: bool
+    same_text: SameText
     drafter: str
     stopper: str | None
     verifier: str
@@ -89,6 +103,8 @@ class Output:
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "lossless": self.lossless,
+            "same_bits": self.same_bits,
+            "same_text": str(self.same_text),
             "drafter": self.drafter,
             "stopper": self.stopper,
             "verifier": self.verifier,

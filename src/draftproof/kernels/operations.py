@@ -21,6 +21,7 @@ from torch import Tensor
 
 LANES = 16  # neighbouring outputs
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
+_WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
 _WORTH_DIVIDING = 1 << 16  # products of queries and keys in a tile; threads wait for one another twice
 ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
@@ -60,24 +61,26 @@ class Interleaved:
     """A weight in the order in which C reads it.
 
     Attributes:
-        blocks: [outputs / 16, inputs / unit, 16, unit]; outputs padded with zeros.
+        blocks: [outputs / 16, inputs / unit, 16, unit]; outputs and inputs are padded with zeros.
         outs: number of outputs.
+        ins: number of inputs.
     """
 
     blocks: Float[Tensor, "blocks units lanes unit"]
     outs: int
+    ins: int
 
     @classmethod
     def of(cls, weight: Float[Tensor, "out in"]) -> Interleaved:
-        """Interleave a plain weight of one of the types; its inputs must be a multiple of the type's unit."""
+        """Interleave a plain weight of one of the types."""
         (outs, ins), unit = weight.shape, UNITS[weight.dtype]
-        padded = F.pad(weight, (0, 0, 0, -outs % LANES)).view(-1, LANES, ins // unit, unit)
-        return cls(padded.transpose(1, 2).contiguous(), outs)
+        padded = F.pad(weight, (0, -ins % unit, 0, -outs % LANES)).view(-1, LANES, -(-ins // unit), unit)
+        return cls(padded.transpose(1, 2).contiguous(), outs, ins)
 
-    @property
-    def ins(self) -> int:
-        """Number of inputs."""
-        return self.blocks.shape[1] * self.blocks.shape[3]
+    @staticmethod
+    def shape(outs: int, ins: int, unit: int) -> tuple[int, int, int, int]:
+        """The shape of `blocks`; `unit` is that of the type."""
+        return -(-outs // LANES), -(-ins // unit), LANES, unit
 
     @property
     def arguments(self) -> tuple[int, int, int]:
@@ -86,11 +89,12 @@ class Interleaved:
 
     def rows(self, chosen: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
         """Plain copies of some rows."""
-        return self.blocks[chosen // LANES, :, chosen % LANES].flatten(-2)
+        return self.blocks[chosen // LANES, :, chosen % LANES].flatten(-2)[..., : self.ins]
 
     def to_dense(self) -> Float[Tensor, "out in"]:
         """A plain copy."""
-        return self.blocks.transpose(1, 2).reshape(-1, self.ins)[: self.outs]
+        units = self.blocks.transpose(1, 2)
+        return units.reshape(-1, units.shape[-2:].numel())[: self.outs, : self.ins]
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,7 +282,7 @@ class AttentionArguments(ctypes.Structure):
         columns = _columns(mask, key_heads, group, threads)
         queries = -(-columns * group // LANES) * LANES
         copied = queries * (1 + mask.horizon + 2 * LANES)
-        scratch_size = copied + queries * dim
+        scratch_size = copied + queries * (-(-dim // _WHOLE) * _WHOLE)
         tiles = key_heads * mask.pieces(columns)
         divided = (
             tiles % threads != 0 and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING
@@ -434,13 +438,10 @@ class Operations:
 
     # --- layers -----------------------------------------------------------------------------------------------------
 
-    def multiplies(self, ins: int) -> bool:
-        """Whether `product` supports this many inputs."""
-        return ins % self._unit == 0
-
-    def attends(self, dim: int) -> bool:
+    @staticmethod
+    def attends(dim: int) -> bool:
         """Whether `attend` supports heads of this size."""
-        return dim % (LANES * self._unit) == 0 and dim <= MOST_DIM
+        return 1 <= dim <= MOST_DIM
 
     def product(
         self,
@@ -454,8 +455,8 @@ class Operations:
         Raises:
             ValueError: an argument of another type, device or shape.
         """
-        ins, outs = x.shape[-1], weight.outs
-        require("weight", weight.blocks, self.dtype, (-(-outs // LANES), ins // self._unit, LANES, self._unit))
+        ins, outs = weight.ins, weight.outs
+        require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, weight.ins, self._unit))
         x, y, tensors = self._rows(x, weight, bias, onto)
         self._product(*tensors, x.numel() // ins, outs, ins, torch.get_num_threads())
         return y
@@ -542,7 +543,7 @@ class Operations:
         if bits not in STORED_BITS or group not in GROUPS:
             raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
         ins = weight.ins
-        shape = -(-weight.outs // LANES), ins // self._unit, LANES, self._unit
+        shape = Interleaved.shape(weight.outs, ins, self._unit)
         require("weight", weight.blocks, self.dtype, shape)
         known: list[int | None] = [None, None, None]
         lost = None
@@ -633,8 +634,7 @@ class Operations:
         x, (outs, ins) = x.contiguous(), (logits.shape[-1], x.shape[-1])
         blocked = isinstance(weight, Interleaved)
         if isinstance(weight, Interleaved):
-            units = (-(-outs // LANES), ins // self._unit, LANES, self._unit)
-            require("weight", weight.blocks, self.dtype, units)
+            require("weight", weight.blocks, self.dtype, Interleaved.shape(outs, ins, self._unit))
             address = weight.blocks.data_ptr()
         else:
             require("weight", weight, self.dtype, (outs, ins))
@@ -711,7 +711,7 @@ class Operations:
 
     def _require_buffers(self, given: AttentionArguments, keys: Tensor, values: Tensor) -> None:
         if not self.attends(given.dim):
-            raise ValueError(f"heads of size {given.dim}: legal are multiples of {LANES * self._unit} up to {MOST_DIM}")
+            raise ValueError(f"heads of size {given.dim}: legal are 1 to {MOST_DIM}")
         shape = (keys.shape[0], given.key_heads, given.capacity, given.dim)
         require("keys", keys, self.dtype, shape)
         require("values", values, self.dtype, shape)

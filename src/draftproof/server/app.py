@@ -81,6 +81,13 @@ class Server:
         """The model's context in tokens."""
         return self.engine.target.max_positions
 
+    def card(self) -> schemas.ModelCard:
+        """What clients see of the model."""
+        why = self.engine.rounding
+        return schemas.ModelCard(
+            id=self.model, created=self.created, max_model_len=self.context, same_bits=not why, rounding=self.shown(why)
+        )
+
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model.
 
@@ -355,14 +362,13 @@ def _add_completions(app: FastAPI) -> None:
     @app.get("/v1/models")
     async def models(server: _Served) -> schemas.ModelList:
         """The models that are served."""
-        card = schemas.ModelCard(id=server.model, created=server.created, max_model_len=server.context)
-        return schemas.ModelList(data=[card])
+        return schemas.ModelList(data=[server.card()])
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, server: _Served) -> schemas.ModelCard:
         """One of them."""
         server.check_model(name)
-        return schemas.ModelCard(id=server.model, created=server.created, max_model_len=server.context)
+        return server.card()
 
 
 def _add_tokens(app: FastAPI) -> None:

@@ -415,13 +415,18 @@ class ChatAnswer(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """A model that is served."""
+    """A model that is served.
+
+    `same_bits`: whether its logits are the same bits in every batch and draft, by construction; `rounding`: why not.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "draftproof"
     max_model_len: int | None
+    same_bits: bool
+    rounding: str
 
 
 class ModelList(BaseModel):

@@ -5,13 +5,15 @@
    are paired into the second. Sums go over keys in order, 32 at a time, whatever the queries beside them; keys that a query
    does not see have the weight zero. */
 
-/* Scores [queries, 32], `stride` floats apart, of 32 keys; from `count` on they are those of the last key. */
-static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys, long dim, long count, float *scores,
-                       long stride) {
+/* Scores [queries, 32], `stride` floats apart, of 32 keys, which may be read up to `end`; from `count` on they are those of
+   the last key. Queries have zeros up to whole vectors. */
+static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys, const bfloat16 *end, long size, long count,
+                       float *scores, long stride) {
   units block[2][MOST_DIM / 2];
   const long near = count < LANES ? count : LANES, beyond = count - LANES < 1 ? 1 : count - LANES;
-  transpose_bfloat16(keys, dim, near, block[0]);
-  transpose_bfloat16(keys + (count > LANES ? LANES : count - 1) * dim, dim, beyond < LANES ? beyond : LANES, block[1]);
+  const long dim = rounded_dim_bfloat16(size);
+  transpose_bfloat16(keys, end, size, near, block[0]);
+  transpose_bfloat16(keys + (count > LANES ? LANES : count - 1) * size, end, size, beyond < LANES ? beyond : LANES, block[1]);
   for (long tile = 0; tile < tiles; tile += 2) {
     const bfloat16 *one = queries + tile * HEIGHT * dim, *two = tile + 1 < tiles ? one + HEIGHT * dim : one;
     _tile_zero(0);
@@ -37,9 +39,10 @@ static void score_keys(const bfloat16 *queries, long tiles, const bfloat16 *keys
   }
 }
 
-/* 32 dimensions of up to two tiles of outputs, before they are divided: [2][2][HEIGHT][LANES]. */
-static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stride, const bfloat16 *values, long dim,
-                       long most, float *sums) {
+/* 32 dimensions of up to two tiles of outputs, before they are divided: [2][2][HEIGHT][LANES]; values may be read up to
+   `end`. */
+static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stride, const bfloat16 *values,
+                       const bfloat16 *end, long dim, long most, float *sums) {
   units block[2][LANES];
   _tile_zero(0);
   _tile_zero(1);
@@ -49,7 +52,9 @@ static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stri
     for (long pair = 0; pair < LANES; pair++) {
       const long one = key + 2 * pair < most ? key + 2 * pair : most - 1, two = one + 1 < most ? one + 1 : one;
       units both[2];
-      pair_up(both, values + one * dim, values + two * dim);
+      bfloat16 copied[2][WIDTH_bfloat16];
+      pair_up(both, whole_vector_bfloat16(values + one * dim, end, copied[0]),
+              whole_vector_bfloat16(values + two * dim, end, copied[1]));
       block[0][pair] = both[0];
       block[1][pair] = both[1];
       __builtin_prefetch((const char *)(values + (one + STEP) * dim));
@@ -74,15 +79,14 @@ static void mix_values(const bfloat16 *weights, const bfloat16 *other, long stri
 /* See typed.h. */
 static void score_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 *t, float *copied, long first, long last) {
   const long tiles = (t->queries + HEIGHT - 1) / HEIGHT;
+  const long size = rounded_dim_bfloat16(a->dim);
   bfloat16 *queries = (bfloat16 *)copied;
-  for (long q = 0; q < tiles * HEIGHT; q++)
-    if (q < t->queries)
-      memcpy(queries + q * a->dim, query_of_bfloat16(a, t, q), (size_t)a->dim * sizeof *queries);
-    else
-      memset(queries + q * a->dim, 0, (size_t)a->dim * sizeof *queries);
+  memset(queries, 0, (size_t)(tiles * HEIGHT * size) * sizeof *queries);
+  for (long q = 0; q < t->queries; q++)
+    memcpy(queries + q * size, query_of_bfloat16(a, t, q), (size_t)a->dim * sizeof *queries);
   shape_tiles(HEIGHT);
   for (long key = first; key < last; key += STEP)
-    score_keys(queries, tiles, t->keys + key * a->dim, a->dim, t->most - key, t->scores + key, t->padded);
+    score_keys(queries, tiles, t->keys + key * a->dim, t->keys_end, a->dim, t->most - key, t->scores + key, t->padded);
   _tile_release();
 }
 
@@ -96,12 +100,13 @@ static void mix_bfloat16(const attention_bfloat16 *a, const query_tile_bfloat16 
     const long end = (tile + 2) * HEIGHT < t->queries ? (tile + 2) * HEIGHT : t->queries;
     for (long d = first; d < last; d += STEP) {
       float mixed[4 * HEIGHT * LANES] __attribute__((aligned(64)));
-      mix_values(weights, other, t->padded * (long)sizeof(float), t->values + d, a->dim, t->most, mixed);
+      mix_values(weights, other, t->padded * (long)sizeof(float), t->values + d, t->values_end, a->dim, t->most, mixed);
       for (long q = tile * HEIGHT; q < end; q++) {
         const float *from = mixed + ((q / HEIGHT - tile) * 2 * HEIGHT + q % HEIGHT) * LANES;
         bfloat16 *to = output_of_bfloat16(a, t, q) + d;
-        store_bfloat16(to, quotient(load_float(from), splat(t->sums[q])));
-        store_bfloat16(to + LANES, quotient(load_float(from + HEIGHT * LANES), splat(t->sums[q])));
+        const long here = a->dim - d;
+        store_first_bfloat16(to, here, quotient(load_float(from), splat(t->sums[q])));
+        store_first_bfloat16(to + LANES, here - LANES, quotient(load_float(from + HEIGHT * LANES), splat(t->sums[q])));
       }
     }
   }

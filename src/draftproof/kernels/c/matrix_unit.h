@@ -44,14 +44,14 @@ INLINE void prefetch_tile(const bfloat16 *w, long ahead) {
 
 /* Sums of one tile of rows with `blocks` neighbouring blocks of outputs: [blocks][HEIGHT][LANES]. */
 INLINE void multiply_one(const bfloat16 *x, const bfloat16 *w, long ins, float *sums, const int blocks) {
-  const long next = ins * LANES, stride = ins * (long)sizeof *x, line = LANES * (long)sizeof *w;
+  const long deep = deep_bfloat16(ins), next = deep * LANES, stride = ins * (long)sizeof *x, line = LANES * (long)sizeof *w;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (long k = 0; k + STEP <= ins; k += STEP) {
     const bfloat16 *at = w + k * LANES;
-    const long ahead = ahead_of((ins - k) * line, (blocks - 1) * ins * line);
+    const long ahead = ahead_of((deep - k) * line, (blocks - 1) * deep * line);
     LOAD_TILE(4, x + k, stride);
     LOAD_TILE(6, at, 64);
     prefetch_tile(at, ahead);
@@ -81,14 +81,14 @@ INLINE void multiply_one(const bfloat16 *x, const bfloat16 *w, long ins, float *
 /* Sums of two tiles of rows with one block or two: [2][blocks][HEIGHT][LANES]. */
 INLINE void multiply_two(const bfloat16 *x, const bfloat16 *other, const bfloat16 *w, long ins, float *sums,
                          const int blocks, const int fetch) {
-  const long next = ins * LANES, stride = ins * (long)sizeof *x, line = LANES * (long)sizeof *w;
+  const long deep = deep_bfloat16(ins), next = deep * LANES, stride = ins * (long)sizeof *x, line = LANES * (long)sizeof *w;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
   for (long k = 0; k + STEP <= ins; k += STEP) {
     const bfloat16 *at = w + k * LANES;
-    const long ahead = ahead_of((ins - k) * line, (blocks - 1) * ins * line);
+    const long ahead = ahead_of((deep - k) * line, (blocks - 1) * deep * line);
     LOAD_TILE(4, x + k, stride);
     LOAD_TILE(6, at, 64);
     LOAD_TILE(5, other + k, stride);
@@ -111,11 +111,12 @@ INLINE void multiply_two(const bfloat16 *x, const bfloat16 *other, const bfloat1
 /* Sums of a tile that begins at row `from` to y, for rows from `row` on: the last tile begins in the one before. Inputs
    beyond a multiple of STEP are added here. */
 static void finish(const product_bfloat16 *p, const float *sums, long from, long row, long stop, long block) {
-  const bfloat16 *w = p->w + block * p->ins * LANES;
+  const bfloat16 *w = p->w + block * deep_bfloat16(p->ins) * LANES;
   for (; row < stop; row++) {
+    const bfloat16 *x = p->x + row * p->ins;
     floats sum = load_float(sums + (row - from) * LANES);
     for (long k = p->ins / STEP * STEP; k < p->ins; k += 2)
-      sum = add_product_bfloat16(sum, load_units(w + k * LANES), splat_unit(p->x + row * p->ins + k));
+      sum = add_product_bfloat16(sum, load_units(w + k * LANES), k + 1 < p->ins ? splat_unit(x + k) : splat_one_bfloat16(x + k));
     write_bfloat16(sum, p->bias, p->onto, p->y, row, p->outs, block * LANES);
   }
 }
@@ -123,7 +124,7 @@ static void finish(const product_bfloat16 *p, const float *sums, long from, long
 /* Two tiles of rows, or the one that is left, with one block or two. The second tile, and one that is left after others,
    may reach back into rows that are done. */
 static void tiles_of(const product_bfloat16 *p, long row, long stop, long block, const int blocks) {
-  const bfloat16 *w = p->w + block * p->ins * LANES;
+  const bfloat16 *w = p->w + block * deep_bfloat16(p->ins) * LANES;
   float sums[4 * HEIGHT * LANES] __attribute__((aligned(64)));
   const long first = row;
   while (row < stop) {
@@ -154,7 +155,7 @@ static void tiles_of(const product_bfloat16 *p, long row, long stop, long block,
 /* One tile of rows with four blocks. */
 static void four_blocks(const product_bfloat16 *p, long block) {
   float sums[4 * HEIGHT * LANES] __attribute__((aligned(64)));
-  multiply_one(p->x, p->w + block * p->ins * LANES, p->ins, sums, 4);
+  multiply_one(p->x, p->w + block * deep_bfloat16(p->ins) * LANES, p->ins, sums, 4);
   for (int b = 0; b < 4; b++) finish(p, sums + b * HEIGHT * LANES, 0, 0, p->rows, block + b);
 }
 

@@ -196,7 +196,8 @@ typedef struct {
 
 static long NAME(weights_of_group)(const NAME(quantizing) * q, long block, long g, floats *w) {
   const long start = g * q->group, here = q->ins - start < q->group ? q->ins - start : q->group;
-  for (long k = 0; k < here; k += UNIT) NAME(spread)(w + k, q->w + (block * q->ins + start + k) * LANES);
+  const ELEM *at = q->w + (block * NAME(deep)(q->ins) + start) * LANES;
+  for (long k = 0; k < here; k += UNIT) NAME(spread)(w + k, at + k * LANES);
   return here;
 }
 

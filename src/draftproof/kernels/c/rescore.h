@@ -78,7 +78,7 @@ static float NAME(whole_output)(const NAME(rescoring) * r, const ELEM *x, long o
     return sum_of(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
   }
   floats sum = zeros();
-  const ELEM *w = r->w + out / LANES * r->ins * LANES + out % LANES * UNIT;
+  const ELEM *w = r->w + out / LANES * NAME(deep)(r->ins) * LANES + out % LANES * UNIT;
   for (long k = 0; k < r->ins; k += LANES) {
     ELEM some[LANES] = {0};
     for (long i = 0; i < LANES && k + i < r->ins; i++) some[i] = w[(k + i) / UNIT * UNIT * LANES + (k + i) % UNIT];

@@ -9,8 +9,6 @@
    Each output is one sum in an order that depends on the number of inputs only. So a row's product does not depend on the
    rows beside it, nor on how the work is divided. It is rounded once, at the end. */
 
-enum { NAME(WIDTH) = LANES * UNIT }; /* elements of a vector */
-
 typedef struct {
   const ELEM *x, *w, *bias;
   ELEM *y;

@@ -5,19 +5,30 @@
    defined. Where transformers' operations round to the rows' type between two steps, these do; sums are float32 always.
 
    Products read weights once, in the order in which they lie in memory: as [out / 16][in / UNIT][16][UNIT], so that 64
-   bytes are what one step multiplies. Outputs are padded with zeros to a multiple of sixteen; inputs must be a multiple of
-   UNIT.
+   bytes are what one step multiplies. Outputs are padded with zeros to a multiple of sixteen, and inputs to one of UNIT; rows
+   have no padding.
 
    Each output is one chain of sums over its inputs, in order, whatever the rows beside it and however the work is
    divided: a row's product does not depend on the batch. It is rounded once, at the end. */
 
 /* --- products ---------------------------------------------------------------------------------------------------- */
 
+enum { NAME(WIDTH) = LANES * UNIT }; /* elements of a vector */
+
 typedef struct {
   const ELEM *x, *w, *bias, *onto;
   ELEM *y;
   long rows, outs, ins;
 } NAME(product);
+
+/* Inputs of a weight, with padding. */
+INLINE long NAME(deep)(long ins) { return (ins + UNIT - 1) / UNIT * UNIT; }
+
+/* One element, and zeros in the rest of each unit: the last input of a row where these are no multiple of UNIT. */
+INLINE units NAME(splat_one)(const ELEM *at) {
+  const ELEM unit[UNIT] = {*at};
+  return splat_unit(unit);
+}
 
 /* Sixteen sums of a row become outputs: with the bias, rounded, and added to `onto`, where there are these. */
 INLINE void NAME(write)(floats sum, const ELEM *bias, const ELEM *onto, ELEM *y, long row, long outs, long out) {
@@ -34,19 +45,20 @@ INLINE void NAME(write)(floats sum, const ELEM *bias, const ELEM *onto, ELEM *y,
 #else
 
 INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int rows, const int blocks) {
-  const ELEM *x = p->x + row * p->ins, *w = p->w + block * p->ins * LANES;
+  const long deep = NAME(deep)(p->ins);
+  const ELEM *x = p->x + row * p->ins, *w = p->w + block * deep * LANES;
   floats sum[TILE_ROWS][4];
 #pragma GCC unroll 12
   for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
   const long line = LANES * (long)sizeof *w;
-  for (long k = 0; k < p->ins; k += UNIT) {
-    const long ahead = ahead_of((p->ins - k) * line, (blocks - 1) * p->ins * line);
+  for (long k = 0; k + UNIT <= p->ins; k += UNIT) {
+    const long ahead = ahead_of((deep - k) * line, (blocks - 1) * deep * line);
     units weight[4];
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) {
-      const ELEM *at = w + b * p->ins * LANES + k * LANES;
+      const ELEM *at = w + b * deep * LANES + k * LANES;
       weight[b] = load_units(at);
       __builtin_prefetch((const char *)at + ahead);
     }
@@ -57,6 +69,14 @@ INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int 
       for (int b = 0; b < blocks; b++) sum[m][b] = NAME(add_product)(sum[m][b], weight[b], input);
     }
   }
+  if (p->ins < deep)
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      const units input = NAME(splat_one)(x + m * p->ins + p->ins - 1);
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++)
+        sum[m][b] = NAME(add_product)(sum[m][b], load_units(w + (b * deep + p->ins - 1) * LANES), input);
+    }
 #pragma GCC unroll 4
   for (int b = 0; b < blocks; b++)
 #pragma GCC unroll 12
@@ -284,6 +304,8 @@ static void NAME(turn)(long dim, const ELEM *x, ELEM *into, const ELEM *cos, con
     NAME(store_first)(into + i, here, multiply_add(high, NAME(load_first)(sin + i, here), first));
     NAME(store_first)(into + half + i, here, multiply_add(low, NAME(load_first)(sin + half + i, here), second));
   }
+  if (dim % 2) /* has no partner */
+    NAME(store_first)(into + dim - 1, 1, mul(NAME(load_first)(x + dim - 1, 1), NAME(load_first)(cos + dim - 1, 1)));
 }
 
 /* Rotate queries and keys of some tokens, and write keys and values to the cache; padding is not written. */
@@ -323,9 +345,20 @@ static void NAME(share_tokens)(void *given) {
   NAME(store_tokens)(a, tokens * number / count, tokens * (number + 1) / count);
 }
 
+/* A whole vector at a place of the cache. Where it would reach beyond `end`, that of a copy in `copied`, with zeros behind;
+   elsewhere it may reach into the next position, whose numbers are not used. */
+INLINE const ELEM *NAME(whole_vector)(const ELEM *at, const ELEM *end, ELEM *copied) {
+  if (end - at >= NAME(WIDTH)) return at;
+  memset(copied, 0, NAME(WIDTH) * sizeof *at);
+  return memcpy(copied, at, (size_t)(end - at) * sizeof *at);
+}
+
+/* The size of a head in whole vectors. */
+INLINE long NAME(rounded_dim)(long dim) { return (dim + NAME(WIDTH) - 1) / NAME(WIDTH) * NAME(WIDTH); }
+
 /* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
    [dim / UNIT][16][UNIT], as a block of weights lies. */
-static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) {
+static void NAME(transpose_whole)(const ELEM *keys, long dim, long count, units *out) {
   for (long unit = 0; unit < dim / UNIT; unit += LANES) {
     for (long key = 0; key < LANES; key++) {
       const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
@@ -336,10 +369,38 @@ static void NAME(transpose)(const ELEM *keys, long dim, long count, units *out) 
   }
 }
 
+/* The same where heads are no whole vectors, with zeros up to whole ones. */
+static __attribute__((noinline)) void NAME(transpose_partial)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
+  for (long unit = 0; unit * UNIT < dim; unit += LANES) {
+    for (long key = 0; key < LANES; key++) {
+      const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
+      ELEM copied[NAME(WIDTH)];
+      out[unit + key] = load_units(NAME(whole_vector)(at, end, copied));
+      __builtin_prefetch((const char *)(at + 2 * UNIT * LANES * dim));
+    }
+    exchange(out + unit);
+  }
+  ELEM last[NAME(WIDTH)];
+  store_units(last, out[dim / UNIT]);
+  for (long i = 0; i < NAME(WIDTH); i++)
+    if (i % UNIT >= dim % UNIT) last[i] = 0;
+  out[dim / UNIT] = load_units(last);
+  for (long unit = dim / UNIT + 1; unit < NAME(rounded_dim)(dim) / UNIT; unit++) out[unit] = no_units();
+}
+
+/* Either; the cache may be read up to `end`. */
+INLINE void NAME(transpose)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
+  if (dim % NAME(WIDTH))
+    NAME(transpose_partial)(keys, end, dim, count, out);
+  else
+    NAME(transpose_whole)(keys, dim, count, out);
+}
+
 /* The queries of one key head in some columns of a row. A query is a column and one of the query heads of the key head; the
    heads of a column follow one another. */
 typedef struct {
   const ELEM *keys, *values;      /* [capacity, dim] */
+  const ELEM *keys_end, *values_end;
   long token, head, group;        /* the first column's, the first one of `group` query heads */
   long queries, most, padded;     /* keys that one of the queries sees; a whole number of vectors of them */
   float *sums, *scores;           /* [queries]; [queries, padded], and then the values' weights, rounded */
@@ -352,6 +413,8 @@ static NAME(query_tile)
   const long at = (place[0] * a->key_heads + head) * a->capacity * a->dim;
   NAME(query_tile) t = {.keys = a->keys + at, .values = a->values + at, .token = place[3] + first, .head = head * group,
                         .group = group, .queries = columns * group, .sums = scratch};
+  t.keys_end = t.keys + a->capacity * a->dim;
+  t.values_end = t.values + a->capacity * a->dim;
   for (long token = t.token; token < t.token + columns; token++)
     t.most = a->visible[token] > t.most ? a->visible[token] : t.most;
   t.padded = (t.most + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
@@ -392,7 +455,7 @@ INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const void *
   floats sum[6][2];
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++) sum[m][0] = sum[m][1] = zeros();
-  for (long unit = 0; unit < dim / UNIT; unit++) {
+  for (long unit = 0; unit * UNIT < dim; unit++) {
 #if defined(WITH_WIDE) && UNIT == 2 /* as products (wide_products.h) */
     floats keyed[2][2];
     spread_bfloat16(keyed[0], block[0] + unit);
@@ -416,40 +479,58 @@ INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const void *
     for (int b = 0; b < 2; b++) store_float(to + m * padded + b * LANES, sum[m][b]);
 }
 
+/* Where the units of a tile's queries are: in place, or in `copied`, in float32 or with zeros behind an odd number. */
+typedef struct {
+  const char *first;
+  long copies; /* bytes from one copy to the next; 0: they are in place */
+} NAME(query_places);
+
+static NAME(query_places) NAME(places_of)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied) {
+#if defined(WITH_WIDE) && UNIT == 2
+  const long size = NAME(rounded_dim)(a->dim);
+  for (long query = 0; query < t->queries; query++)
+    for (long i = 0; i < size; i += LANES)
+      store_float(copied + query * size + i, load_first_bfloat16(NAME(query_of)(a, t, query) + i, a->dim - i));
+  return (NAME(query_places)){(const char *)copied, size * (long)sizeof(float)};
+#else
+  const long size = NAME(deep)(a->dim);
+  ELEM *to = (ELEM *)copied;
+  if (size == a->dim) return (NAME(query_places)){0, 0};
+  for (long query = 0; query < t->queries; query++, to += size) {
+    memcpy(to, NAME(query_of)(a, t, query), (size_t)a->dim * sizeof *to);
+    to[a->dim] = 0;
+  }
+  return (NAME(query_places)){(const char *)copied, size * (long)sizeof *to};
+#endif
+}
+
 /* Products of a tile's queries with the keys from `first` to `last`, multiples of 32; from `most` on they are those of the
    last key. `copied` is for the queries. */
 static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
   units block[2][MOST_DIM / UNIT];
-#if defined(WITH_WIDE) && UNIT == 2
-  for (long query = 0; query < t->queries; query++)
-    for (long i = 0; i < a->dim; i += LANES)
-      store_float(copied + query * a->dim + i, load_bfloat16(NAME(query_of)(a, t, query) + i));
-#endif
+  const NAME(query_places) places = NAME(places_of)(a, t, copied);
   for (long key = first; key < last; key += 2 * LANES) {
     for (int b = 0; b < 2; b++) {
       const long left = t->most - key - b * LANES, from = left < 1 ? t->most - 1 : key + b * LANES;
-      NAME(transpose)(t->keys + from * a->dim, a->dim, left < 1 ? 1 : left < LANES ? left : LANES, block[b]);
+      const long count = left < 1 ? 1 : left < LANES ? left : LANES;
+      NAME(transpose)(t->keys + from * a->dim, t->keys_end, a->dim, count, block[b]);
     }
     for (long q = 0; q < t->queries; q += TOGETHER) {
       const void *queries[6];
       for (long m = 0; m < TOGETHER && q + m < t->queries; m++)
-#if defined(WITH_WIDE) && UNIT == 2
-        queries[m] = copied + (q + m) * a->dim;
-#else
-        queries[m] = NAME(query_of)(a, t, q + m);
-#endif
+        queries[m] = places.copies ? (const void *)(places.first + (q + m) * places.copies) : NAME(query_of)(a, t, q + m);
       const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
 #define RUN(count) NAME(score_some)(block, queries, t->scores + q * t->padded + key, t->padded, a->dim, count)
       BY_QUERIES(here, RUN)
 #undef RUN
     }
   }
-  (void)copied;
 }
 
-/* Values by weights: `vectors` times sixteen dimensions of some queries' outputs. */
+/* Values by weights: `vectors` times sixteen dimensions of some queries' outputs; where they are `partial`, as many of UNIT
+   times sixteen as a head still has. */
 INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t, long query, long d, const int count,
-                           const int vectors) {
+                           const int vectors, const int partial) {
   const float *scores = t->scores + query * t->padded;
   floats sum[6][WIDE];
 #pragma GCC unroll 6
@@ -459,6 +540,8 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
 #ifdef IN_FLOATS
   for (long key = 0; key < t->most; key++) {
     const ELEM *one = t->values + key * a->dim + d;
+    ELEM copied[NAME(WIDTH)];
+    if (partial) one = NAME(whole_vector)(one, t->values_end, copied);
     floats taken[WIDE];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v++) {
@@ -475,6 +558,11 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
 #else
   for (long key = 0; key < t->most; key += UNIT) {
     const ELEM *one = t->values + key * a->dim + d, *two = key + 1 < t->most ? one + a->dim : one;
+    ELEM copied[2][NAME(WIDTH)];
+    if (partial) {
+      one = NAME(whole_vector)(one, t->values_end, copied[0]);
+      two = NAME(whole_vector)(two, t->values_end, copied[1]);
+    }
     units taken[WIDE];
 #pragma GCC unroll 4
     for (int v = 0; v < vectors; v += UNIT) {
@@ -493,22 +581,39 @@ INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t
 #pragma GCC unroll 6
   for (int m = 0; m < count; m++)
 #pragma GCC unroll 4
-    for (int v = 0; v < vectors; v++)
-      NAME(store)(NAME(output_of)(a, t, query + m) + d + v * LANES, quotient(sum[m][v], splat(t->sums[query + m])));
+    for (int v = 0; v < vectors; v++) {
+      ELEM *to = NAME(output_of)(a, t, query + m) + d + v * LANES;
+      const floats made = quotient(sum[m][v], splat(t->sums[query + m]));
+      if (partial)
+        NAME(store_first)(to, a->dim - d - v * LANES, made);
+      else
+        NAME(store)(to, made);
+    }
 }
 
-/* A tile's outputs in the dimensions from `first` to `last`, multiples of 32 or of 16 UNIT. */
+/* The last dimensions of heads that are no whole vectors; apart, so that the code of the others stays small. */
+static __attribute__((noinline)) void NAME(mix_last)(const NAME(attention) * a, const NAME(query_tile) * t, long query,
+                                                     long d, long here) {
+#define RUN(count) NAME(mix_some)(a, t, query, d, count, UNIT, 1)
+  BY_QUERIES(here, RUN)
+#undef RUN
+}
+
+/* A tile's outputs in the dimensions from `first`, a multiple of 32, to `last`, another one or the last of all. */
 static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last) {
   for (long q = 0; q < t->queries; q += TOGETHER) {
     const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
     for (long d = first; d < last;) {
-#define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE)
-#define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT)
+#define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE, 0)
+#define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT, 0)
       if (last - d >= WIDE * LANES) {
         BY_QUERIES(here, RUN_WIDE)
         d += WIDE * LANES;
-      } else {
+      } else if (last - d >= UNIT * LANES) {
         BY_QUERIES(here, RUN)
+        d += UNIT * LANES;
+      } else {
+        NAME(mix_last)(a, t, q, d, here);
         d += UNIT * LANES;
       }
 #undef RUN
@@ -598,8 +703,8 @@ static void NAME(share_tiles)(void *given) {
         }
 }
 
-/* Rotate, store, attend. dim is a multiple of 16 UNIT, at most MOST_DIM; for columns * group queries rounded up to a multiple
-   of 16, copied is at least queries * (1 + horizon + 31), and scratch_size queries * dim more. */
+/* Rotate, store, attend. dim is from 1 to MOST_DIM; for columns * group queries rounded up to a multiple of 16, copied is at
+   least queries * (1 + horizon + 31), and scratch_size queries * dim more, with dim rounded up to a multiple of 16 UNIT. */
 void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
   const long tokens = a->tokens;
   NAME(clear_padding)(a);

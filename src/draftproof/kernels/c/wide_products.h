@@ -10,28 +10,29 @@ enum { WIDE_BYTES = 1 << 20 }; /* of widened rows that are kept near while all w
 
 INLINE void tile_of_wide(const product_bfloat16 *p, const float *x, long row, long block, const int rows,
                          const int blocks) {
-  const bfloat16 *w = p->w + block * p->ins * LANES;
+  const long deep = deep_bfloat16(p->ins);
+  const bfloat16 *w = p->w + block * deep * LANES;
   floats sum[TILE_ROWS][4];
 #pragma GCC unroll 12
   for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
     for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
   const long line = LANES * (long)sizeof *w;
-  for (long k = 0; k < p->ins; k += 2) {
-    const long ahead = ahead_of((p->ins - k) * line, (blocks - 1) * p->ins * line);
+  for (long k = 0; k < deep; k += 2) {
+    const long ahead = ahead_of((deep - k) * line, (blocks - 1) * deep * line);
 #pragma GCC unroll 2
     for (int number = 0; number < 2; number++) {
       floats weight[4];
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++) {
-        const bfloat16 *at = w + b * p->ins * LANES + k * LANES;
+        const bfloat16 *at = w + b * deep * LANES + k * LANES;
         if (!number) __builtin_prefetch((const char *)at + ahead);
         __asm__("" : "+r"(at)); /* loaded again for the second number: 24 sums leave no register to keep it in */
         weight[b] = one_of_two(load_units(at), number);
       }
 #pragma GCC unroll 12
       for (int m = 0; m < rows; m++) {
-        const floats input = splat(x[m * p->ins + k + number]);
+        const floats input = splat(x[m * deep + k + number]);
 #pragma GCC unroll 4
         for (int b = 0; b < blocks; b++) sum[m][b] = multiply_add(weight[b], input, sum[m][b]);
       }
@@ -72,7 +73,7 @@ static void wide_blocks_of(const product_bfloat16 *p, const float *wide, long fi
     const long blocks = blocks_beside(most, stop - start);
     for (long t = first; t < last; t++) {
       const long row = p->rows * t / tiles, end = p->rows * (t + 1) / tiles;
-      wide_tiles[blocks][end - row](p, wide + (row - top) * p->ins, row, start);
+      wide_tiles[blocks][end - row](p, wide + (row - top) * deep_bfloat16(p->ins), row, start);
     }
     start += blocks;
   }
@@ -82,10 +83,10 @@ static void wide_blocks_of(const product_bfloat16 *p, const float *wide, long fi
 static void narrow_blocks_of(const product_bfloat16 *p, long start, long stop) {
   for (long block = start; block < stop; block++)
     for (long row = 0; row < p->rows; row++) {
+      const bfloat16 *x = p->x + row * p->ins, *w = p->w + block * deep_bfloat16(p->ins) * LANES;
       floats sum = zeros();
       for (long k = 0; k < p->ins; k += 2)
-        sum = add_product_bfloat16(sum, load_units(p->w + (block * p->ins + k) * LANES),
-                                   splat_unit(p->x + row * p->ins + k));
+        sum = add_product_bfloat16(sum, load_units(w + k * LANES), k + 1 < p->ins ? splat_unit(x + k) : splat_one_bfloat16(x + k));
       write_bfloat16(sum, p->bias, p->onto, p->y, row, p->outs, block * LANES);
     }
 }
@@ -93,8 +94,9 @@ static void narrow_blocks_of(const product_bfloat16 *p, long start, long stop) {
 /* Some blocks of outputs for all rows. */
 static void blocks_of_bfloat16(const product_bfloat16 *p, long start, long stop) {
   const long tiles = (p->rows + TILE_ROWS - 1) / TILE_ROWS, most = (p->rows + tiles - 1) / tiles;
-  const long fitting = WIDE_BYTES / (long)sizeof(float) / (most * p->ins), near = fitting > 1 ? fitting : 1;
-  float *wide = malloc((size_t)((near < tiles ? near : tiles) * most * p->ins) * sizeof *wide);
+  const long deep = deep_bfloat16(p->ins);
+  const long fitting = WIDE_BYTES / (long)sizeof(float) / (most * deep), near = fitting > 1 ? fitting : 1;
+  float *wide = malloc((size_t)((near < tiles ? near : tiles) * most * deep) * sizeof *wide);
   if (!wide) {
     narrow_blocks_of(p, start, stop);
     return;
@@ -102,9 +104,11 @@ static void blocks_of_bfloat16(const product_bfloat16 *p, long start, long stop)
   for (long t = 0; t < tiles; t += near) {
     const long last = t + near < tiles ? t + near : tiles, row = p->rows * t / tiles, end = p->rows * last / tiles;
     const bfloat16 *x = p->x + row * p->ins;
-    const long count = (end - row) * p->ins;
-    for (long i = 0; i < count; i += LANES)
-      store_first_float(wide + i, count - i, load_first_bfloat16(x + i, count - i));
+    const long whole = deep == p->ins ? end - row : 1; /* rows that have no padding between them */
+    for (long part = 0; part < end - row; part += whole)
+      for (long i = 0; i < whole * deep; i += LANES)
+        store_first_float(wide + part * deep + i, whole * deep - i,
+                          load_first_bfloat16(x + part * p->ins + i, whole * p->ins - i));
     wide_blocks_of(p, wide, t, last, tiles, start, stop);
   }
   free(wide);
