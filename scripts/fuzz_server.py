@@ -2,9 +2,9 @@
 
     python scripts/fuzz_server.py [--minutes MINUTES] [--json] [--keep FOLDER]
 
-The server is a process of its own, with a small embedded pair. Legal bodies get fields of every size, from empty ones to
-those beyond the limits: grammars, regexes, schemas and tools (chains of references, deep nesting, heavy counts),
-bad words, stop strings, biases, numbers of 4300 digits. Beside them a client asks the same question again and again.
+The server is a process of its own, with a small embedded pair. Legal bodies get fields of every size, from empty ones
+to those beyond the limits: grammars, regexes, schemas and tools (chains of references, deep nesting, heavy counts), bad
+words, stop strings, biases, numbers of 4300 digits. Beside them a client asks the same question again and again.
 
 A fault is: a status of 500 or more, an answer that is not as /openapi.json describes it, no answer within 60 seconds,
 the end of the process, another answer for the client beside, or none within the time of --longest-wait. After a fault
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import sys
 import threading
 import time
@@ -135,9 +136,8 @@ class Fuzz:
         self.over.set()
         client.join(SECONDS + 5)
         self.memory = self.server.memory if self.server.returncode is None else 0.0
-        with self.server:
-            if self.server.returncode is None and (code := self.server.end()) != 0:
-                self.note(f"the code after SIGTERM is {code}", "")
+        if self.server.returncode is None and (code := self.server.end()) != 0:
+            self.note(f"the code after SIGTERM is {code}", "")
 
     def watched(self, fields: Any) -> Any:
         """The same fields; their name is known while they are sent."""
@@ -158,8 +158,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("options", nargs="*", help="options of the server, after --")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends too
     fuzz = Fuzz(asked.minutes, asked.longest_wait, asked.keep, asked.options)
-    fuzz.run()
+    with fuzz.server:
+        fuzz.run()
     found = {
         "minutes": asked.minutes,
         "requests": sum(fuzz.seen.values()),

@@ -47,8 +47,9 @@ LARKS = {
     "wide": lambda size: "start: " + " | ".join(f'"{each:x}"' for each in range(size + 1)),
     "long": lambda size: "start: " + " ".join(['"a"'] * (size + 1)),
     "left recursion": lambda size: 'start: start start | "a" | ""' + "\n" * size,
-    "lazy": lambda size: "start: a b c\n"
-    + "\n".join(f"{each}[lazy]: /(.|\\n)*{each}(.|\\n){{{size % 40}}}/" for each in "abc"),
+    "lazy": lambda size: (
+        "start: a b c\n" + "\n".join(f"{each}[lazy]: /(.|\\n)*{each}(.|\\n){{{size % 40}}}/" for each in "abc")
+    ),
     "most tokens": lambda size: f'start: a "!"\na[max_tokens={size}]: /.*/',
     "stop": lambda size: f'start: a "!"\na[stop="{"x" * size}"]: /.*/',
     "capture": lambda size: f'start: a\na[capture="{"x" * size}", temperature=0.5]: /.*/',
@@ -100,7 +101,7 @@ def _chain(size, form):
 
 
 def _deep(size, form):
-    """Schemas inside each other; as deep as Python writes JSON. One that holds its inner one twice doubles each time."""
+    """Schemas inside each other; as deep as Python writes JSON; fewer where each holds two of the next."""
     made = {"type": "integer"}
     most = 8 if json.dumps(form({"x": 1})).count('"x"') > 1 else 250
     for _ in range(min(size, most)):
@@ -127,9 +128,9 @@ SCHEMAS = {
     **{name: lambda size, form=form: _chain(size, form) for name, form in _FORMS.items()},
     **{f"{name}, deep": lambda size, form=form: _deep(size, form) for name, form in _FORMS.items()},
     "doubled": lambda size: _chain(min(size, 40), _FORMS["pair"]),
-    "nothing": lambda size: {},
-    "circle": lambda size: {"$ref": "#"},
-    "wide": lambda size: wide(size),
+    "nothing": lambda _: {},
+    "circle": lambda _: {"$ref": "#"},
+    "wide": lambda size: wide(size),  # noqa: PLW0108 - defined below
     "wide, any": lambda size: {"type": "object", "properties": {f"p{each:x}": {} for each in range(size)}},
     "enum": lambda size: {"enum": [f"{each:x}" for each in range(size + 1)]},
     "const": lambda size: {"const": "a" * size},
@@ -175,7 +176,15 @@ def schema_format(schema):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+def with_needed(path, fields):
+    """A legal body with these fields."""
+    if path == "/v1/completions":
+        return {"prompt": "x", "max_tokens": 2, **fields}
+    if path == "/v1/chat/completions":
+        return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+    return {("tokens" if path == "/detokenize" else "prompt"): [], **fields}
+
+
 def body_bytes(path, fields):
-    """The body of a request to a path, with what it needs; numbers may have any size, and NaN is none."""
-    base = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    return json.dumps({**base, "max_tokens": 2, **fields}).encode()
+    """The same as bytes."""
+    return json.dumps(with_needed(path, fields)).encode()

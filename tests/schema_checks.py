@@ -52,6 +52,8 @@ def check(operation, examples, *, at_random=False, fields=None, noted=at_once, g
     sent = []
     phases = set(Phase) if noted is at_once else {Phase.generate}  # else requests are not made smaller and repeated
 
+    modes = [*GenerationMode, *([] if fields is None else [None] * 4)]  # None: these fields and what they need
+
     @settings(
         max_examples=examples,
         derandomize=not at_random,
@@ -60,10 +62,16 @@ def check(operation, examples, *, at_random=False, fields=None, noted=at_once, g
         phases=phases,
         suppress_health_check=list(HealthCheck),
     )
-    @given(data=st.data(), mode=st.sampled_from(list(GenerationMode)))
+    @given(data=st.data(), mode=st.sampled_from(modes))
     def run(data, mode):
-        case = data.draw(operation.as_strategy(generation_mode=mode))
         name = operation.label
+        if mode is None:
+            names, more = data.draw(fields)
+            name = f"{name}: {names}"
+            body = hostile.with_needed(operation.path, more)
+            case = operation.Case(method=operation.method, body=body, media_type="application/json")
+        else:
+            case = data.draw(operation.as_strategy(generation_mode=mode))
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
             needed = {"prompt", "messages", "tokens"} & set(case.body)
             kept = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else set()
@@ -106,7 +114,9 @@ _NUMBERS = st.sampled_from(
 ) | st.integers(-(2**70), 2**70)
 _REALS = st.sampled_from((0.0, -0.0, 5e-324, 1e-300, 1e300, -1e300, 1.7e308, 2.0, 1.0)) | _NUMBERS
 _TEXTS = st.builds(lambda text, size: text * size, st.sampled_from(("a", "é", "\x00", "🙂", "a b ", "\n")), _SIZES)
-_SHORT = st.builds(lambda text, size: (text * size)[:513], st.sampled_from(("a", "é", "🙂", "the ")), st.integers(0, 513))
+_SHORT = st.builds(
+    lambda text, size: (text * size)[:513], st.sampled_from(("a", "é", "🙂", "the ")), st.integers(0, 513)
+)
 
 
 def _lists(items, most):
@@ -119,7 +129,9 @@ def _lists(items, most):
 def _sized(kinds):
     """One of a family of grammars, with its name."""
     return st.builds(
-        lambda name, size: (f"{name} {size}", hostile.clipped(kinds, name, size)), st.sampled_from(sorted(kinds)), _SIZES
+        lambda name, size: (f"{name} {size}", hostile.clipped(kinds, name, size)),
+        st.sampled_from(sorted(kinds)),
+        _SIZES,
     )
 
 
@@ -134,7 +146,9 @@ def _grammars(*, chat):
         return values.map(lambda made: (f"{name} {made[0]}", {"structured_outputs": {name: made[1]}}))
 
     deep = st.builds(
-        lambda size, kind: (f"nested {kind} {size}", hostile.nested(size, kind)), _SIZES, st.sampled_from(("array", "{"))
+        lambda size, kind: (f"nested {kind} {size}", hostile.nested(size, kind)),
+        _SIZES,
+        st.sampled_from(("array", "{")),
     )
     found = [
         outputs("regex", _sized(hostile.REGEXES)),
