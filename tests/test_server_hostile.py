@@ -238,7 +238,7 @@ def test_requests_that_the_thread_never_saw_are_answered_when_it_ends():
 
 DIES = """
 from draftproof.server.worker import EngineWorker
-EngineWorker._expire = lambda self: 1 / 0
+EngineWorker._admit = lambda self: 1 / 0
 from draftproof.cli import main
 main()
 """

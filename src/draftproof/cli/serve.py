@@ -52,7 +52,7 @@ def serve(
         name = served_name(target, settings.served_model_name)
         made = make_app(Server(loaded, settings, name, hidden=[target, engine["draft"] or target]), keys)
         start_logging(as_json=settings.json_logs)
-        _terminal.note(f"draftproof: serving {name} at {address(listener)}/v1")
-        serve_app(made, listener, settings)
+        said = f"draftproof: serving {name} at {address(listener)}/v1"
+        serve_app(made, listener, settings, lambda: _terminal.note(said))
     finally:
         listener.close()

@@ -164,6 +164,8 @@ class DecodingLoop:
         prediction: str | Sequence[int] | None = None,
         patient: bool = False,
         speculates: bool = True,
+        cache_salt: str = "",
+        share_text: bool = True,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -175,6 +177,9 @@ class DecodingLoop:
             patient: whether it may wait while the prompts of others are read. Beside requests that may not, prompts are
                 read in portions, so that a round takes less than twice its usual time.
             speculates: without it nothing is drafted, which is plain decoding.
+            cache_salt: what was read or written for the prompt is used for requests with the same salt only, so that
+                users with different ones learn nothing of each other from the time or the drafts of an answer.
+            share_text: whether a drafter that looks tokens up in other requests may use this one's, and theirs for it.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -216,6 +221,8 @@ class DecodingLoop:
                     prediction=predicted,
                     patient=patient,
                     speculates=speculates,
+                    cache_salt=cache_salt,
+                    share_text=share_text,
                 )
                 for index in range(params.n)
             ]
@@ -506,6 +513,7 @@ class DecodingLoop:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         predictions: str | Sequence[str | Sequence[int] | None] | None = None,
+        cache_salt: str = "",
     ) -> list[Output]:
         """Continue every prompt; blocks until all are finished.
 
@@ -513,6 +521,7 @@ class DecodingLoop:
             prompts: one prompt or several; a prompt is a text, token ids or chat messages.
             params: for all prompts, or one for each; default `default_params`.
             predictions: a text for all prompts, or a text, token ids or None for each; see `add`.
+            cache_salt: of all prompts; see `add`.
 
         Returns:
             For each prompt its n continuations, in order.
@@ -531,7 +540,7 @@ class DecodingLoop:
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):
-                requests.extend(self.add(prompt, own, prediction=text, patient=True))
+                requests.extend(self.add(prompt, own, prediction=text, patient=True, cache_salt=cache_salt))
             while not all(request.finished for request in requests):
                 self.step()
         finally:
@@ -550,6 +559,7 @@ class DecodingLoop:
         params: SamplingParams | None = None,
         *,
         prediction: str | Sequence[int] | None = None,
+        cache_salt: str = "",
     ) -> Iterator[Chunk]:
         """Continue one prompt and yield each round's text as it is committed; the last chunk has the Output.
 
@@ -559,7 +569,7 @@ class DecodingLoop:
         """
         if params is not None and params.n != 1:
             raise UserError(f"n is {params.n}: a stream has one continuation; use generate")
-        (request,) = self.add(prompt, params, prediction=prediction)
+        (request,) = self.add(prompt, params, prediction=prediction, cache_salt=cache_salt)
         try:
             while not request.finished or request.chunks:
                 if not request.chunks:

@@ -129,6 +129,8 @@ class Request:
         prompt_logprobs: of the prompt's tokens after the first one, as far as they are read.
         reused: tokens that were taken over from other requests instead of being read.
         speculates: whether anything is drafted for it.
+        cache_salt: what was read or written for it is used for requests with the same salt only.
+        share_text: whether such requests may draft from its tokens, and it from theirs.
     """
 
     id: int
@@ -154,6 +156,8 @@ class Request:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     reused: int = 0
     speculates: bool = True
+    cache_salt: str = ""
+    share_text: bool = True
 
     @property
     def params(self) -> SamplingParams:
@@ -196,7 +200,15 @@ class Request:
     def draft_request(self, limit: int) -> DraftRequest:
         """The part of the request that the drafter gets."""
         return DraftRequest(
-            self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session, self.prediction
+            self.id,
+            self.tokens,
+            self.prompt_length,
+            limit,
+            self.transforms,
+            self.session,
+            self.prediction,
+            self.cache_salt,
+            self.share_text,
         )
 
     def contexts(self, draft: Draft) -> tuple[list[int], Sequence[Sequence[int]]]:

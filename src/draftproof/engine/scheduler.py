@@ -269,9 +269,10 @@ class Scheduler:
         """What a request has to read; its session is opened at first, with what is known of its tokens."""
         if row.session is None and row.unscored:
             row.session = self._target.open()
+            row.session.cache_salt = row.cache_salt
         elif row.session is None:
             others = [each.session for each in self.running if each.session is not None]
-            row.session = self.kept.open(self._target, row.tokens, others)
+            row.session = self.kept.open(self._target, row.tokens, others, row.cache_salt)
             row.reused = row.session.length
         return unread(row.session, row.tokens)
 
@@ -280,7 +281,7 @@ class Scheduler:
         if row.session is not None or row.unscored or not self.kept.most:
             return False
         for other in self.running[: self.running.index(row)]:
-            if other.reading:
+            if other.reading and other.cache_salt == row.cache_salt:
                 shared = common_prefix(other.tokens, row.tokens[:-1])
                 if shared >= max(self.kept.shortest, len(row.tokens) // 2) and self._will_reach(other, shared):
                     return True

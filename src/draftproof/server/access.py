@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import math
@@ -21,8 +22,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftproof.errors import UserError
-from draftproof.server.errors import ApiError, overloaded
+from draftproof.errors import LEAVING, UserError
+from draftproof.server.errors import ApiError, crowded, failed, overloaded
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
 _POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
@@ -64,10 +65,14 @@ class Keys:
 
     def allow(self, header: str) -> bool:
         """Whether an Authorization header has one of the keys; every key is compared."""
+        return self.owner(header) is not None
+
+    def owner(self, header: str) -> str | None:
+        """Which of the keys an Authorization header has, in other words than its own; None for none of them."""
         scheme, _, given = header.partition(" ")
         digest = sha256(given.strip().encode()).digest()
         found = [hmac.compare_digest(digest, each) for each in self._digests]
-        return scheme.lower() == "bearer" and any(found)
+        return sha256(b"owner" + digest).hexdigest()[:16] if scheme.lower() == "bearer" and any(found) else None
 
 
 class Access:
@@ -96,7 +101,8 @@ class Access:
         request_id = name if _ID.fullmatch(name) else uuid.uuid4().hex
         path = quote(scope["path"])[:200]  # with everything that could begin a new line escaped
         facts: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": path}
-        scope.setdefault("state", {})["facts"] = facts
+        state = scope.setdefault("state", {})
+        state["facts"], state["key"] = facts, self._keys.owner(given.get("authorization", ""))
         start = time.perf_counter()
 
         async def noting(message: Message) -> None:
@@ -108,9 +114,17 @@ class Access:
         counts = scope["method"] == "POST"
         self._now += counts
         try:
-            error = self._refused(scope["path"], given)
+            error = self._refused(scope["path"], given, state)
             answer = self._app if error is None else JSONResponse(error.body(), error.status, error.headers)
             await answer(scope, self._limited(receive), noting)
+        except (*LEAVING, asyncio.CancelledError, Exception):  # the application has answered Exceptions
+            raise
+        except BaseException as error:  # a panic of a Rust library
+            _log.exception("a request failed")
+            if "status" in facts:
+                raise RuntimeError("a request failed after its answer had begun") from error
+            said = failed()
+            await JSONResponse(said.body(), said.status, said.headers)(scope, receive, noting)
         finally:
             self._now -= counts
             facts["seconds"] = round(time.perf_counter() - start, 6)
@@ -135,8 +149,10 @@ class Access:
 
         return limited
 
-    def _refused(self, path: str, given: Headers) -> ApiError | None:
-        if self._keys and path not in OPEN and not self._keys.allow(given.get("authorization", "")):
+    def _refused(self, path: str, given: Headers, state: Mapping[str, Any]) -> ApiError | None:
+        if state.get("spare") and path not in OPEN:
+            return crowded()
+        if self._keys and path not in OPEN and state["key"] is None:
             return ApiError(
                 "an API key is needed, as: Authorization: Bearer KEY",
                 status=401,

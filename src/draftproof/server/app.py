@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -26,11 +27,12 @@ from starlette.types import Send
 
 from draftproof._version import __version__
 from draftproof.engine.loop import DecodingLoop
-from draftproof.errors import UserError
+from draftproof.errors import LEAVING, UserError
 from draftproof.server import schemas
 from draftproof.server.access import Access, note
 from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
-from draftproof.server.errors import ApiError, failed, stopping
+from draftproof.server.aside import Aside
+from draftproof.server.errors import ApiError, failed, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
 from draftproof.server.reading import Question, Reader, invalid_body, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
@@ -59,11 +61,18 @@ class Server:
         self.metrics = Metrics(model)
         self.ended: Callable[[], None] = lambda: None  # what is done when the engine's thread has died
         self.worker = EngineWorker(
-            engine, self.metrics, max_waiting=settings.max_waiting, shown=self.shown, died=self._died
+            engine,
+            self.metrics,
+            max_waiting=settings.max_waiting,
+            max_per_client=settings.max_per_key,
+            stuck_after=settings.stuck_timeout,
+            shown=self.shown,
+            died=self._died,
         )
+        self._aside = Aside(_ASIDE_AT_ONCE, "reading")
         self._reading = threading.RLock()  # tokenizers are not made for several threads
         self._reader = Reader(engine, settings, self.shown, self._reading)
-        self._compiling = anyio.CapacityLimiter(_COMPILE_AT_ONCE)
+        self._compiling = Aside(_COMPILE_AT_ONCE, "compiling")
         self.token_text = TokenText(engine.tokenizer)
         self.created = int(time.time())
 
@@ -89,20 +98,48 @@ class Server:
         """
         refuse_other_model(name, self.model)
 
-    async def aside(self, call: Callable[[], _Made]) -> _Made:
-        """Tokenize outside the event loop's thread."""
+    @property
+    def busy(self) -> bool:
+        """Whether a thread runs, be it one that never ends."""
+        return self.worker.running or bool(self._aside.busy or self._compiling.busy)
 
-        def locked() -> _Made:
+    async def aside(self, request: Request, call: Callable[[], _Made], *, locked: bool = True) -> _Made:
+        """Tokenize outside the event loop's thread.
+
+        Args:
+            request: a client that leaves, or whose time is over, does not wait any more.
+            call: what to do.
+            locked: whether nobody else may tokenize meanwhile.
+        """
+
+        def alone() -> _Made:
             with self._reading:
                 return call()
 
-        return await run_sync(locked)
+        return await self._in_time(request, partial(self._aside.run, alone if locked else call))
 
-    async def question(self, body: SamplingFields) -> Question:
+    async def question(self, request: Request, body: SamplingFields) -> Question:
         """What a request asks."""
         formed = body.response_format or body.structured_outputs or (isinstance(body, ChatBody) and body.tools)
-        limiter = self._compiling if formed else None  # compiling takes long: others keep their threads
-        return await run_sync(partial(self._reader.question, body), limiter=limiter)
+        threads = self._compiling if formed else self._aside  # compiling takes long: others keep their threads
+        return await self._in_time(request, partial(threads.run, partial(self._reader.question, body)))
+
+    async def _in_time(self, request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
+        """What a call returns, unless the client leaves or its time is over before.
+
+        Raises:
+            ApiError: one of these.
+        """
+        with anyio.move_on_after(self.settings.request_timeout or None):
+            return await _unless_gone(request, call)
+        raise too_late(self.settings.request_timeout)
+
+    def _sharing(self, request: Request, body: SamplingFields) -> tuple[str, str, bool]:
+        """Who a client is, the salt of what is kept of its request, and whether others may draft from that."""
+        key, own = request.scope["state"].get("key") or "", body.cache_salt or ""
+        if self.settings.share_between_clients:
+            return key, own, True
+        return key, f"{key}:{own}", bool(key or own)
 
     def encode(self, body: TokenizeBody) -> list[int]:
         """The token ids of a request to /tokenize."""
@@ -123,17 +160,30 @@ class Server:
     def tokens(self, body: TokenizeBody) -> schemas.Tokens:
         """The answer to a request to /tokenize."""
         ids = self.encode(body)
-        texts = [self.token_text(each) for each in ids] if body.return_token_strs else None
+        with self._reading:
+            texts = [self.token_text(each) for each in ids] if body.return_token_strs else None
         return schemas.Tokens(count=len(ids), max_model_len=self.context, tokens=ids, token_strs=texts)
 
     async def answer(self, request: Request, body: SamplingFields, form: Form, kind: str) -> Any:
         """Answer a request for completions, whole or as a stream."""
+        arrival = time.monotonic()
         self.check_model(body.model)
         refuse_stream_options(body)
-        self.worker.refuse_without_room()  # before the work of reading a long prompt
-        question = await self.question(body)
-        seconds = self.settings.request_timeout or float("inf")
-        job = Job(question.prompts, question.params, seconds, question.prediction, body.stream, body.speculation)
+        client, salt, share_text = self._sharing(request, body)
+        self.worker.refuse_without_room(client=client)  # before the work of reading a long prompt
+        question = await self.question(request, body)
+        job = Job(
+            question.prompts,
+            question.params,
+            self.settings.request_timeout or math.inf,
+            question.prediction,
+            body.stream,
+            body.speculation,
+            client,
+            salt,
+            share_text,
+            arrival,
+        )
         if job.size > self.worker.capacity:
             raise ApiError(
                 f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
@@ -234,13 +284,15 @@ async def _unless_gone(request: Request, call: Callable[[], Awaitable[_Made]]) -
         ApiError: it left.
     """
     made: list[_Made] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     async with anyio.create_task_group() as group:
 
         async def work() -> None:
             try:
                 made.append(await call())
-            except Exception as error:  # noqa: BLE001 - raised below, outside the group
+            except (*LEAVING, asyncio.CancelledError):
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised below, outside the group
                 errors.append(error)
             group.cancel_scope.cancel()
 
@@ -281,6 +333,7 @@ def _server(request: Request) -> Server:
 
 _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
 _COMPILE_AT_ONCE = 8  # requests with a grammar that are read
+_ASIDE_AT_ONCE = 32  # others
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]
 
@@ -367,20 +420,26 @@ def _add_completions(app: FastAPI) -> None:
 
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody, server: _Served) -> schemas.Tokens:
+    async def tokenize(body: TokenizeBody, request: Request, server: _Served) -> schemas.Tokens:
         """The token ids of a text or a chat."""
         server.check_model(body.model)
-        return await server.aside(partial(server.tokens, body))
+        return await server.aside(request, partial(server.tokens, body), locked=False)  # it takes the lock itself
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, server: _Served) -> schemas.Text:
+    async def detokenize(body: DetokenizeBody, request: Request, server: _Served) -> schemas.Text:
         """The text of token ids."""
         server.check_model(body.model)
+        if server.context is not None and len(body.tokens) > server.context:
+            raise ApiError(
+                f"tokens holds {len(body.tokens)} ids: legal are up to {server.context}, the model's context",
+                param="tokens",
+                code="context_length_exceeded",
+            )
         size = server.engine.target.vocab_size
         bad = next((each for each in body.tokens if not 0 <= each < size), None)
         if bad is not None:
             raise ApiError(f"tokens holds {bad}: legal ids are 0 to {size - 1}", param="tokens")
-        return schemas.Text(prompt=await server.aside(partial(server.token_text.joined, body.tokens)))
+        return schemas.Text(prompt=await server.aside(request, partial(server.token_text.joined, body.tokens)))
 
 
 def _add_page(app: FastAPI) -> None:
@@ -395,9 +454,11 @@ def _add_page(app: FastAPI) -> None:
 def _add_state(app: FastAPI) -> None:
     @app.get("/health")
     async def health(server: _Served) -> dict[str, str]:
-        """Whether the engine runs."""
+        """Whether the engine runs, and its rounds end."""
         if server.worker.dead:
             raise stopping()
+        if seconds := server.worker.stuck:
+            raise stuck(seconds)
         return {"status": "ok"}
 
     @app.get("/ready")

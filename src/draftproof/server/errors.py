@@ -53,6 +53,21 @@ def overloaded(seconds: int) -> ApiError:
     )
 
 
+def crowded() -> ApiError:
+    """There are as many connections as are served."""
+    return ApiError(
+        "there are too many connections: try again",
+        status=503,
+        code="too_many_connections",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+
+def stuck(seconds: float) -> ApiError:
+    """The engine's thread does not go on."""
+    return ApiError(f"the engine has been in one round for {seconds:.0f} s", status=503, code="stuck")
+
+
 def too_late(seconds: float) -> ApiError:
     """The request's time is over; clients are told not to repeat it, since it would take as long again."""
     return ApiError(

@@ -15,6 +15,7 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
 from draftproof.sampling import SamplingParams
 from draftproof.server import schemas
+from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.errors import ApiError
 from draftproof.server.schemas import (
     ChatBody,
@@ -32,6 +33,7 @@ from draftproof.server.tools import ToolSet, template_calls, template_tools, too
 
 _MOST_LOGPROBS = 20
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number; OpenAI's default
+_TEMPLATE_SECONDS = 10.0  # of a chat template, which comes with a model and may never end
 _MOST_GRAMMAR = 131_072  # characters: masks of larger grammars take long to compute, in the engine's thread
 _FIELDS = {field.name for field in fields(SamplingParams)}
 _BODY_FIELDS = {
@@ -133,10 +135,19 @@ class Reader:
         self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
         prompts = self._engine.prompts
         try:
-            with self._lock:
+            with time_limit(_TEMPLATE_SECONDS):  # and without the lock: nobody waits for it
                 text = prompts.chat_text(messages_of(messages), tools or None)
-                self._refuse_long(len(text), "messages")
+            self._refuse_long(len(text), "messages")
+            with self._lock:
                 ids = tuple(prompts.plain(text))
+        except TimeOver:
+            raise ApiError(
+                f"the model's chat template did not end within {_TEMPLATE_SECONDS:g} s for these messages",
+                status=504,
+                param="messages",
+                code="timeout",
+                headers={"x-should-retry": "false"},
+            ) from None
         except UserError as error:
             raise ApiError(self._shown(str(error)), param="messages") from error
         self._refuse_tokens(len(ids), "messages")

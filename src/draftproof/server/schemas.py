@@ -208,6 +208,7 @@ class SamplingFields(Body):
     return_tokens_as_token_ids: bool = False
     return_drafts: bool = False
     speculation: bool = True
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     user: str | None = None
 
 
