@@ -197,7 +197,7 @@ class DecodingLoop:
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
-            encode=None if self.tokenizer is None else self.prompts.plain,
+            bad_words=self.prompts.bad_words(params.bad_words),
             constraint=None if params.grammar is None else self.grammars.constraint(params.grammar),
         )
         with self._lock:
@@ -255,6 +255,8 @@ class DecodingLoop:
         return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self.target.vocab_size):  # much faster than a loop
+            return
         for place, token in enumerate(ids):
             if not 0 <= token < self.target.vocab_size:
                 raise UserError(

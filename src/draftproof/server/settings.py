@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ class Settings:
         served_model_name: the model's name in the API; without it the last part of the target's name.
         api_key_file: a file with one API key a line; the variable DRAFTPROOF_KEYS holds keys between blanks. With
             neither, everybody who reaches the port is served.
+        allowed_host: names besides this machine's own that requests may be sent to. It matters where only this machine
+            reaches the server and no key is needed: a web page could make its own name point there.
         max_waiting: continuations that may wait for a place in the batch; further requests get 429.
         request_timeout: seconds until a request is given up, waiting included; 0 is no limit.
         read_timeout: seconds until a client must have sent its request.
@@ -41,6 +44,7 @@ class Settings:
     port: int = 8000
     served_model_name: str | None = None
     api_key_file: Path | None = None
+    allowed_host: Sequence[str] = ()
     max_waiting: int = 64
     request_timeout: float = 600.0
     read_timeout: float = 30.0
