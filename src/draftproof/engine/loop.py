@@ -219,6 +219,10 @@ class DecodingLoop:
                 )
                 for index in range(params.n)
             ]
+            if params.prompt_logprobs is not None:
+                scores, siblings = made[0].prompt_logprobs, list(made)
+                for request in made:
+                    request.prompt_logprobs, request.siblings = scores, siblings
             self.scheduler.waiting.extend(made)
         return made
 
@@ -280,10 +284,12 @@ class DecodingLoop:
         with self._lock:
             if request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)
+                request.leave()
             if request in self.scheduler.running:
                 self._retire(request)
 
     def _retire(self, request: Request) -> None:
+        request.leave()
         self.scheduler.end(request, well=request.error is None)
         self.drafter.release(request.id)
         request.verifier_state = None  # callers may keep requests for long

@@ -302,7 +302,8 @@ class Reader:
                 SamplingParams(grammar=grammar)
                 self._engine.grammars.constraint(grammar)  # it takes time, and the engine's thread has none
             params = replace(self._engine.default_params, **given)
-            return params if tools is None else ToolParams.of(params, tools.form(body.response_format is not None))
+            formed = not isinstance(body.response_format, TextFormat | None)
+            return params if tools is None else ToolParams.of(params, tools.form(formed=formed))
         except UserError as error:
             name = str(error).partition(" ")[0]
             if name in ("grammar", "grammars", "a"):

@@ -177,7 +177,7 @@ class ToolSet:
             return [f"start: TEXT | TEXT {marker} {calls}", text]
         return [f"start: TEXT | before {calls}", f"before[lazy]: TEXT {marker}", text]
 
-    def form(self, formed: bool) -> str:
+    def form(self, *, formed: bool) -> str:
         """A pattern of what an answer's form begins with; the empty one where all of the answer has a form.
 
         Args:
