@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 _LONGEST = 400  # characters of a message
 _QUOTED = 100  # characters of what a client sent, where a message has to repeat it
+_WORD = re.compile(rf"(\S{{{_QUOTED}}})\S+")  # parsers of grammars quote them
 
 
 def quoted(text: object) -> str:
@@ -20,7 +22,7 @@ class ApiError(Exception):
 
     Args:
         message: for the client: cause, offending value, what is legal. The middle of a long one is left out, whatever
-            has made it.
+            has made it, and the end of a long word.
         status: of the HTTP answer.
         param: the field of the request that is to blame; None for none.
         code: a word for programs; None for none.
@@ -36,6 +38,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = _WORD.sub(r"\1...", message)
         if len(message) > _LONGEST:
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 + 5 :]}"
         super().__init__(message)
