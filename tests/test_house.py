@@ -16,7 +16,7 @@ FLOORS = (
     {"_version", "errors", "embedded", "accelerator"},
     {"files", "tree", "kernels"},
     {"rng", "progress", "peak"},
-    {"draft", "sampling", "grammar", "heads", "models", "tokenization", "fast_tokenizer"},
+    {"draft", "bad_words", "sampling", "grammar", "heads", "models", "tokenization", "fast_tokenizer"},
     {"functional", "reference", "provenance", "results"},
     {"verifiers", "finish", "theory"},
     {"stoppers", "backends"},

@@ -146,7 +146,7 @@ def raw(**fields):
     body = json.dumps(fields).encode()
     head = [
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: 127.0.0.1",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
     ]

@@ -202,7 +202,7 @@ class DecodingLoop:
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
-            encode=None if self.tokenizer is None else self.prompts.plain,
+            bad_words=self.prompts.bad_words(params.bad_words),
             constraint=None if params.grammar is None else self.grammars.constraint(params.grammar),
         )
         with self._lock:
@@ -226,6 +226,10 @@ class DecodingLoop:
                 )
                 for index in range(params.n)
             ]
+            if params.prompt_logprobs is not None:
+                scores, siblings = made[0].prompt_logprobs, list(made)
+                for request in made:
+                    request.prompt_logprobs, request.siblings = scores, siblings
             self.scheduler.waiting.extend(made)
         return made
 
@@ -262,6 +266,8 @@ class DecodingLoop:
         return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self.target.vocab_size):  # much faster than a loop
+            return
         for place, token in enumerate(ids):
             if not 0 <= token < self.target.vocab_size:
                 raise UserError(
@@ -285,10 +291,12 @@ class DecodingLoop:
         with self._lock:
             if request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)
+                request.leave()
             if request in self.scheduler.running:
                 self._retire(request)
 
     def _retire(self, request: Request) -> None:
+        request.leave()
         self.scheduler.end(request, well=request.error is None)
         self.drafter.release(request.id)
         request.verifier_state = None  # callers may keep requests for long

@@ -277,7 +277,12 @@ class Scheduler:
         return unread(row.session, row.tokens)
 
     def _waits_for_another(self, row: Request) -> bool:
-        """Whether an older request reads now what this one begins with: it is copied when it is there."""
+        """Whether an older request reads now what this one begins with: it is copied when it is there.
+
+        A continuation also waits while another one takes in the log-probabilities of their prompt.
+        """
+        if row.awaits_scores:
+            return True
         if row.session is not None or row.unscored or not self.kept.most:
             return False
         for other in self.running[: self.running.index(row)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import logging
 import math
 import os
@@ -23,11 +24,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.errors import LEAVING, UserError
-from draftproof.server.errors import ApiError, crowded, failed, overloaded
+from draftproof.server.errors import ApiError, crowded, failed, overloaded, quoted
+from draftproof.server.settings import Settings
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
 _POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
 _SHORTEST = 16
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@\s]+))(?::[0-9]{1,5})?")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("draftproof.access")
 
@@ -36,7 +39,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     """The API keys of a file and of the variable DRAFTPROOF_KEYS.
 
     Raises:
-        UserError: the file cannot be read or holds no key, or a key is too short.
+        UserError: the file cannot be read or holds no key, or a key is too short or has characters beyond ASCII.
     """
     keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
     where = "the variable DRAFTPROOF_KEYS"
@@ -49,9 +52,37 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         if not found:
             raise UserError(f"{file} holds no API key: legal is one a line")
         keys += found
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise UserError(f"{where} holds an API key with other characters than those of ASCII: no header carries them")
     if any(len(key) < _SHORTEST for key in keys):
         raise UserError(f"{where} holds an API key of less than {_SHORTEST} characters: legal are longer ones")
     return tuple(keys)
+
+
+def legal_hosts(settings: Settings, keys: Sequence[str]) -> tuple[str, ...] | None:
+    """Names besides this machine's own that requests may be sent to; None for any.
+
+    A page of another site can make its own name point to 127.0.0.1. To a browser the server is that site then, and
+    only the header Host tells them apart. Who listens for other machines, or asks for keys, is safe from that.
+    """
+    if keys or not is_loopback(settings.host):
+        return None
+    return tuple(settings.allowed_host)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address is that of the machine itself."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def is_legal_host(given: str, allowed: Sequence[str]) -> bool:
+    """Whether a header Host has a name of the machine itself or an allowed one; the port does not matter."""
+    found = _HOST.fullmatch(given.strip().lower())
+    name = "" if found is None else (found["address"] or found["name"]).removesuffix(".")
+    return is_loopback(name) or name in {each.lower() for each in allowed}
 
 
 class Keys:
@@ -84,10 +115,21 @@ class Access:
         max_body: bytes; a longer body is refused by its declared length, others while they are read.
         at_once: requests with a body that are in work; further ones are refused before their body is read.
         seconds: that a client has to send its body; 0 is no limit.
+        hosts: names that the header Host may have; None for any.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], *, max_body: int, at_once: int, seconds: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        *,
+        max_body: int,
+        at_once: int,
+        seconds: float,
+        hosts: Sequence[str] | None = None,
+    ) -> None:
         self._app, self._keys, self._max_body = app, Keys(keys), max_body
+        self._hosts = hosts
         self._at_once, self._seconds = at_once, seconds
         self._now = 0
 
@@ -152,6 +194,13 @@ class Access:
     def _refused(self, path: str, given: Headers, state: Mapping[str, Any]) -> ApiError | None:
         if state.get("spare") and path not in OPEN:
             return crowded()
+        host = given.get("host", "")
+        if self._hosts is not None and not is_legal_host(host, self._hosts):
+            return ApiError(
+                f"the request is to {quoted(host)}, and this server answers at its machine's own names: its operator "
+                "can allow others by --allowed-host, or give keys to clients",
+                status=421,
+            )
         if self._keys and path not in OPEN and state["key"] is None:
             return ApiError(
                 "an API key is needed, as: Authorization: Bearer KEY",

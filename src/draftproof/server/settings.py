@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Settings:
         share_between_clients: let requests of all clients draft from each other's texts (drafter suffix) and take over
             each other's prompts. Else only those with the same API key do; without keys, prompts are taken over, and
             texts are not drafted from.
+        allowed_host: names besides this machine's own that requests may be sent to. It matters where only this machine
+            reaches the server and no key is needed: a web page could make its own name point there.
         max_waiting: continuations that may wait for a place in the batch; further requests get 429.
         max_per_key: continuations that one API key may have, waiting ones included; without it, keys only take turns.
         max_connections: open connections; by default as many as requests may wait, and 800 at least.
@@ -48,6 +51,7 @@ class Settings:
     served_model_name: str | None = None
     api_key_file: Path | None = None
     share_between_clients: bool = False
+    allowed_host: Sequence[str] = ()
     max_waiting: int = 64
     max_per_key: int | None = None
     max_connections: int | None = None
