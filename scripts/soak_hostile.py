@@ -311,10 +311,12 @@ class HostileSoak:
 
     def broken(self, report: dict[str, Any]) -> list[str]:
         """Promises that were not kept, besides the process's end."""
-        found = []
-        for name in ("pause of a stream", "/health"):
-            if (longest := report["with it"]["longest waits, ms"].get(name, 0)) > 1000 * PAUSE:
-                found.append(f"{name}: {longest} ms beside {report['beside what'][name]}")
+        waits = {name: report["with it"]["longest waits, ms"].get(name, 0) for name in ("pause of a stream", "/health")}
+        found = [
+            f"{name}: {longest} ms beside {report['beside what'][name]}"
+            for name, longest in waits.items()
+            if longest > 1000 * PAUSE
+        ]
         found += [f"{what}: {count} times" for what, count in self.seen.items() if re.match(r"/health (?!200)", what)]
         memory = report["memory, MiB"]
         if memory.get("after", 0) > memory["before"] + KEPT:

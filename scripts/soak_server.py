@@ -11,9 +11,10 @@ of the nine is the one from before the attacks. Prints a report, and exits with 
 
 Without: every answer that is completed is the engine's own, and everything is given back. Of ten requests one is
 cancelled (its connection closed or reset), one malformed, one structured, one calls a tool, one is streamed, one is
-read slowly, one has logits that are not numbers, three are plain. Rounds of the engine raise from time to time. The server is a process of its own with the embedded pair; expected answers come from an engine in
-this process. Then: SIGTERM while streams run, kill -9 while streams run, a restart at the same port, and a quarter of
-the requests again. The load generator is this script, on httpx: load tools measure time, and do not compare answers.
+read slowly, one has logits that are not numbers, three are plain. Rounds of the engine raise from time to time. The
+server is a process of its own with the embedded pair; expected answers come from an engine in this process. Then:
+SIGTERM while streams run, kill -9 while streams run, a restart at the same port, and a quarter of the requests again.
+The load generator is this script, on httpx: load tools measure time, and do not compare answers.
 Prints a summary as JSON; exits with 1 if anything was wrong.
 """
 
