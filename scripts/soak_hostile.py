@@ -29,7 +29,8 @@ from served_process import ServedProcess
 
 HONEST = 9
 PAUSE = 1.0  # seconds between tokens of a stream
-ANSWERED = 60.0  # seconds in which everything is answered, waiting for a place included
+WAIT = 20.0  # seconds in which everything is answered, waiting for a place included
+ANSWERED = 60.0  # seconds after which nobody waits any more
 KEPT = 200.0  # MiB that may be left
 SETTLES = 90.0  # seconds until memory is back
 PROMPTS = ("Once upon a time", "The little dog", "Lily and Tom went", "In the garden", "One day, a boy")
@@ -158,8 +159,8 @@ class HostileSoak:
 
     async def asked(self, client: httpx.AsyncClient, kind: str, prompt: str) -> str:
         """An answer, asked for again where there is no place, or no connection."""
-        end = time.monotonic() + ANSWERED
-        while time.monotonic() < end:
+        start = time.monotonic()
+        while time.monotonic() < start + ANSWERED:
             if self.server.returncode is not None:
                 raise Ended
             try:
@@ -170,6 +171,7 @@ class HostileSoak:
                 self.seen[f"{type(error).__name__}, asked again"] += 1
                 found = None
             if found is not None:
+                self.wait("any answer", start)
                 return found
             await asyncio.sleep(0.2)
         return f"no place within {ANSWERED:g} s"
@@ -311,10 +313,12 @@ class HostileSoak:
 
     def broken(self, report: dict[str, Any]) -> list[str]:
         """Promises that were not kept, besides the process's end."""
-        found = []
-        for name in ("pause of a stream", "/health"):
-            if (longest := report["with it"]["longest waits, ms"].get(name, 0)) > 1000 * PAUSE:
-                found.append(f"{name}: {longest} ms beside {report['beside what'][name]}")
+        waits = report["with it"]["longest waits, ms"]
+        found = [
+            f"{name}: {waits[name]} ms beside {report['beside what'][name]}"
+            for name, most in (("pause of a stream", PAUSE), ("/health", PAUSE), ("any answer", WAIT))
+            if waits.get(name, 0) > 1000 * most
+        ]
         found += [f"{what}: {count} times" for what, count in self.seen.items() if re.match(r"/health (?!200)", what)]
         memory = report["memory, MiB"]
         if memory.get("after", 0) > memory["before"] + KEPT:
