@@ -237,16 +237,20 @@ def test_requests_that_the_thread_never_saw_are_answered_when_it_ends():
 
 
 DIES = """
+def end(self):
+    raise {error}("x")
+
 from draftproof.server.worker import EngineWorker
-EngineWorker._admit = lambda self: 1 / 0
+EngineWorker._admit = end
 from draftproof.cli import main
 main()
 """
 
 
-def test_a_server_whose_engine_died_ends_with_an_error():
+@pytest.mark.parametrize("error", ["ZeroDivisionError", "SystemExit"])
+def test_a_server_whose_engine_died_ends_with_an_error(error):
     """So that a supervisor starts it again."""
-    command = [sys.executable, "-c", DIES, "serve", "--port", "0", "--target", "embedded:target"]
+    command = [sys.executable, "-c", DIES.format(error=error), "serve", "--port", "0", "--target", "embedded:target"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     line = next(line for line in process.stderr if "serving" in line)
     assert post(line.split()[-1].removesuffix("/v1")).status_code == 503

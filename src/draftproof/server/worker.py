@@ -155,6 +155,7 @@ class _Queue:
     def __init__(self) -> None:
         self.size = 0  # continuations
         self._jobs: dict[str, dict[Job, None]] = {}
+        self._turns: dict[str, int] = {}  # number of each client's last turn
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -179,13 +180,14 @@ class _Queue:
         return True
 
     def next(self, served: Mapping[str, int]) -> Job:
-        """Take out the oldest job of the client with the fewest continuations in the batch; of several the oldest job.
+        """Take out the oldest job of the client with the fewest continuations in the batch; of several they take turns.
 
         Args:
             served: continuations in the batch, by client.
         """
-        first = [next(iter(jobs)) for jobs in self._jobs.values()]
-        job = min(first, key=lambda each: (served.get(each.client, 0), each.arrival))
+        client = min(self._jobs, key=lambda each: (served.get(each, 0), self._turns.get(each, 0)))
+        self._turns[client] = max(self._turns.values(), default=0) + 1
+        job = next(iter(self._jobs[client]))
         self.remove(job)
         return job
 
