@@ -47,10 +47,17 @@ def blamed_on(request_id: int) -> Iterator[None]:
         yield
     except (RequestError, MemoryError):
         raise
-    except Exception as cause:
+    except BaseException as cause:
+        if not isinstance(cause, Exception) and not is_panic(cause):
+            raise
         if type(cause).__name__ == "OutOfMemoryError":  # torch's, which is a RuntimeError
             raise
         raise RequestError(request_id, reason(cause)) from cause
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no `Exception`, and yet only a call that failed."""
+    return type(error).__name__ == "PanicException"
 
 
 def reason(cause: BaseException) -> str:

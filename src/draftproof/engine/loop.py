@@ -32,7 +32,7 @@ from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.grammar import Grammars
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
-from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
+from draftproof.sampling import Constraint, LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
@@ -164,6 +164,7 @@ class DecodingLoop:
         prediction: str | Sequence[int] | None = None,
         patient: bool = False,
         speculates: bool = True,
+        constraint: Constraint | None = None,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -175,6 +176,7 @@ class DecodingLoop:
             patient: whether it may wait while the prompts of others are read. Beside requests that may not, prompts are
                 read in portions, so that a round takes less than twice its usual time.
             speculates: without it nothing is drafted, which is plain decoding.
+            constraint: the grammar of `params`, where it is compiled already.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -193,12 +195,14 @@ class DecodingLoop:
         left = self._context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        if params.grammar is not None and constraint is None:
+            constraint = self.grammars.constraint(params.grammar)
         transforms = params.bind(
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
             encode=None if self.tokenizer is None else self.prompts.plain,
-            constraint=None if params.grammar is None else self.grammars.constraint(params.grammar),
+            constraint=None if params.grammar is None else constraint,
         )
         with self._lock:
             made = [

@@ -133,7 +133,15 @@ class Server:
         self.worker.refuse_without_room()  # before the work of reading a long prompt
         question = await self.question(body)
         seconds = self.settings.request_timeout or float("inf")
-        job = Job(question.prompts, question.params, seconds, question.prediction, body.stream, body.speculation)
+        job = Job(
+            question.prompts,
+            question.params,
+            seconds,
+            question.prediction,
+            body.stream,
+            body.speculation,
+            question.constraint,
+        )
         if job.size > self.worker.capacity:
             raise ApiError(
                 f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
@@ -280,7 +288,7 @@ def _server(request: Request) -> Server:
 
 
 _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
-_COMPILE_AT_ONCE = 8  # requests with a grammar that are read
+_COMPILE_AT_ONCE = 64  # requests with a grammar that are read; most of them wait for a process that compiles it
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]
 

@@ -13,7 +13,9 @@ from typing import Any
 
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
-from draftproof.sampling import SamplingParams
+from draftproof.grammar import MOST_CHARACTERS
+from draftproof.grammar_check import BusyError
+from draftproof.sampling import Constraint, SamplingParams
 from draftproof.server import schemas
 from draftproof.server.errors import ApiError
 from draftproof.server.schemas import (
@@ -32,7 +34,6 @@ from draftproof.server.tools import ToolSet, template_calls, template_tools, too
 
 _MOST_LOGPROBS = 20
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number; OpenAI's default
-_MOST_GRAMMAR = 131_072  # characters: masks of larger grammars take long to compute, in the engine's thread
 _FIELDS = {field.name for field in fields(SamplingParams)}
 _BODY_FIELDS = {
     name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
@@ -49,6 +50,7 @@ class Question:
         params: of all of them.
         prediction: token ids that the answer may repeat.
         tools: that the answer may call.
+        constraint: the grammar of `params`, compiled.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -56,6 +58,7 @@ class Question:
     params: SamplingParams
     prediction: tuple[int, ...] = ()
     tools: ToolSet | None = None
+    constraint: Constraint | None = None
 
 
 class Reader:
@@ -94,14 +97,15 @@ class Reader:
         Raises:
             ApiError: a value that cannot be used; it names the field.
         """
-        params = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
+        params, constraint = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
             if body.stream:
                 raise ApiError("echo with logprobs needs stream false", param="echo")
             params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
         read = [self.encode(prompt, "prompt") for prompt in _several(body.prompt)]
         texts = tuple(text for text, _ in read)
-        return Question(tuple(ids for _, ids in read), texts, params, self._prediction(body.prediction))
+        prediction = self._prediction(body.prediction)
+        return Question(tuple(ids for _, ids in read), texts, params, prediction, constraint=constraint)
 
     def chat(self, body: ChatBody) -> Question:
         """The question of a request to /v1/chat/completions.
@@ -119,10 +123,11 @@ class Reader:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
         most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
         tools = tool_set(body, self._engine.tokenizer, self._settings.tool_format)
-        params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None, tools)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params, constraint = self._params(body, most, logprobs, tools)
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
         text, ids = self.chat_prompt(body.messages, shown)
-        return Question((ids,), (text,), params, self._prediction(body.prediction), tools)
+        return Question((ids,), (text,), params, self._prediction(body.prediction), tools, constraint)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
         """Text and token ids of a chat.
@@ -222,18 +227,12 @@ class Reader:
 
     def _params(
         self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
-    ) -> SamplingParams:
+    ) -> tuple[SamplingParams, Constraint | None]:
+        """The parameters of a body, and their grammar."""
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        grammar, param = _grammar(body, tools)
-        if grammar is not None:
-            given["grammar"] = grammar
-            if len(grammar) > _MOST_GRAMMAR:
-                raise ApiError(
-                    f"{param} is a grammar of {len(grammar)} characters: legal are up to {_MOST_GRAMMAR}", param=param
-                )
         if tools is not None and tools.specials:
             given["skip_special_tokens"] = False  # the marker of a call is one
         if body.logit_bias is not None:
@@ -242,16 +241,31 @@ class Reader:
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None:
                 _refuse_above(name, count, _MOST_LOGPROBS)
+        constraint = self._constraint(given, *_grammar(body, tools))
         try:
-            if grammar is not None:
-                SamplingParams(grammar=grammar)
-                self._engine.grammars.constraint(grammar)  # it takes time, and the engine's thread has none
-            return replace(self._engine.default_params, **given)
+            return replace(self._engine.default_params, **given), constraint
         except UserError as error:
             name = str(error).partition(" ")[0]
-            if name in ("grammar", "grammars", "a"):
-                raise ApiError(self._shown(str(error)), param=param) from error
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
+
+    def _constraint(self, given: dict[str, Any], grammar: str | None, param: str) -> Constraint | None:
+        """A grammar, compiled here since the engine's thread has no time; it is put among the given parameters."""
+        if grammar is None:
+            return None
+        given["grammar"] = grammar
+        if len(grammar) > MOST_CHARACTERS:
+            raise ApiError(
+                f"{param} is a grammar of {len(grammar)} characters: legal are up to {MOST_CHARACTERS}", param=param
+            )
+        try:
+            SamplingParams(grammar=grammar)
+            return self._engine.grammars.constraint(grammar)
+        except BusyError as error:
+            raise ApiError(
+                str(error), status=429, param=param, code="rate_limit_exceeded", headers={"Retry-After": "5"}
+            ) from error
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param=param) from error
 
 
 def refuse_other_model(name: str | None, served: str) -> None:

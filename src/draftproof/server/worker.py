@@ -22,7 +22,7 @@ from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
 from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
-from draftproof.sampling import SamplingParams, TokenLogprob
+from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
 from draftproof.server.metrics import Counted, Metrics
 
@@ -71,6 +71,7 @@ class Job:
         streams: whether pieces are wanted after each round; else they come when a continuation ends, which spares the
             event loop the work of waking up.
         speculates: whether anything is drafted.
+        constraint: the grammar of `params`, compiled.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -79,6 +80,7 @@ class Job:
     prediction: Sequence[int] = ()
     streams: bool = True
     speculates: bool = True
+    constraint: Constraint | None = None
     arrival: float = field(default_factory=time.monotonic)
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
@@ -270,7 +272,13 @@ class EngineWorker:
         made: list[Request] = []
         try:
             for prompt in job.prompts:
-                made += self._engine.add(list(prompt), job.params, prediction=job.prediction, speculates=job.speculates)
+                made += self._engine.add(
+                    list(prompt),
+                    job.params,
+                    prediction=job.prediction,
+                    speculates=job.speculates,
+                    constraint=job.constraint,
+                )
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's
             for request in made:
                 self._engine.abort(request)
@@ -413,7 +421,7 @@ def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
     return made
 
 
-def explained(error: Exception, shown: Callable[[str], str]) -> ApiError:
+def explained(error: BaseException, shown: Callable[[str], str]) -> ApiError:
     """What a client is told of an error; what it is not told is in the log.
 
     Args:
