@@ -16,6 +16,7 @@ FLOORS = (
     {"_version", "errors", "embedded", "accelerator"},
     {"files", "tree", "kernels"},
     {"rng", "progress", "peak"},
+    {"grammar_compile", "grammar_check"},
     {"draft", "bad_words", "sampling", "grammar", "heads", "models", "tokenization", "fast_tokenizer"},
     {"functional", "reference", "provenance", "results"},
     {"verifiers", "finish", "theory"},

@@ -55,6 +55,11 @@ def blamed_on(request_id: int) -> Iterator[None]:
         raise RequestError(request_id, reason(cause)) from cause
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no `Exception`, and yet only a call that failed."""
+    return type(error).__name__ == "PanicException"
+
+
 def reason(cause: BaseException) -> str:
     """The message of an exception on one line of at most 200 characters; its type if the message is empty."""
     text = " ".join(str(cause).split()) or type(cause).__name__

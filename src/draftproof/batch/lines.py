@@ -65,6 +65,7 @@ class OpenAIRows:
             question.params,
             list(question.prediction) or None,
             body.speculation,
+            question.constraint,
             more=(answer, form()),
         )
 
@@ -80,7 +81,7 @@ class OpenAIRows:
             answer.add(pieces_of(request, index))
         return [self._row(row, 200, form.whole(answer).model_dump(mode="json"))], False
 
-    def refused(self, row: Row, error: Exception) -> Values:
+    def refused(self, row: Row, error: BaseException) -> Values:
         """See RowForm."""
         told = error if isinstance(error, ApiError) else explained(error, str)
         return self._row(row, told.status, told.body())

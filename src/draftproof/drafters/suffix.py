@@ -19,7 +19,7 @@ from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.predicted import PredictedText
-from draftproof.errors import UserError
+from draftproof.errors import UserError, blamed_on
 from draftproof.rng import RoundRng
 from draftproof.stoppers.base import RoundTime
 
@@ -122,7 +122,10 @@ class SuffixDrafter:
     def _best(self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None) -> Found:
         """What the grammar forces; else the predicted text or a known suffix, whichever follows more tokens."""
         constraint = request.transforms.constraint
-        forced = [] if constraint is None else constraint.forced(request.tokens[request.prompt_length :])
+        forced: list[int] = []
+        if constraint is not None:
+            with blamed_on(request.id):
+                forced = constraint.forced(request.tokens[request.prompt_length :])
         if forced:
             return Found(forced[: min(self.limit, request.limit)], self._context, Origin.GRAMMAR)
         found, predicted = self._follow(request, row, worth), row.predicted

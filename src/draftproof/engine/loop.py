@@ -32,7 +32,7 @@ from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.grammar import Grammars
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
-from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
+from draftproof.sampling import Constraint, LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
@@ -166,6 +166,7 @@ class DecodingLoop:
         speculates: bool = True,
         cache_salt: str = "",
         share_text: bool = True,
+        constraint: Constraint | None = None,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -180,6 +181,7 @@ class DecodingLoop:
             cache_salt: what was read or written for the prompt is used for requests with the same salt only, so that
                 users with different ones learn nothing of each other from the time or the drafts of an answer.
             share_text: whether a drafter that looks tokens up in other requests may use this one's, and theirs for it.
+            constraint: the grammar of `params`, where it is compiled already.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -198,12 +200,14 @@ class DecodingLoop:
         left = self._context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        if params.grammar is not None and constraint is None:
+            constraint = self.grammars.constraint(params.grammar)
         transforms = params.bind(
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
             bad_words=self.prompts.bad_words(params.bad_words),
-            constraint=None if params.grammar is None else self.grammars.constraint(params.grammar),
+            constraint=None if params.grammar is None else constraint,
         )
         with self._lock:
             made = [

@@ -218,6 +218,7 @@ class Server:
             client,
             salt,
             share_text,
+            question.constraint,
             arrival,
         )
         if job.size > self.worker.capacity:
@@ -355,7 +356,7 @@ def _server(request: Request) -> Server:
 
 _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
 _MOST_IDS = 131_072  # that are decoded at once, where the model's context has no end
-_COMPILE_AT_ONCE = 8  # requests with a grammar that are read
+_COMPILE_AT_ONCE = 64  # requests with a grammar that are read; most of them wait for a process that compiles it
 _ASIDE_AT_ONCE = 32  # others
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]

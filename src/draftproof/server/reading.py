@@ -16,7 +16,9 @@ from pydantic import BaseModel, ValidationError
 from draftproof.bad_words import BadWords
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
-from draftproof.sampling import SamplingParams
+from draftproof.grammar import MOST_CHARACTERS
+from draftproof.grammar_check import BusyError
+from draftproof.sampling import Constraint, SamplingParams
 from draftproof.server import schemas
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.errors import ApiError, quoted
@@ -40,7 +42,6 @@ _TEMPLATE_SECONDS = 10.0  # of a chat template, which comes with a model and may
 _MOST_BAD_WORDS = 32_768  # characters of all of them: each is encoded twice
 _MOST_SHOWN = 524_288  # entries of what an answer says of prompts: it is made at once
 _MOST_LOGPROBS_MADE = 1_048_576  # entries of what an answer says of its own tokens: they come one after the other
-_MOST_GRAMMAR = 131_072  # characters: masks of larger grammars take long to compute, in the engine's thread
 _FIELDS = {field.name for field in fields(SamplingParams)}
 _BODY_FIELDS = {
     name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
@@ -59,6 +60,7 @@ class Question:
         prediction: token ids that the answer may repeat.
         tools: that the answer may call.
         words: the parameters' bad words, encoded: the engine finds them as long as this is there.
+        constraint: the grammar of `params`, compiled.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -67,6 +69,7 @@ class Question:
     prediction: tuple[int, ...] = ()
     tools: ToolSet | None = None
     words: BadWords = field(default_factory=BadWords)
+    constraint: Constraint | None = None
 
 
 class Reader:
@@ -105,7 +108,7 @@ class Reader:
         Raises:
             ApiError: a value that cannot be used; it names the field.
         """
-        params = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
+        params, constraint = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
             if body.stream:
                 raise ApiError("echo with logprobs needs stream false", param="echo")
@@ -114,7 +117,8 @@ class Reader:
         texts = tuple(text if body.echo else None for text, _ in read)
         prompts = tuple(ids for _, ids in read)
         self._refuse_large(body, params, prompts, sum(map(len, prompts)) * params.n)
-        return Question(prompts, texts, params, self._prediction(body.prediction), words=self._words(params))
+        prediction = self._prediction(body.prediction)
+        return Question(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
 
     def chat(self, body: ChatBody) -> Question:
         """The question of a request to /v1/chat/completions.
@@ -132,11 +136,13 @@ class Reader:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
         most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
         tools = tool_set(body, self._engine.tokenizer, self._settings.tool_format)
-        params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None, tools)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params, constraint = self._params(body, most, logprobs, tools)
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
         _, ids = self.chat_prompt(body.messages, shown)
         self._refuse_large(body, params, (ids,), len(ids))
-        return Question((ids,), (None,), params, self._prediction(body.prediction), tools, self._words(params))
+        prediction = self._prediction(body.prediction)
+        return Question((ids,), (None,), params, prediction, tools, self._words(params), constraint)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
         """Text and token ids of a chat.
@@ -295,30 +301,25 @@ class Reader:
 
     def _params(
         self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
-    ) -> SamplingParams:
+    ) -> tuple[SamplingParams, Constraint | None]:
+        """The parameters of a body, and their grammar."""
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        grammar, param = _grammar(body, tools)
-        if grammar is not None:
-            given["grammar"] = grammar
         if tools is not None and tools.specials:
             given["skip_special_tokens"] = False  # the marker of a call is one
         if body.logit_bias is not None:
             given["logit_bias"] = _bias(body.logit_bias)
+        grammar, param = _grammar(body, tools)
         self._check_sizes(body, max_tokens, logprobs, param, grammar or "")
+        constraint = self._constraint(given, grammar, param)
         try:
-            if grammar is not None:
-                SamplingParams(grammar=grammar)
-                self._engine.grammars.constraint(grammar)  # it takes time, and the engine's thread has none
             params = replace(self._engine.default_params, **given)
             formed = not isinstance(body.response_format, TextFormat | None)
-            return params if tools is None else ToolParams.of(params, tools.form(formed=formed))
+            return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
         except UserError as error:
             name = str(error).partition(" ")[0]
-            if name in ("grammar", "grammars", "a"):
-                raise ApiError(self._shown(str(error)), param=param) from error
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
     def _check_sizes(
@@ -330,11 +331,26 @@ class Reader:
             if count is not None:
                 _refuse_above(name, count, _MOST_LOGPROBS)
         for name, kind, size, most in (
-            (param, "a grammar", len(grammar), _MOST_GRAMMAR),
+            (param, "a grammar", len(grammar), MOST_CHARACTERS),
             ("bad_words", "texts", sum(map(len, body.bad_words or ())), _MOST_BAD_WORDS),
         ):
             if size > most:
                 raise ApiError(f"{name} is {kind} of {size} characters: legal are up to {most} here", param=name)
+
+    def _constraint(self, given: dict[str, Any], grammar: str | None, param: str) -> Constraint | None:
+        """A grammar, compiled here since the engine's thread has no time; it is put among the given parameters."""
+        if grammar is None:
+            return None
+        given["grammar"] = grammar
+        try:
+            SamplingParams(grammar=grammar)
+            return self._engine.grammars.constraint(grammar)
+        except BusyError as error:
+            raise ApiError(
+                str(error), status=429, param=param, code="rate_limit_exceeded", headers={"Retry-After": "5"}
+            ) from error
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param=param) from error
 
 
 def refuse_other_model(name: str | None, served: str) -> None:

@@ -27,7 +27,7 @@ from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
 from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
-from draftproof.sampling import SamplingParams, TokenLogprob
+from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
 from draftproof.server.metrics import Counted, Metrics
 
@@ -80,6 +80,7 @@ class Job:
         client: who asks; clients take turns. Empty where clients are not known apart.
         cache_salt: see `DecodingLoop.add`.
         share_text: see `DecodingLoop.add`.
+        constraint: the grammar of `params`, compiled.
         arrival: when its request came; the deadline counts from there.
         ended: nobody waits for it any more.
     """
@@ -93,6 +94,7 @@ class Job:
     client: str = ""
     cache_salt: str = ""
     share_text: bool = True
+    constraint: Constraint | None = None
     arrival: float = field(default_factory=time.monotonic)
     ended: bool = False
     _pieces: list[Piece] = field(default_factory=list)
@@ -420,6 +422,7 @@ class EngineWorker:
                     speculates=job.speculates,
                     cache_salt=job.cache_salt,
                     share_text=job.share_text,
+                    constraint=job.constraint,
                 )
         except BaseException as error:  # noqa: BLE001 - whatever it is, also a panic of a library, it is this job's
             for request in made:
