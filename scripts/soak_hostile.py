@@ -95,6 +95,7 @@ class HostileSoak:
         self.waits: dict[str, tuple[float, float]] = {}  # the longest one of each kind, and when it ended
         self.slowest: dict[str, tuple[float, float]] = {}  # the same of the last phase
         self.numbers = itertools.count()
+        self.delays: list[tuple[float, float]] = []  # seconds that the engine's thread has waited for a processor
         self.own_pause = self.memory_peak = 0.0
         self.over = False
 
@@ -199,10 +200,18 @@ class HostileSoak:
 
     async def clock(self) -> None:
         """How late this process itself is: others on the machine hold it up too."""
+        engine = self.server.busiest_thread()
         while not self.over:
             start = time.monotonic()
+            with contextlib.suppress(OSError, AttributeError):  # it has ended, or this system does not say it
+                self.delays.append((start, int(engine.read_text().split()[1]) / 1e9))
             await asyncio.sleep(0.02)
             self.own_pause = max(self.own_pause, time.monotonic() - start - 0.02)
+
+    def starved(self, seconds: float, now: float) -> float:
+        """Seconds that the engine's thread waited for a processor within some time before `now`."""
+        delays = [delay for when, delay in self.delays if now - seconds - 0.05 <= when <= now + 0.05]
+        return delays[-1] - delays[0] if delays else 0.0
 
     async def health(self) -> None:
         """Ask /health as an orchestrator does, with a new connection each time."""
@@ -246,10 +255,14 @@ class HostileSoak:
 
     def figures(self) -> dict[str, Any]:
         """Figures of the time since the last ones, in milliseconds."""
-        found = {
+        found: dict[str, Any] = {
             "longest waits, ms": {name: round(1000 * wait) for name, (wait, _) in sorted(self.waits.items())},
             "of this script, ms": round(1000 * self.own_pause),
         }
+        if "pause of a stream" in self.waits:
+            found["of the pause the engine waited for a processor, ms"] = round(
+                1000 * self.starved(*self.waits["pause of a stream"])
+            )
         self.slowest, self.waits, self.own_pause = self.waits, {}, 0.0
         return found
 
@@ -335,7 +348,8 @@ def shown(report: dict[str, Any]) -> str:
     lines = [f"{report['minutes']:g} minutes, {HONEST} clients and a hostile one"]
     for name in ("without a hostile client", "with it"):
         waits = ", ".join(f"{kind} {wait}" for kind, wait in report[name]["longest waits, ms"].items())
-        lines.append(f"{name}, longest waits in ms: {waits} (of this script {report[name]['of this script, ms']})")
+        rest = ", ".join(f"{what} {value}" for what, value in report[name].items() if not isinstance(value, dict))
+        lines.append(f"{name}, longest waits in ms: {waits} ({rest})")
     lines.append("memory, MiB: " + ", ".join(f"{name} {value}" for name, value in report["memory, MiB"].items()))
     lines.append("answers: " + ", ".join(f"{name}: {count}" for name, count in report["seen"].items()))
     lines += [

@@ -75,6 +75,11 @@ class ServedProcess:
         """The same of the process alone, cheaply: looking at all of its pages holds it up."""
         return _memory(self.process.pid, _STATUS)
 
+    def busiest_thread(self):
+        """The thread that has run longest: the engine's."""
+        found = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
+        return max(found, key=lambda file: int(file.read_text().split()[0]), default=None)
+
     def end(self, seconds=60):
         """SIGTERM; the exit code, or None where it does not end in time and is killed."""
         children = _children(self.process.pid)
