@@ -58,6 +58,11 @@ def serve(
         answering = Server(loaded, settings, name, hidden=[target, engine["draft"] or target])
         made = make_app(answering, keys, legal_hosts(settings, keys))
         start_logging(as_json=settings.json_logs)
+        if str(engine["drafter"]).startswith("suffix") and not (keys or settings.share_between_clients):
+            _terminal.note(
+                "draftproof: without API keys, suffix drafts from a request's own tokens only, so that clients do not "
+                "read each other's texts out of drafts; --share-between-clients lets it learn from all of them"
+            )
         said = f"draftproof: serving {name} at {address(listener)}/v1"
         serve_app(made, listener, settings, lambda: _terminal.note(said))
     finally:
