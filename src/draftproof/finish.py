@@ -161,6 +161,8 @@ class Cutter:
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
         self._form = params.form
         self._formed = self._form is not None and self._form.search("") is not None
+        self._overlaps = [0] * len(self._stops)  # of the first `_measured` characters with each stop string
+        self._measured = 0
         self._sent = 0
         self.count = 0
         self.text = ""
@@ -207,7 +209,9 @@ class Cutter:
         free = self._free(old)
         if self.count <= self._params.min_tokens:
             return
-        ends = [(at + len(stop), at, stop) for stop in self._stops if (at := self._find(stop, old)) >= 0]
+        new = len(self.text) - self._measured
+        near = [stop for stop, size in zip(self._stops, self._overlaps, strict=True) if size + new >= len(stop)]
+        ends = [(at + len(stop), at, stop) for stop in near if (at := self._find(stop, old)) >= 0]
         found = [each for each in ends if each[0] <= free]
         if found:
             end, start, stop = min(found)
@@ -228,14 +232,25 @@ class Cutter:
 
     def _open(self) -> int:
         """Number of characters at the end that could be the beginning of a stop string."""
-        if self._formed:
+        if self._formed or not self._stops:
             return 0
-        return max((overlap(self.text, stop) for stop in self._stops), default=0)
+        new, self._measured = len(self.text) - self._measured, len(self.text)
+        sizes = zip(self._stops, self._overlaps, strict=True)
+        self._overlaps = [overlap(self.text, stop, size + new) for stop, size in sizes]
+        return max(self._overlaps)
 
 
-def overlap(text: str, stop: str) -> int:
-    """The length of the longest proper prefix of `stop` that `text` ends with."""
-    start = max(len(text) - len(stop) + 1, 0)
+def overlap(text: str, stop: str, most: int | None = None) -> int:
+    """The length of the longest proper prefix of `stop` that `text` ends with.
+
+    Args:
+        text: that may end so.
+        stop: what it may begin.
+        most: an upper bound, such as the last answer and the characters since then: with it, the time for all of a text
+            is in proportion to its length, whatever it is.
+    """
+    longest = len(stop) - 1 if most is None else min(len(stop) - 1, most)
+    start = max(len(text) - longest, 0)
     while (start := text.find(stop[0], start)) >= 0:  # most places are passed over without a comparison
         if stop.startswith(text[start:]):
             return len(text) - start
