@@ -34,6 +34,7 @@ from draftproof.grammar import Grammars
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
 from draftproof.sampling import Constraint, LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
+from draftproof.tree import TokenTree
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
 
@@ -380,7 +381,7 @@ class DecodingLoop:
         with seconds.measure("draft"):
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             proposed = self.drafter.propose(requests, rng) if rows else []
-            drafts = [draft.to(self.target.device) for draft in proposed]
+            drafts = [_legal_part(*each).to(self.target.device) for each in zip(rows, proposed, strict=True)]
         drafting = seconds.draft
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
@@ -621,3 +622,21 @@ class DecodingLoop:
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             prompt_logprobs=None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs),
         )
+
+
+def _legal_part(row: Request, draft: Draft) -> Draft:
+    """A looked up draft as far as it fits the request's grammar.
+
+    The rest has probability 0: a lossless rule would reject it, and a lossy one could accept it. What draft models draw
+    fits, since their logits are masked too.
+    """
+    constraint = row.transforms.constraint
+    if constraint is None or draft.probs is not None or not draft.tree.is_chain or row.rule.constant_length:
+        return draft
+    tokens = draft.tree.ids
+    with blamed_on(row.id):
+        for size, token in enumerate(tokens):
+            if not constraint.allowed(row.output_ids, [tokens[:size]])[0, token]:
+                kept = TokenTree.chain(draft.tree.tokens[:size])
+                return replace(draft, tree=kept) if size else Draft.empty(draft.tree.tokens.device)
+    return draft
