@@ -42,7 +42,7 @@ class ServedProcess:
 
         with log.open("ab") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=limited)  # noqa: PLW1509
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while not (found := re.search(r"serving \S+ at (http://\S+)/v1", self.log())):
             assert self.returncode is None, self.log()
             assert time.monotonic() < end, "the server did not start"
