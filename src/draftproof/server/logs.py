@@ -108,7 +108,11 @@ class Unblocked(logging.Handler):
 
 def start_logging(*, as_json: bool) -> None:
     """Send what the server and its engine log to stderr."""
-    handler = Unblocked(sys.stderr.fileno())
+    try:
+        where = sys.stderr.fileno()
+    except (OSError, ValueError):  # it is no file
+        where = 2
+    handler = Unblocked(where)
     handler.setFormatter(JsonLines() if as_json else TextLines("draftproof: %(message)s"))
     for name in ("draftproof", "uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
