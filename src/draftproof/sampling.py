@@ -292,7 +292,11 @@ class Constraint(Protocol):
         ...
 
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
-        """For each path after the committed tokens a mask of the tokens that may follow; any, where none can be."""
+        """For each path after the committed tokens a mask of the tokens that may follow; any, where none can be.
+
+        Raises:
+            NoTokenError: the committed tokens do not fit, or what may follow cannot be found.
+        """
         ...
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:

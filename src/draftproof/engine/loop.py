@@ -625,18 +625,19 @@ class DecodingLoop:
 
 
 def _legal_part(row: Request, draft: Draft) -> Draft:
-    """A looked up draft as far as it fits the request's grammar.
+    """A drafted chain as far as it fits the request's grammar.
 
-    The rest has probability 0: a lossless rule would reject it, and a lossy one could accept it. What draft models draw
-    fits, since their logits are masked too.
+    The rest has probability 0: a lossless rule would reject it, and a lossy one could accept it. It was looked up; what
+    draft models draw fits, since their logits are masked too.
     """
     constraint = row.transforms.constraint
-    if constraint is None or draft.probs is not None or not draft.tree.is_chain or row.rule.constant_length:
+    if constraint is None or not draft.tree.is_chain or draft.draws is not None or row.rule.constant_length:
         return draft
-    tokens = draft.tree.ids
     with blamed_on(row.id):
-        for size, token in enumerate(tokens):
-            if not constraint.allowed(row.output_ids, [tokens[:size]])[0, token]:
-                kept = TokenTree.chain(draft.tree.tokens[:size])
-                return replace(draft, tree=kept) if size else Draft.empty(draft.tree.tokens.device)
+        for size, token in enumerate(draft.tree.ids):
+            if not constraint.allowed(row.output_ids, [draft.tree.ids[:size]])[0, token]:
+                if not size:
+                    return Draft.empty(draft.tree.tokens.device)
+                probs = None if draft.probs is None else draft.probs[:size]
+                return replace(draft, tree=TokenTree.chain(draft.tree.tokens[:size]), probs=probs)
     return draft
