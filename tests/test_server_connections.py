@@ -415,7 +415,7 @@ class Limits:
 
 @pytest.mark.parametrize(
     ("limits", "expected", "raised"),
-    [((1024, 4096), 1000, 1272), ((1024, 1100), 828, 1100), ((-1, -1), 1000, -1), ((5000, 5000), 1000, 5000)],
+    [((1024, 4096), 1000, 1152), ((1024, 1100), 948, 1100), ((-1, -1), 1000, -1), ((5000, 5000), 1000, 5000)],
 )
 def test_descriptors_are_raised_to_what_is_needed(monkeypatch, caplog, limits, expected, raised):
     monkeypatch.setattr(run, "resource", Limits(*limits))

@@ -33,7 +33,8 @@ except ImportError:  # Windows, where sockets are not counted with files
     resource = None  # type: ignore[assignment]
 
 _CONNECTIONS = 800  # by default, where no more requests may wait
-_BACKLOG = 128  # connections that wait to be accepted; asyncio accepts so many in one go
+_BACKLOG = 1024  # connections that wait to be accepted, in the system
+_ACCEPTED = 8  # of them in one turn of the event loop: others are served between these
 _FILES = 128  # descriptors for other things
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FORCED = 1  # exit code where threads did not end
@@ -99,6 +100,8 @@ class _Speaker(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(_Unhandled())
         await super().startup(sockets)
         if self.started:
+            for each in sockets or ():
+                each.listen(_BACKLOG)  # asyncio has one number for the system's queue and its own turns
             self.listens()
 
 
@@ -127,7 +130,7 @@ def prepared(app: FastAPI, settings: Settings) -> _Speaker:
     config = uvicorn.Config(
         app,
         http=connection(settings.read_timeout, settings.write_timeout, descriptors_for(most)),
-        backlog=_BACKLOG,
+        backlog=_ACCEPTED,
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -143,7 +146,7 @@ def descriptors_for(connections: int) -> int:
     """Let the process open so many connections besides its files; returns how many it may, which can be fewer."""
     if resource is None:
         return connections
-    needed = connections + RESERVE + _BACKLOG + _FILES
+    needed = connections + RESERVE + _ACCEPTED + _FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
