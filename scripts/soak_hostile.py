@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,13 @@ class HostileSoak:
         seed: of everybody's choices.
         attacks: names of those that are used; empty uses all.
         options: further options of the server.
+        busy: whether other programs use the machine: what the server waited for a processor does not count.
     """
 
-    def __init__(self, minutes: float, seed: int, attacks: list[str], options: list[str]) -> None:
-        self.seconds, self.seed, self.chosen = 60 * minutes, seed, attacks
+    def __init__(
+        self, minutes: float, seed: int, attacks: Sequence[str] = (), options: Sequence[str] = (), *, busy: bool = False
+    ) -> None:
+        self.seconds, self.seed, self.chosen, self.busy = 60 * minutes, seed, attacks, busy
         self.server = ServedProcess(*OPTIONS, *options)
         self.record = self.server.folder / "attacks"
         self.expected: dict[tuple[str, str], str] = {}
@@ -95,7 +99,8 @@ class HostileSoak:
         self.waits: dict[str, tuple[float, float]] = {}  # the longest one of each kind, and when it ended
         self.slowest: dict[str, tuple[float, float]] = {}  # the same of the last phase
         self.numbers = itertools.count()
-        self.delays: list[tuple[float, float]] = []  # seconds that the engine's thread has waited for a processor
+        # When, and the seconds that the thread of the event loop and the engine's have waited for a processor.
+        self.delays: list[tuple[float, float]] = []
         self.own_pause = self.memory_peak = 0.0
         self.over = False
 
@@ -200,16 +205,16 @@ class HostileSoak:
 
     async def clock(self) -> None:
         """How late this process itself is: others on the machine hold it up too."""
-        engine = self.server.busiest_thread()
+        threads = self.server.threads()
         while not self.over:
             start = time.monotonic()
             with contextlib.suppress(OSError, AttributeError):  # it has ended, or this system does not say it
-                self.delays.append((start, int(engine.read_text().split()[1]) / 1e9))
+                self.delays.append((start, sum(int(each.read_text().split()[1]) for each in threads) / 1e9))
             await asyncio.sleep(0.02)
             self.own_pause = max(self.own_pause, time.monotonic() - start - 0.02)
 
     def starved(self, seconds: float, now: float) -> float:
-        """Seconds that the engine's thread waited for a processor within some time before `now`."""
+        """Seconds that the server's two threads waited for a processor within some time before `now`."""
         delays = [delay for when, delay in self.delays if now - seconds - 0.05 <= when <= now + 0.05]
         return delays[-1] - delays[0] if delays else 0.0
 
@@ -259,10 +264,9 @@ class HostileSoak:
             "longest waits, ms": {name: round(1000 * wait) for name, (wait, _) in sorted(self.waits.items())},
             "of this script, ms": round(1000 * self.own_pause),
         }
-        if "pause of a stream" in self.waits:
-            found["of the pause the engine waited for a processor, ms"] = round(
-                1000 * self.starved(*self.waits["pause of a stream"])
-            )
+        for name in {"pause of a stream", "/health"} & set(self.waits):
+            starved = min(self.waits[name][0], self.starved(*self.waits[name]))
+            found[f"of {name} the server waited for a processor, ms"] = round(1000 * starved)
         self.slowest, self.waits, self.own_pause = self.waits, {}, 0.0
         return found
 
@@ -326,7 +330,9 @@ class HostileSoak:
 
     def broken(self, report: dict[str, Any]) -> list[str]:
         """Promises that were not kept, besides the process's end."""
-        waits = report["with it"]["longest waits, ms"]
+        waits = dict(report["with it"]["longest waits, ms"])
+        for name in waits if self.busy else ():
+            waits[name] -= report["with it"].get(f"of {name} the server waited for a processor, ms", 0)
         found = [
             f"{name}: {waits[name]} ms beside {report['beside what'][name]}"
             for name, most in (("pause of a stream", PAUSE), ("/health", PAUSE), ("any answer", WAIT))

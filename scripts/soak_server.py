@@ -360,15 +360,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, help="with a hostile client, so long")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--attacks", default="", help="names of attacks, with commas; without it all")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="other programs use the machine: what the server waited for a processor is no pause",
+    )
     parser.add_argument("--json", action="store_true")
     words = sys.argv[1:]
     place = words.index("--") if "--" in words else len(words)
     asked = parser.parse_args(words[:place])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # servers end too
     if asked.minutes is not None:
-        report = HostileSoak(
-            asked.minutes, asked.seed, asked.attacks.split(",") if asked.attacks else [], words[place + 1 :]
-        ).run()
+        attacks = asked.attacks.split(",") if asked.attacks else ()
+        report = HostileSoak(asked.minutes, asked.seed, attacks, words[place + 1 :], busy=asked.busy).run()
         print(json.dumps(report, indent=1) if asked.json else shown(report))
         sys.exit(bool(report["broken"]))
     count, concurrency = asked.requests, asked.concurrency

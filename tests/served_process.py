@@ -75,10 +75,11 @@ class ServedProcess:
         """The same of the process alone, cheaply: looking at all of its pages holds it up."""
         return _memory(self.process.pid, _STATUS)
 
-    def busiest_thread(self):
-        """The thread that has run longest: the engine's."""
-        found = Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")
-        return max(found, key=lambda file: int(file.read_text().split()[0]), default=None)
+    def threads(self):
+        """Files about the thread of the event loop and the one that has run longest besides: the engine's."""
+        files = {int(file.parent.name): file for file in Path(f"/proc/{self.process.pid}/task").glob("*/schedstat")}
+        loop = files.pop(self.process.pid, None)
+        return loop, max(files.values(), key=lambda file: int(file.read_text().split()[0]), default=None)
 
     def end(self, seconds=60):
         """SIGTERM; the exit code, or None where it does not end in time and is killed."""
