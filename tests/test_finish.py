@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftproof.finish import Cutter, Finish, TextDecoder
+from draftproof.finish import Cutter, Finish, TextDecoder, overlap
 from draftproof.sampling import SamplingParams
+from draftproof.server.tools import ToolParams
 
 
 def wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
@@ -324,3 +325,77 @@ def test_the_text_is_that_of_the_kept_tokens_up_to_the_stop(values, ids):
     if params.include_stop_str_in_output and ending.stop_reason in params.stop:
         body = body.removesuffix(ending.stop_reason)
     assert not any(stop in body for stop in params.stop)
+
+
+# --- forms -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("begins", "text", "ends", "reason"),
+    [
+        ("", '{"a": 1}', None, None),
+        ("<c>", 'say "x" <c>"y"', "say ", '"'),
+        ("<c>", 'say <c>"y"', None, None),
+        ("<c>", "say <c", "say ", "<c"),
+        (r"\A\{", '{"a"', None, None),
+        (r"\A\{", 'x {"a"', "x {", '"'),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_stop_strings_count_before_a_form_begins(begins, text, ends, reason, size):
+    """However the text is split into tokens."""
+    stops = ["<c", "}", '"'] if reason == "<c" else ["}", '"']
+    made = ToolParams.of(SamplingParams(stop=stops, max_tokens=None), begins)
+    ending = Cutter(made, [EOS], TOKENIZERS["byte_level"]())
+    ids = encode(text)
+    run(ending, [ids[place : place + size] for place in range(0, len(ids), size)])
+    assert ending.text == (text if ends is None else ends)
+    assert ending.stop_reason == reason
+
+
+def test_stop_tokens_count_before_a_form_begins():
+    (z,) = encode("z")
+    for begins, text in (("", "xzz"), ("y", "x"), ("x", "xzz")):
+        made = ToolParams.of(SamplingParams(stop_token_ids=[z], max_tokens=3), begins)
+        ending = Cutter(made, [EOS], TOKENIZERS["byte_level"]())
+        run(ending, [encode("xzz")])
+        assert ending.text == text
+
+
+def test_with_a_grammar_no_stop_string_counts():
+    params = SamplingParams(grammar="json_object", stop=['"', "x"], max_tokens=None)
+    ending = Cutter(params, [EOS], TOKENIZERS["byte_level"]())
+    _, streamed = run(ending, [[each] for each in encode('{"x": 1}')])
+    assert "".join(streamed) == ending.text == '{"x": 1}', "nothing is held back either"
+    run(ending, [[EOS]])
+    assert ending.finish is Finish.STOP
+
+
+@settings(max_examples=300, deadline=None)
+@given(stop=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3), text=st.text("ab", max_size=40))
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(stop, text):
+    ending = cutter(stop=stop, max_tokens=None)
+    for token in encode(text):
+        cut = ending.cut([token])
+        if cut.finish is not None:
+            return
+        assert len(ending.text) - ending._sent == max(overlap(ending.text, each) for each in stop)
+
+
+def test_texts_like_their_stop_strings_take_no_longer():
+    """Each beginning of each stop string was tried in each round."""
+    tried = []
+
+    class Stop(str):
+        __slots__ = ()
+
+        def startswith(self, *args):
+            tried.append(args)
+            return str.startswith(self, *args)
+
+    ending = cutter(stop=["x"], max_tokens=None)
+    ending._stops = tuple(Stop("a" * 250 + "b" + "a" * 200) for _ in range(4))
+    ending._overlaps = [0] * 4
+    for _ in range(500):
+        ending.cut(encode("a"))
+    assert len(tried) < 4 * 2 * 500 + 10

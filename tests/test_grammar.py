@@ -1,6 +1,7 @@
 """Grammars: the output distribution is that of the target with a mask, with every drafter and rule, and answers fit."""
 
 import json
+import random
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_verifier
+from draftproof.errors import NoTokenError
 from draftproof.grammar import Grammars
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, engine_distribution, total_variation
@@ -180,7 +182,10 @@ def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
                 return self
 
             def allowed(self, outputs, paths):
-                masks = compiled.allowed(outputs, paths)
+                try:
+                    masks = compiled.allowed(outputs, paths)
+                except NoTokenError:  # an answer that is outside the grammar already
+                    return torch.ones(len(paths), len(VOCAB), dtype=torch.bool)
                 masks[[bool(path) for path in paths]] = True
                 return masks
 
@@ -196,6 +201,23 @@ def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
     assert total_variation(found, by_hand(target, prompt, 1.0, 4)) > 0.01
 
 
+@pytest.mark.parametrize("rule", ["mixture:0.5", "last_token", "typical"])
+def test_a_lossy_rule_keeps_no_looked_up_token_outside_the_grammar(rule):
+    """Rules that may keep a token of probability 0 are not shown one."""
+    target, prompt = TableModel(4, 1), [0, 0, 0, 1, 1, 1, 0]
+    params = SamplingParams(max_tokens=5, grammar=f"regex:{PATTERN}")
+
+    def make(round_rng):
+        return toy(DRAFTERS["suffix"](target), rule, round_rng, target)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    for answer in found:
+        text = "".join(VOCAB[token] for token in answer if token != END)
+        assert legal(text).any() if END not in answer else legal(text)[END], text
+    assert found
+
+
 def test_masks_are_those_found_by_hand_wherever_the_matcher_was_before():
     constraint = GRAMMARS.constraint(f"regex:{PATTERN}")
     contexts = [[], [0], [0, 1], [2], [2, 0], [0, 1, 0], [0], [2, 2], [], [2, 0, 0], [0, 1, 0, 1]]
@@ -206,7 +228,7 @@ def test_masks_are_those_found_by_hand_wherever_the_matcher_was_before():
             if any(each.startswith(text) for each in TEXTS):
                 assert found.tolist() == [legal(text).tolist()] * 2
             else:
-                assert found.all(), "nothing can be there, so nothing is masked"
+                raise AssertionError(f"{text} is a bad example")
     constraint.allowed([2, 0, END], [()])
     assert constraint.allowed([2], [()])[0].tolist() == legal("ab").tolist(), "an end token is taken back too"
 
@@ -245,6 +267,138 @@ def test_the_distribution_where_forced_tokens_are_drafted(rule):
         found, expected = (engine_distribution(one, prompt, params) for one in (make, plain))
     assert total_variation(found, expected) < 1e-12
     assert Origin.GRAMMAR in origins
+
+
+# --- grammars that cannot take tokens back ----------------------------------------------------------------------------
+
+
+CANNOT_GO_BACK = {
+    "max_tokens": 'start: x "bb"\nx[max_tokens=2]: /[ab]*/\n',
+    "max_tokens, lazy": 'start: x "ab"\nx[max_tokens=2, lazy]: /[ab]*b/\n',
+    "max_tokens of a rule": 'start: y "bb"\ny[max_tokens=3]: ("a" "b")+\n',
+    "stop": 'start: x "ab"\nx[stop="b"]: /a*/\n',
+    "stop of two": 'start: x ("a" | "ba")\nx[stop="bb"]: /[ab]*/\n',
+    "twice": 'start: x y\nx[max_tokens=1]: /[ab]*/\ny[stop="b"]: /[ab]*/\n',
+}
+
+
+class Replayed:
+    """The reference: a new matcher for each context, which has read nothing else."""
+
+    def __init__(self, spec):
+        self._spec = spec
+
+    def fresh(self):
+        return self
+
+    def allowed(self, outputs, paths):
+        return torch.cat([self._one([*outputs, *path]) for path in paths])
+
+    def _one(self, context):
+        for size in range(len(context), -1, -1):  # the nearest legal context above
+            matcher = GRAMMARS.constraint(self._spec)._grammar.matcher()
+            if matcher.try_consume_tokens(context[:size]) == size:
+                return torch.tensor([list(map(bool, matcher.compute_logit_bias()))])[:, : len(VOCAB)]
+        raise AssertionError
+
+    def forced(self, outputs):
+        return GRAMMARS.constraint(self._spec).forced(outputs)
+
+
+class Unheeded(Replayed):
+    """The fault: whether tokens could be taken back is not looked at, and then everything is legal."""
+
+    def __init__(self, spec):
+        super().__init__(spec)
+        self._matcher, self._read = GRAMMARS.constraint(spec)._grammar.matcher(), []
+
+    def fresh(self):
+        return Unheeded(self._spec)
+
+    def _one(self, context):
+        same = 0
+        while same < min(len(self._read), len(context)) and self._read[same] == context[same]:
+            same += 1
+        if same < len(self._read):
+            self._matcher.rollback(len(self._read) - same)
+            del self._read[same:]
+        rest = context[same:]
+        taken = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._read += rest[:taken]
+        if taken < len(rest):
+            return torch.ones(1, len(VOCAB), dtype=torch.bool)
+        return torch.tensor([list(map(bool, self._matcher.compute_logit_bias()))])[:, : len(VOCAB)]
+
+    def forced(self, outputs):
+        self._one(list(outputs))
+        return list(self._matcher.compute_ff_tokens())
+
+
+def of_constraint(drafter, rule, spec, constraint, most=4):
+    """The distribution of answers with a drafter and a constraint; None is the engine's own."""
+    target, prompt = TableModel(4, 1), [0, 1, 0, 2]
+
+    class Given:
+        def constraint(self, _):
+            return constraint(spec)
+
+    def make(round_rng):
+        engine = toy(DRAFTERS[drafter](target), rule, round_rng, target)
+        if constraint is not None:
+            engine.grammars = Given()
+        return engine
+
+    with checks_off():
+        return engine_distribution(make, prompt, SamplingParams(max_tokens=most, grammar=spec))
+
+
+@pytest.mark.parametrize("kind", CANNOT_GO_BACK)
+def test_the_distribution_of_a_grammar_that_cannot_take_tokens_back(kind):
+    spec = f"lark:{CANNOT_GO_BACK[kind]}"
+    expected = {most: of_constraint("none", "block", spec, Replayed, most) for most in (3, 4)}
+    assert len(expected[4]) > 2
+    cases = [("none", "block", 4), ("model", "block", 4), ("suffix", "block", 4), ("tree", "trie_block", 3)]
+    for drafter, rule, most in cases:
+        found = of_constraint(drafter, rule, spec, None, most)
+        assert total_variation(found, expected[most]) < 1e-12, (drafter, rule)
+
+
+@pytest.mark.parametrize("kind", ["max_tokens", "stop"])
+def test_a_matcher_whose_failed_rollback_goes_unheeded_shows_in_the_distribution(kind):
+    spec = f"lark:{CANNOT_GO_BACK[kind]}"
+    expected = of_constraint("none", "block", spec, Replayed)
+    distances = [
+        total_variation(of_constraint(name, "block", spec, Unheeded), expected) for name in ("model", "suffix")
+    ]
+    assert max(distances) > 0.01
+
+
+@pytest.mark.parametrize("kind", CANNOT_GO_BACK)
+def test_masks_without_rollback_are_those_of_a_new_matcher(kind):
+    spec = f"lark:{CANNOT_GO_BACK[kind]}"
+    moved, reference, source = GRAMMARS.constraint(spec), Replayed(spec), random.Random(3)
+    output, legal_seen = [], 0
+    for _ in range(300):
+        mask = reference.allowed(output, [()])[0]
+        choices = [token for token in mask.nonzero().flatten().tolist() if token != END]
+        if not choices or len(output) > 5 or source.random() < 0.2:
+            output = output[: source.randrange(len(output) + 1)]  # as after a round that failed
+            continue
+        paths = [[source.randrange(END) for _ in range(source.randrange(4))] for _ in range(3)]
+        assert torch.equal(moved.allowed(output, [(), *paths]), reference.allowed(output, [(), *paths]))
+        legal_seen += 1
+        output.append(source.choice(choices))
+    assert legal_seen > 50
+
+
+def test_texts_with_a_limit_of_tokens_are_inside_the_grammar_with_every_drafter():
+    spec = 'lark:start: x "and then he said no."\nx[max_tokens=5]: /[a-z ]*/\n'
+    params = [SamplingParams(grammar=spec, max_tokens=60, temperature=1.0, seed=seed) for seed in range(6)]
+    for options in ({"drafter": "none"}, {"drafter": "ngram:4"}, {}, {"draft": "embedded:stories-draft"}):
+        found = Engine.load("embedded:stories", **options).generate(["Once upon a time"] * len(params), params)
+        for each in found:
+            assert re.fullmatch("[a-z ]*and then he said no.", each.text), (options, each.text)
+            assert each.finish_reason == "stop"
 
 
 # --- with a real tokenizer --------------------------------------------------------------------------------------------
@@ -345,8 +499,19 @@ def test_a_grammar_that_leaves_nothing_fails_alone(engine):
     assert good.error is None
 
 
-def test_a_draft_below_an_illegal_token_masks_nothing():
+def test_below_an_illegal_drafted_token_stands_the_mask_above_it():
     constraint = GRAMMARS.constraint("regex:(ab)*")
     chain = TokenTree.chain(torch.tensor([1, 0]))
     paths = [(), *[[chain.ids[node] for node in path] for path in chain.paths]]
-    assert constraint.allowed([], paths).tolist() == [[True, False, True, True], [True] * 4, [True] * 4]
+    assert constraint.allowed([], paths).tolist() == [[True, False, True, True]] * 3
+    assert constraint.allowed([0], [(), (0,), (0, 0)]).tolist() == [[False, True, False, False]] * 3
+
+
+def test_an_answer_outside_its_grammar_is_refused():
+    constraint = GRAMMARS.constraint("regex:(ab)*")
+    for output in ([1], [0, 0], [2, 1, 0]):
+        with pytest.raises(NoTokenError, match="does not fit its grammar"):
+            constraint.allowed(output, [()])
+        with pytest.raises(NoTokenError, match="does not fit its grammar"):
+            constraint.forced(output)
+    assert constraint.allowed([2], [()])[0].tolist() == [True, False, True, True], "it goes on elsewhere"

@@ -251,3 +251,12 @@ def test_on_the_command_line(tmp_path):
     assert made["compare"]["identical"]
     assert "cannot read" in call(*asked, "--prediction", tmp_path / "none", code=1).stderr
     assert "cannot use a prediction" in call(*asked, "--drafter", "ngram:4", "--prediction", file, code=1).stderr
+
+
+def test_a_text_is_read_once_for_all_continuations():
+    """Each of 72 continuations made an index of its own, between two rounds."""
+    text = list(range(1000))
+    one, other = (PredictedText(list(text), 8) for _ in range(2))
+    assert one._after is other._after
+    one.read([5, 6, 7], 0)
+    assert (one.following(2), other.following(2)) == ([8, 9], [0, 1])

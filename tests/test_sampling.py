@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import generation
 
+from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.kernels.native import softmax
 from draftproof.sampling import (
     SamplingParams,
     TokenLogprob,
     Transforms,
     _nucleus,
-    bad_word_ids,
     check_logits,
     probabilities,
     top_logprobs,
@@ -34,7 +34,7 @@ def noise(rows: int, seed: int, *, vocab: int = V, dtype=torch.float32) -> torch
 
 
 def bound(prompt=(), words=(), vocab=V, **params) -> Transforms:
-    return Transforms(SamplingParams(**params), vocab, EOS, tuple(prompt), tuple(words))
+    return Transforms(SamplingParams(**params), vocab, EOS, tuple(prompt), BadWords(words))
 
 
 # --- against transformers ------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_a_bad_word_is_found_across_output_and_path(split):
 def twin(logits: list[float], bound: Transforms, context: list[int]) -> list[float]:
     """One row, one token at a time, in Python's floats."""
     params, x = bound.params, list(logits)
-    for word in bound.bad_word_ids:
+    for word in bound.bad_words.sequences:
         if list(word[:-1]) == context[len(context) - len(word) + 1 :]:
             x[word[-1]] = -math.inf
     if len(context) < params.min_tokens:

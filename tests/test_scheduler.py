@@ -198,8 +198,8 @@ def test_a_small_memory_changes_no_token_and_is_never_exceeded(rows):
 def test_controls_a_wrong_reuse_changes_tokens(monkeypatch):
     right = KeptSessions.find
 
-    def wrong(self, target, tokens, running=()):
-        found = right(self, target, tokens, running)
+    def wrong(self, target, tokens, *more):
+        found = right(self, target, tokens, *more)
         if found is not None and found.length > 8:
             found.tokens[:] = tokens[: found.length]
             for store in (found.cache._keys, found.cache._values):

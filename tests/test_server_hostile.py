@@ -131,23 +131,70 @@ def test_a_grammar_that_takes_long_holds_up_nobody(engine, base, monkeypatch):
     """Neither a request without one, nor one whose grammar is known, nor the engine's thread."""
     known = {"structured_outputs": {"regex": "[ab]{3}"}, "max_tokens": 8}
     assert post(base, **known).status_code == 200
-    compile_, go, began = engine.grammars._compile, threading.Event(), threading.Event()
+    new, go, began = engine.grammars._new, threading.Event(), threading.Event()
 
     def slow(spec):
-        began.set()
-        assert go.wait(30)
-        return compile_(spec)
+        if "xy" in spec:
+            began.set()
+            assert go.wait(30)
+        return new(spec)
 
-    monkeypatch.setattr(engine.grammars, "_compile", slow)
+    monkeypatch.setattr(engine.grammars, "_new", slow)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(post, base, structured_outputs={"regex": "[xy]{4}"})
         assert began.wait(10)
         try:
             assert post(base, **known).status_code == 200
             assert post(base, max_tokens=2).status_code == 200
+            assert post(base, structured_outputs={"regex": "[ab]{5}c"}, max_tokens=8).status_code == 200
         finally:
             go.set()
         assert asked.result().status_code == 200
+
+
+def test_grammars_are_compiled_once_and_never_in_the_engines_thread(engine, base, monkeypatch):
+    """Not even where one is forgotten before its request reaches the engine."""
+    new, made = engine.grammars._new, []
+
+    def noting(spec):
+        made.append((spec, threading.current_thread().name))
+        return new(spec)
+
+    monkeypatch.setattr("draftproof.grammar._KEPT", 0)
+    monkeypatch.setattr(engine.grammars, "_new", noting)
+    prompts = [STORY, "The dog"]
+    answer = post(base, prompt=prompts, n=2, structured_outputs={"regex": "[ab]{4}"}, max_tokens=8)
+    assert len(answer.json()["choices"]) == 4
+    assert [spec for spec, _ in made] == ["regex:[ab]{4}"]
+    assert made[0][1] != "engine"
+
+
+GRAMMARS_THAT_TAKE_TOO_MUCH = {
+    "rules": {"grammar": "start: r0\n" + "".join(f'r{n}: r{n + 1} | "a"\n' for n in range(7000)) + 'r7000: "b"\n'},
+    "references": {
+        "json": {
+            "$ref": "#/$defs/d0",
+            "$defs": {f"d{n}": {"items": {"$ref": f"#/$defs/d{n + 1}"}} for n in range(2500)},
+        }
+    },
+    "memory": {"regex": "a?" * 60_000},
+    "time": {"regex": "a*b*" * 30_000},
+    "panic": {"regex": r"(é|\w)|\w"},
+    "levels": {"json": "[" * 60_000},
+}
+
+
+@pytest.mark.parametrize("kind", GRAMMARS_THAT_TAKE_TOO_MUCH)
+def test_a_grammar_that_takes_too_much_is_400_in_a_few_words(base, kind):
+    answer = post(base, structured_outputs=GRAMMARS_THAT_TAKE_TOO_MUCH[kind], max_tokens=2)
+    if answer.status_code != 200:  # some are only long
+        assert answer.status_code == 400
+        found = error_of(answer)
+        assert found["param"] == "structured_outputs"
+        assert len(found["message"]) < 250
+    else:
+        assert kind in ("rules", "references")
+    assert httpx.get(f"{base}/health").status_code == 200
 
 
 def test_grammars_that_were_used_last_are_kept(engine, monkeypatch):
@@ -179,7 +226,7 @@ def test_a_connection_that_says_nothing_is_closed(base):
 def test_a_second_request_on_a_connection_may_be_late_too(base):
     with connected(base) as connection:
         connection.settimeout(20)
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         answer = b""
         while not answer.endswith(b"}"):  # its head and its body may come one after the other
             answer += connection.recv(4000)
@@ -237,16 +284,20 @@ def test_requests_that_the_thread_never_saw_are_answered_when_it_ends():
 
 
 DIES = """
+def end(self):
+    raise {error}("x")
+
 from draftproof.server.worker import EngineWorker
-EngineWorker._expire = lambda self: 1 / 0
+EngineWorker._admit = end
 from draftproof.cli import main
 main()
 """
 
 
-def test_a_server_whose_engine_died_ends_with_an_error():
+@pytest.mark.parametrize("error", ["ZeroDivisionError", "SystemExit"])
+def test_a_server_whose_engine_died_ends_with_an_error(error):
     """So that a supervisor starts it again."""
-    command = [sys.executable, "-c", DIES, "serve", "--port", "0", "--target", "embedded:target"]
+    command = [sys.executable, "-c", DIES.format(error=error), "serve", "--port", "0", "--target", "embedded:target"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     line = next(line for line in process.stderr if "serving" in line)
     assert post(line.split()[-1].removesuffix("/v1")).status_code == 503

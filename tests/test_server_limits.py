@@ -146,7 +146,7 @@ def raw(**fields):
     body = json.dumps(fields).encode()
     head = [
         "POST /v1/completions HTTP/1.1",
-        "Host: x",
+        "Host: 127.0.0.1",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
     ]
@@ -338,7 +338,7 @@ def test_rounds_that_always_fail_end_their_requests_and_not_the_server(engine):
 
 def test_a_thread_that_ends_is_not_ready(engine):
     with running(engine) as (base, server):
-        server.worker._expire = lambda: 1 / 0
+        server.worker._admit = lambda: 1 / 0
         assert post(base).status_code == 503
         assert httpx.get(f"{base}/ready").status_code == 503
         assert httpx.get(f"{base}/health").status_code == 503

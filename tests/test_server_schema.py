@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftproof.server import schemas
+from served_process import ServedProcess
 from serving import running, small_engine, until
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -40,6 +41,41 @@ def test_answers_are_as_described(served, name):
     assert 200 in sent or name == "GET /v1/models/{name}"
     until(lambda: not server.worker._open)
     assert server.worker.ready
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """A server in a process of its own: a request may end it, and nothing else."""
+    with ServedProcess(target="embedded:target", draft="embedded:draft") as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+def test_fields_of_every_size_end_nothing(apart, path):
+    """Grammars, schemas, tools, numbers and lists, from empty ones to those beyond the limits; see the script."""
+    operation = schema_checks.operations(apart.base)[f"POST {path}"]
+    sent = schema_checks.check(operation, 60, fields=schema_checks.hostile_fields(path), seconds=300)
+    assert set(sent) <= {200, 400, 404, 413, 429}
+    assert apart.returncode is None
+
+
+def test_a_mistake_is_noted_with_its_request(served):
+    """What the script relies on: a fault does not end the search, and nothing is sent twice."""
+    operation, noted = served[0]["POST /tokenize"], []
+    broken = schema_checks.st.just(("nothing", {"prompt": "x"}))
+    kept = schema_checks.CHECKS
+    schema_checks.CHECKS = (*kept, wrong)
+    try:
+        sent = schema_checks.check(operation, 20, fields=broken, noted=lambda *facts: noted.append(facts))
+    finally:
+        schema_checks.CHECKS = kept
+    assert len(noted) == len(sent)
+    assert "POST /tokenize: nothing" in {name for name, *_ in noted}
+    assert all("always wrong" in str(error.exceptions) for *_, error in noted)
+
+
+def wrong(*_):
+    raise AssertionError("always wrong")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -365,7 +365,6 @@ def test_a_template_whose_format_is_unknown_needs_a_word_of_the_operator():
 
 
 REFUSED = [
-    ({"tools": []}, "tools"),
     ({"tools": TOOLS + TOOLS[:1]}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools"),

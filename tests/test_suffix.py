@@ -200,7 +200,7 @@ def test_the_index_counts_as_the_slow_reference(texts, context):
     drafter = SuffixDrafter(context=context)
     for name, tokens in enumerate(texts):
         finished(drafter, tokens, name)
-    assert_counts(drafter._memory.index, texts, context)
+    assert_counts(drafter._memory.index(""), texts, context)
 
 
 @given(TEXTS, st.integers(1, 5), st.integers(0, 40))
@@ -208,13 +208,13 @@ def test_after_forgetting_a_request_the_index_is_as_if_it_had_never_run(texts, c
     drafter, fresh = SuffixDrafter(context=context, capacity=capacity), SuffixDrafter(context=context)
     for name, tokens in enumerate(texts):
         finished(drafter, tokens, name)
-    left = list(drafter._memory.finished)
+    left = [tokens for _, tokens in drafter._memory.finished]
     assert drafter._memory.size == sum(map(len, left)) <= capacity
     assert left == texts[len(texts) - len(left) :]
     for name, tokens in enumerate(left):
         finished(fresh, tokens, name)
-    assert shape(drafter._memory.index.root) == shape(fresh._memory.index.root)
-    assert_counts(drafter._memory.index, left, context)
+    assert shape(drafter._memory.index("").root) == shape(fresh._memory.index("").root)
+    assert_counts(drafter._memory.index(""), left, context)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -225,7 +225,10 @@ def test_tokens_added_step_by_step_give_the_same_index_as_at_once(seed):
         done = min(done + source.randrange(4), len(tokens))
         whole = SuffixDrafter(6, context=4)
         assert drafted(growing, tokens[:done]) == drafted(whole, tokens[:done])
-        for a, b in ((growing._running[0].own, whole._running[0].own), (growing._memory.index, whole._memory.index)):
+        for a, b in (
+            (growing._running[0].own, whole._running[0].own),
+            (growing._memory.index(""), whole._memory.index("")),
+        ):
             assert shape(a.root) == shape(b.root)
 
 
@@ -233,11 +236,11 @@ def test_nothing_is_left_of_forgotten_requests():
     drafter = SuffixDrafter(capacity=300)
     for name in range(5):
         finished(drafter, text(name, 60), name)
-    assert nodes(drafter._memory.index.root) > 100
+    assert nodes(drafter._memory.index("").root) > 100
     finished(drafter, [], 5)
     drafter._memory._capacity = 0
     finished(drafter, text(9, 10), 6)
-    assert drafter._memory.index.root == {}
+    assert drafter._memory.index("").root == {}
     assert not drafter._memory.finished
     assert drafter._memory.size == 0
     assert drafter._running == {}
@@ -261,7 +264,7 @@ def test_memory_stays_bounded_over_many_requests():
     drafter, sizes = SuffixDrafter(8, capacity=1000), []
     for name in range(2000):
         finished(drafter, text(name, 10 + name % 20, vocab=50), name)
-        sizes += [nodes(drafter._memory.index.root)] if name % 20 == 0 else []
+        sizes += [nodes(drafter._memory.index("").root)] if name % 20 == 0 else []
     assert max(sizes) <= 2 * 1000
     assert max(sizes[50:]) <= 1.1 * max(sizes[:50])
     assert drafter._memory.size <= 1000

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LEAVING = (KeyboardInterrupt, SystemExit, GeneratorExit)  # exceptions that say where to go, not what went wrong
+
 
 class UserError(ValueError):
     """A mistake that the user can correct; the message is one line: cause, offending value, what is legal, next step.
@@ -45,12 +47,17 @@ def blamed_on(request_id: int) -> Iterator[None]:
     """Turn an error inside into a `RequestError` of this request; an error for lack of memory is not changed."""
     try:
         yield
-    except (RequestError, MemoryError):
+    except (RequestError, MemoryError, *LEAVING):
         raise
-    except Exception as cause:
+    except BaseException as cause:  # also a panic of a Rust library, which is no Exception
         if type(cause).__name__ == "OutOfMemoryError":  # torch's, which is a RuntimeError
             raise
         raise RequestError(request_id, reason(cause)) from cause
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library in Rust, which is no `Exception`, and yet only a call that failed."""
+    return type(error).__name__ == "PanicException"
 
 
 def reason(cause: BaseException) -> str:

@@ -123,6 +123,9 @@ class Cutter:
     completed by a later token, as in vLLM. The EOS or stop token at the end is one of the output tokens; its text is
     shown only with `include_stop_str_in_output`.
 
+    Where the output has a form (`SamplingParams.form`), such as that of a grammar, stop strings and stop tokens count
+    only before it begins: what has a form is whole, or is cut off by the length.
+
     Args:
         params: sampling parameters of the request.
         eos_token_ids: the model's end-of-sequence ids.
@@ -156,6 +159,10 @@ class Cutter:
         self._stop_ids = frozenset(params.stop_token_ids)
         self._limit = min((bound for bound in (params.max_tokens, context_left) if bound is not None), default=None)
         self._decoder = TextDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._form = params.form
+        self._formed = self._form is not None and self._form.search("") is not None
+        self._overlaps = [0] * len(self._stops)  # of the first `_measured` characters with each stop string
+        self._measured = 0
         self._sent = 0
         self.count = 0
         self.text = ""
@@ -182,7 +189,7 @@ class Cutter:
     def _push(self, token: int) -> None:
         self.count += 1
         early = self.count < self._params.min_tokens
-        stopped = not early and (token in self._eos or token in self._stop_ids)
+        stopped = not early and (token in self._eos or (token in self._stop_ids and not self._formed))
         text = "" if stopped and not self._params.include_stop_str_in_output else self._decoder.push(token)
         if stopped:
             self._end(Finish.STOP, None if token in self._eos else token)
@@ -197,13 +204,27 @@ class Cutter:
         """Add text, and end it at a stop string that the new text completes."""
         old = len(self.text)
         self.text += fresh
-        if not fresh or self.count <= self._params.min_tokens:
+        if not fresh or self._formed:
             return
-        found = [(at + len(stop), at, stop) for stop in self._stops if (at := self._find(stop, old)) >= 0]
+        free = self._free(old)
+        if self.count <= self._params.min_tokens:
+            return
+        new = len(self.text) - self._measured
+        near = [stop for stop, size in zip(self._stops, self._overlaps, strict=True) if size + new >= len(stop)]
+        ends = [(at + len(stop), at, stop) for stop in near if (at := self._find(stop, old)) >= 0]
+        found = [each for each in ends if each[0] <= free]
         if found:
             end, start, stop = min(found)
             self.text = self.text[: end if self._params.include_stop_str_in_output else start]
             self._end(Finish.STOP, stop)
+
+    def _free(self, old: int) -> int:
+        """Number of characters in which stop strings count; the text after the first `old` is new."""
+        if self._form is None:
+            return len(self.text)
+        found = self._form.search(self.text, max(0, old - len(self._form.pattern)))
+        self._formed = found is not None
+        return len(self.text) if found is None else found.end() - 1  # as if its characters came one at a time
 
     def _find(self, stop: str, old: int) -> int:
         """The start of the first `stop` that ends after the first `old` characters, or -1."""
@@ -211,12 +232,25 @@ class Cutter:
 
     def _open(self) -> int:
         """Number of characters at the end that could be the beginning of a stop string."""
-        return max((overlap(self.text, stop) for stop in self._stops), default=0)
+        if self._formed or not self._stops:
+            return 0
+        new, self._measured = len(self.text) - self._measured, len(self.text)
+        sizes = zip(self._stops, self._overlaps, strict=True)
+        self._overlaps = [overlap(self.text, stop, size + new) for stop, size in sizes]
+        return max(self._overlaps)
 
 
-def overlap(text: str, stop: str) -> int:
-    """The length of the longest proper prefix of `stop` that `text` ends with."""
-    start = max(len(text) - len(stop) + 1, 0)
+def overlap(text: str, stop: str, most: int | None = None) -> int:
+    """The length of the longest proper prefix of `stop` that `text` ends with.
+
+    Args:
+        text: that may end so.
+        stop: what it may begin.
+        most: an upper bound, such as the last answer and the characters since then: with it, the time for all of a text
+            is in proportion to its length, whatever it is.
+    """
+    longest = len(stop) - 1 if most is None else min(len(stop) - 1, most)
+    start = max(len(text) - longest, 0)
     while (start := text.find(stop[0], start)) >= 0:  # most places are passed over without a comparison
         if stop.startswith(text[start:]):
             return len(text) - start

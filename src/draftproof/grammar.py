@@ -9,56 +9,127 @@ the schema's own `x-guidance` says otherwise: small models would fill the answer
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Sequence
-from typing import Any
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from draftproof.errors import NoTokenError, UserError, reason
+from draftproof.errors import NoTokenError, UserError, is_panic, reason
+from draftproof.grammar_check import BusyError, Checker, Cost
+from draftproof.grammar_compile import begin, compiled, on_large_stack, shortened
 from draftproof.sampling import Constraint
 
-_KEPT = 256  # compiled grammars, more than requests that wait: the one that was used longest ago goes first
-_LIMITS: Any = {  # of work and memory: a grammar beyond them fails, alone
-    "max_grammar_size": 100_000,
-    "max_lexer_states": 50_000,
-    "verbose_errors": False,
-}
-_COMPACT: Any = {"whitespace_flexible": False}
+MOST_CHARACTERS = 131_072  # of a grammar
+_KEPT = 16  # compiled grammars: the one that was used longest ago goes first
+_MOST_KEPT = 256 << 20  # bytes that they hold
+_MOST_HELD = 1 << 30  # bytes that they hold together with those of open requests
+_SHARED_SECONDS = 0.1  # of compiling: what takes longer is compiled for each request, and never while one is decoded
+_SLOW_MASK = 0.003  # seconds: a mask that takes longer has made new states of the lexer, which stay
+_MOST_GROWTH = 0.5  # seconds of such masks, after which a grammar is compiled again for later requests
+_Made = TypeVar("_Made")
+
+
+class _Stuck(Exception):  # noqa: N818 - no error of the user's yet
+    """llguidance cannot go on, or has contradicted itself."""
+
+
+class _Compiled:
+    """A compiled grammar. Matchers are copies of one, and share its lexer with the lexer's limits.
+
+    Args:
+        make: compiles it.
+        cost: what that took when it was tried.
+    """
+
+    def __init__(self, make: Callable[[], Any], cost: Cost) -> None:
+        self._make, self.cost = make, cost
+        self._matcher = make()
+        self.users = 0  # requests
+        self.growth = 0.0  # seconds of masks that were slow
+        self.stuck = False
+
+    def matcher(self) -> Any:
+        """A new matcher at the beginning."""
+        return self._matcher.deep_copy()
+
+    def again(self) -> _Compiled:
+        """The same with a lexer of its own."""
+        made = _Compiled(self._make, self.cost)
+        made.users = 1
+        return made
+
+    @property
+    def worn(self) -> bool:
+        """Whether later requests get another one."""
+        return self.stuck or self.growth > _MOST_GROWTH
 
 
 class Matcher:
     """Where an answer stands in a grammar; it is moved from context to context by taking tokens back.
 
+    A grammar with `max_tokens` or `stop` cannot take tokens back. Its matcher is copied from one that has read the
+    committed tokens only.
+
     Args:
-        matcher: llguidance's, at the beginning.
+        grammar: compiled.
         vocab_size: the width of the masks.
+        ends: tokens that end a text.
     """
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
-        self._start, self._vocab_size = matcher, vocab_size
-        self._matcher = matcher.deep_copy()
-        self._read: list[int] = []
-        self._outputs = -1
+    def __init__(self, grammar: _Compiled, vocab_size: int, ends: Sequence[int]) -> None:
+        self._grammar, self._vocab_size, self._ends = grammar, vocab_size, frozenset(ends)
+        self._output: list[int] = []
+        self._goes_back = True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._matcher, self._read = self._grammar.matcher(), list[int]()
+        self._base, self._base_read = self._grammar.matcher(), list[int]()  # it never reads drafted tokens
         self._masks: dict[tuple[int, ...], Bool[Tensor, " vocab"]] = {}
 
     def fresh(self) -> Matcher:
         """See Constraint."""
-        return Matcher(self._start, self._vocab_size)
+        return Matcher(self._grammar, self._vocab_size, tuple(self._ends))
 
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
-        """See Constraint."""
-        if len(output_ids) != self._outputs:  # drafter and target ask for the same contexts in a round
-            self._outputs = len(output_ids)
-            self._masks.clear()
-        return torch.stack([self._mask(output_ids, tuple(path)) for path in paths])
+        """See Constraint.
+
+        Raises:
+            NoTokenError: the committed tokens do not fit the grammar, or llguidance cannot follow it any further.
+        """
+        return self._followed(lambda: torch.stack([self._mask(output_ids, tuple(path)) for path in paths]), output_ids)
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:
-        """See Constraint."""
-        return list(self._matcher.compute_ff_tokens()) if self._move(list(output_ids)) else []
+        """See Constraint.
+
+        Raises:
+            NoTokenError: as `allowed`.
+        """
+        return self._followed(self._forced, output_ids)
+
+    def _followed(self, find: Callable[[], _Made], output_ids: Sequence[int]) -> _Made:
+        """What is found after committed tokens; if need be with a lexer that no other request has used."""
+        if len(output_ids) != len(self._output):  # drafter and target ask for the same contexts in a round
+            self._masks.clear()
+        self._output = list(output_ids)
+        try:
+            return _calmly(find)
+        except _Stuck as cause:
+            self._grammar.stuck = True
+            problem = str(cause)
+        if self._grammar.users > 1 and not problem.startswith("parser error"):
+            self._grammar = _calmly(self._grammar.again)
+            self._begin()
+            try:
+                return _calmly(find)
+            except _Stuck as cause:
+                problem = str(cause)
+        raise NoTokenError(f"the grammar cannot be followed any further: {problem}")
 
     def _mask(self, output_ids: Sequence[int], path: tuple[int, ...]) -> Bool[Tensor, " vocab"]:
         if path not in self._masks:
@@ -66,46 +137,107 @@ class Matcher:
         return self._masks[path]
 
     def _computed(self, context: list[int]) -> Bool[Tensor, " vocab"]:
-        if not self._move(context):  # a drafted token was not legal: nothing below it can be reached
-            return torch.ones(self._vocab_size, dtype=torch.bool)
+        """The mask after a context. Below a drafted token that is not legal, where no text gets, it is that above."""
+        taken = self._move(context)
+        start = time.perf_counter()
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-        if self._matcher.is_error():
-            first = self._matcher.get_error().splitlines()[0]
-            raise NoTokenError(f"the grammar cannot be followed any further: {first[:120]}")
+        spent = time.perf_counter() - start
+        if spent > _SLOW_MASK:
+            self._grammar.growth += spent
+        self._refuse_error()
         mask = torch.zeros(self._vocab_size, dtype=torch.bool)
         size = min(self._vocab_size, len(bias))
         mask[:size] = bias[:size] != 0
+        if taken < len(context):
+            refused = context[taken]
+            if mask[refused] and refused not in self._ends:
+                raise _Stuck(f"token {refused} is legal, and cannot be read")
+            self._refuse_misfit(taken)
         return mask
 
-    def _move(self, context: list[int]) -> bool:
-        """Go to a context; whether the grammar has it."""
-        same = 0
-        for old, new in zip(self._read, context, strict=False):
-            if old != new:
-                break
-            same += 1
+    def _forced(self) -> list[int]:
+        self._refuse_misfit(self._move(self._output))
+        tokens = list(self._matcher.compute_ff_tokens())
+        self._refuse_error()
+        return tokens
+
+    def _refuse_misfit(self, taken: int) -> None:
+        if taken < len(self._output):
+            raise NoTokenError(
+                f"the answer does not fit its grammar: token {taken} of it is {self._output[taken]}, which is not legal"
+            )
+
+    def _refuse_error(self) -> None:
+        if self._matcher.is_error():
+            raise _Stuck(shortened(self._matcher.get_error()))
+
+    def _move(self, context: list[int]) -> int:
+        """Go to a context; how many of its tokens the grammar has."""
+        same = _common(self._read, context)
         if same < len(self._read):
-            self._matcher.rollback(len(self._read) - same)
-            del self._read[same:]
-        rest = context[same:]
+            self._goes_back = self._goes_back and self._matcher.rollback(len(self._read) - same)
+            if self._goes_back:
+                del self._read[same:]
+            else:
+                self._restart(context)
+        rest = context[len(self._read) :]
         taken = self._matcher.try_consume_tokens(rest) if rest else 0
+        self._refuse_error()
         self._read += rest[:taken]
-        return bool(taken == len(rest))
+        return len(self._read)
+
+    def _restart(self, context: list[int]) -> None:
+        """Begin anew from what was committed."""
+        if _common(self._base_read, context) < len(self._base_read):  # a failed round took committed tokens back
+            self._base, self._base_read = self._grammar.matcher(), []
+        rest = self._output[len(self._base_read) : _common(self._output, context)]
+        if rest:
+            self._base_read += rest[: self._base.try_consume_tokens(rest)]
+        self._matcher, self._read = self._base.deep_copy(), list(self._base_read)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts begin with that are the same."""
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return place
+    return min(len(first), len(second))
+
+
+def _calmly(call: Callable[[], _Made]) -> _Made:
+    """What a call into llguidance returns.
+
+    Raises:
+        _Stuck: it failed, or panicked.
+    """
+    try:
+        return call()
+    except ValueError as error:
+        if isinstance(error, NoTokenError):
+            raise
+        raise _Stuck(reason(error)) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise _Stuck(shortened(str(error))) from error
 
 
 class Grammars:
     """Compiles grammars for one model; threads may share it.
 
+    No lock is held while a grammar is compiled.
+
     Args:
         tokenizer: llguidance's, of the model.
         vocab_size: the width of the model's logits.
+        checker: tries grammars beforehand; without one a grammar that takes too much is not refused.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Any, vocab_size: int, checker: Checker | None = None) -> None:
+        self._tokenizer, self._vocab_size, self._checker = tokenizer, vocab_size, checker
         self._lock = threading.Lock()
-        self._compiled: dict[str, Matcher] = {}
-        self._compiling = threading.Lock()
+        self._compiled: dict[str, _Compiled] = {}
+        self._held: weakref.WeakSet[_Compiled] = weakref.WeakSet()
 
     @classmethod
     def of(cls, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
@@ -120,68 +252,77 @@ class Grammars:
             raise UserError("a grammar needs llguidance: pip install 'draftproof[serve]'") from None
         if tokenizer is None or not eos_token_ids:
             raise UserError("a grammar needs a model with a tokenizer and an end token")
+        size, ends = max(vocab_size, len(tokenizer)), list(eos_token_ids)
         try:
             text = tokenizer.backend_tokenizer.to_str()
-            made = LLTokenizer(text, n_vocab=max(vocab_size, len(tokenizer)), eos_token=list(eos_token_ids))
-        except Exception as cause:
+            made = LLTokenizer(text, n_vocab=size, eos_token=ends)
+        except BaseException as cause:
+            if not isinstance(cause, Exception) and not is_panic(cause):
+                raise
             raise UserError(f"grammars cannot be used with this model's tokenizer: {reason(cause)}") from cause
-        return cls(made, vocab_size)
+        return cls(made, vocab_size, Checker(text, size, ends))
 
     def constraint(self, spec: str) -> Constraint:
-        """A grammar at its beginning.
+        """A grammar at its beginning, for one request.
 
         Args:
             spec: as in the module's docstring.
 
         Raises:
-            UserError: a grammar that cannot be read, or is too large.
+            UserError: a grammar that cannot be read, or takes too much.
         """
-        found = self._known(spec)
-        if found is None:
-            with self._compiling:  # who asks for a known grammar, such as an engine's thread, does not wait for this
-                found = self._known(spec) or self._keep(spec, self._compile(spec))
-        return found.fresh()
+        found = self._known(spec) or self._new(spec)
+        found.users += 1
+        return Matcher(found, self._vocab_size, self._tokenizer.eos_tokens)
 
-    def _known(self, spec: str) -> Matcher | None:
+    def _known(self, spec: str) -> _Compiled | None:
         """A compiled grammar, now the one that was used last."""
         with self._lock:
             found = self._compiled.pop(spec, None)
-            if found is not None:
-                self._compiled[spec] = found
+            if found is None or found.worn:
+                return None
+            self._compiled[spec] = found
             return found
 
-    def _keep(self, spec: str, made: Matcher) -> Matcher:
-        with self._lock:
-            self._compiled[spec] = made
-            while len(self._compiled) > _KEPT:
-                del self._compiled[next(iter(self._compiled))]
-            return made
-
-    def _compile(self, spec: str) -> Matcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        limits = LLParserLimits(**_LIMITS)
+    def _new(self, spec: str) -> _Compiled:
         kind, _, text = spec.partition(":")
+        if len(text) > MOST_CHARACTERS:
+            raise UserError(f"grammar {kind} has {len(text)} characters: legal are up to {MOST_CHARACTERS}")
+        cost = Cost(0.0, 0) if self._checker is None else self._checker.cost(kind, text)
+        self._make_room(cost.size)
+
+        def make() -> Any:
+            matcher = compiled(self._tokenizer, kind, text)
+            begin(matcher)
+            return matcher
+
         try:
-            if kind == "regex":
-                source = LLMatcher.grammar_from_regex(text)
-            elif kind == "lark":
-                source = LLMatcher.grammar_from_lark(text)
-            else:
-                source = LLMatcher.grammar_from_json_schema(_schema(text), defaults=_COMPACT)
+            made = _Compiled(lambda: on_large_stack(make), cost)
         except ValueError as cause:
             raise UserError(f"grammar {kind} cannot be read: {reason(cause)}") from cause
-        if problem := LLMatcher.validate_grammar(source, self._tokenizer, limits=limits):
-            raise UserError(f"grammar {kind} cannot be read: {' '.join(problem.split())[:200]}")
-        made = LLMatcher(self._tokenizer, source, log_level=0, limits=limits)
-        if made.is_error():
-            raise UserError(f"grammar {kind} cannot be used: {made.get_error().splitlines()[0][:200]}")
-        return Matcher(made, self._vocab_size)
+        with self._lock:
+            self._held.add(made)
+            if cost.seconds <= _SHARED_SECONDS and cost.size <= _MOST_KEPT:
+                self._compiled[spec] = made
+                self._trim(_KEPT, _MOST_KEPT)
+        return made
 
+    def _make_room(self, size: int) -> None:
+        """Forget kept grammars where memory for one more is short.
 
-def _schema(text: str) -> Any:
-    """A JSON schema; without a text that of any object."""
-    found = json.loads(text) if text else {"type": "object"}
-    if not isinstance(found, dict):
-        raise ValueError("a schema is an object")  # noqa: TRY004 - reported as a value that cannot be used
-    return found
+        Raises:
+            BusyError: open requests hold it.
+        """
+        with self._lock:
+            if self._size(self._held) + size > _MOST_HELD:
+                self._compiled.clear()
+            if self._size(self._held) + size > _MOST_HELD:
+                raise BusyError("grammar: those of open requests take all memory for grammars: try again later")
+
+    def _trim(self, most: int, size: int) -> None:
+        while len(self._compiled) > most or self._size(self._compiled.values()) > size:
+            del self._compiled[next(iter(self._compiled))]
+
+    @staticmethod
+    def _size(grammars: Any) -> int:
+        return sum(each.cost.size for each in list(grammars))

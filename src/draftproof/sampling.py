@@ -13,20 +13,21 @@ import numbers
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, Protocol, no_type_check, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.errors import NoTokenError, UserError, blamed_on
 from draftproof.kernels import native
 
 _NEVER = -math.inf
 _GRAMMAR = re.compile(r"json_object\Z|(json_schema|regex|lark):.", re.DOTALL)
+_ALL = re.compile("")  # it is found at the beginning of any text
 # A float32 reciprocal outside these overflows or vanishes; inside, temperatures change nothing more.
 _COLDEST, _HOTTEST = 1e-30, 1e30
 # The nucleus is first looked for among this many candidates: at usual settings it is far smaller.
@@ -141,8 +142,8 @@ class SamplingParams:
         frequency_penalty: subtracted once for each time the token is in the output.
         logit_bias: added to the logits of these token ids.
         bad_words: texts that the output never completes (matched as token sequences, within the output).
-        stop: texts that end the output.
-        stop_token_ids: tokens that end the output.
+        stop: texts that end the output. With a grammar they do not count, since it says where the output ends.
+        stop_token_ids: tokens that end the output; with a grammar as `stop`.
         include_stop_str_in_output: show the stop string, or the text of the stop token, at the end of the text.
         ignore_eos: go on after the end-of-sequence token.
         min_tokens: EOS and stop tokens have probability 0, and stop strings do not count, before this many tokens.
@@ -220,6 +221,11 @@ class SamplingParams:
             if getattr(self, name):
                 raise _illegal(name, getattr(self, name), "with a grammar, which says itself where an answer ends, off")
 
+    @property
+    def form(self) -> re.Pattern[str] | None:
+        """Where this is found in the output its form begins: from there on no stop string or stop token ends it."""
+        return None if self.grammar is None else _ALL
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
@@ -231,6 +237,7 @@ class SamplingParams:
         prompt_ids: Sequence[int] = (),
         encode: Callable[[str], Sequence[int]] | None = None,
         constraint: Constraint | None = None,
+        bad_words: BadWords | None = None,
     ) -> Transforms:
         """These parameters for one prompt and one model: what the engine builds once for each request.
 
@@ -238,13 +245,14 @@ class SamplingParams:
             vocab_size: the width of the model's logits.
             eos_token_ids: the model's end-of-sequence ids.
             prompt_ids: the prompt.
-            encode: text to token ids without special tokens; needed by `bad_words` only.
+            encode: text to token ids without special tokens; needed where `bad_words` are not encoded yet.
             constraint: the grammar at its beginning, where these parameters have one.
+            bad_words: those of these parameters, where they are encoded already: once for many prompts.
 
         Raises:
             UserError: a token id outside the vocabulary; bad words without a tokenizer, or that encode to nothing.
         """
-        words = bad_word_ids(self.bad_words, encode)
+        words = BadWords(bad_word_ids(self.bad_words, encode)) if bad_words is None else bad_words
         return Transforms(self, vocab_size, tuple(eos_token_ids), tuple(prompt_ids), words, constraint)
 
 
@@ -275,26 +283,6 @@ def default_params(generation_config: Mapping[str, Any], model: str = "the model
         raise UserError(f"the generation config of {model}: {cause}; generation_config none leaves it alone") from None
 
 
-def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | None) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word as it stands and after a space, where that starts with another token.
-
-    Raises:
-        UserError: no tokenizer, or a word that encodes to nothing.
-    """
-    if words and encode is None:
-        raise UserError(f"bad_words is {tuple(words)!r}, but there is no tokenizer: legal is ()")
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        assert encode is not None, "checked above"
-        bare, spaced = (tuple(encode(space + word.lstrip(" "))) for space in ("", " "))
-        if not bare and not spaced:
-            raise UserError(
-                f"bad_words holds {word!r}, which encodes to no token: legal is a text of one token or more"
-            )
-        found |= {ids: None for ids in (bare, spaced) if ids and (ids is bare or ids[0] not in bare[:1])}
-    return tuple(found)
-
-
 @runtime_checkable
 class Constraint(Protocol):
     """What tokens may follow each context of one continuation."""
@@ -304,7 +292,11 @@ class Constraint(Protocol):
         ...
 
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
-        """For each path after the committed tokens a mask of the tokens that may follow; any, where none can be."""
+        """For each path after the committed tokens a mask of the tokens that may follow; any, where none can be.
+
+        Raises:
+            NoTokenError: the committed tokens do not fit, or what may follow cannot be found.
+        """
         ...
 
     def forced(self, output_ids: Sequence[int]) -> list[int]:
@@ -332,7 +324,7 @@ class Transforms:
         vocab_size: the width of the logits.
         eos_token_ids: end-of-sequence ids; those outside the vocabulary cannot occur and are dropped.
         prompt_ids: the prompt; only the repetition penalty looks at it.
-        bad_word_ids: token sequences that the output never completes.
+        bad_words: token sequences that the output never completes.
         constraint: masks what does not fit the request's grammar; None without one.
         processor: changes the scores after all edits of single logits, and before the temperature; None without one.
 
@@ -344,22 +336,33 @@ class Transforms:
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words: BadWords = field(default_factory=BadWords)
     constraint: Constraint | None = None
     processor: ScoreProcessor | None = None
+    _placed: dict[tuple[str, Any, Any], Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         eos = tuple(token for token in self.eos_token_ids if 0 <= token < self.vocab_size)
         object.__setattr__(self, "eos_token_ids", eos)
         self._check_ids("logit_bias", self.params.logit_bias or ())
         self._check_ids("stop_token_ids", self.params.stop_token_ids)
-        self._check_ids("bad_words", chain.from_iterable(self.bad_word_ids))
+        self._check_ids("bad_words", self.bad_words.bounds or ())
         self._check_ids("the prompt", self.prompt_ids)
 
-    def _check_ids(self, name: str, ids: Any) -> None:
-        for token in ids:
-            if not 0 <= token < self.vocab_size:
-                raise UserError(f"{name} holds token id {token}: legal is 0 <= id < {self.vocab_size}")
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):  # much faster than a loop over a long prompt
+            return
+        token = next(token for token in ids if not 0 <= token < self.vocab_size)
+        raise UserError(f"{name} holds token id {token}: legal is 0 <= id < {self.vocab_size}")
+
+    def placed(
+        self, name: str, values: Collection[int] | Collection[float], like: Tensor, dtype: torch.dtype = torch.long
+    ) -> Tensor:
+        """Numbers of these parameters as a tensor on the device of another one, made once for all rounds."""
+        key = (name, like.device, dtype)
+        if key not in self._placed:
+            self._placed[key] = torch.tensor(list(values), dtype=dtype, device=like.device)
+        return self._placed[key]
 
     def fresh(self) -> Transforms:
         """The same for another continuation of the prompt."""
@@ -369,16 +372,6 @@ class Transforms:
     def stop_ids(self) -> tuple[int, ...]:
         """What min_tokens masks: EOS, also under ignore_eos (as vLLM), and stop_token_ids."""
         return tuple(sorted({*self.eos_token_ids, *self.params.stop_token_ids}))
-
-    @cached_property
-    def banned_ids(self) -> tuple[int, ...]:
-        """Bad words of one token: masked in every row."""
-        return tuple(sorted({word[0] for word in self.bad_word_ids if len(word) == 1}))
-
-    @cached_property
-    def bad_sequences(self) -> tuple[tuple[int, ...], ...]:
-        """Bad words of two tokens or more: their last token is masked where the others precede."""
-        return tuple(word for word in self.bad_word_ids if len(word) > 1)
 
     @cached_property
     def penalised(self) -> bool:
@@ -391,12 +384,12 @@ class Transforms:
         """Whether `probabilities` reads output_ids and paths; if not, callers need not make them."""
         early = self.params.min_tokens > 0 and bool(self.stop_ids)
         by_code = self.constraint is not None or self.processor is not None
-        return self.penalised or bool(self.bad_sequences) or early or by_code
+        return self.penalised or self.bad_words.several or early or by_code
 
     @cached_property
     def edits(self) -> bool:
         """Whether some logit is changed before the temperature."""
-        return self.path_dependent or bool(self.banned_ids) or self.params.logit_bias is not None
+        return self.path_dependent or bool(self.bad_words) or self.params.logit_bias is not None
 
     @cached_property
     def prompt_counts(self) -> dict[int, int]:
@@ -459,8 +452,8 @@ def _edit(scores: Tensor, transforms: Transforms, output_ids: Sequence[int], pat
     masked = _mask(scores, transforms, output_ids, paths)
     bias = transforms.params.logit_bias
     if bias is not None:
-        ids = torch.tensor(list(bias), device=scores.device)
-        scores[:, ids] += torch.tensor(list(bias.values()), dtype=scores.dtype, device=scores.device)
+        ids = transforms.placed("biased", bias, scores)
+        scores[:, ids] += transforms.placed("bias", bias.values(), scores, scores.dtype)
     if transforms.penalised:
         _penalise(scores, transforms, output_ids, paths)
     if masked:
@@ -488,37 +481,28 @@ def _mask(
         allowed = transforms.constraint.allowed(output_ids, paths)
         scores.masked_fill_(~allowed.to(scores.device), _NEVER)
         causes.append("grammar")
-    if transforms.banned_ids:
-        scores[:, torch.tensor(transforms.banned_ids, device=scores.device)] = _NEVER
+    words = transforms.bad_words
+    if words.single:
+        scores[:, transforms.placed("banned", words.single, scores)] = _NEVER
         causes.append("bad_words")
-    completing = _completing(transforms.bad_sequences, output_ids, paths) if transforms.bad_sequences else []
-    if completing:
-        _put(scores, completing, _NEVER)
+    if words.several and _ban(scores, [words.completing(output_ids, path) for path in paths]):
         causes.append("bad_words")
     early = transforms.params.min_tokens - len(output_ids) if transforms.params.min_tokens else 0
     if early > 0 and transforms.stop_ids:
-        _put(scores, [(r, t) for r, path in enumerate(paths) if len(path) < early for t in transforms.stop_ids], _NEVER)
+        rows = [row for row, path in enumerate(paths) if len(path) < early]
+        ids = transforms.placed("stops", transforms.stop_ids, scores)
+        scores[torch.tensor(rows, dtype=torch.long, device=scores.device).unsqueeze(-1), ids] = _NEVER
         causes.append("min_tokens")
     return tuple(dict.fromkeys(causes))
 
 
-def _put(scores: Tensor, places: Sequence[tuple[int, int]], value: float) -> None:
-    if places:
-        rows, ids = torch.tensor(places, device=scores.device).unbind(-1)
-        scores[rows, ids] = value
-
-
-def _completing(
-    words: Sequence[tuple[int, ...]], output_ids: Sequence[int], paths: Sequence[Sequence[int]]
-) -> list[tuple[int, int]]:
-    """(row, token) where the token would complete one of the words; only generated tokens count, as in vLLM."""
-    longest = max(len(word) for word in words) - 1
-    tail = tuple(output_ids[-longest:])
-    found = []
-    for row, path in enumerate(paths):
-        seen = tail + tuple(path)
-        found += [(row, word[-1]) for word in words if seen[len(seen) - len(word) + 1 :] == word[:-1]]
-    return found
+def _ban(scores: Tensor, tokens: Sequence[Sequence[int]]) -> bool:
+    """Write -inf for some tokens of each row; whether there were any."""
+    rows = [row for row, found in enumerate(tokens) for _ in found]
+    if rows:
+        ids = [token for found in tokens for token in found]
+        scores[torch.tensor(rows, device=scores.device), torch.tensor(ids, device=scores.device)] = _NEVER
+    return bool(rows)
 
 
 def _penalise(

@@ -43,7 +43,12 @@ class Session:
     """The tokens of one sequence that a model has read, in the order of their slots.
 
     Subclasses that hold a cache implement `_gather` and `close`.
+
+    Attributes:
+        cache_salt: only a request with the same one may take over what was read (`backends.kept`).
     """
+
+    cache_salt = ""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []

@@ -2,7 +2,8 @@
 
 What is reused are the very keys and values (or states) that the model computed for these tokens, so outputs are those
 of a model that read everything. A session is handed over whole where little of it would be lost; else its beginning is
-copied, from a kept session or from one that is in use.
+copied, from a kept session or from one that is in use. A session keeps the salt of the request that it was opened for,
+and serves requests with the same salt only.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class KeptSessions:
             return
         unread(session, tokens)
         length = session.reach(session.length)
-        alike = [each for each in self._kept if each.backend is backend]
+        salt = session.cache_salt
+        alike = [each for each in self._kept if each.backend is backend and each.session.cache_salt == salt]
         longer = [each for each in alike if each.session.reach(_shared(each.session, session.tokens)) >= length]
         if length < self.shortest or longer:
             session.close()
@@ -74,26 +76,35 @@ class KeptSessions:
         while len(self._kept) > self.most or (self._kept and self.nbytes > self.most_nbytes):
             self.drop()
 
-    def open(self, backend: Backend, tokens: Sequence[int], running: Iterable[Session] = ()) -> Session:
+    def open(
+        self, backend: Backend, tokens: Sequence[int], running: Iterable[Session] = (), cache_salt: str = ""
+    ) -> Session:
         """A session that has read as much of the beginning of some tokens as any is known to have; or a new one.
 
         Args:
             backend: of the session.
             tokens: of a request; its last token is never among those that were read.
             running: sessions in use, which may be copied.
+            cache_salt: of the request; sessions of requests with another one are not looked at.
         """
-        found = self.find(backend, tokens, running) if self.most else None
-        return backend.open() if found is None else found
+        found = self.find(backend, tokens, running, cache_salt) if self.most else None
+        opened = backend.open() if found is None else found
+        opened.cache_salt = cache_salt
+        return opened
 
-    def find(self, backend: Backend, tokens: Sequence[int], running: Iterable[Session] = ()) -> Session | None:
+    def find(
+        self, backend: Backend, tokens: Sequence[int], running: Iterable[Session] = (), cache_salt: str = ""
+    ) -> Session | None:
         """As `open`; None where too little can be reused."""
         wanted = tokens[:-1]
         best, source, kept = self.shortest - 1, None, None
         for each in self._kept:
-            if each.backend is backend and (length := _reusable(each.session, wanted)) > best:
+            if each.backend is not backend or each.session.cache_salt != cache_salt:
+                continue
+            if (length := _reusable(each.session, wanted)) > best:
                 best, source, kept = length, each.session, each
         for session in running:
-            if (length := _reusable(session, wanted)) > best:
+            if session.cache_salt == cache_salt and (length := _reusable(session, wanted)) > best:
                 best, source, kept = length, session, None
         if source is None:
             return None

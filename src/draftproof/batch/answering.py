@@ -9,7 +9,7 @@ from draftproof.batch.rows import Asked, PromptRows, RowForm, RowOptions, Values
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
-from draftproof.errors import UserError
+from draftproof.errors import UserError, is_panic
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,17 @@ class Answerer:
             asked = self._form.ask(row)
             for prompt in asked.prompts:
                 requests += self._engine.add(
-                    prompt, asked.params, prediction=asked.prediction, patient=True, speculates=asked.speculates
+                    prompt,
+                    asked.params,
+                    prediction=asked.prediction,
+                    patient=True,
+                    speculates=asked.speculates,
+                    constraint=asked.constraint,
                 )
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this row's
+        except BaseException as error:  # whatever it is, it is this row's
             self._abort(requests)
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             return Result(row.id, [self._form.refused(row, error)], failed=True)
         return _Open(row, asked, requests)
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
 from draftproof.batch.rows import Asked, RowOptions, Values, row_seed
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
@@ -17,7 +15,7 @@ from draftproof.engine.request import Request
 from draftproof.provenance import digest
 from draftproof.server.answers import Answer, ChatForm, CompletionForm, Form, TokenText
 from draftproof.server.errors import ApiError
-from draftproof.server.reading import Reader, invalid_body, refuse_other_model, refuse_stream_options
+from draftproof.server.reading import Reader, refuse_other_model, refuse_stream_options, validated
 from draftproof.server.schemas import ChatBody, CompletionBody, SamplingFields
 from draftproof.server.settings import Settings
 from draftproof.server.worker import explained, pieces_of
@@ -67,6 +65,7 @@ class OpenAIRows:
             question.params,
             list(question.prediction) or None,
             body.speculation,
+            question.constraint,
             more=(answer, form()),
         )
 
@@ -82,7 +81,7 @@ class OpenAIRows:
             answer.add(pieces_of(request, index))
         return [self._row(row, 200, form.whole(answer).model_dump(mode="json"))], False
 
-    def refused(self, row: Row, error: Exception) -> Values:
+    def refused(self, row: Row, error: BaseException) -> Values:
         """See RowForm."""
         told = error if isinstance(error, ApiError) else explained(error, str)
         return self._row(row, told.status, told.body())
@@ -110,7 +109,4 @@ def _body(kind: type[ChatBody | CompletionBody], given: Any) -> SamplingFields:
             raise ApiError("the body is not JSON", param="body") from None
     if not isinstance(given, Mapping):
         raise ApiError("the body is no JSON object", param="body")
-    try:
-        return kind.model_validate(dict(given))
-    except ValidationError as error:
-        raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
+    return validated(kind, dict(given))

@@ -13,7 +13,7 @@ from draftproof.engine.prompts import Prompt
 from draftproof.engine.request import Request
 from draftproof.errors import UserError
 from draftproof.rng import fold
-from draftproof.sampling import SamplingParams, TokenLogprob
+from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
 
 Values = dict[str, Any]
 
@@ -66,6 +66,7 @@ class Asked:
         params: of all of them.
         prediction: what the answer may repeat.
         speculates: whether anything is drafted.
+        constraint: the grammar of `params`, where it is compiled already.
         more: what the form of the rows needs for the answer.
     """
 
@@ -73,6 +74,7 @@ class Asked:
     params: SamplingParams
     prediction: str | Sequence[int] | None = None
     speculates: bool = True
+    constraint: Constraint | None = None
     more: object = None
 
 
@@ -92,7 +94,7 @@ class RowForm(Protocol):
         """The output rows of finished requests, and whether one of them failed."""
         ...
 
-    def refused(self, row: Row, error: Exception) -> Values:
+    def refused(self, row: Row, error: BaseException) -> Values:
         """The output row of a row that could not be asked."""
         ...
 
@@ -175,7 +177,7 @@ class PromptRows:
             made["prompt_logprobs"] = [None, *map(_score, request.prompt_logprobs)]
         return made
 
-    def refused(self, row: Row, error: Exception) -> Values:
+    def refused(self, row: Row, error: BaseException) -> Values:
         """See RowForm."""
         return self._row(row, error=str(error) if isinstance(error, UserError) else f"unexpected {error!r}")
 

@@ -15,12 +15,17 @@ from draftproof.cli._options import Options, with_options
 from draftproof.errors import UserError
 from draftproof.server.settings import Settings, served_name
 
+_METAVARS = {"api_key_file": "FILE", "allowed_host": "NAME", "chat_template": "FILE"}
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
 @engine_options
-@with_options(server=(Options(Settings, "Server", metavars={"api_key_file": "FILE", "chat_template": "FILE"}),))
+@with_options(
+    server=(
+        Options(Settings, "Server", metavars={"api_key_file": "FILE", "chat_template": "FILE", "allowed_host": "NAME"}),
+    )
+)
 def serve(
     *,
     server: dict[str, Any],
@@ -34,7 +39,7 @@ def serve(
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'draftproof[serve]'")
-    from draftproof.server.access import read_keys
+    from draftproof.server.access import legal_hosts, read_keys
     from draftproof.server.app import Server, make_app
     from draftproof.server.logs import start_logging
     from draftproof.server.run import address, bind, use_template
@@ -50,9 +55,15 @@ def serve(
             if settings.chat_template is not None:
                 use_template(loaded, settings.chat_template)
         name = served_name(target, settings.served_model_name)
-        made = make_app(Server(loaded, settings, name, hidden=[target, engine["draft"] or target]), keys)
+        answering = Server(loaded, settings, name, hidden=[target, engine["draft"] or target])
+        made = make_app(answering, keys, legal_hosts(settings, keys))
         start_logging(as_json=settings.json_logs)
-        _terminal.note(f"draftproof: serving {name} at {address(listener)}/v1")
-        serve_app(made, listener, settings)
+        if str(engine["drafter"]).startswith("suffix") and not (keys or settings.share_between_clients):
+            _terminal.note(
+                "draftproof: without API keys, suffix drafts from a request's own tokens only, so that clients do not "
+                "read each other's texts out of drafts; --share-between-clients lets it learn from all of them"
+            )
+        said = f"draftproof: serving {name} at {address(listener)}/v1"
+        serve_app(made, listener, settings, lambda: _terminal.note(said))
     finally:
         listener.close()

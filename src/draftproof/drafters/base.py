@@ -26,6 +26,8 @@ class DraftRequest:
         transforms: the request's sampling parameters, which also apply to the draft.
         session: the target's session of the request, for drafters that share the target's cache.
         prediction: tokens that the answer may repeat; empty without a prediction.
+        cache_salt: what was read or written for a request is used for others with the same salt only.
+        share_text: whether such requests may draft from its tokens, and it from theirs.
     """
 
     id: int
@@ -35,6 +37,8 @@ class DraftRequest:
     transforms: Transforms
     session: Session | None = None
     prediction: Sequence[int] = ()
+    cache_salt: str = ""
+    share_text: bool = True
 
 
 @runtime_checkable

@@ -75,7 +75,7 @@ class DraftModel:
         """The request's own session, which is kept from round to round."""
         if request.id not in self._sessions:
             running = list(self._sessions.values())
-            self._sessions[request.id] = self.kept.open(self.backend, request.tokens, running)
+            self._sessions[request.id] = self.kept.open(self.backend, request.tokens, running, request.cache_salt)
         return self._sessions[request.id]
 
     def unread(self, session: Session, request: DraftRequest) -> list[int]:

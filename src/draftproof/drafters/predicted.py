@@ -9,8 +9,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 
 _NEAREST = 32  # occurrences that are looked at on each side, when the answer has departed from the text
+
+
+@lru_cache(maxsize=4)
+def _places(tokens: tuple[int, ...]) -> dict[int, list[int]]:
+    """The places after each token of a text: found once for all prompts and continuations that have the same text."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for place, token in enumerate(tokens):
+        found[token].append(place + 1)
+    return dict(found)
 
 
 class PredictedText:
@@ -26,11 +36,9 @@ class PredictedText:
     """
 
     def __init__(self, tokens: Sequence[int], longest: int) -> None:
-        self._tokens = list(tokens)
+        self._tokens = tuple(tokens)
         self._longest = longest
-        self._after: dict[int, list[int]] = defaultdict(list)
-        for place, token in enumerate(self._tokens):
-            self._after[token].append(place + 1)
+        self._after = _places(self._tokens)
         self._place = 0
         self.matched = longest  # the length of the run before the place; the beginning is trusted as much as any
 
@@ -45,7 +53,7 @@ class PredictedText:
 
     def following(self, most: int) -> list[int]:
         """Up to `most` tokens that come next in the text; none where the answer is not in it."""
-        return self._tokens[self._place : self._place + most] if self.matched else []
+        return list(self._tokens[self._place : self._place + most]) if self.matched else []
 
     def _find(self, tail: Sequence[int]) -> None:
         """Find the place of the answer whose last tokens these are; without one the last place is kept in mind."""

@@ -13,12 +13,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain
 from draftproof.drafters.predicted import PredictedText
-from draftproof.errors import UserError
+from draftproof.errors import UserError, blamed_on
 from draftproof.rng import RoundRng
 from draftproof.stoppers.base import RoundTime
 
@@ -47,8 +48,8 @@ class SuffixDrafter:
         threshold: smallest estimated probability of a whole draft, 0 to 1.
         capacity: number of tokens of finished requests to remember, at about 400 bytes each; the oldest request is
             forgotten first, completely.
-        shared: whether requests draft from each other's tokens. Switch this off where the speed of an answer must not
-            reveal to one user what another user wrote.
+        shared: whether requests with the same `cache_salt` draft from each other's tokens, where both `share_text`.
+            Drafts, and so the speed of an answer, reveal to one of them what another one wrote.
 
     Raises:
         UserError: a number is out of range.
@@ -110,7 +111,10 @@ class SuffixDrafter:
     def _row(self, request: DraftRequest) -> _Indexed:
         if request.id not in self._running:
             predicted = PredictedText(request.prediction, self._context) if request.prediction else None
-            self._running[request.id] = _Indexed(request.prompt_length, predicted)
+            index = None
+            if self._memory is not None and request.share_text:
+                index = self._memory.index(request.cache_salt)
+            self._running[request.id] = _Indexed(request.prompt_length, predicted, index)
         row = self._running[request.id]
         row.tokens = request.tokens
         return row
@@ -118,7 +122,10 @@ class SuffixDrafter:
     def _best(self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None) -> Found:
         """What the grammar forces; else the predicted text or a known suffix, whichever follows more tokens."""
         constraint = request.transforms.constraint
-        forced = [] if constraint is None else constraint.forced(request.tokens[request.prompt_length :])
+        forced: list[int] = []
+        if constraint is not None:
+            with blamed_on(request.id):
+                forced = constraint.forced(request.tokens[request.prompt_length :])
         if forced:
             return Found(forced[: min(self.limit, request.limit)], self._context, Origin.GRAMMAR)
         found, predicted = self._follow(request, row, worth), row.predicted
@@ -134,14 +141,14 @@ class SuffixDrafter:
         row.read.extend(row.tokens[start:])
         for key, token in _contexts(row.read, start, self._context):
             row.own.add(key, token)
-            if self._memory is not None:
-                self._memory.index.add(key, token)
+            if row.shared is not None:
+                row.shared.add(key, token)
         if row.predicted is not None and len(row.read) > row.prompt_length:
             row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
     def _follow(self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None) -> Found:
         """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
-        others = self._memory.index if self._memory is not None and _may_share(request) else None
+        others = row.shared if _may_share(request) else None
         near = tuple(row.read[-self._context :][::-1])
         draft: list[int] = []
         likely, most, matched = 1.0, min(self.limit, request.limit), 0
@@ -173,9 +180,9 @@ class SuffixDrafter:
     def release(self, request_id: int) -> None:
         """Move the tokens of a request that has ended, its last round included, to the finished requests."""
         row = self._running.pop(request_id, None)
-        if row is not None and self._memory is not None:
+        if row is not None and row.shared is not None and self._memory is not None:
             self._read(row)
-            self._memory.keep(row.read)
+            self._memory.keep(row.read, row.shared)
 
 
 def _may_share(request: DraftRequest) -> bool:
@@ -202,31 +209,39 @@ class Found:
 class _Indexed:
     """A running request: all its tokens, those that were counted, its own index, and the text predicted for it."""
 
-    def __init__(self, prompt_length: int, predicted: PredictedText | None) -> None:
-        self.prompt_length, self.predicted = prompt_length, predicted
+    def __init__(self, prompt_length: int, predicted: PredictedText | None, shared: _ContextTree | None) -> None:
+        self.prompt_length, self.predicted, self.shared = prompt_length, predicted, shared
         self.tokens: list[int] = []
         self.read: list[int] = []
         self.own = _ContextTree()
 
 
 class _FinishedRequests:
-    """The index of all requests, running and finished, and the finished requests that are still in it."""
+    """An index of requests, running and finished, for each salt; and the finished requests that are still in one."""
 
     def __init__(self, context: int, capacity: int) -> None:
-        self.index = _ContextTree()
-        self.finished: deque[list[int]] = deque()
+        self.finished: deque[tuple[_ContextTree, list[int]]] = deque()
         self.size = 0
         self._context, self._capacity = context, capacity
+        # An index lives as long as a request in it does, running or finished.
+        self._indexes: WeakValueDictionary[str, _ContextTree] = WeakValueDictionary()
 
-    def keep(self, tokens: list[int]) -> None:
+    def index(self, salt: str) -> _ContextTree:
+        """The index of the requests with this salt; a new one where there are none."""
+        found = self._indexes.get(salt)
+        if found is None:
+            found = self._indexes[salt] = _ContextTree()
+        return found
+
+    def keep(self, tokens: list[int], index: _ContextTree) -> None:
         """Add a finished request, and remove the oldest ones while there are too many tokens."""
-        self.finished.append(tokens)
+        self.finished.append((index, tokens))
         self.size += len(tokens)
         while self.size > self._capacity:
-            oldest = self.finished.popleft()
+            index, oldest = self.finished.popleft()
             self.size -= len(oldest)
             for key, token in _contexts(oldest, 0, self._context):
-                self.index.remove(key, token)
+                index.remove(key, token)
 
 
 def _contexts(tokens: list[int], start: int, size: int) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -32,8 +32,9 @@ from draftproof.errors import ContextError, RequestError, UserError, blamed_on
 from draftproof.finish import Cutter, Finish
 from draftproof.grammar import Grammars
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
-from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
+from draftproof.sampling import Constraint, LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
+from draftproof.tree import TokenTree
 from draftproof.verifiers.base import Verifier
 from draftproof.verifiers.chain import block_verifier
 
@@ -172,6 +173,9 @@ class DecodingLoop:
         prediction: str | Sequence[int] | None = None,
         patient: bool = False,
         speculates: bool = True,
+        cache_salt: str = "",
+        share_text: bool = True,
+        constraint: Constraint | None = None,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -183,6 +187,10 @@ class DecodingLoop:
             patient: whether it may wait while the prompts of others are read. Beside requests that may not, prompts are
                 read in portions, so that a round takes less than twice its usual time.
             speculates: without it nothing is drafted, which is plain decoding.
+            cache_salt: what was read or written for the prompt is used for requests with the same salt only, so that
+                users with different ones learn nothing of each other from the time or the drafts of an answer.
+            share_text: whether a drafter that looks tokens up in other requests may use this one's, and theirs for it.
+            constraint: the grammar of `params`, where it is compiled already.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -201,12 +209,14 @@ class DecodingLoop:
         left = self._context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        if params.grammar is not None and constraint is None:
+            constraint = self.grammars.constraint(params.grammar)
         transforms = params.bind(
             vocab_size=self.target.vocab_size,
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
-            encode=None if self.tokenizer is None else self.prompts.plain,
-            constraint=None if params.grammar is None else self.grammars.constraint(params.grammar),
+            bad_words=self.prompts.bad_words(params.bad_words),
+            constraint=None if params.grammar is None else constraint,
         )
         with self._lock:
             made = [
@@ -224,9 +234,15 @@ class DecodingLoop:
                     prediction=predicted,
                     patient=patient,
                     speculates=speculates,
+                    cache_salt=cache_salt,
+                    share_text=share_text,
                 )
                 for index in range(params.n)
             ]
+            if params.prompt_logprobs is not None:
+                scores, siblings = made[0].prompt_logprobs, list(made)
+                for request in made:
+                    request.prompt_logprobs, request.siblings = scores, siblings
             self.scheduler.waiting.extend(made)
         return made
 
@@ -263,6 +279,8 @@ class DecodingLoop:
         return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
 
     def _check_ids(self, ids: Sequence[int], what: str) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self.target.vocab_size):  # much faster than a loop
+            return
         for place, token in enumerate(ids):
             if not 0 <= token < self.target.vocab_size:
                 raise UserError(
@@ -286,10 +304,12 @@ class DecodingLoop:
         with self._lock:
             if request in self.scheduler.waiting:
                 self.scheduler.waiting.remove(request)
+                request.leave()
             if request in self.scheduler.running:
                 self._retire(request)
 
     def _retire(self, request: Request) -> None:
+        request.leave()
         self.scheduler.end(request, well=request.error is None)
         self.drafter.release(request.id)
         request.verifier_state = None  # callers may keep requests for long
@@ -369,7 +389,7 @@ class DecodingLoop:
         with seconds.measure("draft"):
             requests = [row.draft_request(self._draft_limit(row)) for row in rows]
             proposed = self.drafter.propose(requests, rng) if rows else []
-            drafts = [draft.to(self.target.device) for draft in proposed]
+            drafts = [_legal_part(*each).to(self.target.device) for each in zip(rows, proposed, strict=True)]
         drafting = seconds.draft
         with seconds.measure("target"):
             feeds = [self._feed(row, draft) for row, draft in zip(rows, drafts, strict=True)]
@@ -514,6 +534,7 @@ class DecodingLoop:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         predictions: str | Sequence[str | Sequence[int] | None] | None = None,
+        cache_salt: str = "",
     ) -> list[Output]:
         """Continue every prompt; blocks until all are finished.
 
@@ -521,6 +542,7 @@ class DecodingLoop:
             prompts: one prompt or several; a prompt is a text, token ids or chat messages.
             params: for all prompts, or one for each; default `default_params`.
             predictions: a text for all prompts, or a text, token ids or None for each; see `add`.
+            cache_salt: of all prompts; see `add`.
 
         Returns:
             For each prompt its n continuations, in order.
@@ -539,7 +561,7 @@ class DecodingLoop:
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):
-                requests.extend(self.add(prompt, own, prediction=text, patient=True))
+                requests.extend(self.add(prompt, own, prediction=text, patient=True, cache_salt=cache_salt))
             while not all(request.finished for request in requests):
                 self.step()
         finally:
@@ -558,6 +580,7 @@ class DecodingLoop:
         params: SamplingParams | None = None,
         *,
         prediction: str | Sequence[int] | None = None,
+        cache_salt: str = "",
     ) -> Iterator[Chunk]:
         """Continue one prompt and yield each round's text as it is committed; the last chunk has the Output.
 
@@ -567,7 +590,7 @@ class DecodingLoop:
         """
         if params is not None and params.n != 1:
             raise UserError(f"n is {params.n}: a stream has one continuation; use generate")
-        (request,) = self.add(prompt, params, prediction=prediction)
+        (request,) = self.add(prompt, params, prediction=prediction, cache_salt=cache_salt)
         try:
             while not request.finished or request.chunks:
                 if not request.chunks:
@@ -616,3 +639,22 @@ class DecodingLoop:
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             prompt_logprobs=None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs),
         )
+
+
+def _legal_part(row: Request, draft: Draft) -> Draft:
+    """A drafted chain as far as it fits the request's grammar.
+
+    The rest has probability 0: a lossless rule would reject it, and a lossy one could accept it. It was looked up; what
+    draft models draw fits, since their logits are masked too.
+    """
+    constraint = row.transforms.constraint
+    if constraint is None or not draft.tree.is_chain or draft.draws is not None or row.rule.constant_length:
+        return draft
+    with blamed_on(row.id):
+        for size, token in enumerate(draft.tree.ids):
+            if not constraint.allowed(row.output_ids, [draft.tree.ids[:size]])[0, token]:
+                if not size:
+                    return Draft.empty(draft.tree.tokens.device)
+                probs = None if draft.probs is None else draft.probs[:size]
+                return replace(draft, tree=TokenTree.chain(draft.tree.tokens[:size]), probs=probs)
+    return draft

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
+from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.errors import UserError, reason
+
+_RECENT = 8  # sets of bad words that are kept encoded when no request has them any more
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -22,6 +27,8 @@ class PromptReader:
     def __init__(self, tokenizer: Any, model: str) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self._words: WeakValueDictionary[tuple[str, ...], BadWords] = WeakValueDictionary()
+        self._recent: deque[BadWords] = deque(maxlen=_RECENT)
 
     def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt; the text is None for token ids.
@@ -37,6 +44,8 @@ class PromptReader:
         if items and isinstance(items[0], Mapping):
             text = self.chat_text(items)
             return text, self._ids(text, add_special_tokens=False)
+        if {*map(type, items)} <= {int}:  # much faster than a loop over a long prompt
+            return None, items
         for place, token in enumerate(items):
             if isinstance(token, bool) or not isinstance(token, numbers.Integral):
                 raise UserError(f"token {place} of the prompt is {token!r}: legal are whole numbers")
@@ -45,6 +54,27 @@ class PromptReader:
     def plain(self, text: str) -> list[int]:
         """Token ids of a text without special tokens."""
         return self._ids(text, add_special_tokens=False)
+
+    def bad_words(self, words: Sequence[str], encode: Callable[[str], Sequence[int]] | None = None) -> BadWords:
+        """Texts that an output never completes: encoded once for all prompts and requests that name the same.
+
+        They are known as long as somebody holds what this returns, so a server has them encoded outside its engine's
+        thread.
+
+        Args:
+            words: the texts.
+            encode: in place of `plain`.
+
+        Raises:
+            UserError: no tokenizer, or a word that encodes to nothing.
+        """
+        key = tuple(words)
+        found = self._words.get(key)
+        if found is None:
+            known = None if self.tokenizer is None else self.plain
+            self._words[key] = found = BadWords(bad_word_ids(key, encode or known))
+            self._recent.append(found)
+        return found
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The model's chat template applied to messages, ready for an answer.

@@ -142,9 +142,14 @@ class Request:
         prediction: tokens that the answer may repeat.
         patient: whether it may wait long while prompts of others are read.
         reading: whether its prompt is still to be read, or read again.
-        prompt_logprobs: of the prompt's tokens after the first one, as far as they are read.
+        prompt_logprobs: of the prompt's tokens after the first one, as far as they are read; one list for all
+            continuations of the prompt.
+        siblings: the continuations of the prompt that have not ended, in order: the first one takes in the
+            log-probabilities of the prompt for all.
         reused: tokens that were taken over from other requests instead of being read.
         speculates: whether anything is drafted for it.
+        cache_salt: what was read or written for it is used for requests with the same salt only.
+        share_text: whether such requests may draft from its tokens, and it from theirs.
     """
 
     id: int
@@ -168,8 +173,11 @@ class Request:
     patient: bool = False
     reading: bool = True
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    siblings: list[Request] = field(default_factory=list, repr=False)
     reused: int = 0
     speculates: bool = True
+    cache_salt: str = ""
+    share_text: bool = True
 
     @property
     def params(self) -> SamplingParams:
@@ -198,8 +206,26 @@ class Request:
 
     @property
     def unscored(self) -> bool:
-        """Whether log-probabilities of the prompt are wanted and not there yet."""
+        """Whether it has to take in log-probabilities of the prompt."""
+        return self._lacks_scores and not self._second
+
+    @property
+    def awaits_scores(self) -> bool:
+        """Whether another continuation takes in the log-probabilities of the prompt now."""
+        return self._lacks_scores and self._second
+
+    @property
+    def _lacks_scores(self) -> bool:
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
+
+    @property
+    def _second(self) -> bool:
+        return bool(self.siblings) and self.siblings[0] is not self
+
+    def leave(self) -> None:
+        """It has ended: another continuation goes on with what it did for all."""
+        if self in self.siblings:
+            self.siblings.remove(self)
 
     def score(self, logits: Float[Tensor, "rows vocab"], first: int) -> None:
         """Take in the logits after the tokens of the prompt from place `first` on."""
@@ -212,7 +238,15 @@ class Request:
     def draft_request(self, limit: int) -> DraftRequest:
         """The part of the request that the drafter gets."""
         return DraftRequest(
-            self.id, self.tokens, self.prompt_length, limit, self.transforms, self.session, self.prediction
+            self.id,
+            self.tokens,
+            self.prompt_length,
+            limit,
+            self.transforms,
+            self.session,
+            self.prediction,
+            self.cache_salt,
+            self.share_text,
         )
 
     def contexts(self, draft: Draft) -> tuple[list[int], Sequence[Sequence[int]]]:

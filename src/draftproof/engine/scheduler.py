@@ -269,18 +269,24 @@ class Scheduler:
         """What a request has to read; its session is opened at first, with what is known of its tokens."""
         if row.session is None and row.unscored:
             row.session = self._target.open()
+            row.session.cache_salt = row.cache_salt
         elif row.session is None:
             others = [each.session for each in self.running if each.session is not None]
-            row.session = self.kept.open(self._target, row.tokens, others)
+            row.session = self.kept.open(self._target, row.tokens, others, row.cache_salt)
             row.reused = row.session.length
         return unread(row.session, row.tokens)
 
     def _waits_for_another(self, row: Request) -> bool:
-        """Whether an older request reads now what this one begins with: it is copied when it is there."""
+        """Whether an older request reads now what this one begins with: it is copied when it is there.
+
+        A continuation also waits while another one takes in the log-probabilities of their prompt.
+        """
+        if row.awaits_scores:
+            return True
         if row.session is not None or row.unscored or not self.kept.most:
             return False
         for other in self.running[: self.running.index(row)]:
-            if other.reading:
+            if other.reading and other.cache_salt == row.cache_salt:
                 shared = common_prefix(other.tokens, row.tokens[:-1])
                 if shared >= max(self.kept.shortest, len(row.tokens) // 2) and self._will_reach(other, shared):
                     return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import ipaddress
 import logging
 import math
 import os
@@ -21,12 +23,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftproof.errors import UserError
-from draftproof.server.errors import ApiError, overloaded
+from draftproof.errors import LEAVING, UserError
+from draftproof.server.errors import ApiError, crowded, failed, overloaded, quoted
+from draftproof.server.settings import Settings
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
 _POLLED = frozenset({"/health", "/ready", "/metrics"})  # in the log only where something is wrong
 _SHORTEST = 16
+_HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\[\]:/@\s]+))(?::[0-9]{1,5})?")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _log = logging.getLogger("draftproof.access")
 
@@ -35,7 +39,7 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
     """The API keys of a file and of the variable DRAFTPROOF_KEYS.
 
     Raises:
-        UserError: the file cannot be read or holds no key, or a key is too short.
+        UserError: the file cannot be read or holds no key, or a key is too short or has characters beyond ASCII.
     """
     keys = os.environ.get("DRAFTPROOF_KEYS", "").split()
     where = "the variable DRAFTPROOF_KEYS"
@@ -48,9 +52,37 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         if not found:
             raise UserError(f"{file} holds no API key: legal is one a line")
         keys += found
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise UserError(f"{where} holds an API key with other characters than those of ASCII: no header carries them")
     if any(len(key) < _SHORTEST for key in keys):
         raise UserError(f"{where} holds an API key of less than {_SHORTEST} characters: legal are longer ones")
     return tuple(keys)
+
+
+def legal_hosts(settings: Settings, keys: Sequence[str]) -> tuple[str, ...] | None:
+    """Names besides this machine's own that requests may be sent to; None for any.
+
+    A page of another site can make its own name point to 127.0.0.1. To a browser the server is that site then, and
+    only the header Host tells them apart. Who listens for other machines, or asks for keys, is safe from that.
+    """
+    if keys or not is_loopback(settings.host):
+        return None
+    return tuple(settings.allowed_host)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address is that of the machine itself."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def is_legal_host(given: str, allowed: Sequence[str]) -> bool:
+    """Whether a header Host has a name of the machine itself or an allowed one; the port does not matter."""
+    found = _HOST.fullmatch(given.strip().lower())
+    name = "" if found is None else (found["address"] or found["name"]).removesuffix(".")
+    return is_loopback(name) or name in {each.lower() for each in allowed}
 
 
 class Keys:
@@ -64,10 +96,14 @@ class Keys:
 
     def allow(self, header: str) -> bool:
         """Whether an Authorization header has one of the keys; every key is compared."""
+        return self.owner(header) is not None
+
+    def owner(self, header: str) -> str | None:
+        """Which of the keys an Authorization header has, in other words than its own; None for none of them."""
         scheme, _, given = header.partition(" ")
         digest = sha256(given.strip().encode()).digest()
         found = [hmac.compare_digest(digest, each) for each in self._digests]
-        return scheme.lower() == "bearer" and any(found)
+        return sha256(b"owner" + digest).hexdigest()[:16] if scheme.lower() == "bearer" and any(found) else None
 
 
 class Access:
@@ -79,12 +115,20 @@ class Access:
         max_body: bytes; a longer body is refused by its declared length, others while they are read.
         at_once: requests with a body that are in work; further ones are refused before their body is read.
         seconds: that a client has to send its body; 0 is no limit.
+        hosts: names that the header Host may have; None for any.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str] | Keys, *, max_body: int, at_once: int, seconds: float
+        self,
+        app: ASGIApp,
+        keys: Sequence[str] | Keys,
+        *,
+        max_body: int,
+        at_once: int,
+        seconds: float,
+        hosts: Sequence[str] | None = None,
     ) -> None:
-        self._app, self._max_body = app, max_body
+        self._app, self._max_body, self._hosts = app, max_body, hosts
         self._keys = keys if isinstance(keys, Keys) else Keys(keys)
         self._at_once, self._seconds = at_once, seconds
         self._now = 0
@@ -99,7 +143,8 @@ class Access:
         request_id = name if _ID.fullmatch(name) else uuid.uuid4().hex
         path = quote(scope["path"])[:200]  # with everything that could begin a new line escaped
         facts: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": path}
-        scope.setdefault("state", {})["facts"] = facts
+        state = scope.setdefault("state", {})
+        state["facts"], state["key"] = facts, self._keys.owner(given.get("authorization", ""))
         start = time.perf_counter()
 
         async def noting(message: Message) -> None:
@@ -111,9 +156,17 @@ class Access:
         counts = scope["method"] == "POST"
         self._now += counts
         try:
-            error = self._refused(scope["path"], given)
+            error = self._refused(scope["path"], given, state)
             answer = self._app if error is None else JSONResponse(error.body(), error.status, error.headers)
             await answer(scope, self._limited(receive), noting)
+        except (*LEAVING, asyncio.CancelledError, Exception):  # the application has answered Exceptions
+            raise
+        except BaseException as error:  # a panic of a Rust library
+            _log.exception("a request failed")
+            if "status" in facts:
+                raise RuntimeError("a request failed after its answer had begun") from error
+            said = failed()
+            await JSONResponse(said.body(), said.status, said.headers)(scope, receive, noting)
         finally:
             self._now -= counts
             facts["seconds"] = round(time.perf_counter() - start, 6)
@@ -138,8 +191,17 @@ class Access:
 
         return limited
 
-    def _refused(self, path: str, given: Headers) -> ApiError | None:
-        if self._keys and path not in OPEN and not self._keys.allow(given.get("authorization", "")):
+    def _refused(self, path: str, given: Headers, state: Mapping[str, Any]) -> ApiError | None:
+        if state.get("spare") and path not in OPEN:
+            return crowded()
+        host = given.get("host", "")
+        if self._hosts is not None and not is_legal_host(host, self._hosts):
+            return ApiError(
+                f"the request is to {quoted(host)}, and this server answers at its machine's own names: its operator "
+                "can allow others by --allowed-host, or give keys to clients",
+                status=421,
+            )
+        if self._keys and path not in OPEN and state["key"] is None:
             return ApiError(
                 "an API key is needed, as: Authorization: Bearer KEY",
                 status=401,

@@ -86,6 +86,7 @@ class Answer:
         echo: whether the prompt's text comes first.
         as_ids: whether log-probabilities name tokens by their ids: texts of different tokens may be equal.
         prompt_top: the number of likeliest tokens at each place of the prompt that are wanted; None for nothing.
+        prompts_shown: what is said of the tokens of each prompt, as far as it is made.
     """
 
     id: str
@@ -99,6 +100,7 @@ class Answer:
     prompt_top: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     continuations: list[Continuation] = field(default_factory=list)
+    prompts_shown: dict[int, PromptLogprobs] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def to(cls, body: SamplingFields, question: Question, *, name: str, model: str, token_text: TokenText) -> Answer:
@@ -155,6 +157,22 @@ class Answer:
         """A token's name in log-probabilities: its text, or vLLM's form of its id."""
         return f"token_id:{token}" if self.as_ids else self.token_text(token)
 
+    def key_of(self, token: int) -> str:
+        """As `name_of`, but for bytes that are a part of a character, which have no text of their own."""
+        return self.name_of(token) if self.as_ids else self.token_text.named(token)
+
+    def keys_of(self, tokens: Sequence[int]) -> list[str]:
+        """Names of tokens as keys of one object: no two are equal, and the first ones are those of `key_of`.
+
+        Different tokens may have one text: bytes that are no character by themselves, or a letter and its byte.
+        """
+        ids: dict[str, int] = {}
+        for token in tokens:
+            name = self.key_of(token)
+            ids.setdefault(name if ids.get(name, token) == token else f"token_id:{token}", token)
+        names = {token: name for name, token in ids.items()}
+        return [names[token] for token in tokens]
+
     def prompt_of(self, index: int) -> int:
         """The number of the prompt of a continuation."""
         return index // self.question.params.n
@@ -192,6 +210,13 @@ class TokenText:
         if all(letter in _BYTES for letter in piece):
             return bytes(_BYTES[letter] for letter in piece)
         return text.encode()
+
+    def named(self, token: int) -> str:
+        """The text of one token; OpenAI's form of its bytes where they are a part of a character."""
+        text = self(token)
+        if _REPLACEMENT not in text or (content := self.content(token)) == text.encode():
+            return text
+        return "bytes:" + "".join(f"\\x{each:02x}" for each in content)
 
     def joined(self, tokens: Sequence[int]) -> str:
         """Of several in a row."""
@@ -380,14 +405,18 @@ def _completion_logprobs(answer: Answer, found: Sequence[TokenLogprob], offset: 
     texts = [answer.token_text(each.token_id) for each in found]
     offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
     return CompletionLogprobs(
-        tokens=[answer.name_of(each.token_id) for each in found],
+        tokens=[answer.key_of(each.token_id) for each in found],
         token_logprobs=[max(each.logprob, _LEAST) for each in found],
-        top_logprobs=[
-            {answer.name_of(token): max(value, _LEAST) for token, value in (*each.top, (each.token_id, each.logprob))}
-            for each in found
-        ],
+        top_logprobs=[_best_of(answer, each) for each in found],
         text_offset=offsets,
     )
+
+
+def _best_of(answer: Answer, each: TokenLogprob) -> dict[str, float]:
+    """The likeliest tokens at a place and the chosen one, by name."""
+    best = dict(each.top) | {each.token_id: each.logprob}
+    names = dict(zip([each.token_id, *best], answer.keys_of([each.token_id, *best]), strict=True))
+    return {names[token]: max(value, _LEAST) for token, value in best.items()}
 
 
 def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
@@ -400,7 +429,7 @@ def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
     found = _completion_logprobs(answer, [*of_prompt, *each.logprobs], len(answer.token_text(first)))
     assert found is not None, "logprobs are wanted"
     return CompletionLogprobs(
-        tokens=[answer.name_of(first), *found.tokens],
+        tokens=[answer.key_of(first), *found.tokens],
         token_logprobs=[None, *found.token_logprobs],
         top_logprobs=[None, *found.top_logprobs],
         text_offset=[0, *found.text_offset],
@@ -408,9 +437,12 @@ def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
 
 
 def _prompt_logprobs(answer: Answer, index: int) -> PromptLogprobs | None:
-    """In vLLM's form: for each place the likeliest tokens and the prompt's own."""
+    """In vLLM's form: for each place the likeliest tokens and the prompt's own; made once for all choices."""
     if answer.prompt_top is None:
         return None
+    place = answer.prompt_of(index)
+    if place in answer.prompts_shown:
+        return answer.prompts_shown[place]
     found: PromptLogprobs = [None]
     for each in answer.continuations[index].prompt_logprobs:
         best = [(token, value, rank) for rank, (token, value) in enumerate(each.top[: answer.prompt_top], 1)]
@@ -421,6 +453,7 @@ def _prompt_logprobs(answer: Answer, index: int) -> PromptLogprobs | None:
                 for token, (value, rank) in entries.items()
             }
         )
+    answer.prompts_shown[place] = found
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -16,23 +17,24 @@ from typing import Annotated, Any, TypeVar
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.sse import EventSourceResponse, format_sse_event
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import Send
 
 from draftproof._version import __version__
 from draftproof.engine.loop import DecodingLoop
-from draftproof.errors import UserError
+from draftproof.errors import LEAVING, UserError
 from draftproof.server import schemas
 from draftproof.server.access import Access, Keys, note
 from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
-from draftproof.server.errors import ApiError, failed, stopping
+from draftproof.server.aside import Aside
+from draftproof.server.body import body_of
+from draftproof.server.errors import ApiError, failed, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
-from draftproof.server.reading import Question, Reader, invalid_body, refuse_other_model, refuse_stream_options
+from draftproof.server.reading import Question, Reader, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from draftproof.server.settings import Settings
 from draftproof.server.tools import format_of, template_tools
@@ -59,11 +61,19 @@ class Server:
         self.metrics = Metrics(model)
         self.ended: Callable[[], None] = lambda: None  # what is done when the engine's thread has died
         self.worker = EngineWorker(
-            engine, self.metrics, max_waiting=settings.max_waiting, shown=self.shown, died=self._died
+            engine,
+            self.metrics,
+            max_waiting=settings.max_waiting,
+            max_per_client=settings.max_per_key,
+            stuck_after=settings.stuck_timeout,
+            shown=self.shown,
+            died=self._died,
         )
+        self._aside = Aside(_ASIDE_AT_ONCE, "reading")
         self._reading = threading.RLock()  # tokenizers are not made for several threads
         self._reader = Reader(engine, settings, self.shown, self._reading)
-        self._compiling = anyio.CapacityLimiter(_COMPILE_AT_ONCE)
+        self._compiling = Aside(_COMPILE_AT_ONCE, "compiling")
+        self._making = anyio.CapacityLimiter(1)  # answers that hold log-probabilities of prompts
         self.token_text = TokenText(engine.tokenizer)
         self.created = int(time.time())
 
@@ -96,20 +106,48 @@ class Server:
         """
         refuse_other_model(name, self.model)
 
-    async def aside(self, call: Callable[[], _Made]) -> _Made:
-        """Tokenize outside the event loop's thread."""
+    @property
+    def busy(self) -> bool:
+        """Whether a thread runs, be it one that never ends."""
+        return self.worker.running or bool(self._aside.busy or self._compiling.busy)
 
-        def locked() -> _Made:
+    async def aside(self, request: Request, call: Callable[[], _Made], *, locked: bool = True) -> _Made:
+        """Tokenize outside the event loop's thread.
+
+        Args:
+            request: a client that leaves, or whose time is over, does not wait any more.
+            call: what to do.
+            locked: whether nobody else may tokenize meanwhile.
+        """
+
+        def alone() -> _Made:
             with self._reading:
                 return call()
 
-        return await run_sync(locked)
+        return await self._in_time(request, partial(self._aside.run, alone if locked else call))
 
-    async def question(self, body: SamplingFields) -> Question:
+    async def question(self, request: Request, body: SamplingFields) -> Question:
         """What a request asks."""
         formed = body.response_format or body.structured_outputs or (isinstance(body, ChatBody) and body.tools)
-        limiter = self._compiling if formed else None  # compiling takes long: others keep their threads
-        return await run_sync(partial(self._reader.question, body), limiter=limiter)
+        threads = self._compiling if formed else self._aside  # compiling takes long: others keep their threads
+        return await self._in_time(request, partial(threads.run, partial(self._reader.question, body)))
+
+    async def _in_time(self, request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
+        """What a call returns, unless the client leaves or its time is over before.
+
+        Raises:
+            ApiError: one of these.
+        """
+        with anyio.move_on_after(self.settings.request_timeout or None):
+            return await _unless_gone(request, call)
+        raise too_late(self.settings.request_timeout)
+
+    def _sharing(self, request: Request, body: SamplingFields) -> tuple[str, str, bool]:
+        """Who a client is, the salt of what is kept of its request, and whether others may draft from that."""
+        key, own = request.scope["state"].get("key") or "", body.cache_salt or ""
+        if self.settings.share_between_clients:
+            return key, own, True
+        return key, f"{key}:{own}", bool(key or own)
 
     def encode(self, body: TokenizeBody) -> list[int]:
         """The token ids of a request to /tokenize."""
@@ -119,8 +157,10 @@ class Server:
             shown = template_tools([each.function for each in body.tools or ()])
             if shown:
                 format_of(self.engine.tokenizer, self.settings.tool_format)
+            if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
+                raise ApiError("add_special_tokens needs prompt: a chat has those of its template", param="messages")
             return list(self._reader.chat_prompt(body.messages, shown)[1])
-        if body.tools is not None:
+        if body.tools:
             raise ApiError("tools need messages", param="tools")
         text = body.prompt or ""
         if not body.add_special_tokens:
@@ -130,27 +170,26 @@ class Server:
     def tokens(self, body: TokenizeBody) -> schemas.Tokens:
         """The answer to a request to /tokenize."""
         ids = self.encode(body)
-        texts = [self.token_text(each) for each in ids] if body.return_token_strs else None
+        with self._reading:
+            texts = [self.token_text(each) for each in ids] if body.return_token_strs else None
         return schemas.Tokens(count=len(ids), max_model_len=self.context, tokens=ids, token_strs=texts)
 
-    async def answer(self, request: Request, body: SamplingFields, form: Form, kind: str) -> Any:
+    def text(self, body: DetokenizeBody) -> schemas.Text:
+        """The answer to a request to /detokenize."""
+        size, most = self.engine.target.vocab_size, self.context or _MOST_IDS
+        if len(body.tokens) > most:
+            raise ApiError(f"tokens has {len(body.tokens)} ids: legal are up to {most} here", param="tokens")
+        bad = next((each for each in body.tokens if not 0 <= each < size), None)
+        if bad is not None:
+            raise ApiError(f"tokens holds {bad}: legal ids are 0 to {size - 1}", param="tokens")
+        return schemas.Text(prompt=self.token_text.joined(body.tokens))
+
+    async def answer(self, request: Request, kind: type[SamplingFields], form: Form, name: str) -> Any:
         """Answer a request for completions, whole or as a stream."""
-        self.check_model(body.model)
-        refuse_stream_options(body)
-        self.worker.refuse_without_room()  # before the work of reading a long prompt
-        question = await self.question(body)
-        seconds = self.settings.request_timeout or float("inf")
-        job = Job(question.prompts, question.params, seconds, question.prediction, body.stream, body.speculation)
-        if job.size > self.worker.capacity:
-            raise ApiError(
-                f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
-            )
-        name = f"{kind}-{request.scope['state']['facts']['request_id']}"
-        answer = Answer.to(body, question, name=name, model=self.model, token_text=self.token_text)
+        job, answer, options = await self._asked(request, kind, name)
         self.worker.submit(job)
-        if not body.stream:
+        if not job.streams:
             return await self._whole(request, job, answer, form)
-        options = body.stream_options or schemas.StreamOptions()
         pieces = job.pieces()
         try:
             first = await _unless_gone(request, partial(anext, pieces))  # so that an early error has its own status
@@ -165,6 +204,38 @@ class Server:
         events = self._events(answer, form, options, first, pieces)
         return Stream(events, ended, seconds=self.settings.write_timeout)
 
+    async def _asked(
+        self, request: Request, kind: type[SamplingFields], name: str
+    ) -> tuple[Job, Answer, schemas.StreamOptions]:
+        """What a request asks of the engine, and its answer, empty yet; nothing else of its body is kept."""
+        arrival = time.monotonic()
+        body = await body_of(request, kind, self.settings.max_body)
+        self.check_model(body.model)
+        refuse_stream_options(body)
+        client, salt, share_text = self._sharing(request, body)
+        self.worker.refuse_without_room(client=client)  # before the work of reading a long prompt
+        question = await self.question(request, body)
+        job = Job(
+            question.prompts,
+            question.params,
+            self.settings.request_timeout or math.inf,
+            question.prediction,
+            body.stream,
+            body.speculation,
+            client,
+            salt,
+            share_text,
+            question.constraint,
+            arrival,
+        )
+        if job.size > self.worker.capacity:
+            raise ApiError(
+                f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
+            )
+        full = f"{name}-{request.scope['state']['facts']['request_id']}"
+        answer = Answer.to(body, question, name=full, model=self.model, token_text=self.token_text)
+        return job, answer, body.stream_options or schemas.StreamOptions()
+
     async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Response:
         async def collect() -> None:
             async for pieces in job.pieces():
@@ -178,7 +249,9 @@ class Server:
         finally:
             self.worker.close(job)
         _note_usage(request, answer)
-        return await run_sync(made)  # log-probabilities of a long prompt take long: streams go on meanwhile
+        # Log-probabilities of a long prompt take long and much memory: streams go on meanwhile, and others wait.
+        limiter = None if answer.question.params.prompt_logprobs is None else self._making
+        return await run_sync(made, limiter=limiter)
 
     async def _events(
         self,
@@ -241,13 +314,15 @@ async def _unless_gone(request: Request, call: Callable[[], Awaitable[_Made]]) -
         ApiError: it left.
     """
     made: list[_Made] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
     async with anyio.create_task_group() as group:
 
         async def work() -> None:
             try:
                 made.append(await call())
-            except Exception as error:  # noqa: BLE001 - raised below, outside the group
+            except (*LEAVING, asyncio.CancelledError):
+                raise
+            except BaseException as error:  # noqa: BLE001 - raised below, outside the group
                 errors.append(error)
             group.cancel_scope.cancel()
 
@@ -276,7 +351,7 @@ def _note_usage(request: Request, answer: Answer) -> None:
 # --- routes ----------------------------------------------------------------------------------------------------------
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorAnswer} for status in (400, 401, 404, 413, 429, 500, 503, 504)
+    status: {"model": schemas.ErrorAnswer} for status in (400, 401, 404, 413, 421, 429, 500, 503, 504)
 }
 
 
@@ -287,17 +362,20 @@ def _server(request: Request) -> Server:
 
 
 _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies are read, such as for /tokenize
-_COMPILE_AT_ONCE = 8  # requests with a grammar that are read
+_MOST_IDS = 131_072  # that are decoded at once, where the model's context has no end
+_COMPILE_AT_ONCE = 64  # requests with a grammar that are read; most of them wait for a process that compiles it
+_ASIDE_AT_ONCE = 32  # others
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]
 
 
-def make_app(server: Server, keys: Sequence[str] | Keys = ()) -> FastAPI:
+def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[str] | None = None) -> FastAPI:
     """The application of a server.
 
     Args:
         server: what answers.
         keys: API keys; empty lets everybody in.
+        hosts: names that requests may be sent to, see `legal_hosts`; None for any.
     """
 
     @asynccontextmanager
@@ -318,7 +396,8 @@ def make_app(server: Server, keys: Sequence[str] | Keys = ()) -> FastAPI:
         responses=_ERRORS,
     )
     app.state.server = server
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=server.settings.max_body)
+    described = app.openapi
+    app.openapi = lambda: _with_bodies(described())  # type: ignore[method-assign]  # as FastAPI's manual has it
     settings = server.settings
     app.add_middleware(
         Access,
@@ -326,10 +405,10 @@ def make_app(server: Server, keys: Sequence[str] | Keys = ()) -> FastAPI:
         max_body=settings.max_body,
         at_once=server.worker.capacity + _READ_AT_ONCE,
         seconds=settings.read_timeout,
+        hosts=hosts,
     )
     app.add_exception_handler(ApiError, _shown_error)
     app.add_exception_handler(UserError, _mistake)
-    app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
     _add_completions(app)
@@ -348,16 +427,43 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _add_completions(app: FastAPI) -> None:
-    @app.post("/v1/completions", response_model=schemas.CompletionAnswer, responses=_STREAMED)
-    async def completions(body: CompletionBody, request: Request, server: _Served) -> Any:
-        """Continue prompts."""
-        return await server.answer(request, body, CompletionForm(), "cmpl")
+_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_SCHEMAS = "#/components/schemas/"
 
-    @app.post("/v1/chat/completions", response_model=schemas.ChatAnswer, responses=_STREAMED)
-    async def chat(body: ChatBody, request: Request, server: _Served) -> Any:
+
+def _takes(kind: type[schemas.Body]) -> dict[str, Any]:
+    """The description of a body that a route reads itself, so that nothing of it is kept while it answers."""
+    content = {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{kind.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _with_bodies(described: dict[str, Any]) -> dict[str, Any]:
+    """The API's description with the bodies that routes read themselves."""
+    _, found = models_json_schema([(each, "validation") for each in _BODIES], ref_template=_SCHEMAS + "{model}")
+    described["components"]["schemas"] |= found["$defs"]
+    return described
+
+
+def _add_completions(app: FastAPI) -> None:
+    @app.post(
+        "/v1/completions",
+        response_model=schemas.CompletionAnswer,
+        responses=_STREAMED,
+        openapi_extra=_takes(CompletionBody),
+    )
+    async def completions(request: Request, server: _Served) -> Any:
+        """Continue prompts."""
+        return await server.answer(request, CompletionBody, CompletionForm(), "cmpl")
+
+    @app.post(
+        "/v1/chat/completions",
+        response_model=schemas.ChatAnswer,
+        responses=_STREAMED,
+        openapi_extra=_takes(ChatBody),
+    )
+    async def chat(request: Request, server: _Served) -> Any:
         """Answer a chat."""
-        return await server.answer(request, body, ChatForm(), "chatcmpl")
+        return await server.answer(request, ChatBody, ChatForm(), "chatcmpl")
 
     @app.get("/v1/models")
     async def models(server: _Served) -> schemas.ModelList:
@@ -372,21 +478,19 @@ def _add_completions(app: FastAPI) -> None:
 
 
 def _add_tokens(app: FastAPI) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody, server: _Served) -> schemas.Tokens:
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
+    async def tokenize(request: Request, server: _Served) -> schemas.Tokens:
         """The token ids of a text or a chat."""
+        body = await body_of(request, TokenizeBody, server.settings.max_body)
         server.check_model(body.model)
-        return await server.aside(partial(server.tokens, body))
+        return await server.aside(request, partial(server.tokens, body), locked=False)  # it takes the lock itself
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody, server: _Served) -> schemas.Text:
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
+    async def detokenize(request: Request, server: _Served) -> schemas.Text:
         """The text of token ids."""
+        body = await body_of(request, DetokenizeBody, server.settings.max_body)
         server.check_model(body.model)
-        size = server.engine.target.vocab_size
-        bad = next((each for each in body.tokens if not 0 <= each < size), None)
-        if bad is not None:
-            raise ApiError(f"tokens holds {bad}: legal ids are 0 to {size - 1}", param="tokens")
-        return schemas.Text(prompt=await server.aside(partial(server.token_text.joined, body.tokens)))
+        return await server.aside(request, partial(server.text, body))
 
 
 def _add_page(app: FastAPI) -> None:
@@ -401,9 +505,11 @@ def _add_page(app: FastAPI) -> None:
 def _add_state(app: FastAPI) -> None:
     @app.get("/health")
     async def health(server: _Served) -> dict[str, str]:
-        """Whether the engine runs."""
+        """Whether the engine runs, and its rounds end."""
         if server.worker.dead:
             raise stopping()
+        if seconds := server.worker.stuck:
+            raise stuck(seconds)
         return {"status": "ok"}
 
     @app.get("/ready")
@@ -434,12 +540,6 @@ async def _shown_error(_: Request, error: Exception) -> Response:
 
 async def _mistake(request: Request, error: Exception) -> Response:
     return await _shown_error(request, ApiError(_server(request).shown(str(error))))
-
-
-async def _invalid(request: Request, error: Exception) -> Response:
-    """What is wrong with a body, without what the client sent."""
-    assert isinstance(error, RequestValidationError), "registered for it"
-    return await _shown_error(request, invalid_body(error.errors()))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,21 +1,78 @@
-"""Connections that have to send a request soon: one that sends nothing, or a head byte by byte, is closed."""
+"""Connections that have to make progress: send a request soon, and read its answer; and a limit of how many there are.
+
+One that sends nothing, or a head byte by byte, is closed after some time, and before it where another one needs its
+place. One that does not read is dropped together with what was to be sent.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+RESERVE = 16  # connections beyond the limit, which are told whether the server is well, and nothing else
+_LEAST = 65_536  # bytes that a client has to read within the time, where so many are left
+_log = logging.getLogger(__name__)
+
+
+class Connections:
+    """The open connections of a server.
+
+    Args:
+        most: of them; beyond it the one that has been idle longest is closed. Where each of them serves a request, a
+            few more may ask for the server's health.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.open: set[Connection] = set()
+        self.idle: dict[Connection, None] = {}  # the one that has been idle longest first
+
+    def enter(self, one: Connection) -> bool | None:
+        """Take in a connection; whether it is in the reserve, or None where there is no place."""
+        spare = False
+        if len(self.open) >= self.most:
+            if self.idle:
+                next(iter(self.idle)).drop()
+            elif len(self.open) >= self.most + RESERVE:
+                return None
+            else:
+                spare = True
+        self.open.add(one)
+        return spare
+
+    def leave(self, one: Connection) -> None:
+        """Forget a connection."""
+        self.open.discard(one)
+        self.idle.pop(one, None)
+
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, with a limit for the time until the head of a request has come."""
+    """uvicorn's protocol, with limits of time.
 
-    seconds = 0.0  # 0 is no limit
-    _limit: asyncio.TimerHandle | None = None
+    Attributes:
+        read_timeout: seconds until the head of a request has come; 0 is no limit.
+        write_timeout: seconds in which a client has to read something of what waits for it; 0 is no limit.
+        all: the connections of the server.
+    """
+
+    read_timeout = write_timeout = 0.0
+    all: Connections
+    _late: asyncio.TimerHandle | None = None
+    _slow: asyncio.TimerHandle | None = None
+    _unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the clock."""
+        spare = self.all.enter(self)
         super().connection_made(transport)
+        if spare is None:
+            transport.abort()
+            return
+        if spare:
+            self.app_state = {**self.app_state, "spare": True}
+        transport.set_write_buffer_limits(high=0)  # so that the protocol hears of everything that waits to be read
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -23,32 +80,80 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
-        self._stop()
-        super().connection_lost(exc)
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._watch()
 
-    def _idle(self) -> bool:
+    def pause_writing(self) -> None:
+        """Something waits to be read."""
+        super().pause_writing()
+        self._watch()
+        if self.write_timeout and self._slow is None:
+            self._unread = self.transport.get_write_buffer_size()
+            self._slow = self.loop.call_later(self.write_timeout, self._drop_slow)
+
+    def resume_writing(self) -> None:
+        """Everything is read, as far as the system says."""
+        super().resume_writing()
+        if self._slow is not None:
+            self._slow.cancel()
+            self._slow = None
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clocks."""
+        super().connection_lost(exc)
+        self._forget()
+
+    def drop(self) -> None:
+        """Close the connection at once; what was to be sent is lost."""
+        self._forget()
+        self.transport.abort()
+
+    def _forget(self) -> None:
+        self.all.leave(self)
+        for timer in (self._late, self._slow):
+            if timer is not None:
+                timer.cancel()
+        self._late = self._slow = None
+
+    def _awaits(self) -> bool:
         """Whether a request is awaited."""
         return self.cycle is None or self.cycle.response_complete
 
     def _watch(self) -> None:
-        if not self._idle():
-            self._stop()
-        elif self._limit is None and self.seconds:
-            self._limit = self.loop.call_later(self.seconds, self._late)
+        """Start or stop the clock of a request that is awaited."""
+        if self not in self.all.open or self.transport.is_closing():
+            self.all.idle.pop(self, None)
+            return
+        if self._awaits() and not self.flow.write_paused:
+            self.all.idle.setdefault(self)
+        else:
+            self.all.idle.pop(self, None)
+        if not self._awaits():
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+        elif self._late is None and self.read_timeout:
+            self._late = self.loop.call_later(self.read_timeout, self._close_late)
 
-    def _stop(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
-
-    def _late(self) -> None:
-        self._limit = None
-        if self._idle():
+    def _close_late(self) -> None:
+        self._late = None
+        if self._awaits():
             self.transport.close()
 
+    def _drop_slow(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left and self._unread - left < _LEAST:
+            _log.info("a client stopped reading its answer")
+            self.drop()
+            return
+        self._unread = left
+        self._slow = self.loop.call_later(self.write_timeout, self._drop_slow)
 
-def connection(seconds: float) -> type[Connection]:
-    """The protocol with this limit in seconds; 0 is none."""
-    return type("LimitedConnection", (Connection,), {"seconds": seconds})
+
+def connection(read_timeout: float, write_timeout: float, most: int) -> type[Connection]:
+    """The protocol with these limits; see `Connection` and `Connections`."""
+    limits = {"read_timeout": read_timeout, "write_timeout": write_timeout, "all": Connections(most)}
+    return type("LimitedConnection", (Connection,), limits)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+_LONGEST = 400  # characters of a message
+_QUOTED = 100  # characters of what a client sent, where a message has to repeat it
+_WORD = re.compile(rf"(\S{{{_QUOTED}}})\S+")  # parsers of grammars quote them
+
+
+def quoted(text: object) -> str:
+    """What a client sent, as a message may repeat it: in quotes, and not all of it where it is long."""
+    shown = repr(text)
+    return shown if len(shown) <= _QUOTED else f"{shown[: _QUOTED - 4]}...{shown[-1]}"
 
 
 class ApiError(Exception):
     """What a request is answered with when it cannot be served.
 
     Args:
-        message: for the client: cause, offending value, what is legal.
+        message: for the client: cause, offending value, what is legal. The middle of a long one is left out, whatever
+            has made it, and the end of a long word.
         status: of the HTTP answer.
         param: the field of the request that is to blame; None for none.
         code: a word for programs; None for none.
@@ -26,6 +38,9 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message = _WORD.sub(r"\1...", message)
+        if len(message) > _LONGEST:
+            message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 + 5 :]}"
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
         self.headers = dict(headers or {})
@@ -51,6 +66,21 @@ def overloaded(seconds: int) -> ApiError:
         code="rate_limit_exceeded",
         headers={"Retry-After": str(seconds)},
     )
+
+
+def crowded() -> ApiError:
+    """There are as many connections as are served."""
+    return ApiError(
+        "there are too many connections: try again",
+        status=503,
+        code="too_many_connections",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+
+def stuck(seconds: float) -> ApiError:
+    """The engine's thread does not go on."""
+    return ApiError(f"the engine has been in one round for {seconds:.0f} s", status=503, code="stuck")
 
 
 def too_late(seconds: float) -> ApiError:

@@ -7,15 +7,21 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
+
+from draftproof.bad_words import BadWords
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
-from draftproof.sampling import SamplingParams
+from draftproof.grammar import MOST_CHARACTERS
+from draftproof.grammar_check import BusyError
+from draftproof.sampling import Constraint, SamplingParams
 from draftproof.server import schemas
-from draftproof.server.errors import ApiError
+from draftproof.server.aside import TimeOver, time_limit
+from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -28,15 +34,19 @@ from draftproof.server.schemas import (
     TextPart,
 )
 from draftproof.server.settings import Settings
-from draftproof.server.tools import ToolSet, template_calls, template_tools, tool_set
+from draftproof.server.tools import ToolParams, ToolSet, template_calls, template_tools, tool_set
 
 _MOST_LOGPROBS = 20
 _COMPLETION_TOKENS = 16  # of /v1/completions, where the request names no number; OpenAI's default
-_MOST_GRAMMAR = 131_072  # characters: masks of larger grammars take long to compute, in the engine's thread
+_TEMPLATE_SECONDS = 10.0  # of a chat template, which comes with a model and may never end
+_MOST_BAD_WORDS = 32_768  # characters of all of them: each is encoded twice
+_MOST_SHOWN = 524_288  # entries of what an answer says of prompts: it is made at once
+_MOST_LOGPROBS_MADE = 1_048_576  # entries of what an answer says of its own tokens: they come one after the other
 _FIELDS = {field.name for field in fields(SamplingParams)}
 _BODY_FIELDS = {
     name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
 }  # as errors may name them
+_Read = TypeVar("_Read", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -45,10 +55,12 @@ class Question:
 
     Attributes:
         prompts: token ids of each prompt.
-        texts: of the prompts; None for one that was token ids.
+        texts: of the prompts, where they are repeated; None for one that was token ids, or is not repeated.
         params: of all of them.
         prediction: token ids that the answer may repeat.
         tools: that the answer may call.
+        words: the parameters' bad words, encoded: the engine finds them as long as this is there.
+        constraint: the grammar of `params`, compiled.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -56,6 +68,8 @@ class Question:
     params: SamplingParams
     prediction: tuple[int, ...] = ()
     tools: ToolSet | None = None
+    words: BadWords = field(default_factory=BadWords)
+    constraint: Constraint | None = None
 
 
 class Reader:
@@ -94,14 +108,17 @@ class Reader:
         Raises:
             ApiError: a value that cannot be used; it names the field.
         """
-        params = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
+        params, constraint = self._params(body, _first(body.max_tokens, _COMPLETION_TOKENS), body.logprobs)
         if body.echo and body.logprobs is not None:
             if body.stream:
                 raise ApiError("echo with logprobs needs stream false", param="echo")
             params = replace(params, prompt_logprobs=max(body.logprobs, params.prompt_logprobs or 0))
         read = [self.encode(prompt, "prompt") for prompt in _several(body.prompt)]
-        texts = tuple(text for text, _ in read)
-        return Question(tuple(ids for _, ids in read), texts, params, self._prediction(body.prediction))
+        texts = tuple(text if body.echo else None for text, _ in read)
+        prompts = tuple(ids for _, ids in read)
+        self._refuse_large(body, params, prompts, sum(map(len, prompts)) * params.n)
+        prediction = self._prediction(body.prediction)
+        return Question(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
 
     def chat(self, body: ChatBody) -> Question:
         """The question of a request to /v1/chat/completions.
@@ -119,10 +136,13 @@ class Reader:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
         most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
         tools = tool_set(body, self._engine.tokenizer, self._settings.tool_format)
-        params = self._params(body, most, (body.top_logprobs or 0) if body.logprobs else None, tools)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params, constraint = self._params(body, most, logprobs, tools)
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
-        text, ids = self.chat_prompt(body.messages, shown)
-        return Question((ids,), (text,), params, self._prediction(body.prediction), tools)
+        _, ids = self.chat_prompt(body.messages, shown)
+        self._refuse_large(body, params, (ids,), len(ids))
+        prediction = self._prediction(body.prediction)
+        return Question((ids,), (None,), params, prediction, tools, self._words(params), constraint)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
         """Text and token ids of a chat.
@@ -133,10 +153,19 @@ class Reader:
         self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
         prompts = self._engine.prompts
         try:
-            with self._lock:
+            with time_limit(_TEMPLATE_SECONDS):  # and without the lock: nobody waits for it
                 text = prompts.chat_text(messages_of(messages), tools or None)
-                self._refuse_long(len(text), "messages")
+            self._refuse_long(len(text), "messages")
+            with self._lock:
                 ids = tuple(prompts.plain(text))
+        except TimeOver:
+            raise ApiError(
+                f"the model's chat template did not end within {_TEMPLATE_SECONDS:g} s for these messages",
+                status=504,
+                param="messages",
+                code="timeout",
+                headers={"x-should-retry": "false"},
+            ) from None
         except UserError as error:
             raise ApiError(self._shown(str(error)), param="messages") from error
         self._refuse_tokens(len(ids), "messages")
@@ -208,6 +237,56 @@ class Reader:
                 code="context_length_exceeded",
             )
 
+    def _refuse_large(
+        self, body: SamplingFields, params: SamplingParams, prompts: Sequence[Sequence[int]], shown: int
+    ) -> None:
+        """Refuse what makes an answer that takes much more memory than its text, before it is made.
+
+        Args:
+            body: of the request.
+            params: of it.
+            prompts: token ids of each.
+            shown: tokens of prompts that the answer can show, each as often as it shows it.
+        """
+        top = params.prompt_logprobs
+        for name, each in (
+            ("prompt_logprobs", 0 if top is None else top + 1),
+            ("return_token_ids", int(body.return_token_ids)),
+            ("echo", int(isinstance(body, CompletionBody) and body.echo)),
+        ):
+            if shown * each > _MOST_SHOWN:
+                least = f" and {name} {top}" if name == "prompt_logprobs" else ""
+                raise ApiError(
+                    f"{name} asks for {shown * each} entries, with {shown} tokens of prompts in all choices{least}: "
+                    f"legal are up to {_MOST_SHOWN} here, so ask for fewer prompts, choices or log-probabilities",
+                    param=name,
+                )
+        if params.logprobs is None:
+            return
+        context, most = self._engine.target.max_positions, params.max_tokens or 1
+        sizes = [most if context is None else min(most, context - len(ids)) for ids in prompts]
+        entries = params.n * sum(sizes) * (params.logprobs + 1)
+        if entries > _MOST_LOGPROBS_MADE:
+            raise ApiError(
+                f"logprobs asks for up to {entries} entries, which is max_tokens times the choices times "
+                f"{params.logprobs + 1}: legal are up to {_MOST_LOGPROBS_MADE} here, so give a smaller max_tokens or n",
+                param="logprobs",
+            )
+
+    def _words(self, params: SamplingParams) -> BadWords:
+        """The bad words, encoded one at a time so that others who tokenize need not wait for all of them."""
+
+        def encode(text: str) -> Sequence[int]:
+            with self._lock:
+                return self._engine.prompts.plain(text)
+
+        try:
+            return self._engine.prompts.bad_words(
+                params.bad_words, encode if self._engine.tokenizer is not None else None
+            )
+        except UserError as error:
+            raise ApiError(self._shown(str(error)), param="bad_words") from error
+
     def _prediction(self, given: Prediction | None) -> tuple[int, ...]:
         """The token ids of a prediction."""
         if given is None:
@@ -222,36 +301,56 @@ class Reader:
 
     def _params(
         self, body: SamplingFields, max_tokens: int, logprobs: int | None, tools: ToolSet | None = None
-    ) -> SamplingParams:
+    ) -> tuple[SamplingParams, Constraint | None]:
+        """The parameters of a body, and their grammar."""
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
         given |= {"max_tokens": max_tokens, "logprobs": logprobs}
-        grammar, param = _grammar(body, tools)
-        if grammar is not None:
-            given["grammar"] = grammar
-            if len(grammar) > _MOST_GRAMMAR:
-                raise ApiError(
-                    f"{param} is a grammar of {len(grammar)} characters: legal are up to {_MOST_GRAMMAR}", param=param
-                )
         if tools is not None and tools.specials:
             given["skip_special_tokens"] = False  # the marker of a call is one
         if body.logit_bias is not None:
             given["logit_bias"] = _bias(body.logit_bias)
+        grammar, param = _grammar(body, tools)
+        self._check_sizes(body, max_tokens, logprobs, param, grammar or "")
+        constraint = self._constraint(given, grammar, param)
+        try:
+            params = replace(self._engine.default_params, **given)
+            formed = not isinstance(body.response_format, TextFormat | None)
+            return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
+        except UserError as error:
+            name = str(error).partition(" ")[0]
+            raise ApiError(str(error), param=name if name in _FIELDS else None) from error
+
+    def _check_sizes(
+        self, body: SamplingFields, max_tokens: int, logprobs: int | None, param: str, grammar: str
+    ) -> None:
+        """Refuse numbers and texts beyond the limits; `param` is the field that the grammar comes from."""
         _refuse_above("max_tokens", max_tokens, self._settings.max_tokens_limit)
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None:
                 _refuse_above(name, count, _MOST_LOGPROBS)
+        for name, kind, size, most in (
+            (param, "a grammar", len(grammar), MOST_CHARACTERS),
+            ("bad_words", "texts", sum(map(len, body.bad_words or ())), _MOST_BAD_WORDS),
+        ):
+            if size > most:
+                raise ApiError(f"{name} is {kind} of {size} characters: legal are up to {most} here", param=name)
+
+    def _constraint(self, given: dict[str, Any], grammar: str | None, param: str) -> Constraint | None:
+        """A grammar, compiled here since the engine's thread has no time; it is put among the given parameters."""
+        if grammar is None:
+            return None
+        given["grammar"] = grammar
         try:
-            if grammar is not None:
-                SamplingParams(grammar=grammar)
-                self._engine.grammars.constraint(grammar)  # it takes time, and the engine's thread has none
-            return replace(self._engine.default_params, **given)
+            SamplingParams(grammar=grammar)
+            return self._engine.grammars.constraint(grammar)
+        except BusyError as error:
+            raise ApiError(
+                str(error), status=429, param=param, code="rate_limit_exceeded", headers={"Retry-After": "5"}
+            ) from error
         except UserError as error:
-            name = str(error).partition(" ")[0]
-            if name in ("grammar", "grammars", "a"):
-                raise ApiError(self._shown(str(error)), param=param) from error
-            raise ApiError(str(error), param=name if name in _FIELDS else None) from error
+            raise ApiError(self._shown(str(error)), param=param) from error
 
 
 def refuse_other_model(name: str | None, served: str) -> None:
@@ -262,7 +361,7 @@ def refuse_other_model(name: str | None, served: str) -> None:
     """
     if name not in (None, served):
         raise ApiError(
-            f"the model {name[:100]!r} is not served: legal is {served!r}",
+            f"the model {quoted(name)} is not served: legal is {served!r}",
             status=404,
             param="model",
             code="model_not_found",
@@ -282,6 +381,19 @@ def refuse_stream_options(body: SamplingFields) -> None:
         raise ApiError("prompt_logprobs needs stream false", param="prompt_logprobs")
 
 
+def validated(kind: type[_Read], given: Any) -> _Read:
+    """A body of some kind.
+
+    Raises:
+        ApiError: what is wrong with it.
+    """
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+    raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in found])
+
+
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """What is wrong with a body, without what the client sent.
 
@@ -294,8 +406,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "extra_forbidden":
         param = str(first["loc"][-1])[:100]
         message = f"{'.'.join([*names, param])} is not supported: /openapi.json lists the fields that are"
-    elif first["type"] == "json_invalid":
-        param, message = None, "the body is not JSON"
+    elif first["type"] == "union_tag_invalid":  # pydantic's own message repeats what was sent
+        message = f"{param}: legal for {first['ctx']['discriminator']} are {first['ctx']['expected_tags']}"
     elif len(first["loc"]) == 1:
         param, message = None, "the body is no JSON object, or the header Content-Type is not application/json"
     else:
@@ -321,11 +433,10 @@ def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, s
 
 def _structured(asked: StructuredOutputs) -> str:
     """The grammar of vLLM's field for it."""
-    made = []
+    made, where = [], "structured_outputs"
     if asked.json_ is not None:
-        made.append(
-            f"json_schema:{asked.json_ if isinstance(asked.json_, str) else _json(asked.json_, 'structured_outputs')}"
-        )
+        schema = asked.json_
+        made.append(f"json_schema:{_json_text(schema) if isinstance(schema, str) else _json(schema, where)}")
     if asked.json_object:
         made.append("json_object")
     if asked.regex is not None:
@@ -335,7 +446,7 @@ def _structured(asked: StructuredOutputs) -> str:
     if asked.grammar is not None:
         made.append(f"lark:{asked.grammar}")
     if len(made) != 1:
-        raise ApiError(f"structured_outputs has {len(made)} forms: legal is one", param="structured_outputs")
+        raise ApiError(f"structured_outputs has {len(made)} forms: legal is one", param=where)
     return made[0]
 
 
@@ -351,6 +462,19 @@ def _json(schema: dict[str, Any], param: str) -> str:
         raise ApiError(f"{param} holds what JSON cannot: NaN or infinity, or too many levels", param=param) from None
 
 
+def _json_text(text: str) -> str:
+    """A schema that came as a text.
+
+    Raises:
+        ApiError: it is no JSON, or nested too deeply.
+    """
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        raise ApiError("structured_outputs.json is a text that is not JSON", param="structured_outputs") from None
+    return text
+
+
 def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them; OpenAI's developer messages are what others call system messages."""
     made = []
@@ -359,7 +483,7 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
             "role": "system" if each.role == "developer" else each.role,
             "content": text_of(each.content or ""),
         }
-        if each.tool_calls is not None:
+        if each.tool_calls:
             one["tool_calls"] = template_calls(each)
         if each.tool_call_id is not None:
             one["tool_call_id"] = each.tool_call_id

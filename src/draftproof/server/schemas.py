@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WrapValidator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    WrapValidator,
+    model_validator,
+)
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 # The first wrong item ends a check: errors of a million items would be a long list, made in the event loop's thread.
-TokenIds = Annotated[list[int], Field(fail_fast=True, max_length=1_000_000)]
+_WORD = 1 << 63  # numbers of more bits are no setting of anything, and Python writes none of more than 4300 digits
+Whole = Annotated[int, Field(ge=-_WORD, le=_WORD - 1)]
+TokenIds = Annotated[list[Whole], Field(fail_fast=True, max_length=1_000_000)]
 ShortText = Annotated[str, Field(max_length=512)]
+# What clients send back and nobody reads: a body of 4 MB of it would take 100 MB, so that nothing of it is kept.
+Unread = Annotated[Any, PlainValidator(lambda _: None, json_schema_input_type=Any)]
 
 
 def _nullable(schema: dict[str, Any]) -> None:
@@ -112,14 +125,14 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
-    parsed_arguments: Any = None  # the official client sends back what it has made of them; it is not read
-    provider_specific_fields: Any = None  # litellm's; not read
+    parsed_arguments: Unread = None  # the official client sends back what it has made of them; it is not read
+    provider_specific_fields: Unread = None  # litellm's; not read
 
 
 class ToolCall(Body):
     """One call in a message of the model."""
 
-    provider_specific_fields: Any = None  # litellm's; not read
+    provider_specific_fields: Unread = None  # litellm's; not read
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -130,18 +143,18 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True, min_length=1, max_length=128)] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True, max_length=128)] = None
     tool_call_id: str | None = None
-    parsed: Any = None  # as parsed_arguments
-    provider_specific_fields: Any = None  # litellm's; not read
+    parsed: Unread = None  # as parsed_arguments
+    provider_specific_fields: Unread = None  # litellm's; not read
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
-        if self.tool_calls is not None and self.role != "assistant":
+        if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to messages of the assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id belongs to messages of role tool, which need it")
-        if self.content is None and self.tool_calls is None:
+        if self.content is None and not self.tool_calls:
             raise ValueError("content is missing")
         return self
 
@@ -162,6 +175,9 @@ class Tool(Body):
     function: Function
 
 
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=128)]  # an empty list is as good as none
+
+
 class NamedFunction(Body):
     """The name of a function."""
 
@@ -179,9 +195,9 @@ class SamplingFields(Body):
     """What both kinds of completions have in common: names and meanings of SamplingParams, and how it is answered."""
 
     model: str | None = None
-    n: int | None = None
+    n: Whole | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -190,15 +206,15 @@ class SamplingFields(Body):
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=4096)] = None
     bad_words: Annotated[list[ShortText] | None, Field(fail_fast=True, max_length=1024)] = None
     stop: ShortText | Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] | None = None
-    stop_token_ids: Annotated[list[int] | None, Field(fail_fast=True, max_length=1024)] = None
+    stop_token_ids: Annotated[list[Whole] | None, Field(fail_fast=True, max_length=1024)] = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    max_tokens: int | None = None
-    seed: int | None = None
+    min_tokens: Whole | None = None
+    max_tokens: Whole | None = None
+    seed: Whole | None = None
     skip_special_tokens: bool | None = None
     logprobs_mode: str | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Whole | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
@@ -208,6 +224,7 @@ class SamplingFields(Body):
     return_tokens_as_token_ids: bool = False
     return_drafts: bool = False
     speculation: bool = True
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     user: str | None = None
 
 
@@ -230,7 +247,7 @@ class CompletionBody(SamplingFields):
         | Annotated[list[TokenIds], Field(fail_fast=True, max_length=1024), Tag("lists of ids")],
         Discriminator(_kind_of_prompt),
     ]
-    logprobs: int | None = None
+    logprobs: Whole | None = None
     echo: bool = False
 
 
@@ -238,10 +255,10 @@ class ChatBody(SamplingFields):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Whole | None = None
     logprobs: bool = False
-    top_logprobs: int | None = None
-    tools: Annotated[list[Tool] | None, Field(fail_fast=True, min_length=1, max_length=128)] = None
+    top_logprobs: Whole | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
@@ -252,7 +269,7 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message] | None, Field(fail_fast=True, min_length=1, max_length=4096)] = None
-    tools: Annotated[list[Tool] | None, Field(fail_fast=True, min_length=1, max_length=128)] = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

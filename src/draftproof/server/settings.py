@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +22,18 @@ class Settings:
         served_model_name: the model's name in the API; without it the last part of the target's name.
         api_key_file: a file with one API key a line; the variable DRAFTPROOF_KEYS holds keys between blanks. With
             neither, everybody who reaches the port is served.
+        share_between_clients: let requests of all clients draft from each other's texts (drafter suffix) and take over
+            each other's prompts. Else only those with the same API key do; without keys, prompts are taken over, and
+            texts are not drafted from.
+        allowed_host: names besides this machine's own that requests may be sent to. It matters where only this machine
+            reaches the server and no key is needed: a web page could make its own name point there.
         max_waiting: continuations that may wait for a place in the batch; further requests get 429.
+        max_per_key: continuations that one API key may have, waiting ones included; without it, keys only take turns.
+        max_connections: open connections; by default as many as requests may wait, and 800 at least.
         request_timeout: seconds until a request is given up, waiting included; 0 is no limit.
+        stuck_timeout: seconds of one round after which /health is 503; 0 is no limit.
         read_timeout: seconds until a client must have sent its request.
-        write_timeout: seconds until a client that reads nothing of its stream is given up; 0 is no limit.
+        write_timeout: seconds until a client that reads nothing of its answer is given up; 0 is no limit.
         drain_timeout: seconds that running requests get after SIGTERM.
         max_body: bytes of a request's body.
         max_prompt_tokens: tokens of a prompt; without it the model's context.
@@ -41,8 +50,13 @@ class Settings:
     port: int = 8000
     served_model_name: str | None = None
     api_key_file: Path | None = None
+    share_between_clients: bool = False
+    allowed_host: Sequence[str] = ()
     max_waiting: int = 64
+    max_per_key: int | None = None
+    max_connections: int | None = None
     request_timeout: float = 600.0
+    stuck_timeout: float = 300.0
     read_timeout: float = 30.0
     write_timeout: float = 60.0
     drain_timeout: int = 30
@@ -59,7 +73,9 @@ class Settings:
         least = {"max_waiting": 0, "drain_timeout": 0, "max_body": 1, "max_prompt_tokens": 1, "max_tokens_limit": 1}
         if self.tool_format not in TOOL_FORMATS:
             raise UserError(f"tool_format is {self.tool_format!r}: legal are {', '.join(TOOL_FORMATS)}")
-        for name, low in {**least, "request_timeout": 0, "read_timeout": 0, "write_timeout": 0}.items():
+        least |= {"max_per_key": 1, "max_connections": 1}
+        times = dict.fromkeys(("request_timeout", "stuck_timeout", "read_timeout", "write_timeout"), 0)
+        for name, low in {**least, **times}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
                 raise UserError(f"{name} is {value}: legal is {low} or more")

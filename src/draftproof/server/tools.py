@@ -11,11 +11,12 @@ import json
 import re
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, no_type_check
 
 from draftproof.finish import overlap
-from draftproof.server.errors import ApiError
+from draftproof.sampling import SamplingParams
+from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import ChatBody, Function, Message, NamedTool, Tool
 
 _COMPACT = {"whitespace_flexible": False}
@@ -176,11 +177,43 @@ class ToolSet:
             return [f"start: TEXT | TEXT {marker} {calls}", text]
         return [f"start: TEXT | before {calls}", f"before[lazy]: TEXT {marker}", text]
 
+    def form(self, *, formed: bool) -> str:
+        """A pattern of what an answer's form begins with; the empty one where all of the answer has a form.
+
+        Args:
+            formed: whether an answer that is no call has a form, too.
+        """
+        if self.must or formed:
+            return ""
+        return re.escape(self.format.marker) or r"\A\{"
+
     def _terms(self, *texts: str) -> str:
         """Texts as terms of Lark."""
         return " ".join(
             f"<[{self.specials[text]}]>" if text in self.specials else json.dumps(text) for text in texts if text
         )
+
+
+@no_type_check  # as the class it extends
+@dataclass(frozen=True, kw_only=True)
+class ToolParams(SamplingParams):
+    """Sampling parameters of an answer that may be text, in which stop strings count, and then calls.
+
+    Attributes:
+        begins: a pattern of what the answer's form begins with.
+    """
+
+    begins: str = ""
+
+    @classmethod
+    def of(cls, params: SamplingParams, begins: str) -> ToolParams:
+        """Some parameters, for such an answer."""
+        return cls(**{each.name: getattr(params, each.name) for each in fields(SamplingParams)}, begins=begins)
+
+    @property
+    def form(self) -> re.Pattern[str]:
+        """See SamplingParams."""
+        return re.compile(self.begins)
 
 
 def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
@@ -194,10 +227,9 @@ def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
     Raises:
         ApiError: fields that do not fit together, or a model that knows no tools.
     """
-    choice, tools = body.tool_choice, body.tools
-    unneeded = {"tool_choice", "parallel_tool_calls"} & body.model_fields_set if tools is None else ()
-    for name in sorted(unneeded):
-        raise ApiError(f"{name} needs tools", param=name)
+    choice, tools = body.tool_choice, body.tools or None
+    if tools is None:
+        _refuse_unneeded(body)
     if tools is not None or any(each.tool_calls or each.role == "tool" for each in body.messages):
         made = format_of(tokenizer, given)
     functions = _checked(tools or ())
@@ -217,6 +249,15 @@ def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
         several=made.parallel and body.parallel_tool_calls and not isinstance(choice, NamedTool),
         specials={text: specials[text] for text in texts if text in specials},
     )
+
+
+def _refuse_unneeded(body: ChatBody) -> None:
+    """Refuse what is said of tools where there are none; beside an empty list of them only that one must be called."""
+    unneeded = {"tool_choice", "parallel_tool_calls"} & body.model_fields_set
+    if body.tools is not None:
+        unneeded = set() if body.tool_choice in (None, "none", "auto") else {"tool_choice"}
+    for name in sorted(unneeded):
+        raise ApiError(f"{name} needs tools", param=name)
 
 
 def _checked(tools: Sequence[Tool]) -> list[Function]:
@@ -278,7 +319,7 @@ def template_calls(message: Message) -> list[dict[str, Any]]:
             arguments = None
         if not isinstance(arguments, dict):
             raise ApiError(
-                f"the arguments of a call of {call.function.name[:64]!r} are no JSON object", param="messages"
+                f"the arguments of a call of {quoted(call.function.name)} are no JSON object", param="messages"
             )
         function = {"name": call.function.name, "arguments": arguments}
         made.append({"id": call.id, "type": "function", "function": function})

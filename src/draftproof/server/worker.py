@@ -1,7 +1,10 @@
 """The thread that owns the engine: requests come to it through a queue, pieces of answers go back to the event loop.
 
 Nothing that a client does makes the thread wait: pieces are handed over once a round, and a handler takes them when its
-client reads. Requests of clients that left are dropped before the next round.
+client reads. Requests of clients that left are dropped before the next round. Deadlines are kept in the event loop's
+thread, where they also end requests that a stuck round holds up.
+
+Jobs wait in a queue for each client, and the client with the least in the batch is next.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -22,12 +27,13 @@ from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
 from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
-from draftproof.sampling import SamplingParams, TokenLogprob
+from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
 from draftproof.server.metrics import Counted, Metrics
 
 _log = logging.getLogger(__name__)
 _ROUNDS_TRIED = 2  # failures of a round in a row after which requests are given up
+_JOIN = 10.0  # seconds that the thread gets for its last round when the server ends
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,12 @@ class Job:
         streams: whether pieces are wanted after each round; else they come when a continuation ends, which spares the
             event loop the work of waking up.
         speculates: whether anything is drafted.
+        client: who asks; clients take turns. Empty where clients are not known apart.
+        cache_salt: see `DecodingLoop.add`.
+        share_text: see `DecodingLoop.add`.
+        constraint: the grammar of `params`, compiled.
+        arrival: when its request came; the deadline counts from there.
+        ended: nobody waits for it any more.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -79,15 +91,26 @@ class Job:
     prediction: Sequence[int] = ()
     streams: bool = True
     speculates: bool = True
+    client: str = ""
+    cache_salt: str = ""
+    share_text: bool = True
+    constraint: Constraint | None = None
     arrival: float = field(default_factory=time.monotonic)
+    ended: bool = False
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
+    _complete: int = 0  # continuations
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def size(self) -> int:
         """Number of its continuations."""
         return len(self.prompts) * self.params.n
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing of the answer, be it that its client has not read it yet."""
+        return self._complete == self.size
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """The pieces that came since the last ones, until every continuation has ended.
@@ -109,6 +132,7 @@ class Job:
     def put(self, pieces: Sequence[Piece], error: ApiError | None) -> None:
         """Add pieces, or the error that ends the job; in the event loop's thread."""
         self._pieces += pieces
+        self._complete += sum(piece.finish_reason is not None for piece in pieces)
         self._error = self._error or error
         self._wake.set()
 
@@ -127,6 +151,49 @@ class _Continuation:
     counted: Counted = field(default_factory=lambda: Counted(Stats()))
 
 
+class _Queue:
+    """Jobs that wait, in a queue for each client."""
+
+    def __init__(self) -> None:
+        self.size = 0  # continuations
+        self._jobs: dict[str, dict[Job, None]] = {}
+        self._turns: dict[str, int] = {}  # number of each client's last turn
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter([job for jobs in self._jobs.values() for job in jobs])
+
+    def put(self, job: Job) -> None:
+        """Add a job behind the others of its client."""
+        self._jobs.setdefault(job.client, {})[job] = None
+        self.size += job.size
+
+    def remove(self, job: Job) -> bool:
+        """Take a job out; whether it was there."""
+        jobs = self._jobs.get(job.client, {})
+        if job not in jobs:
+            return False
+        del jobs[job]
+        if not jobs:
+            del self._jobs[job.client]
+        self.size -= job.size
+        return True
+
+    def next(self, served: Mapping[str, int]) -> Job:
+        """Take out the oldest job of the client with the fewest continuations in the batch; of several they take turns.
+
+        Args:
+            served: continuations in the batch, by client.
+        """
+        client = min(self._jobs, key=lambda each: (served.get(each, 0), self._turns.get(each, 0)))
+        self._turns[client] = max(self._turns.values(), default=0) + 1
+        job = next(iter(self._jobs[client]))
+        self.remove(job)
+        return job
+
+
 class EngineWorker:
     """Runs an engine in a thread of its own.
 
@@ -134,6 +201,8 @@ class EngineWorker:
         engine: nobody else may use it while the worker runs.
         metrics: what happens is counted there.
         max_waiting: continuations that may wait for a place in the batch.
+        max_per_client: continuations that one client may have, waiting ones included; None for no limit of its own.
+        stuck_after: seconds of one round after which the thread counts as stuck; 0 is never.
         shown: makes a message of the engine fit for clients.
         died: called in the event loop's thread if the engine's thread ends by an error.
     """
@@ -144,18 +213,27 @@ class EngineWorker:
         metrics: Metrics,
         *,
         max_waiting: int = 64,
+        max_per_client: int | None = None,
+        stuck_after: float = 0.0,
         shown: Callable[[str], str] = str,
         died: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine, self._metrics, self._shown, self._died = engine, metrics, shown, died
         self.capacity = engine.max_batch + max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._open: set[Job] = set()  # in the event loop's thread
-        self._rows: list[_Continuation] = []
+        self._most, self._stuck_after = max_per_client, stuck_after
+        self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with their deadlines, in the event loop's thread
+        self._open_size = 0  # continuations
+        self._arrivals = 0.0  # sum over the open jobs
+        self._sizes: dict[str, int] = {}  # continuations that are open, by client
+        self._queue = _Queue()
+        self._jobs: dict[Job, list[_Continuation]] = {}  # in the engine
+        self._served: dict[str, int] = {}  # continuations in the engine, by client
         self._out: dict[Job, tuple[list[Piece], ApiError | None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._failures = 0
+        self._since: float | None = None  # when the thread began what it does; None while it waits
         self._ends = self._prepared = False
         self.dead = self.failed = False
 
@@ -167,15 +245,35 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self) -> None:
-        """Drop what still runs, and end the thread."""
+        """Drop what still runs, and end the thread; one that is stuck is left alone after some seconds."""
         self._inbox.put(self._end)
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_JOIN)
+        if self._thread.is_alive():
+            _log.error("the engine's thread did not end within %g s; it is here:\n%s", _JOIN, self.stack)
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread runs, be it stuck."""
+        return self._thread.is_alive()
+
+    @property
+    def stack(self) -> str:
+        """Where the thread is now, for the log."""
+        frame = sys._current_frames().get(self._thread.ident or 0)  # noqa: SLF001 - its documented name
+        return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+    @property
+    def stuck(self) -> float:
+        """Seconds since the thread last began a round or ended one, where these are too many; else 0."""
+        since = self._since
+        seconds = 0.0 if since is None else time.monotonic() - since
+        return seconds if seconds > self._stuck_after > 0 else 0.0
 
     @property
     def ready(self) -> bool:
         """Whether a request would be served."""
-        return self._thread.is_alive() and not self.dead and not self._ends
+        return self._thread.is_alive() and not self.dead and not self._ends and not self.stuck
 
     def submit(self, job: Job) -> None:
         """Queue a job.
@@ -183,11 +281,18 @@ class EngineWorker:
         Raises:
             ApiError: the queue is full, or nothing runs any more.
         """
-        self.refuse_without_room(job.size)
-        self._open.add(job)
+        self.refuse_without_room(job.size, job.client)
+        timer = None
+        if job.seconds < math.inf:
+            left = job.arrival + job.seconds - time.monotonic()
+            timer = asyncio.get_running_loop().call_later(max(left, 0.0), self._expire, job)
+        self._open[job] = timer
+        self._open_size += job.size
+        self._arrivals += job.arrival
+        self._sizes[job.client] = self._sizes.get(job.client, 0) + job.size
         self._inbox.put(lambda: self._add(job))
 
-    def refuse_without_room(self, size: int = 1) -> None:
+    def refuse_without_room(self, size: int = 1, client: str = "") -> None:
         """Refuse a job of so many continuations where it cannot be queued now.
 
         Raises:
@@ -195,20 +300,36 @@ class EngineWorker:
         """
         if not self.ready:
             raise stopping()
-        if sum(each.size for each in self._open) + size > self.capacity:
+        own = self._sizes.get(client, 0) + size
+        if self._open_size + size > self.capacity or (self._most is not None and own > max(self._most, size)):
             raise overloaded(self._wait())
 
-    def close(self, job: Job) -> None:
+    def close(self, job: Job, reason: str = "abort") -> None:
         """Forget a job, and drop what is left of it: its answer is complete, or nobody waits for it."""
-        if job in self._open:
-            self._open.remove(job)
-            self._inbox.put(lambda: self._drop(job, "abort"))
+        if job not in self._open:
+            return
+        timer = self._open.pop(job)
+        if timer is not None:
+            timer.cancel()
+        self._open_size -= job.size
+        self._arrivals -= job.arrival
+        self._sizes[job.client] -= job.size
+        if not self._sizes[job.client]:
+            del self._sizes[job.client]
+        job.ended = True
+        self._inbox.put(lambda: self._drop(job, reason))
+
+    def _expire(self, job: Job) -> None:
+        """A job's time is over, whatever the engine does now."""
+        if job.complete:
+            return
+        job.put([], too_late(job.seconds))
+        self.close(job, "error")
 
     def _wait(self) -> int:
         """Seconds after which a place may be free: half the time that the open jobs have been here."""
-        now = time.monotonic()
-        ages = [now - job.arrival for job in self._open]
-        return max(1, min(30, round(sum(ages) / max(len(ages), 1) / 2)))
+        age = time.monotonic() - self._arrivals / max(len(self._open), 1) if self._open else 0.0
+        return max(1, min(30, round(age / 2)))
 
     def _abandon(self) -> None:
         """The thread has ended: nobody answers what is still open, some of which it never saw."""
@@ -223,43 +344,56 @@ class EngineWorker:
 
     # --- in the engine's thread -----------------------------------------------------------------------------------
 
+    @property
+    def _rows(self) -> list[_Continuation]:
+        """What is in the engine, in the order in which it came there."""
+        return [row for rows in self._jobs.values() for row in rows]
+
     def _run(self) -> None:
+        failed = True
         try:
             while not self._ends:
                 self._take()
-                self._expire()
-                if self._rows:
+                self._since = time.monotonic()
+                self._admit()
+                if self._jobs:
                     self._round()
                 self._deliver()
-        except Exception:  # noqa: BLE001 - whatever it is, clients get an answer
-            self.failed = True
+            failed = False
+        except BaseException:  # noqa: BLE001 - whatever it is, also a panic of a library, clients get an answer
             _log.exception("the engine's thread ended")
-        self.dead = True
-        for row in list(self._rows):
-            with suppress(Exception):
-                self._drop(row.job, "error")
-        assert self._loop is not None, "set by start"
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._abandon)
+        finally:
+            self._since, self.failed, self.dead = None, failed, True
+            for job in [*self._queue, *self._jobs]:
+                with suppress(BaseException):
+                    self._drop(job, "error")
+            assert self._loop is not None, "set by start"
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._abandon)
 
     def _take(self) -> None:
         """Do what was asked for; prepares drafts, or waits, where there is nothing else to do."""
-        while not self._rows and self._inbox.empty() and not self._prepared:
+        while not (self._jobs or self._queue or self._prepared) and self._inbox.empty():
             self._prepare()
-        if not self._rows:
+        if not (self._jobs or self._queue):
             release_team()  # an application may compute in other threads, too
-            self._inbox.get()()
+            self._since = None
+            asked = self._inbox.get()
+            self._since = time.monotonic()
+            asked()
         while True:
             try:
-                self._inbox.get_nowait()()
+                asked = self._inbox.get_nowait()
             except Empty:
                 return
+            asked()
 
     def _prepare(self) -> None:
         """One step of what drafts need; else it would be made between the rounds of the first requests."""
         try:
+            self._since = time.monotonic()
             self._prepared = self._engine.prepare(0.0)
-        except Exception:  # noqa: BLE001 - whatever it is, requests are served without it
+        except BaseException:  # noqa: BLE001 - whatever it is, requests are served without it
             self._prepared = True
             _log.exception("drafts could not be prepared")
 
@@ -267,35 +401,55 @@ class EngineWorker:
         self._ends = True
 
     def _add(self, job: Job) -> None:
+        if not job.ended:
+            self._queue.put(job)
+            self._metrics.waiting.inc(job.size)
+
+    def _admit(self) -> None:
+        """Hand jobs that wait to the engine, as far as it has places for them."""
+        while self._queue and sum(self._served.values()) < self._engine.max_batch:
+            self._begin(self._queue.next(self._served))
+
+    def _begin(self, job: Job) -> None:
+        """Hand a job to the engine."""
         made: list[Request] = []
         try:
             for prompt in job.prompts:
-                made += self._engine.add(list(prompt), job.params, prediction=job.prediction, speculates=job.speculates)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this job's
+                made += self._engine.add(
+                    list(prompt),
+                    job.params,
+                    prediction=job.prediction,
+                    speculates=job.speculates,
+                    cache_salt=job.cache_salt,
+                    share_text=job.share_text,
+                    constraint=job.constraint,
+                )
+        except BaseException as error:  # noqa: BLE001 - whatever it is, also a panic of a library, it is this job's
             for request in made:
                 self._engine.abort(request)
             self._fail(job, explained(error, self._shown))
             return
-        self._rows += [_Continuation(job, request, index) for index, request in enumerate(made)]
+        self._jobs[job] = [_Continuation(job, request, index) for index, request in enumerate(made)]
+        self._serves(job, len(made))
 
-    def _expire(self) -> None:
-        now = time.monotonic()
-        for job in {row.job: None for row in self._rows}:
-            if now - job.arrival > job.seconds:
-                self._fail(job, too_late(job.seconds))
+    def _serves(self, job: Job, more: int) -> None:
+        """Count continuations that came to the engine, or left it."""
+        self._served[job.client] = self._served.get(job.client, 0) + more
+        if not self._served[job.client]:
+            del self._served[job.client]
 
     def _round(self) -> None:
         begin = time.monotonic()
         try:
             self._engine.step()
-        except Exception:  # noqa: BLE001 - whatever it is, clients get an answer
+        except BaseException:  # noqa: BLE001 - whatever it is, also a panic of a library, clients get an answer
             self._failures += 1
             _log.exception("a round failed")
             self._give_up()
             return
         self._failures = 0
         now = time.monotonic()
-        for row in list(self._rows):
+        for row in self._rows:
             self._collect(row, begin, now)
         self._count()
 
@@ -307,8 +461,9 @@ class EngineWorker:
         if self._failures < _ROUNDS_TRIED:
             return
         running = [row for row in self._rows if not self._engine.waits(row.request)] or self._rows
-        for row in [row for row in running if not row.request.round] or running:
-            self._fail(row.job, failed())
+        blamed = [row for row in running if not row.request.round] or running
+        for job in {row.job: None for row in blamed}:
+            self._fail(job, failed())
         self._failures = 0
 
     def _collect(self, row: _Continuation, begin: float, now: float) -> None:
@@ -327,7 +482,7 @@ class EngineWorker:
         row.logprobs += sum(len(piece.logprobs) for piece in made)
         pieces += made
         if request.finished:
-            self._rows.remove(row)
+            self._remove(row)
             self._metrics.ended(str(request.cutter.finish), now - job.arrival, request.stats.num_tokens)
 
     def _observe(self, row: _Continuation, begin: float, now: float) -> None:
@@ -346,11 +501,20 @@ class EngineWorker:
         row.last = now
         row.counted = self._metrics.decoded(row.counted, row.request.stats)
 
+    def _remove(self, row: _Continuation) -> None:
+        """Forget a continuation that the engine has done with."""
+        rows = self._jobs[row.job]
+        rows.remove(row)
+        if not rows:
+            del self._jobs[row.job]
+        self._serves(row.job, -1)
+
     def _count(self) -> None:
-        started = sum(row.started for row in self._rows)
+        rows = self._rows
+        started = sum(row.started for row in rows)
         self._metrics.running.set(started)
         self._metrics.holds(self._engine.memory)
-        self._metrics.waiting.set(len(self._rows) - started)
+        self._metrics.waiting.set(len(rows) - started + self._queue.size)
 
     def _fail(self, job: Job, error: ApiError) -> None:
         """End a job with an error; its other continuations are dropped."""
@@ -359,14 +523,19 @@ class EngineWorker:
         self._out[job] = [], earlier or error
 
     def _drop(self, job: Job, reason: str) -> None:
-        """Release what the engine holds of a job."""
-        now = time.monotonic()
+        """Release what the engine holds of a job, or its place in the queue."""
+        seconds = time.monotonic() - job.arrival
         self._out.pop(job, None)
-        for row in [row for row in self._rows if row.job is job]:
-            self._engine.abort(row.request)
-            self._rows.remove(row)
+        if self._queue.remove(job):
+            for _ in range(job.size):
+                self._metrics.ended(reason, seconds, 0)
+            self._metrics.waiting.dec(job.size)
+            return
+        for row in list(self._jobs.get(job, ())):
+            self._remove(row)
             row.dropped = True
-            self._metrics.ended(reason, now - job.arrival, row.request.stats.num_tokens)
+            self._engine.abort(row.request)
+            self._metrics.ended(reason, seconds, row.request.stats.num_tokens)
         self._count()
 
     def _deliver(self) -> None:
@@ -413,7 +582,7 @@ def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
     return made
 
 
-def explained(error: Exception, shown: Callable[[str], str]) -> ApiError:
+def explained(error: BaseException, shown: Callable[[str], str]) -> ApiError:
     """What a client is told of an error; what it is not told is in the log.
 
     Args:

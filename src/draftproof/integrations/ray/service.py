@@ -65,10 +65,10 @@ class Replica:
         """Ray Serve replaces a replica for which this fails.
 
         Raises:
-            RuntimeError: the engine's thread has ended.
+            RuntimeError: the engine's thread has ended, or does not end a round.
         """
         if not self._server.worker.ready:
-            raise RuntimeError("the engine's thread has ended")
+            raise RuntimeError("the engine's thread has ended, or does not end a round")
 
     async def answer(self, asked: Asked) -> AsyncGenerator[Message]:
         """The messages of ASGI that answer a request; a caller that closes the iterator drops the request."""
