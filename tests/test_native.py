@@ -561,7 +561,7 @@ def test_numbers_behind_a_head_are_not_used(dim, dtype):
 
 @needs_native
 def test_larger_heads_are_torchs():
-    for dtype in DTYPES:
+    for dtype in (torch.bfloat16, torch.float32):
         assert [dim for dim in range(600) if OPERATIONS[dtype].attends(dim)] == list(range(1, 257))
 
 
