@@ -171,9 +171,12 @@ def turned_and_written(
 
     Args:
         fused: queries, keys and values of every token.
-        cos, sin: of each token; sin with the sign of `rotate_half`.
-        keys, values: what is written to.
-        slots, places: where each token is written.
+        cos: of each token.
+        sin: likewise, with the sign of `rotate_half`.
+        keys: of all tokens, some of which are written.
+        values: likewise.
+        slots: row of each token.
+        places: its position there.
     """
     return _turned_and_written(fused, cos, sin, keys, values, slots, places)
 

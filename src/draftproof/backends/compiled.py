@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.accelerator import sent

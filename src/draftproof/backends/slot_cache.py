@@ -150,7 +150,9 @@ class SlotCache:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock(), _memory={}, _views={}, _is_paged=False)  # a copy has plain tensors
+        vars(self).update(
+            state, lock=threading.RLock(), _memory={}, _views={}, _is_paged=False
+        )  # a copy has plain tensors
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
