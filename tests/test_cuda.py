@@ -20,6 +20,7 @@ from draftproof.backends.lean import LeanBackend
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.rng import TorchRng
 from helpers import CONFIGS, embedded_model, random_model
+from test_real_rng import ALPHA, chi_square
 
 pytestmark = [
     pytest.mark.cuda,
@@ -130,7 +131,7 @@ def test_rounded_weights_draft_for_their_target(drafter, backend, tmp_path, monk
 def test_products_with_rounded_weights(bits, dtype):
     from draftproof.kernels import weights
 
-    for outs, ins in ((40, 320), (1000, 576), (64, 8960)):
+    for outs, ins in ((40, 320), (1000, 576), (64, 8960), (5000, 96), (70000, 64)):
         plain = torch.randn(outs, ins, device="cuda", dtype=getattr(torch, dtype))
         made = weights.quantize(plain, bits, 32)
         dense = made.to_dense().double()
@@ -139,6 +140,10 @@ def test_products_with_rounded_weights(bits, dtype):
             x = torch.randn(rows, ins, device="cuda", dtype=plain.dtype)
             wanted = x.double() @ dense.T
             assert (weights.product(x, made).double() - wanted).norm() < 0.01 * wanted.norm(), (outs, ins, rows)
+        few = weights.product(x[: weights.MOST], made)
+        assert torch.equal(few, weights.product(x[: weights.MOST], made))
+        for rows in (1, 2, 3, 5):  # a row's sums do not depend on the others
+            assert torch.equal(few[:rows], weights.product(x[:rows], made)), (outs, ins, rows)
 
 
 def test_the_default_is_recorded_and_drafts_by_itself():
@@ -187,10 +192,62 @@ def test_draws_are_those_of_the_cpu():
     assert (here == there.cpu()).float().mean() > 0.98  # sums in another order may give the neighbour
 
 
+SAMPLED = [
+    *[("model", rule) for rule in ("token", "block")],
+    ("early_exit:1", "block"),
+    ("chains:2", "trie_block"),
+    ("ngram:3", "block"),
+]
+
+
+def first_two(engine, temperature=1.0):
+    """The first two tokens of many texts."""
+    engine.max_batch = 64
+    found = []
+    for seed in range(60):
+        params = SamplingParams(temperature=temperature, max_tokens=3, ignore_eos=True, seed=seed, n=64)
+        found += [list(each.token_ids[:2]) for each in engine.generate([PROMPTS[3]], params)]
+    return torch.tensor(found)
+
+
+@functools.cache
+def shares(most=12):
+    """The likeliest first tokens, and the probabilities of (first, second) of those, then of any other first token."""
+    model, prompt = embedded_model("target").double(), torch.tensor([PROMPTS[3]])
+    with torch.inference_mode():
+        first = model(prompt).logits[0, -1].softmax(-1)
+        best = first.topk(most).indices
+        after = torch.cat([prompt.expand(most, -1), best.unsqueeze(1)], 1)
+        both = first[best].unsqueeze(1) * model(after).logits[:, -1].softmax(-1)
+    return best, torch.cat((both.flatten(), (1 - first[best].sum()).view(1)))
+
+
+def chance(drawn):
+    """The chance of draws that differ as much from the target's probabilities."""
+    best, probs = shares()
+    vocab, place = (len(probs) - 1) // len(best), (drawn[:, :1] == best).int()
+    cells = torch.where(place.any(1), place.argmax(1) * vocab + drawn[:, 1], len(probs) - 1)
+    return chi_square(torch.bincount(cells, minlength=len(probs)), probs)
+
+
+@pytest.mark.parametrize(("drafter", "verifier"), SAMPLED)
+def test_samples_follow_the_target(drafter, verifier, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
+    parts = {"drafter": drafter, "verifier": verifier, "dtype": "float32", "device": "cuda"}
+    stopper = {} if drafter.startswith("ngram") else {"stopper": "fixed:2"}
+    draft = "embedded:draft" if drafter in ("model", "chains:2") else None
+    assert chance(first_two(Engine.load("embedded:target", draft, **parts, **stopper))) > ALPHA
+
+
+def test_other_samples_are_seen():
+    engine = Engine.load("embedded:target", drafter="none", dtype="float32", device="cuda")
+    assert chance(first_two(engine, temperature=0.8)) < ALPHA
+
+
 def test_the_kernels_run_compiled():
     """tests/test_kernels.py in a process of its own, since Triton decides once whether it compiles or interprets."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_kernels.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_kernels.py", "test_layer_kernels.py"],
         cwd=Path(__file__).parent,
         env=os.environ | {"TRITON_INTERPRET": "0"},
         capture_output=True,

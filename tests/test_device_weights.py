@@ -110,11 +110,11 @@ def compile_all():
     import triton
     from triton.backends.compiler import GPUTarget
 
-    fixed = {"GROUP": GROUP, "OUTS": 4, "SHARED": 2, "PIECES": 32, "SIZE": 1024}
+    fixed = {"GROUP": GROUP, "OUTS": 4, "SHARED": 2, "PIECES": 32, "SIZE": 1024, "BIASED": True}
     for kernel in (weights._multiply, weights._expand):
         for dtype, bits, rows in (("bf16", 4, 1), ("bf16", 8, 1), ("bf16", 4, 4), ("fp16", 4, 2), ("fp32", 4, 2)):
             constants, names = fixed | {"BITS": bits, "ROWS": rows}, kernel.arg_names
-            given = {"words": "*i32", "scales": "*i32", "x": f"*{dtype}", "out": f"*{dtype}"}
+            given = {"words": "*i32", "scales": "*i32", "x": f"*{dtype}", "bias": f"*{dtype}", "out": f"*{dtype}"}
             signature = {name: "constexpr" if name in constants else given.get(name, "i32") for name in names}
             places = {(names.index(name),): value for name, value in constants.items() if name in names}
             even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*given, "ins") if name in names}

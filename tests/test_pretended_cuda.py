@@ -328,6 +328,21 @@ def test_graphs_give_the_lean_logits(family, part, recorded, monkeypatch):
     assert recorded
 
 
+def test_rows_that_are_not_neighbours_are_recorded(recorded):
+    made = [kind(place(random_model(CONFIGS["llama"]()))) for kind in (CompiledBackend, LeanBackend)]
+    sessions = [[backend.open() for _ in range(4)] for backend in made]
+    for order in ((0, 1, 2, 3), (0, 2, 3), (3, 0, 2), (2, 0, 3)):
+        outputs = [
+            backend.forward([Feed(own[number], [number + 3, 4]) for number in order])
+            for backend, own in zip(made, sessions, strict=True)
+        ]
+        for found, expected in zip(*outputs, strict=True):
+            assert torch.allclose(found.logits.held, expected.logits.held, atol=1e-4), order
+    count = len(recorded)
+    made[0].forward([Feed(sessions[0][number], [5, 4]) for number in (3, 2, 0)])
+    assert len(recorded) == count, "one recording serves all slots"
+
+
 def test_texts_from_graphs(recorded):
     options = {"draft": "embedded:draft", "stopper": "fixed:3"}
     expected = written(load("cuda", **options, backend="lean"), GREEDY, DRAWN)

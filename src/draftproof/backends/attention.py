@@ -75,9 +75,10 @@ class Cells:
     """Keys and values of neighbouring slots, and where the tokens of a pass are written.
 
     Args:
-        keys, values: of each layer, [rows heads capacity dim].
-        slots, places: row and position of each token.
+        keys, values: of each layer, [slots heads capacity dim].
+        slots, places: slot and position of each token.
         horizon: number of positions that are read.
+        rows: the slot of each row; None where the slots are the rows.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class Cells:
         slots: Int[Tensor, " tokens"],
         places: Int[Tensor, " tokens"],
         horizon: int,
+        rows: Int[Tensor, " rows"] | None = None,
     ) -> None:
-        self._stores, self.slots, self.places, self._horizon = (keys, values), slots, places, horizon
+        self._stores, self.slots, self.places = (keys, values), slots, places
+        self._horizon, self._rows = horizon, rows
 
     def stores(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, at full capacity."""
@@ -97,8 +100,10 @@ class Cells:
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer that are read."""
-        keys, values = self.stores(layer)
-        return keys.narrow(2, 0, self._horizon), values.narrow(2, 0, self._horizon)
+        keys, values = (each.narrow(2, 0, self._horizon) for each in self.stores(layer))
+        if self._rows is None:
+            return keys, values
+        return keys.index_select(0, self._rows), values.index_select(0, self._rows)
 
 
 @runtime_checkable
@@ -171,9 +176,12 @@ def turned_and_written(
 
     Args:
         fused: queries, keys and values of every token.
-        cos, sin: of each token; sin with the sign of `rotate_half`.
-        keys, values: what is written to.
-        slots, places: where each token is written.
+        cos: of each token.
+        sin: likewise, with the sign of `rotate_half`.
+        keys: of all tokens, some of which are written.
+        values: likewise.
+        slots: row of each token.
+        places: its position there.
     """
     return _turned_and_written(fused, cos, sin, keys, values, slots, places)
 

@@ -3,9 +3,9 @@
 On a CPU the compiler packs the weights and fuses the operations between two products. That takes about a minute when a
 model is loaded, and again at the first batch of single tokens and the first batch of several. docs/log.md has its
 speed: it gains little. On CUDA nothing is compiled: the launches of the layers are recorded for each shape (`graphs`),
-since the host needs several times as long for them as the device. Wide passes (prompts), and rows that are not
-neighbours in the cache, are read by the lean forward, on plain weights; on a CPU these are kept beside the program's
-own.
+since the host needs several times as long for them as the device. Rows that are not neighbours in the cache are
+gathered. Wide passes (prompts), and on a CPU rows that are not neighbours, are read by the lean forward, on plain
+weights; on a CPU these are kept beside the program's own.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _ByProgram(LeanForward):
 
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         program = self._program
-        ready = layout.width <= WIDEST and layout.plan.contiguous and (self.by_graphs or not layout.layers)
+        ready = layout.width <= WIDEST and (self.by_graphs or (layout.plan.contiguous and not layout.layers))
         made = program(layout, self._cache) if program is not None and ready else None
         if made is None:
             return super()._compute(layout, hidden=hidden)
@@ -151,12 +151,15 @@ class Program:
         self._lean = lean
         self._bucket = bucket
         self._records = records
-        self._runs: dict[tuple[int, ...], Run] = {}  # by the layers whose states are taken
+        self._runs: dict[tuple[tuple[int, ...], bool], Run] = {}  # by the layers whose states are taken, and neighbours
 
-    def _run(self, layers: tuple[int, ...]) -> Run:
-        if layers not in self._runs:
-            self._runs[layers] = Graphs(_pass_of(self._lean, layers)) if self._records else _compile(self._lean)
-        return self._runs[layers]
+    def _run(self, layers: tuple[int, ...], *, neighbours: bool) -> Run:
+        key = layers, neighbours
+        if key not in self._runs:
+            self._runs[key] = (
+                Graphs(_pass_of(self._lean, layers, neighbours=neighbours)) if self._records else _compile(self._lean)
+            )
+        return self._runs[key]
 
     def __call__(
         self, layout: Layout, cache: SlotCache
@@ -175,15 +178,17 @@ class Program:
         horizon = -(-plan.horizon // self._bucket) * self._bucket
         cache.claim(plan.slots, [base + spread for base in plan.bases])
         cache.reserve(horizon)
-        views = cache.views(plan.slots[0], rows)
+        neighbours = plan.contiguous
+        views = cache.views(plan.slots[0], rows) if neighbours else cache.views()
         if views is None:
             return None
         places = (bases + torch.arange(spread, device=device)).flatten()
         ids, positions = (part.expand(-1, spread).flatten().contiguous() for part in (layout.ids, layout.positions))
         masks = {kind: self._mask(layout, window, spread, horizon) for kind, window in self._lean.windows.now().items()}
         cos, sin = self._lean.rope(positions, plan.horizon)
-        slots = torch.arange(rows, device=device).repeat_interleave(spread)
-        run = self._run(layout.layers)
+        own = torch.arange(rows, device=device) if neighbours else sent(plan.slots, device)
+        slots = own.repeat_interleave(spread)
+        run = self._run(layout.layers, neighbours=neighbours)
         if self._records:
             logits, states, *taken = (
                 each.view(rows, spread, -1) for each in run(ids, cos, sin, masks, slots, places, *views)
@@ -218,8 +223,11 @@ def _compile(lean: Lean) -> Run:
     return made
 
 
-def _pass_of(lean: Lean, layers: tuple[int, ...] = ()) -> Run:
-    """The layers as a function of tensors only: logits, last states, and the states after some layers."""
+def _pass_of(lean: Lean, layers: tuple[int, ...] = (), *, neighbours: bool = True) -> Run:
+    """The layers as a function of tensors only: logits, last states, and the states after some layers.
+
+    Keys and values are those of the rows, or where these are not neighbours of all slots.
+    """
 
     def run(
         ids: Tensor,
@@ -232,7 +240,8 @@ def _pass_of(lean: Lean, layers: tuple[int, ...] = ()) -> Run:
         values: list[Tensor],
     ) -> tuple[Tensor, ...]:
         rows, _, _, horizon = next(iter(masks.values())).shape
-        buffers = Cells(keys, values, slots, places, horizon)
+        read = None if neighbours else slots.view(rows, -1)[:, 0]
+        buffers = Cells(keys, values, slots, places, horizon, read)
         at = Pass(rows, ids.shape[0] // rows, cos, sin, buffers, None)
         x = lean.enter(ids)
         taken = [x.clone()] if 0 in layers else []  # clones: layers may overwrite x

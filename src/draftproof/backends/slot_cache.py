@@ -137,7 +137,9 @@ class SlotCache:
         self._replaced = 0  # buffers
         self._units: Counter[tuple[int, int]] = Counter()  # buffers by heads, and bytes of a head's position
         self._is_paged = False
-        self._views: dict[tuple[int, int], tuple[object, Views]] = {}  # by first slot and rows, with what they hold for
+        self._views: dict[
+            tuple[int, int | None], tuple[object, Views]
+        ] = {}  # by first slot and rows, with what they hold for
         self.pinned = False
         self.peak = 0
 
@@ -150,7 +152,9 @@ class SlotCache:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock(), _memory={}, _views={}, _is_paged=False)  # a copy has plain tensors
+        vars(self).update(
+            state, lock=threading.RLock(), _memory={}, _views={}, _is_paged=False
+        )  # a copy has plain tensors
 
     # --- slots ------------------------------------------------------------------------------------------------------
 
@@ -364,8 +368,10 @@ class SlotCache:
                 return made
         return Buffer((slots, heads, self._capacity, dim), like)
 
-    def views(self, first: int, rows: int) -> Views | None:
-        """Keys and values of neighbouring slots, layer by layer, at full capacity; the same lists while they are valid.
+    def views(self, first: int = 0, rows: int | None = None) -> Views | None:
+        """Keys and values of neighbouring slots, or of all, layer by layer, at full capacity.
+
+        They are the same lists while they are valid.
 
         None before anything was read, because the shape of keys is not known then.
         """
@@ -381,13 +387,14 @@ class SlotCache:
             return made
         return known[1]
 
-    def _viewed(self, first: int, rows: int) -> Views:
+    def _viewed(self, first: int, rows: int | None) -> Views:
         stores = (self._keys, self._values)
         keys, values = (
             [self._fit(store, layer, made.shape[1], made.shape[3], made) for layer, made in sorted(store.items())]
             for store in stores
         )
-        return [each.narrow(0, first, rows) for each in keys], [each.narrow(0, first, rows) for each in values]
+        end = None if rows is None else first + rows
+        return [each[first:end] for each in keys], [each[first:end] for each in values]
 
     def buffers(self, layer: int, heads: int, dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """A layer's keys and values, [slots, heads, capacity, dim], for callers that follow a write plan themselves.

@@ -1,7 +1,7 @@
 """Kernels of what stands between two products of a layer, each in place of several small launches.
 
-A launch takes longer than the work of one row, and the layers of a model are hundreds of them. Every rounding of torch's
-operations is made here, too.
+A launch takes longer than the work of one row, and the layers of a model are hundreds of them. Every rounding of
+torch's operations is made here, too.
 """
 
 from __future__ import annotations

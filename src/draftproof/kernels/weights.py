@@ -137,9 +137,9 @@ def _quantized(
 
 @triton.jit
 @no_type_check
-def _multiply(
-    x, words, scales, out, rows, outs, ins, pieces, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+def _multiply(  # noqa: C901, PLR0912, PLR0915 - loops that the compiler unrolls
+    x, words, scales, bias, out, rows, outs, ins, pieces, groups,
+    BITS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BIASED: tl.constexpr,
     OUTS: tl.constexpr, SHARED: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Rows by some outputs. A thread has one piece of SHARED outputs at a time; nothing is exchanged until the end.
@@ -208,14 +208,17 @@ def _multiply(
     for m in tl.static_range(ROWS):
         for each in tl.static_range(SHARED):
             mine = n + each * OUTS
-            made = tl.sum(totals[m * SHARED + each], 1).to(out.dtype.element_ty)
-            tl.store(out + (first + m) * outs + mine, made, mask=(mine < outs) & (first + m < rows))
+            made = tl.sum(totals[m * SHARED + each], 1)
+            if BIASED:
+                made += tl.load(bias + mine, mask=mine < outs, other=0).to(tl.float32)
+            there = (mine < outs) & (first + m < rows)
+            tl.store(out + (first + m) * outs + mine, made.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 @no_type_check
 def _expand(
-    words, scales, out, outs, ins, pieces, groups, BITS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr
+    words, scales, out, ins, pieces, groups, BITS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     """The weights that numbers stand for, in the order in which they are written."""
     n = tl.program_id(0).to(tl.int64)
@@ -239,7 +242,7 @@ def tile(outs: int, rows: int) -> dict[str, int]:
         rows: that are multiplied.
     """
     pieces = 32 if outs <= _FEW else 16 if outs <= _MANY else 8
-    shared = 1 if outs <= _FEW else 2
+    shared = 1 if outs <= _FEW else 2 if outs <= _MANY or rows > 1 else 4
     most = next((size for size in _ROWS if size >= rows), _ROWS[-1])
     return {"ROWS": most, "OUTS": 32 * _WARPS // pieces, "SHARED": shared, "PIECES": pieces, "num_warps": _WARPS}
 
@@ -250,21 +253,19 @@ def _sizes(weight: DeviceWeight) -> tuple[tuple[int, ...], dict[str, int]]:
     return (weight.ins, pieces, weight.scales.shape[1]), {"BITS": weight.bits, "GROUP": weight.group}
 
 
-def expanded(
-    weight: DeviceWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None
-) -> Float[Tensor, "some in"]:
+def expanded(weight: DeviceWeight, dtype: torch.dtype, outs: slice) -> Float[Tensor, "some in"]:
     """The weights that the numbers of some outputs stand for, rounded.
 
     Args:
         weight: on a device.
         dtype: of the result, one of DTYPES.
-        start, stop: outputs; by default all.
+        outs: which outputs.
     """
-    words, scales = weight.words[start:stop], weight.scales[start:stop]
+    words, scales = weight.words[outs], weight.scales[outs]
     made = torch.empty((len(words), weight.ins), dtype=dtype, device=words.device)
     (ins, pieces, groups), constants = _sizes(weight)
     programs = len(words), triton.cdiv(ins, _SIZE)
-    _expand[programs](words, scales, made, len(words), ins, pieces, groups, SIZE=_SIZE, **constants)
+    _expand[programs](words, scales, made, ins, pieces, groups, SIZE=_SIZE, **constants)
     return made
 
 
@@ -285,15 +286,15 @@ def product(
     if rows > MOST:
         step = max(1, _EXPANDED // weight.ins)
         for start in range(0, outs, step):
-            made[:, start : start + step] = F.linear(given, expanded(weight, x.dtype, start, start + step))
+            part = slice(start, start + step)
+            made[:, part] = F.linear(given, expanded(weight, x.dtype, part), None if bias is None else bias[part])
     elif rows:
         (ins, pieces, groups), constants = _sizes(weight)
         sizes = tile(outs, rows)
         programs = triton.cdiv(outs, sizes["OUTS"] * sizes["SHARED"]), triton.cdiv(rows, sizes["ROWS"])
-        tensors = given, weight.words, weight.scales, made
-        _multiply[programs](*tensors, rows, outs, ins, pieces, groups, **constants, **sizes)
-    if bias is not None:
-        made += bias
+        biased = bias is not None
+        tensors = given, weight.words, weight.scales, bias if biased else made, made
+        _multiply[programs](*tensors, rows, outs, ins, pieces, groups, BIASED=biased, **constants, **sizes)
     return made.view(*x.shape[:-1], outs)
 
 
