@@ -1,4 +1,4 @@
-"""Build the C library for every level of processor when a wheel is made; see src/draftproof/kernels/library.py.
+"""Build the C library for every level of processor when a wheel is made; see src/draftproof/native/build.py.
 
 DRAFTPROOF_BUILD_NATIVE may be auto (the default; without a C compiler the wheel has no library, with a message), 1
 (then an error) or 0 (never). An editable install builds nothing: the level that is needed is built at first use.
@@ -40,7 +40,7 @@ class NativeBuildHook(BuildHookInterface):
             self._without(value, line)
         if made:
             for path in made:
-                build_data["force_include"][str(path)] = f"draftproof/kernels/built/{path.name}"
+                build_data["force_include"][str(path)] = f"draftproof/native/built/{path.name}"
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{_platform(made)}"
 
@@ -52,7 +52,7 @@ class NativeBuildHook(BuildHookInterface):
     def _build(self, folder: Path) -> tuple[list[Path], list[str]]:
         """Build a library for each level of this machine's architecture; returns them and the errors."""
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from draftproof.kernels import library  # needs only Python's own modules
+        from draftproof.native import build as library  # needs only Python's own modules
 
         levels = [level for level in library.LEVELS if level.machine in (None, platform.machine())]
 

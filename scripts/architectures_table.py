@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import torch
 import transformers
 
-from architectures.configurations import Configuration, configurations
-from architectures.table import (
+from support.architectures.configurations import Configuration, configurations
+from support.architectures.table import (
     OUTCOMES,
     check_quietly,
     exact_names,

@@ -38,7 +38,7 @@ LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
 
 def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tuple[str, ...]]]:
     """The builds to check: kind, level, the level whose flags the compiler gets, and extra flags."""
-    from draftproof.kernels import library
+    from draftproof.native import build as library
 
     found = []
     for level in library.LEVELS:
@@ -63,7 +63,7 @@ def builds(kinds: list[str], names: list[str]) -> list[tuple[str, str, str, tupl
 
 def check(kind: str, name: str, under: str, extra: tuple[str, ...], arguments: list[str]) -> int:
     """Build one library, and run the tests on it in a new process; returns pytest's exit status."""
-    from draftproof.kernels import library
+    from draftproof.native import build as library
 
     runs = next(level for level in library.LEVELS if level.name == under)
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def run(arguments: list[str]) -> int:
     """Run the tests in the new process, with the library in place of the one that would be chosen."""
     import pytest
 
-    from draftproof.kernels import library
+    from draftproof.native import build as library
 
     level = next(level for level in library.LEVELS if level.name == os.environ[LEVEL])
     loaded = ctypes.CDLL(os.environ[LIBRARY])
@@ -106,7 +106,7 @@ def main() -> int:
     if given[:1] == ["run"]:
         return run(given[1:])
 
-    from draftproof.kernels import library
+    from draftproof.native import build as library
 
     levels = [level.name for level in library.LEVELS]
     if unknown := set(words) - set(KINDS) - set(levels):

@@ -28,8 +28,8 @@ from typing import Any
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import schema_checks
-from served_process import ServedProcess
+from support import schema_checks
+from support.served_process import ServedProcess
 
 SECONDS = 60.0  # until a request is answered
 QUESTION = {"prompt": "Once upon a time", "temperature": 0.0, "max_tokens": 16}

@@ -24,17 +24,17 @@ import torch
 
 from draftproof import Engine, SamplingParams, models
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.feature_head import FeatureBackend
-from draftproof.backends.feature_net import load_net
-from draftproof.backends.loading import Loaded, load_backend
-from draftproof.backends.published.eagle3 import eagle3_backend
-from draftproof.backends.published.peagle import PEagleBackend
+from draftproof.backends.heads.feature_head import FeatureBackend
+from draftproof.backends.heads.feature_net import load_net
+from draftproof.backends.heads.published.eagle3 import eagle3_backend
+from draftproof.backends.heads.published.peagle import PEagleBackend
+from draftproof.backends.loading.by_name import Loaded, load_backend
+from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.bench.estimate import Estimate, bootstrap, geometric_mean
-from draftproof.drafters.following import Following, Rewound
+from draftproof.drafters.head import Following, Rewound
 from draftproof.embedded import feature_head_dir
 from draftproof.provenance import FILE, run_facts
 from draftproof.results import Results, table
-from draftproof.tokenization import load_tokenizer
 from draftproof.training.evaluation.drafter import ANSWERS, TEXT, held_out_text, own_answers
 from draftproof.training.feature_rows import Row
 from draftproof.tree import TokenTree

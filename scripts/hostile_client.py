@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import hostile
+from support import hostile
 
 WAITS = 10.0  # seconds for an answer: then this client hangs up
 HELD = 15.0  # seconds that a connection stays open which wants no answer

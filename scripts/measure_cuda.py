@@ -24,17 +24,17 @@ import transformers
 from draftproof import Engine, SamplingParams
 from draftproof.accelerator import finish
 from draftproof.backends.base import Feed
-from draftproof.backends.compiled import CompiledBackend
-from draftproof.backends.hf import HFBackend
-from draftproof.backends.lean import LeanBackend
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.lean.backend import LeanBackend
+from draftproof.backends.lean.compiled import CompiledBackend
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.functional import chain, coupling
-from draftproof.kernels import choose
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.rng import inverse_cdf
 from draftproof.tree import TokenTree
+from draftproof.triton import choose
 
 BACKENDS = {"hf": HFBackend, "lean": LeanBackend, "compiled": CompiledBackend}
 WIDTHS = (1, 5, 9)

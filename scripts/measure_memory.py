@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from draftproof import Engine, SamplingParams
-from draftproof.backends import pages
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.slot_cache import SlotCache
+from draftproof.backends.cache import pages
+from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.engine.request import Request
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table

@@ -31,9 +31,10 @@ from scipy.optimize import least_squares
 
 from draftproof import models
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.feature_net import load_net
-from draftproof.backends.lean import LeanBackend
-from draftproof.backends.loading import load_backend
+from draftproof.backends.heads.feature_net import load_net
+from draftproof.backends.lean.backend import LeanBackend
+from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.bench.questions import read_questions
 from draftproof.embedded import feature_head_dir
 from draftproof.engine.engine import Engine
@@ -43,7 +44,6 @@ from draftproof.provenance import KEY, run_facts
 from draftproof.results import Results, median_and_range, new_figure, save_figure, table
 from draftproof.sampling import SamplingParams
 from draftproof.theory.scale import GAIN, Machine, Model, Setting, Speculation, layouts, pass_seconds, turned_off_at
-from draftproof.tokenization import load_tokenizer
 
 TARGET, DTYPE, DRAFTED = "smollm2-135m", "bfloat16", 4
 DRAFTERS = {"plain": "none", "quantized:4": "quantized:4", "feature head": "feature_head"}

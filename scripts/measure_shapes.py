@@ -20,9 +20,9 @@ import torch
 import transformers
 
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.hf import HFBackend
-from draftproof.backends.lean import LeanBackend, supports
-from draftproof.backends.slots import SlotBackend
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.provenance import run_facts
 from draftproof.results import Results, median_and_range, table
 from draftproof.theory.lengths import iid_block_efficiency

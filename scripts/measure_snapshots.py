@@ -24,7 +24,7 @@ import transformers
 
 from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed, FeedOutput
-from draftproof.backends.snapshots import SnapshotBackend
+from draftproof.backends.hf.snapshots import SnapshotBackend
 from draftproof.draft import Draft
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.ngram import point_chain

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from draftproof import Engine, SamplingParams
-from serving import running
-from test_server_page import BROWSER, SET, driven
+from server.test_server_page import BROWSER, SET, driven
+from support.serving import running
 
 OUT = Path(__file__).parent.parent / "docs" / "assets" / "serve-page.png"
 QUESTION = "Write a Python function that says whether a number is prime, and one that lists the primes below n."

@@ -26,11 +26,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor
 
-from draftproof.backends.loading import load_model
+from draftproof.backends.loading.by_name import load_model
+from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.embedded import target_dir
 from draftproof.files import whole_file
 from draftproof.rng import fold
-from draftproof.tokenization import load_tokenizer
 
 COMPACT = 32  # number of steps after which finished rows are removed from the batch
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")

@@ -26,7 +26,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from hostile_client import LATE
 
-from served_process import ServedProcess
+from support.served_process import ServedProcess
 
 HONEST = 9
 PAUSE = 1.0  # seconds between tokens of a stream
@@ -285,6 +285,7 @@ class HostileSoak:
     def settled(self, before: float) -> float:
         """The memory after the soak, when it is back or has had its time."""
         end = time.monotonic() + SETTLES
+        found: float
         while (found := self.server.memory) > before + KEPT / 2 and time.monotonic() < end:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.get(f"{self.server.base}/health", timeout=5)
@@ -293,7 +294,8 @@ class HostileSoak:
 
     def run(self) -> dict[str, Any]:
         """Everything; the report, in which `broken` lists promises that were not kept."""
-        broken, report = [], {"minutes": self.seconds / 60}
+        broken: list[str] = []
+        report: dict[str, Any] = {"minutes": self.seconds / 60}
         with self.server as server:
             asyncio.run(self.prepare())
             asyncio.run(self.together(min(10.0, max(3.0, self.seconds / 10))))

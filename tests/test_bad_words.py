@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from draftproof import SamplingParams
 from draftproof.bad_words import BadWords
-from serving import STORY, small_engine
+from support.serving import STORY, small_engine
 
 TOKENS = st.integers(0, 3)
 WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=6), max_size=30)

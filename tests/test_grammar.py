@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 
-from distributions import checks_off
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.draft import Origin
@@ -21,6 +20,7 @@ from draftproof.grammar import Grammars
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, engine_distribution, total_variation
 from draftproof.tree import TokenTree
+from support.distributions import checks_off
 
 llguidance = pytest.importorskip("llguidance", reason="the extra serve is not installed")
 VOCAB, END = ("a", "b", "ab", "#"), 3

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from draftproof import SamplingParams
 from draftproof import rng as rng_module
 from draftproof.functional import block_verify, chain, token_verify
-from draftproof.kernels.native import VARIABLE
+from draftproof.native.dispatch import VARIABLE
 from draftproof.rng import (
     _NOISE,
     CounterRng,
@@ -30,30 +30,11 @@ from draftproof.rng import (
     fold,
     inverse_cdf,
 )
-from helpers import embedded_model, engine, plain_rows, tokenizer
+from support.chi_square import ALPHA, chi_square, counts_of
+from support.helpers import embedded_model, engine, plain_rows, tokenizer
 
-ALPHA = 1e-6
 HOST = torch.device("cpu")
 KINDS = (_DrawKind.DECISION, _DrawKind.INDEX, _DrawKind.DECISION)
-
-
-def chi_square(counts, probs):
-    """p-value of counts against probabilities; cells with an expected count below 5 are pooled."""
-    expected = probs.double() * counts.sum()
-    order = expected.argsort()
-    small = int((expected[order].cumsum(0) < 5).sum()) + 1
-    groups = [order[:small], *order[small:].unsqueeze(-1)]
-    found = torch.stack([counts[group].sum() for group in groups]).double()
-    means = torch.stack([expected[group].sum() for group in groups])
-    assert found[means == 0].sum() == 0, "an outcome of probability 0 was drawn"
-    possible = means > 0
-    statistic = ((found - means)[possible] ** 2 / means[possible]).sum()
-    freedom = torch.tensor((int(possible.sum()) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
-
-
-def counts_of(draws, size):
-    return torch.bincount(draws.flatten(), minlength=size)
 
 
 def uniforms(source, number):

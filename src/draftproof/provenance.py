@@ -23,7 +23,7 @@ import torch
 
 from draftproof import models
 from draftproof._version import __version__
-from draftproof.kernels import native
+from draftproof.native import dispatch as native
 
 FILE = "provenance.json"
 KEY = "provenance"  # of the facts in a JSON file with results

@@ -22,8 +22,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from draftproof.accelerator import sent
-from draftproof.kernels import native
-from draftproof.kernels.choose import fused
+from draftproof.native import dispatch as native
+from draftproof.triton.choose import fused
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

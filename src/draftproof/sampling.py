@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.errors import NoTokenError, UserError, blamed_on
-from draftproof.kernels import native
+from draftproof.native import dispatch as native
 
 _NEVER = -math.inf
 _GRAMMAR = re.compile(r"json_object\Z|(json_schema|regex|lark):.", re.DOTALL)

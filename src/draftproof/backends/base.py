@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from draftproof.backends.recorded import RecordedStates
+from draftproof.backends.hidden_states import HiddenStates
 from draftproof.tree import TokenTree
 
 
@@ -45,7 +45,7 @@ class Session:
     Subclasses that hold a cache implement `_gather` and `close`.
 
     Attributes:
-        cache_salt: only a request with the same one may take over what was read (`backends.kept`).
+        cache_salt: only a request with the same one may take over what was read (`backends.cache.prefix_cache`).
     """
 
     cache_salt = ""
@@ -55,7 +55,7 @@ class Session:
         self._fresh: list[Tensor] = []  # read after `_tokens`
         self._parents: list[int] = []
         self._length = 0
-        self._states: dict[tuple[int, ...], RecordedStates] = {}
+        self._states: dict[tuple[int, ...], HiddenStates] = {}
 
     @property
     def tokens(self) -> list[int]:
@@ -152,7 +152,7 @@ class Session:
         if layers not in self._states:
             if self._length:
                 return
-            self._states[layers] = RecordedStates()
+            self._states[layers] = HiddenStates()
         self._states[layers].add(self._length, states)
 
     def keep(self, base: int, nodes: Sequence[int] = ()) -> int:

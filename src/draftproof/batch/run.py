@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any
 
-from draftproof.backends.quantization import quantization_fields
+from draftproof.backends.loading.quantization import quantization_fields
 from draftproof.batch.answering import Result
 from draftproof.batch.folder import AnswerFolder
 from draftproof.batch.rows import RowOptions

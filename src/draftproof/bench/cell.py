@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from draftproof.backends.loading import BACKENDS
-from draftproof.backends.loading import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.by_name import BACKENDS
+from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
 from draftproof.engine.registry import (
     DEFAULT_CONSTANT_STOPPER,
     DEFAULT_TREE_VERIFIER,

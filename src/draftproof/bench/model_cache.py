@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from draftproof import models
-from draftproof.backends.loading import Loaded, load_backend, load_model, parse_device
-from draftproof.backends.loading import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.by_name import Loaded, load_backend, load_model, parse_device
+from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question
 from draftproof.bench.record import Answer
@@ -20,7 +21,6 @@ from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
 from draftproof.errors import UserError
 from draftproof.peak import Peak
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import load_tokenizer, refuse_different
 
 
 @runtime_checkable

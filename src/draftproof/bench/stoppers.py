@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from draftproof.backends.loading import Loaded
+from draftproof.backends.loading.by_name import Loaded
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.drafters.model import ModelDrafter

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 import typer
 
-from draftproof.backends import parallel
-from draftproof.backends.loading import take_part
+from draftproof.backends.hf import tensor_parallel as parallel
+from draftproof.backends.loading.by_name import take_part
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.errors import UserError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from draftproof import models
-from draftproof.backends.loading import BACKENDS
+from draftproof.backends.loading.by_name import BACKENDS
 from draftproof.engine.registry import DRAFTERS, OFFERED_STOPPERS, VERIFIERS, Part, reads_draft
 
 

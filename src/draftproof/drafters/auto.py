@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftproof.backends.base import Backend
-from draftproof.backends.kept import KeptSessions
+from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.model import ModelDrafter
@@ -143,7 +143,7 @@ class AutoDrafter:
         self._seconds = 0.0
         self._waited = 0  # rounds in which nothing was built
         self._plain = 0  # plain rounds in a row
-        self._kept = KeptSessions(0)
+        self._kept = PrefixCache(0)
         self._latest: Source | None = None
 
     @property
@@ -151,7 +151,7 @@ class AutoDrafter:
         """The models of the sources that are built."""
         return [model for source in self.sources if source.drafter for model in source.drafter.backends]
 
-    def reuse(self, kept: KeptSessions) -> None:
+    def reuse(self, kept: PrefixCache) -> None:
         """See SessionDrafter."""
         self._kept = kept
         for source in self.sources:

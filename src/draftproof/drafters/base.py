@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from draftproof.backends.base import Backend, Session
-from draftproof.backends.kept import KeptSessions
+from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.draft import Draft
 from draftproof.rng import RoundRng
 from draftproof.sampling import Transforms
@@ -50,7 +50,7 @@ class SessionDrafter(Protocol):
         """The models."""
         ...
 
-    def reuse(self, kept: KeptSessions) -> None:
+    def reuse(self, kept: PrefixCache) -> None:
         """Called once, with the sessions of requests that ended: new sessions may begin with these."""
         ...
 

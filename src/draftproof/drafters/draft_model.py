@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftproof.backends.base import Backend, Feed, Session, unread
-from draftproof.backends.kept import KeptSessions
+from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
-from draftproof.kernels import native
+from draftproof.native import dispatch as native
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import RoundTime, Stopper
 
@@ -55,7 +55,7 @@ class DraftModel:
         except UserError as cause:
             raise UserError(f"the draft's own {cause}") from None
         self.checks = LogitsCheck()
-        self.kept = KeptSessions(0)
+        self.kept = PrefixCache(0)
         self._sessions: dict[int, Session] = {}
         self._transforms: dict[int, Transforms] = {}
 
@@ -220,7 +220,7 @@ class ModelBacked:
         """The draft model."""
         return (self.model.backend,)
 
-    def reuse(self, kept: KeptSessions) -> None:
+    def reuse(self, kept: PrefixCache) -> None:
         """See SessionDrafter."""
         self.model.kept = kept
 

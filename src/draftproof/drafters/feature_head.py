@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from draftproof.backends.feature_head import FeatureBackend
-from draftproof.backends.feature_net import FeatureNet
-from draftproof.backends.slots import SlotBackend
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.feature_head import FeatureBackend
+from draftproof.backends.heads.feature_net import FeatureNet
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.following import FollowingModel, following_drafter
+from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.stoppers.base import Stopper
 
 

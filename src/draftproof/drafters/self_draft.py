@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from draftproof.backends.base import Session, unread
-from draftproof.backends.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
-from draftproof.backends.slots import SlotBackend
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.self_draft import EarlyExitBackend, QuantizedBackend, SelfDraftBackend
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.sampled_tree import chains_drafter

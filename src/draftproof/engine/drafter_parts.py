@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from draftproof.backends.feature_net import load_net
-from draftproof.backends.slots import SlotBackend
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.feature_net import load_net
 from draftproof.drafters.auto import AutoDrafter, Source
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
@@ -17,13 +17,13 @@ from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.composition import misfit, undraftable
-from draftproof.engine.materials import DrafterPart, Materials, assuming
+from draftproof.engine.drafter_context import DrafterContext, DrafterPart, assuming
 from draftproof.engine.parts import directory, numbers, own_chain_count
 from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, SHIPPED_FEATURE_HEADS, find_stopper
 from draftproof.engine.verifier_parts import find_verifier
 from draftproof.errors import UserError
-from draftproof.kernels.operations import BITS
+from draftproof.native.operations import BITS
 from draftproof.peak import available
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import AcceptanceRates
@@ -34,17 +34,17 @@ QUANTIZED_RATES = AcceptanceRates(0.85, 0.85)  # of the target with weights of 4
 QUANTIZED_SHARE, MARGIN = 0.4, 1.5  # memory of such weights beside the model's, and how much more must be free
 
 
-def _model(parts: Materials, argument: str) -> Drafter:
+def _model(parts: DrafterContext, argument: str) -> Drafter:
     if argument:
         raise UserError(f"drafter model takes no argument, and was given {argument!r}")
     return ModelDrafter(parts.model(), parts.ends())
 
 
-def _chains(parts: Materials, argument: str) -> Drafter:
+def _chains(parts: DrafterContext, argument: str) -> Drafter:
     return SampledTreeDrafter(parts.model(), parts.ends(), chains=_chain_count(argument))
 
 
-def _tree(parts: Materials, argument: str) -> Drafter:
+def _tree(parts: DrafterContext, argument: str) -> Drafter:
     factors = numbers(argument, "tree:4x2x1") or [4, 2, 1, 1]
     return SampledTreeDrafter(parts.model(), parts.ends(), factors=factors)
 
@@ -70,10 +70,10 @@ def _bits_and_chains(argument: str) -> list[int]:
 
 def _inside(
     name: str, model: Callable[..., SelfDraftModel], read: Callable[[str], list[int]]
-) -> Callable[[Materials, str], Drafter]:
+) -> Callable[[DrafterContext, str], Drafter]:
     """A drafter from a smaller form of the target, made from one number, and the number of chains."""
 
-    def build(parts: Materials, argument: str) -> Drafter:
+    def build(parts: DrafterContext, argument: str) -> Drafter:
         size, *chains = read(argument)
         made = model(parts.own_model(name), size, **parts.changes)
         return self_drafter(made, parts.ends(), chains=chains[0] if chains else 1)
@@ -81,7 +81,7 @@ def _inside(
     return build
 
 
-def _feature_head(parts: Materials, argument: str) -> Drafter:
+def _feature_head(parts: DrafterContext, argument: str) -> Drafter:
     where, chains = directory(argument) if argument else (SHIPPED_FEATURE_HEADS.get(parts.target.name), 1)
     if where is None:
         raise UserError(
@@ -92,10 +92,10 @@ def _feature_head(parts: Materials, argument: str) -> Drafter:
     return feature_drafter(model, parts.ends(), chains=chains)
 
 
-def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[Materials, str], Drafter]:
+def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterContext, str], Drafter]:
     """A drafter that reads tokens only, with its longest draft as its argument."""
 
-    def build(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
+    def build(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
         found = numbers(argument, example)
         if len(found) > 1:
             raise UserError(f"{argument!r} is not one whole number: legal is for example {example}")
@@ -104,7 +104,7 @@ def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[Materials, 
     return build
 
 
-def _auto_drafter(parts: Materials, argument: str) -> Drafter:
+def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:
     """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
     if argument:
         raise UserError(f"drafter auto takes no argument, and was given {argument!r}")
@@ -125,7 +125,7 @@ def _auto_drafter(parts: Materials, argument: str) -> Drafter:
     return AutoDrafter(sources, SuffixDrafter(shared=False), common, masses=masses)
 
 
-def _at_hand(parts: Materials) -> Iterator[str]:
+def _at_hand(parts: DrafterContext) -> Iterator[str]:
     """Names of the drafters from models that a target has without any preparation; the most often right first."""
     if parts.draft is not None:
         yield "model"
@@ -140,7 +140,7 @@ def _at_hand(parts: Materials) -> Iterator[str]:
         yield "feature_head"
 
 
-def _first_that_fits(parts: Materials, names: Sequence[str]) -> Drafter:
+def _first_that_fits(parts: DrafterContext, names: Sequence[str]) -> Drafter:
     """The first drafter that the rule takes; plain decoding where there is none."""
     for name in names:
         if parts.rule is None or why_not(name, parts.stopper, parts.rule.name) is None:
@@ -149,25 +149,25 @@ def _first_that_fits(parts: Materials, names: Sequence[str]) -> Drafter:
     return NoDrafter()
 
 
-def _named(parts: Materials, name: str) -> Materials:
+def _named(parts: DrafterContext, name: str) -> DrafterContext:
     """The same materials for the drafter of another name."""
     part, argument = find_drafter(name)
     return replace(parts, spec=name, part=part, argument=argument)
 
 
-def _model_share(parts: Materials, argument: str) -> float:  # noqa: ARG001
+def _model_share(parts: DrafterContext, argument: str) -> float:  # noqa: ARG001
     """The draft model's weights as a share of the target's; an estimate from widths and depths."""
     facts = [getattr(each, "facts", None) for each in (parts.draft, parts.target)]
     return UNKNOWN.draft if facts[0] is None or facts[1] is None else facts[0].size / facts[1].size
 
 
-def _quantized_share(parts: Materials, argument: str) -> float:
+def _quantized_share(parts: DrafterContext, argument: str) -> float:
     """The bits of a weight and its share of scale and offset, as a share of the target's."""
     facts = getattr(parts.target, "facts", None)
     return UNKNOWN.draft if facts is None else (_bits_and_chains(argument)[0] + 1) / (8 * facts.dtype.itemsize)
 
 
-def _steps(parts: Materials, name: str, stopper: Auto) -> Iterator[ModelDrafter | None]:
+def _steps(parts: DrafterContext, name: str, stopper: Auto) -> Iterator[ModelDrafter | None]:
     """Make a drafter in steps; only quantizing takes more than one."""
     found = _named(parts, name)
     argument = found.argument
@@ -188,7 +188,7 @@ def _steps(parts: Materials, name: str, stopper: Auto) -> Iterator[ModelDrafter 
     yield ModelDrafter(model, stopper)
 
 
-def _none(parts: Materials, argument: str) -> Drafter:  # noqa: ARG001
+def _none(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
     if argument:
         raise UserError(f"drafter none takes no argument, and was given {argument!r}")
     return NoDrafter()

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftproof.backends.loading import take_part
-from draftproof.backends.slots import SlotBackend
-from draftproof.engine.checked import ModelSource
-from draftproof.engine.kept_costs import KeptCosts
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.loading.by_name import take_part
+from draftproof.backends.loading.tokenization import refuse_different
+from draftproof.backends.loading.verified import VerifiedModel
+from draftproof.backends.model_info import end_tokens
+from draftproof.engine.cost_file import CostFile
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import (
@@ -23,21 +25,20 @@ from draftproof.engine.registry import (
 )
 from draftproof.errors import UserError
 from draftproof.sampling import default_params
-from draftproof.tokenization import end_tokens, refuse_different
 from draftproof.verifiers.base import Verifier
 
 
 class Engine(DecodingLoop):
     """Generates from a target model, speculatively when it is given a drafter; arguments as of `DecodingLoop`."""
 
-    _kept: KeptCosts | None = None
+    _kept: CostFile | None = None
     _draft: SlotBackend | None = None
     _options: EngineOptions | None = None
     _named_rule: Verifier | None = None
 
     def keep_costs(self) -> None:
         """Begin with what earlier runs learned of rounds with these models, and keep what this one learns."""
-        self._kept = KeptCosts(self)
+        self._kept = CostFile(self)
 
     def idle(self) -> None:
         """See `DecodingLoop`; writes what was learned."""
@@ -105,10 +106,10 @@ class Engine(DecodingLoop):
         made.refuse_draft_dtype_alone()
         if made.tensor_parallel != 1:
             take_part(made.tensor_parallel)
-        source = ModelSource(target, **made.of_target())
+        source = VerifiedModel(target, **made.of_target())
         tokenizer, small = source.tokenizer, None
         if made.draft is not None:
-            other = ModelSource(made.draft, **made.of_draft())
+            other = VerifiedModel(made.draft, **made.of_draft())
             refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=made.draft)
             small = None if made.drafter == "none" else other.backend()
         return cls.assemble(source.backend(), small, tokenizer, options=made)

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Feed, FeedOutput, rounding, unread
-from draftproof.backends.passes import PREFILL_CHUNK
+from draftproof.backends.cache.passes import PREFILL_CHUNK
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter, PreparedDrafter, SessionDrafter
 from draftproof.drafters.none import NoDrafter
@@ -25,7 +25,7 @@ from draftproof.engine.composition import misfit, undraftable
 from draftproof.engine.memory import MemoryUse, read_bytes
 from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
 from draftproof.engine.request import Chunk, Output, Request, SameText
-from draftproof.engine.scheduler import NoSessions, Plan, Portion, Scheduler
+from draftproof.engine.scheduler import NoSessions, Plan, PrefillChunk, Scheduler
 from draftproof.engine.stats import Seconds
 from draftproof.engine.threads import SmallProducts, ThreadCount, interruptions, release_team
 from draftproof.errors import ContextError, RequestError, UserError, blamed_on
@@ -418,7 +418,7 @@ class DecodingLoop:
                 )
             )
 
-    def _end(self, portions: Sequence[Portion], outputs: Sequence[FeedOutput]) -> None:
+    def _end(self, portions: Sequence[PrefillChunk], outputs: Sequence[FeedOutput]) -> None:
         """Hand the logits of portions to their requests, where they are wanted."""
         scored = [(part, each.logits) for part, each in zip(portions, outputs, strict=True) if part.scored]
         for part, logits in scored:

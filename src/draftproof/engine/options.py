@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from draftproof.backends.loading import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import make_stopper, make_verifier
 from draftproof.errors import UserError

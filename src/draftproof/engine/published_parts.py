@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from draftproof.backends.published.dflash import DFlashBackend
-from draftproof.backends.published.eagle import eagle_backend
-from draftproof.backends.published.eagle3 import eagle3_backend
-from draftproof.backends.published.medusa import MedusaBackend
-from draftproof.backends.published.mtp import mtp_backend
-from draftproof.backends.published.mtp_head import mtp_head_backend
-from draftproof.backends.published.peagle import PEagleBackend
-from draftproof.backends.slots import SlotBackend
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.published.dflash import DFlashBackend
+from draftproof.backends.heads.published.eagle import eagle_backend
+from draftproof.backends.heads.published.eagle3 import eagle3_backend
+from draftproof.backends.heads.published.medusa import MedusaBackend
+from draftproof.backends.heads.published.mtp import mtp_backend
+from draftproof.backends.heads.published.mtp_head import mtp_head_backend
+from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.drafters.base import Drafter
-from draftproof.drafters.following import Following, FollowingModel, following_drafter
-from draftproof.engine.materials import DrafterPart, Materials
+from draftproof.drafters.head import Following, FollowingModel, following_drafter
+from draftproof.engine.drafter_context import DrafterContext, DrafterPart
 from draftproof.engine.parts import own_chain_count, source
 from draftproof.errors import UserError
 
 
-def _head(name: str, load: Callable[[str, SlotBackend], Following]) -> Callable[[Materials, str], Drafter]:
+def _head(name: str, load: Callable[[str, SlotBackend], Following]) -> Callable[[DrafterContext, str], Drafter]:
     """A drafter from a head that a directory or a hub id names."""
 
-    def build(parts: Materials, argument: str) -> Drafter:
+    def build(parts: DrafterContext, argument: str) -> Drafter:
         where, chains = _named(name, argument)
         target = parts.own_model(name)
         model = FollowingModel(load(where, target), target, **parts.changes)
@@ -59,7 +59,7 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) 
     )
 
 
-def _mtp(parts: Materials, argument: str) -> Drafter:
+def _mtp(parts: DrafterContext, argument: str) -> Drafter:
     """The target's own prediction layers, or those of a head."""
     where, chains = ("", own_chain_count(argument)) if _is_own(argument) else source(argument)
     target = parts.own_model("mtp")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from draftproof.backends.base import Backend
 from draftproof.drafters.base import Drafter
 from draftproof.engine.composition import undraftable
+from draftproof.engine.drafter_context import DrafterContext, DrafterPart
 from draftproof.engine.drafter_parts import DEFAULT_DRAFTER, DRAFTERS, find_drafter, reads_draft, why_not
-from draftproof.engine.materials import DrafterPart, Materials
 from draftproof.engine.parts import Part, StopperPart, VerifierPart
 from draftproof.engine.stopper_parts import (
     DEFAULT_CONSTANT_STOPPER,
@@ -48,8 +48,8 @@ __all__ = [
     "SHIPPED_HEADS",
     "STOPPERS",
     "VERIFIERS",
+    "DrafterContext",
     "DrafterPart",
-    "Materials",
     "Part",
     "StopperPart",
     "VerifierPart",
@@ -108,4 +108,4 @@ def make_drafter(
             f"or choose drafter quantized:{bits}, the target with such weights"
         )
     changes = {"temperature": temperature, "top_k": top_k}
-    return part.make(Materials(target, draft, stopper, spec, part, argument, changes, bits, rule), argument)
+    return part.make(DrafterContext(target, draft, stopper, spec, part, argument, changes, bits, rule), argument)

@@ -1,8 +1,9 @@
 """Which requests run, and what each of them reads in a round: admission, portions of prompts, memory, reuse.
 
-Requests are admitted in order, as many as the batch and the memory hold. A prompt is read in portions while others are
-decoded, and whole where nobody waits. A prompt that begins like another one is not read again (`backends.kept`). Where
-the memory is too small for running requests, the one that came last waits again; its text goes on where it was.
+Requests are admitted in order, as many as the batch and the memory hold. A prompt is read in chunks while others are
+decoded, and whole where nobody waits. A prompt that begins like another one is not read again
+(`backends.cache.prefix_cache`). Where the memory is too small for running requests, the one that came last waits
+again; its text goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Feed, common_prefix, unread
-from draftproof.backends.kept import KeptSessions
-from draftproof.backends.passes import PREFILL_CHUNK
+from draftproof.backends.cache.passes import PREFILL_CHUNK
+from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.drafters.base import DraftRequest, SessionDrafter
+from draftproof.engine.chunked_prefill import ChunkSize
 from draftproof.engine.memory import MemoryBudget, MemoryUse
-from draftproof.engine.portions import PortionSize
 from draftproof.engine.request import Request
 from draftproof.tree import TokenTree
 
@@ -28,7 +29,7 @@ _HEADROOM = 64  # tokens that a request can grow by when it is admitted
 
 
 @dataclass(frozen=True)
-class Portion:
+class PrefillChunk:
     """Tokens of a prompt that a round reads, without its end.
 
     Attributes:
@@ -76,7 +77,7 @@ class Plan:
     """
 
     rows: list[Request] = field(default_factory=list)
-    portions: list[Portion] = field(default_factory=list)
+    portions: list[PrefillChunk] = field(default_factory=list)
     reads: int = 0
     waits: bool = False
     decoded: int = 0
@@ -88,7 +89,7 @@ class NoSessions:
 
     backends: Sequence[Backend] = ()
 
-    def reuse(self, kept: KeptSessions) -> None:
+    def reuse(self, kept: PrefixCache) -> None:
         """Does nothing."""
 
     def read(self, parts: Sequence[object]) -> None:
@@ -103,9 +104,9 @@ def _depth(row: Request) -> int:
     return row.session.length if row.session is not None else 0
 
 
-def _scored(row: Request, tokens: Sequence[int], room: int) -> Portion:
+def _scored(row: Request, tokens: Sequence[int], room: int) -> PrefillChunk:
     """The next tokens of a prompt whose log-probabilities are wanted; its end is read with the first draft."""
-    return Portion(row, list(tokens[: min(room, len(tokens) - 1)]), scored=True)
+    return PrefillChunk(row, list(tokens[: min(room, len(tokens) - 1)]), scored=True)
 
 
 class Scheduler:
@@ -140,8 +141,8 @@ class Scheduler:
     ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
-        self.portions = PortionSize()
-        self.kept = KeptSessions() if prefix_reuse else KeptSessions(0)
+        self.portions = ChunkSize()
+        self.kept = PrefixCache() if prefix_reuse else PrefixCache(0)
         if kv_memory is not None:
             self.kept.most_nbytes = kv_memory
         drafter.reuse(self.kept)
@@ -233,7 +234,7 @@ class Scheduler:
             elif len(tokens) <= max(room, 1) or (whole and room == size > 0):
                 joined.append(row)
             elif room and not whole:
-                parts.append(Portion(row, tokens[:room]))
+                parts.append(PrefillChunk(row, tokens[:room]))
             room -= min(room, len(tokens))
         read = [(row, len(left[row])) for row in joined if row.reading]
         read += [(part.row, len(part.tokens)) for part in parts]
@@ -243,7 +244,7 @@ class Scheduler:
 
     def _at_once(self, decoding: list[Request], left: dict[Request, list[int]], *, whole: bool) -> Plan:
         """Nobody minds waiting: prompts that are scored, or a chunk of a long prompt, or all others together."""
-        parts: list[Portion] = []
+        parts: list[PrefillChunk] = []
         room = PREFILL_CHUNK
         for row in self._in_turns({row: tokens for row, tokens in left.items() if row.unscored}):
             if room and (not parts or self._target.capabilities.ragged):
@@ -254,7 +255,7 @@ class Scheduler:
         short = [row for row, tokens in left.items() if whole or len(tokens) <= PREFILL_CHUNK]
         if len(short) < len(left) and (not short or decoding):
             row = next(row for row in self._in_turns(left) if row not in short)
-            return Plan(portions=[Portion(row, left[row][:PREFILL_CHUNK])], reads=PREFILL_CHUNK)
+            return Plan(portions=[PrefillChunk(row, left[row][:PREFILL_CHUNK])], reads=PREFILL_CHUNK)
         return Plan(self._in_order([*decoding, *short]), reads=sum(len(left[row]) for row in short))
 
     def _in_order(self, rows: Sequence[Request]) -> list[Request]:

@@ -13,10 +13,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.functional.checks import check_chain
-from draftproof.kernels import native
-from draftproof.kernels.choose import Way, fused, way
-from draftproof.kernels.operations import Operations
+from draftproof.native import dispatch as native
+from draftproof.native.operations import Operations
 from draftproof.rng import Rng
+from draftproof.triton.choose import Way, fused, way
 
 
 class ChainVerdict(NamedTuple):

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from draftproof.functional.checks import check_chain
-from draftproof.kernels.choose import fused
 from draftproof.rng import Rng
+from draftproof.triton.choose import fused
 
 PASSES = 12
 

@@ -19,12 +19,12 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from draftproof import models
+from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.engine.engine import Engine
 from draftproof.engine.request import Request
 from draftproof.errors import UserError
 from draftproof.integrations.scoring import score
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import load_tokenizer
 
 _DEFAULT_LENGTH = 2048  # of models without a limit, as in lm-eval
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")

@@ -2,8 +2,8 @@
 
     model.generate(**inputs, custom_generate=speculative(draft="embedded:draft"))
 
-The model stays as it is: see `draftproof.backends.in_memory`. The guide (docs/guide/transformers.md) has a table of the
-generation config's fields, and says what is refused.
+The model stays as it is: see `draftproof.backends.loading.in_memory`. The guide (docs/guide/transformers.md) has a
+table of the generation config's fields, and says what is refused.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from draftproof.engine.stats import Stats
 from draftproof.errors import UserError
+from draftproof.integrations.engine_cache import Composition, engine_of, forget
 from draftproof.integrations.generation_config import refuse_fields
-from draftproof.integrations.held import Composition, engine_of, forget
 from draftproof.integrations.processors import refuse_stateful
 from draftproof.integrations.rows import Ends, Rows, params_of, prompts_of
 

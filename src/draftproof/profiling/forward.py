@@ -19,18 +19,18 @@ import torch
 from draftproof import models
 from draftproof.accelerator import finish
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.loading import Loaded, load_backend, parse_device
+from draftproof.backends.loading.by_name import Loaded, load_backend, parse_device
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.drafters.base import DraftRequest
 from draftproof.engine.registry import make_drafter
 from draftproof.errors import UserError, refuse_below_one
-from draftproof.kernels.native import VARIABLE
+from draftproof.native.dispatch import VARIABLE
 from draftproof.profiling.hardware import bandwidth, weights_read
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.tree import TokenTree
 
 TEXT = "The old man opened the door and looked at the long road that led down to the sea. "

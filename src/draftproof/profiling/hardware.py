@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from draftproof.accelerator import finish
-from draftproof.backends.loading import load_backend
+from draftproof.backends.loading.by_name import load_backend
 
 _CPU = torch.device("cpu")
 

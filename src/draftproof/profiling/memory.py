@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from draftproof.backends.slot_cache import SlotCache
+from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.peak import Peak

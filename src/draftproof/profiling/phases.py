@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Session
-from draftproof.backends.snapshots import SnapshotSession
+from draftproof.backends.hf.snapshots import SnapshotSession
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.profiling.allocations import TensorAllocations

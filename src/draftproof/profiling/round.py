@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from draftproof.backends.feature_net import load_net
+from draftproof.backends.heads.feature_net import load_net
 from draftproof.bench.cell import Cell, matrix
 from draftproof.bench.estimate import geometric_mean
 from draftproof.bench.model_cache import ModelCache

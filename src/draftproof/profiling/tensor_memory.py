@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftproof.kernels.operations import Interleaved, Quantized
+from draftproof.native.operations import Interleaved, Quantized
 
 _Key = tuple[str, int]
 

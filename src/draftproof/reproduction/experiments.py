@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftproof.backends.loading import Loaded
+from draftproof.backends.loading.by_name import Loaded
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
 from draftproof.drafters.base import Drafter

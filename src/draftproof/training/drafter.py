@@ -18,13 +18,13 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.loading import load_model
+from draftproof.backends.loading.by_name import load_model
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
 from draftproof.progress import Watch, silent
 from draftproof.provenance import digest, file_digest, fingerprint
 from draftproof.rng import fold
-from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.training import distil
 from draftproof.training.corpus import Batches, Stream, held_out, stream
 from draftproof.training.data import Example, read_examples, split

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from draftproof.backends.loading import load_backend, load_model
+from draftproof.backends.loading.by_name import load_backend, load_model
 from draftproof.files import whole_directory
 from draftproof.progress import Watch, silent
 from draftproof.provenance import FILE, fingerprint, model_name, provenance, write_json

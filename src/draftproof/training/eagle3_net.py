@@ -1,7 +1,8 @@
 """The network of an EAGLE-3 head while it is trained, and its directory in the layout of `speculators`.
 
 It reads the target's hidden states of several layers, which one product fuses, and has one Llama layer whose attention
-reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends.published.eagle3` runs what is written here.
+reads them beside the embedding (EAGLE-3, arXiv 2503.01840). `backends.heads.published.eagle3` runs the
+result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
-from draftproof.backends.feature_net import CONFIG, EPS, WEIGHTS, FeatureConfig, rotary, rotate
+from draftproof.backends.heads.feature_net import CONFIG, EPS, WEIGHTS, FeatureConfig, rotary, rotate
 from draftproof.errors import UserError
 from draftproof.provenance import write_json
 

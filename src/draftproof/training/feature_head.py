@@ -17,14 +17,16 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.feature_head import refuse_other_target
-from draftproof.backends.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
-from draftproof.backends.loading import load_backend
-from draftproof.backends.published.eagle3 import eagle3_backend
-from draftproof.backends.published.peagle import PEagleBackend
+from draftproof.backends.heads.feature_head import refuse_other_target
+from draftproof.backends.heads.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
+from draftproof.backends.heads.published.eagle3 import eagle3_backend
+from draftproof.backends.heads.published.peagle import PEagleBackend
+from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.tokenization import load_tokenizer
+from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
-from draftproof.drafters.following import FollowingModel, following_drafter
+from draftproof.drafters.head import FollowingModel, following_drafter
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
@@ -32,7 +34,6 @@ from draftproof.progress import Watch, silent
 from draftproof.provenance import FILE, digest, file_digest, fingerprint, provenance, write_json
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.tokenization import end_tokens, load_tokenizer
 from draftproof.training.data import DataFile, Example, cache_folder, read_examples, split
 from draftproof.training.eagle3_net import Eagle3Module, default_layers, save_eagle3
 from draftproof.training.feature_loss import Frame, Net, acceptance, feature_loss

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear, pad, scaled_dot_product_attention, smooth_l1_loss
 
-from draftproof.backends.feature_net import FeatureNet
+from draftproof.backends.heads.feature_net import FeatureNet
 from draftproof.training.eagle3_net import Eagle3Module
 from draftproof.training.feature_rows import StateRows
 from draftproof.training.loop import Loss

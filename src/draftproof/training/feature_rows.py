@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftproof.backends.loading import Loaded
+from draftproof.backends.loading.by_name import Loaded
 from draftproof.files import whole_file
 from draftproof.provenance import digest
 from draftproof.rng import fold

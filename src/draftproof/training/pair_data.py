@@ -12,10 +12,12 @@ import torch
 
 from draftproof import models
 from draftproof.backends.base import Backend
-from draftproof.backends.feature_net import load_net
-from draftproof.backends.followed import FollowedHead
-from draftproof.backends.loading import load_backend
-from draftproof.backends.slots import SlotBackend
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.feature_net import load_net
+from draftproof.backends.heads.standalone import StandaloneHead
+from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
+from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.feature_head import FeatureModel
 from draftproof.engine.engine import Engine
@@ -24,7 +26,6 @@ from draftproof.progress import Watch, silent
 from draftproof.provenance import digest, fingerprint
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import end_tokens, load_tokenizer, refuse_different
 from draftproof.training import features
 from draftproof.training.data import cache_folder, read_examples, split, tokenize
 from draftproof.training.features import Build, JudgeRows, ModelPair, collect, fit, join
@@ -57,7 +58,7 @@ class PairData:
         self.target = self._load(material.target)
         self.head = _feature_head(material.draft)
         self.draft: Backend = (
-            FollowedHead(self.target, load_net(self.head)) if self.head else self._load(material.draft)
+            StandaloneHead(self.target, load_net(self.head)) if self.head else self._load(material.draft)
         )
         self.pair = ModelPair(
             self.target, self.draft, replace(material.params, seed=None), self._model if self.head else None

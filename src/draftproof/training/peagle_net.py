@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.backends.feature_net import FeatureConfig
+from draftproof.backends.heads.feature_net import FeatureConfig
 from draftproof.training.eagle3_net import Eagle3Module
 
 

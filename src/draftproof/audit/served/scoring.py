@@ -14,11 +14,12 @@ from torch import Tensor
 from draftproof import models
 from draftproof.audit.served.kinds import FLOOR, Answer, Maker, reference
 from draftproof.backends.base import Backend, Feed
-from draftproof.backends.loading import load_backend
+from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
+from draftproof.backends.model_info import end_tokens
 from draftproof.errors import UserError
 from draftproof.grammar import Grammars
 from draftproof.sampling import SamplingParams, Transforms
-from draftproof.tokenization import end_tokens, load_tokenizer, refuse_different
 from draftproof.tree import TokenTree
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from draftproof.backends.quantization import quantization_fields
+from draftproof.backends.loading.quantization import quantization_fields
 from draftproof.batch.answering import Answerer, Result
 from draftproof.batch.rows import RowOptions
 from draftproof.batch.run import Answers

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from draftproof import models
-from draftproof.backends.cutting import first_layers
-from draftproof.backends.feature_net import FeatureNet, load_net, save_net
-from draftproof.backends.loading import Loaded, load_backend
+from draftproof.backends.heads.feature_net import FeatureNet, load_net, save_net
+from draftproof.backends.hf.truncate import first_layers
+from draftproof.backends.loading.by_name import Loaded, load_backend
+from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.errors import UserError
@@ -21,7 +22,6 @@ from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, mean_and_deviation, table
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import load_tokenizer
 from draftproof.training.data import read_examples, split
 from draftproof.training.evaluation.pair import about
 from draftproof.training.feature_loss import Frame, acceptance, target_rows

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from draftproof import models
-from draftproof.backends.loading import load_backend, load_model
+from draftproof.backends.loading.by_name import load_backend, load_model
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, mean_and_deviation, table
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.fixed import FixedLength
-from draftproof.tokenization import load_tokenizer, refuse_different
 from draftproof.training import distil
 from draftproof.training.corpus import held_out
 from draftproof.training.data import read_examples, split

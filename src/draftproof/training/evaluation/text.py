@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from draftproof import models
-from draftproof.backends.loading import load_model
+from draftproof.backends.loading.by_name import load_model
+from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
-from draftproof.tokenization import load_tokenizer
 from draftproof.training.data import Example, read_examples, read_text, split
 
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)*")

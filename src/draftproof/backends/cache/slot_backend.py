@@ -1,0 +1,211 @@
+"""Backends over a slot cache: sessions, and forward passes over ragged feeds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from draftproof.backends.base import Capabilities, Feed, FeedOutput
+from draftproof.backends.cache.layout import Layout, feed_depths
+from draftproof.backends.cache.passes import PREFILL_CHUNK, in_passes
+from draftproof.backends.cache.sessions import SlotSession
+from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.model_info import ModelInfo
+from draftproof.errors import UserError
+
+
+class SlotBackend(ABC):
+    """A model whose keys and values are in a slot cache; subclasses compute one pass.
+
+    Two threads may use one backend: each call of `forward` and each change of a session's slot holds the cache's lock.
+
+    Args:
+        facts: of the model.
+        cache: of another backend that shares keys and values; a new one by default.
+
+    Attributes:
+        max_positions: the longest sequence it reads; None when unbounded.
+        bounded_by: why that is shorter than the model's context; empty when it is not.
+        capabilities: what it can do.
+        embed: embeddings [*shape, dim] of token ids [*shape], as the first layer reads them.
+        kind: name of the forward pass in BACKENDS.
+        prefill: tokens of a prompt that are read in one pass.
+        packs: whether feeds of any lengths are read in one pass without padding.
+        keeps: whether what calibration finds is kept in files; not for weights that training changes again and again.
+    """
+
+    kind: str
+    embed: Callable[[Tensor], Tensor]
+
+    def __init__(self, facts: ModelInfo, *, cache: SlotCache | None = None) -> None:
+        self.facts = facts
+        self.name, self.vocab_size = facts.name, facts.vocab_size
+        self.dtype, self.device = facts.dtype, facts.device
+        self.max_positions, self.bounded_by = facts.max_positions, ""
+        self.capabilities = Capabilities(hidden=facts.hidden_size)
+        self._cache = SlotCache(facts.max_positions) if cache is None else cache
+        self.prefill, self.packs, self.keeps = PREFILL_CHUNK, False, True
+        self._recorded: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return self.facts.eos_token_ids
+
+    @property
+    def rounding(self) -> str:
+        """See `base.rounding`."""
+        return f"backend {self.kind} computes by transformers' own modules, whose sums depend on the rows of a pass"
+
+    @property
+    def cache(self) -> SlotCache:
+        """Keys and values of its sessions."""
+        return self._cache
+
+    def open(self) -> SlotSession:
+        """A fresh session."""
+        return SlotSession(self._cache)
+
+    def sequences_nbytes(self, lengths: Sequence[int]) -> int:
+        """Bytes that sessions of these lengths take together: keys, values and recorded states."""
+        states = self.facts.hidden_size * self.dtype.itemsize * sum(max(len(layers), 1) for layers in self._recorded)
+        return self._cache.batch_nbytes(lengths) + states * sum(lengths)
+
+    def use_context(self, positions: int) -> None:
+        """From now on, read sequences of at most this many tokens.
+
+        Raises:
+            UserError: below 2, or longer than what the model reads.
+        """
+        most = self.max_positions
+        if positions < 2 or (most is not None and positions > most):
+            why = f" ({self.bounded_by})" if self.bounded_by else ""
+            reads = "has no limit of its own" if most is None else f"reads at most {most} positions{why}"
+            legal = "2 or more" if most is None else f"2 to {most}"
+            raise UserError(f"max_model_len is {positions}, and {self.name} {reads}: legal are {legal}")
+        if positions != most:
+            self.max_positions, self.bounded_by = positions, f"max_model_len is {positions}"
+
+    def record_states(self, layers: Sequence[int] = ()) -> None:
+        """From now on, record hidden states of each slot that a session reads (`Session.states_of`).
+
+        Args:
+            layers: i for the states after layer i, before any final norm, 0 for those before the first one; by default
+                the last hidden states, after the final norm.
+
+        Raises:
+            UserError: there is no such layer.
+        """
+        wrong = [layer for layer in layers if not 0 <= layer <= self.facts.layers]
+        if wrong:
+            raise UserError(f"hidden states after layer {wrong[0]} of {self.name}: legal are 0 to {self.facts.layers}")
+        if tuple(layers) not in self._recorded:
+            self._recorded = (*self._recorded, tuple(layers))
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """Read every feed: long prompts first, one by one in chunks, then feeds of similar length together.
+
+        Where passes are packed, feeds of all lengths are read together.
+
+        Raises:
+            ValueError: nothing to read, or longer than the model's context.
+        """
+        with self._cache.lock:
+            for feed in feeds:
+                self._check(feed)
+            if len({id(feed.session) for feed in feeds}) < len(feeds):
+                raise ValueError("a session was fed twice in one forward pass")
+            run = partial(self._run, hidden=hidden)
+            ragged = self.capabilities.ragged
+            return in_passes(feeds, run, ragged=ragged, packed=self.packs, chunk=self.prefill)
+
+    def _check(self, feed: Feed) -> None:
+        feed.session.admit(len(feed.tokens), feed.tree)
+        if not isinstance(feed.session, SlotSession) or feed.session.cache is not self._cache:
+            raise ValueError(f"a session of another backend was fed to {self.name}")
+        if feed.session.slot < 0:
+            raise ValueError("a closed session was fed")
+        end = feed.session.stem + len(feed.tokens) + max(feed_depths(feed), default=0)
+        if self.max_positions is not None and end > self.max_positions:
+            why = f" ({self.bounded_by})" if self.bounded_by else ""
+            raise ValueError(f"{self.name} reads at most {self.max_positions} positions{why}, requested are {end}")
+
+    def _run(self, feeds: Sequence[Feed], *, hidden: bool) -> list[FeedOutput]:
+        inner = sorted({layer for layers in self._recorded for layer in layers})
+        layout = Layout(feeds, self.device, inner, packed=self.packs)
+        self._cache.claim(layout.plan.slots, layout.plan.ends)
+        logits, states = self._compute(layout, hidden=hidden or () in self._recorded)
+        outputs = layout.split(logits, states)
+        for layers in self._recorded:
+            found = torch.cat([layout.taken[layer] for layer in layers], -1) if layers else states
+            assert found is not None, "asked for"
+            for row, feed in enumerate(feeds):
+                feed.session.remember(layout.own(found, row), layers)
+        for feed in feeds:
+            feed.session.read(feed.tokens, feed.tree)
+        return outputs
+
+    @abstractmethod
+    def _compute(
+        self, layout: Layout, *, hidden: bool
+    ) -> tuple[Float[Tensor, "rows columns vocab"], Float[Tensor, "rows width dim"] | None]:
+        """Logits of every column or only of `layout.columns`, and if `hidden` last hidden states of every column.
+
+        Hidden states of `layout.layers` go to `layout.taken`.
+        """
+
+    def quantized(self, bits: int) -> SlotBackend:
+        """The model with linear weights of 4 or 8 bits, in the same cache.
+
+        Raises:
+            UserError: as `quantizing`.
+        """
+        *_, made = self.quantizing(bits)
+        assert made is not None, "the last step gives the model"
+        return made
+
+    @abstractmethod
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        """Rows of the output layer's weight."""
+
+    @abstractmethod
+    def first_layers(self, layers: int) -> SlotBackend:
+        """The model's first layers, its final norm and its output layer, on the same weights and in the same cache.
+
+        Raises:
+            UserError: the number of layers is out of range, or the model cannot be cut.
+        """
+
+    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:  # noqa: ARG002 - of subclasses
+        """The model with new weights and an empty cache; this backend must not be used any more.
+
+        Args:
+            weights: a model of the same architecture, or its state dict under transformers' names.
+
+        Raises:
+            UserError: weights of another model, or a backend that cannot change them; this one stays as it was.
+        """
+        raise UserError(
+            f"the weights of {self.name} cannot be changed on backend {self.kind}: legal are backends lean, hf and "
+            f"snapshot; else load the model again"
+        )
+
+    def quantizing(self, bits: int) -> Iterator[SlotBackend | None]:
+        """The model with linear weights of 4 or 8 bits, in the same cache, made in short steps.
+
+        Returns:
+            None after each step, and at last the model; the first step only checks.
+
+        Raises:
+            UserError: it has no such form here, or not with this number of bits.
+        """
+        raise UserError(
+            f"{self.name} cannot be quantized to {bits} bits: legal are transformers models on backends lean, hf and "
+            f"snapshot, and this is backend {self.kind}"
+        )

@@ -1,0 +1,1 @@
+"""Draft heads as backends: ours, and those that others publish."""

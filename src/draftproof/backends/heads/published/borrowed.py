@@ -1,0 +1,72 @@
+"""What a published head takes from its target: hidden states, and the embedding and output rows that it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.published.files import HeadFiles, cast, drafted_ids
+from draftproof.backends.heads.published.layers import LayerShape
+from draftproof.backends.lean.layers import Embedding
+from draftproof.backends.products.packed_linear import Product
+from draftproof.errors import UserError
+
+
+def states_of(files: HeadFiles, named: Any, target: SlotBackend) -> tuple[int, ...]:
+    """The layers of the target whose states a head reads: 0 before the first layer, i after layer i.
+
+    Args:
+        files: of the head.
+        named: what its config says; None for a low, a middle and a high layer.
+        target: the target's backend.
+
+    Raises:
+        UserError: the target has no such layers.
+    """
+    total = target.facts.layers
+    found = [2, total // 2, total - 3] if named is None else named
+    sane = isinstance(found, list) and all(isinstance(each, int) and 0 <= each <= total for each in found)
+    if not found or not sane or len(set(found)) < len(found):
+        said = "without a list of layers" if named is None else f"whose layers are {named}"
+        raise UserError(
+            f"the head {files.source!r}, {said}, cannot read the hidden states of {target.name}, which has {total} "
+            f"layers: legal are different numbers from 0 to {total}; take a head that was made for this target"
+        )
+    return tuple(found)
+
+
+def vocabulary_of(files: HeadFiles, shape: LayerShape) -> int:
+    """The size of the target's vocabulary that a head was made for."""
+    mask = files.tensors.get("t2d")
+    return shape.vocab if mask is None else mask.shape[0]
+
+
+def embedding_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> Callable[[Tensor], Tensor]:
+    """A head's own embedding, or the target's for a head without one."""
+    own = files.optional("embed_tokens.weight", [target.vocab_size, shape.size])
+    if own is not None:
+        return Embedding(cast(own, target))
+    if shape.size != target.capabilities.hidden:
+        raise UserError(
+            f"the head {files.source!r} has no embed_tokens.weight, and its width {shape.size} is not that of "
+            f"{target.name} ({target.capabilities.hidden}), whose embedding it would read"
+        )
+    return target.embed
+
+
+def output_of(files: HeadFiles, shape: LayerShape, target: SlotBackend) -> tuple[Int[Tensor, " ids"] | None, Product]:
+    """The tokens that a head drafts, and its output layer or rows of the target's."""
+    size, vocab = int(files.config.get("draft_vocab_size") or target.vocab_size), target.vocab_size
+    ids, order = drafted_ids(files, size, vocab, target.device)
+    own = files.optional("lm_head.weight", [size, shape.size])
+    if own is None:
+        if shape.size != target.capabilities.hidden:
+            raise UserError(f"the head {files.source!r} has no lm_head.weight, and the target's has another width")
+        return ids, Product(target.output_rows(torch.arange(vocab, device=target.device) if ids is None else ids))
+    weight = cast(own, target)
+    return ids, Product(weight if order is None else weight[order])

@@ -1,0 +1,282 @@
+"""DFlash heads (arXiv 2602.06036) in the layout of `speculators`, and in that of their authors.
+
+The head drafts a block in one pass: the last committed token, and mask tokens after it. Its layers do not read the
+tokens before the block. They attend to keys and values that each layer makes of the target's states there, several
+layers of the target fused by one product; within the block every place sees every other one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from draftproof.backends.base import Feed, FeedOutput, Session, unread
+from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.passes import in_passes
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.heads.base import FollowingSession
+from draftproof.backends.heads.published.borrowed import embedding_of, output_of, states_of, vocabulary_of
+from draftproof.backends.heads.published.files import (
+    ALGORITHM,
+    HeadFiles,
+    cast,
+    read_head,
+    refuse_other_algorithm,
+    refuse_other_target,
+)
+from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layer, make_norm
+from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
+from draftproof.backends.lean.layers import Layer
+from draftproof.backends.products.packed_linear import Product
+from draftproof.errors import UserError
+from draftproof.tree import TokenTree
+
+_LONGEST = 64  # places of a block
+_ORIGINAL = ("mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size")
+
+
+class Sight(NamedTuple):
+    """What the places of a block see.
+
+    Attributes:
+        window: positions before the block; None for all of them.
+        causal: whether a place sees only itself and those before it in the block.
+    """
+
+    window: int | None
+    causal: bool
+
+
+class _Block(NamedTuple):
+    """What a config says of a head's blocks.
+
+    Attributes:
+        size: places of a block, with that of the last committed token.
+        mask: token of the others.
+        layers: of the target, as the config counts them from 0 before the first layer.
+        first: the first place whose row is that of a drafted token.
+        sights: of each layer.
+    """
+
+    size: int
+    mask: int
+    layers: Any
+    first: int
+    sights: tuple[Sight, ...]
+
+    @classmethod
+    def of(cls, files: HeadFiles, shape: LayerShape, target: SlotBackend) -> _Block:
+        """Read either layout.
+
+        Raises:
+            UserError: a size or a mask token that is out of range, or fields that are not read here.
+        """
+        config = files.config
+        original = None if ALGORITHM in config else _original(files)
+        if original is None:
+            layers, mask, size = (
+                config.get(key) for key in ("aux_hidden_state_layer_ids", "mask_token_id", "block_size")
+            )
+            windows, first = shape.windows, 0 if config.get("sample_from_anchor") else 1
+            causal = [window is not None and not config.get("sliding_window_non_causal") for window in windows]
+        else:
+            layers, mask = original.get("target_layer_ids"), original.get("mask_token_id")
+            layers = [each + 1 for each in layers] if isinstance(layers, list) else layers  # it counts from 0 after one
+            size, first = config.get("block_size") or original.get("block_size"), 1
+            windows = shape.windows
+            if original.get("use_swa") and not any(windows):
+                windows = (original.get("swa_window_size") or config.get("sliding_window"),) * len(windows)
+            said = original.get("causal")
+            causal = [window is not None if said is None else bool(said) for window in windows]
+        if not isinstance(size, int) or not 2 <= size <= _LONGEST:
+            raise UserError(f"the head {files.source!r} has block_size {size!r}: legal are 2 to {_LONGEST}")
+        if not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
+            raise UserError(
+                f"the head {files.source!r} has mask_token_id {mask!r}: legal are 0 to {target.vocab_size - 1}, tokens "
+                f"of {target.name}"
+            )
+        return cls(size, mask, layers, first, tuple(map(Sight, windows, causal)))
+
+
+def _original(files: HeadFiles) -> Mapping[str, Any]:
+    """The fields that the authors' layout nests.
+
+    Raises:
+        UserError: there are others that change what is computed.
+    """
+    found: Mapping[str, Any] = files.config.get("dflash_config") or {}
+    strange = sorted(key for key, value in found.items() if key not in _ORIGINAL and value)
+    if strange:
+        raise UserError(
+            f"the head {files.source!r} has dflash_config.{strange[0]} {found[strange[0]]!r}, which is not read here: "
+            f"legal are {', '.join(_ORIGINAL)}"
+        )
+    return found
+
+
+class DFlashNet:
+    """The network of a DFlash head.
+
+    Args:
+        files: of the head.
+        target: the model it was made for.
+
+    Attributes:
+        layers: of the target, whose hidden states it reads.
+        ids: tokens that it can draft; None for all.
+        places: how many tokens it drafts.
+
+    Raises:
+        UserError: made for another model, weights that do not fit the config, or parts that are not read here.
+    """
+
+    def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
+        shape = LayerShape.of(files)
+        self.block = block = _Block.of(files, shape, target)
+        shape = replace(shape, windows=tuple(sight.window for sight in block.sights))
+        self.layers = states_of(files, block.layers, target)
+        given = int(files.config.get("target_hidden_size") or shape.size)
+        refuse_other_target(files, target, hidden=given, vocab=vocabulary_of(files, shape))
+        self.width, self.places = shape.size, block.size - block.first
+        self.embed = embedding_of(files, shape, target)
+        self._fc = Product(cast(files.take("fc.weight", [shape.size, len(self.layers) * given]), target))
+        self._fused_norm = make_norm(files, shape, "hidden_norm", target)
+        self._decoder = [
+            make_layer(files, shape, f"layers.{number}.", number, target) for number in range(len(shape.windows))
+        ]
+        self._norm = make_norm(files, shape, "norm", target)
+        self._passes = Passes(shape, self._decoder, target)
+        self.ids, self._head = output_of(files, shape, target)
+        for unused in ("verifier_lm_head.weight", "verifier_norm.weight"):
+            files.tensors.pop(unused, None)
+
+    def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
+        """The target's states of all layers, as the head's layers make keys and values of them."""
+        return self._fused_norm(self._fc(states))
+
+    def __call__(
+        self, before: Sequence[Float[Tensor, "_ dim"]], layout: Layout, cache: SlotCache
+    ) -> Float[Tensor, "blocks dim"]:
+        """States of all blocks of a pass, one after another; keys and values go to the cache.
+
+        Args:
+            before: the fused states of each feed's chain tokens, whose places its block follows.
+            layout: of the feeds.
+            cache: the head's.
+        """
+        width, at = layout.width, self._passes.at(layout, cache)
+        given = before[0].new_zeros(len(before), width, self.width)
+        for row, states in enumerate(before):
+            given[row, : len(states)] = states
+        given = given.flatten(0, 1)
+        starts = [row * width + len(states) for row, states in enumerate(before)]
+        inside = [start + place for start, feed in zip(starts, layout.feeds, strict=True) for place in _places(feed)]
+        block = torch.tensor(inside, dtype=torch.long, device=given.device)
+        x = self.embed(layout.ids.flatten().index_select(0, block))
+        masks = {
+            sight: self._decoder[0].attention.masked(layout, self._allowed(layout, sight), given.dtype)
+            for sight in set(self.block.sights)
+        }
+        for layer, sight in zip(self._decoder, self.block.sights, strict=True):
+            x = self._layer(layer, given, x, block, at, masks[sight])
+        return self._norm(x)
+
+    @staticmethod
+    def _layer(layer: Layer, given: Tensor, x: Tensor, block: Int[Tensor, " blocks"], at: Any, mask: Any) -> Tensor:
+        """One layer: keys and values of all places, all else of those in blocks."""
+        fused = layer.project(given.index_copy(0, block, layer.normed(x)))
+        return layer.finish(layer.attention(layer.number, fused, at, mask).index_select(0, block), x)
+
+    def _allowed(self, layout: Layout, sight: Sight) -> Bool[Tensor, "tokens horizon"]:
+        """Which slots each place sees; places outside of blocks are not asked, and see the first slot."""
+        size, width, plan = self.block.size, layout.width, layout.plan
+        slots = torch.arange(plan.horizon, device=layout.device)
+        allowed = torch.zeros(len(layout.feeds) * width, plan.horizon, dtype=torch.bool, device=layout.device)
+        allowed[:, 0] = True
+        inside = torch.ones(size, size, dtype=torch.bool, device=layout.device)
+        for row, feed in enumerate(layout.feeds):
+            if not _places(feed):
+                continue
+            start, begin = row * width + len(feed.tokens), plan.bases[row] + len(feed.tokens)
+            seen = slots < begin if sight.window is None else (slots < begin) & (slots >= begin - sight.window)
+            allowed[start : start + size] = seen
+            allowed[start : start + size, begin : begin + size] = inside.tril() if sight.causal else inside
+        return allowed
+
+    def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens ids"]:
+        """Logits of `ids` after the tokens."""
+        return self._head(states)
+
+
+def _places(feed: Feed) -> range:
+    """The places of a feed's block; none where only the target's states are read."""
+    return range(0 if feed.tree is None else len(feed.tree))
+
+
+class DFlashBackend(ParallelBackend):
+    """A DFlash head over the target it was made for.
+
+    Args:
+        source: directory or hub id of the head.
+        target: the target's backend.
+
+    Raises:
+        UserError: as `read_head` and `DFlashNet`.
+    """
+
+    def __init__(self, source: str, target: SlotBackend) -> None:
+        files = read_head(source)
+        refuse_other_algorithm(files, "dflash")
+        self._net = net = DFlashNet(files, target)
+        files.refuse_left()
+        self._cache, self._dtype = SlotCache(target.max_positions), target.dtype
+        super().__init__(
+            target, f"dflash head {source}", places=net.places, width=net.width, layers=net.layers, ids=net.ids
+        )
+
+    def follow(self, owner: Session) -> ParallelSession:
+        """See `ParallelBackend`."""
+        return ParallelSession(owner, FollowingSession(self._cache, owner, self.layers, back=0))
+
+    def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
+        feeds = []
+        for session in sessions:
+            inner = _following(session.inner)
+            inner.rewind()
+            tokens = [session.tokens[-1]] + [self._net.block.mask] * (self._net.block.size - 1)
+            feeds.append(Feed(inner, unread(inner, session.tokens), TokenTree.chain(torch.tensor(tokens))))
+        with self._cache.lock:
+            outputs = in_passes(feeds, self._run)
+        for session in sessions:
+            _following(session.inner).rewind()
+        return [Places(out.logits, out.hidden) for out in outputs if out.hidden is not None]
+
+    def _run(self, feeds: Sequence[Feed]) -> list[FeedOutput]:
+        """Read the target's states of every feed's chain; rows of the drafted places of those that have a block."""
+        layout, net = Layout(feeds, self.device), self._net
+        before = []
+        for feed in feeds:
+            theirs, own, *_ = _following(feed.session).above(Feed(feed.session, feed.tokens))
+            assert theirs is not None, "every token has a state of the target before it"
+            assert own is None, "drafts begin where the target's states end"
+            before.append(net.fuse(theirs.to(self.device, self._dtype)))
+        self._cache.claim(layout.plan.slots, layout.plan.ends)
+        states = torch.split(net(before, layout, self._cache), [len(_places(feed)) for feed in feeds])
+        for feed in feeds:
+            _following(feed.session).certain += len(feed.tokens)
+            feed.session.read(feed.tokens, feed.tree)
+        drafted = [block[net.block.first :] for block in states]
+        rows = torch.split(net.logits(torch.cat(drafted)), [len(block) for block in drafted])
+        return [FeedOutput(row, block) for row, block in zip(rows, drafted, strict=True)]
+
+
+def _following(session: Session | None) -> FollowingSession:
+    """What the head has read of a sequence."""
+    assert isinstance(session, FollowingSession), "made by `DFlashBackend.follow`"
+    return session

@@ -1,0 +1,308 @@
+"""The files of a published head: a directory or a hub id with a config and safetensors; and the refusals they share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftproof import models
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.errors import UserError, reason
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ALGORITHM = "speculators_model_type"
+DRAFTERS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "mtp")  # that read published heads
+_PATTERNS = [CONFIG, "*.safetensors", INDEX]
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_CONVERT = (
+    "where you trust its source, convert it once: torch.load(FILE, weights_only=True), then "
+    f"safetensors.torch.save_file to {WEIGHTS} beside its {CONFIG}"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadFiles:
+    """What the files of a head hold.
+
+    Attributes:
+        source: as the user named it.
+        config: of `config.json`.
+        tensors: by name.
+    """
+
+    source: str
+    config: Mapping[str, Any]
+    tensors: dict[str, Tensor]
+
+    @property
+    def layer(self) -> Mapping[str, Any]:
+        """The config of its transformer layers; that of the head itself in layouts that do not nest it."""
+        nested = self.config.get("transformer_layer_config")
+        return nested if isinstance(nested, Mapping) else self.config
+
+    def number(self, name: str, default: int | None = None) -> int:
+        """A whole number of the config.
+
+        Raises:
+            UserError: it is missing, or no whole number of 1 or more.
+        """
+        found = self.config.get(name, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: legal is 1 or more")
+        return found
+
+    def take(self, name: str, shape: Sequence[int | None] = ()) -> Tensor:
+        """A tensor, which is then used.
+
+        Args:
+            name: of the tensor.
+            shape: that it must have; None for any size.
+
+        Raises:
+            UserError: it is missing, or has another shape.
+        """
+        if name not in self.tensors:
+            raise UserError(
+                f"the weights of the head {self.source!r} have no {name}, which its config asks for "
+                f"(there are {_some(self.tensors)})"
+            )
+        found = self.tensors.pop(name)
+        if shape and (len(shape) != found.ndim or any(s not in (None, n) for s, n in zip(shape, found.shape))):  # noqa: B905
+            raise UserError(
+                f"the weights of the head {self.source!r} do not fit its config: {name} has shape "
+                f"{list(found.shape)}, expected is {['any' if size is None else size for size in shape]}"
+            )
+        return found
+
+    def optional(self, name: str, shape: Sequence[int | None] = ()) -> Tensor | None:
+        """A tensor, which is then used; None where it is missing."""
+        return self.take(name, shape) if name in self.tensors else None
+
+    def refuse_left(self) -> None:
+        """Refuse tensors that nothing used: then the head has parts that would be left out.
+
+        Raises:
+            UserError: naming some of them.
+        """
+        left = [name for name in self.tensors if not name.endswith(("rotary_emb.inv_freq", "num_batches_tracked"))]
+        if left:
+            raise UserError(
+                f"the head {self.source!r} has weights that its layout does not name here: {_some(left)}; so its "
+                "structure is another one, and drafting without them would be wrong"
+            )
+
+
+def read_head(source: str, *, weights: Sequence[str] = (WEIGHTS,)) -> HeadFiles:
+    """Read a head's config and tensors.
+
+    Args:
+        source: a directory, or a hub id, which is fetched as huggingface_hub does.
+        weights: names of the file of weights, where it is one file.
+
+    Raises:
+        UserError: no such head, a file that is missing or damaged, or pickled weights only.
+    """
+    folder = _folder(source)
+    config = _config(source, folder)
+    try:
+        tensors: dict[str, Tensor] = {}
+        for path in _weight_files(source, folder, weights):
+            tensors |= load_file(path)
+    except UserError:
+        raise
+    except Exception as cause:
+        raise UserError(f"the weights of the head {source!r} cannot be read: {reason(cause)}") from cause
+    return HeadFiles(source, config, tensors)
+
+
+def _folder(source: str) -> Path:
+    where = Path(models.resolve(source)).expanduser()
+    if where.is_dir():
+        return where
+    if where.exists():
+        raise UserError(f"{source!r} is a file: legal is the directory or the hub id of a head, with its {CONFIG}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_PATTERNS))
+    except Exception as cause:
+        raise UserError(
+            f"no head {source!r} here, and the hub gave none ({reason(cause)}): legal are a directory with a {CONFIG} "
+            "and safetensors, and a hub id (with a network and without --offline, or in huggingface_hub's cache)"
+        ) from cause
+
+
+def _config(source: str, folder: Path) -> Mapping[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UserError(f"no head in {source!r}: {CONFIG} is missing (legal is a directory or hub id of a head)")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise UserError(f"the {CONFIG} of the head {source!r} cannot be read: {reason(cause)}") from cause
+    if not isinstance(found, dict):
+        raise UserError(f"the {CONFIG} of the head {source!r} is no object")
+    return found
+
+
+def _weight_files(source: str, folder: Path, names: Sequence[str]) -> list[Path]:
+    if (folder / INDEX).is_file():
+        named = sorted(set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+        absent = [name for name in named if not (folder / name).is_file()]
+        if absent:
+            raise UserError(f"the head {source!r} is not whole: its {INDEX} names {absent[0]}, which is missing")
+        return [folder / name for name in named]
+    for name in names:
+        if (folder / name).is_file():
+            return [folder / name]
+    pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickled:
+        raise UserError(
+            f"the head {source!r} has pickled weights only ({pickled[0]}): they are refused on purpose, since reading "
+            f"a pickle can run any code; {_CONVERT}"
+        )
+    raise UserError(
+        f"no weights in the head {source!r}: legal are {' or '.join(names)}; heads that are published as pickles "
+        f"(.bin, .pt) only are refused on purpose: {_CONVERT}"
+    )
+
+
+def algorithm_of(config: Mapping[str, Any]) -> str:
+    """Which drafter reads a head with this config, or the name that the config gives its algorithm."""
+    named = config.get(ALGORITHM)
+    if isinstance(named, str) and named:
+        return named
+    if "medusa_num_heads" in config:
+        return "medusa"
+    kinds = " ".join(map(str, config.get("architectures") or [])).lower()
+    if "dflash_config" in config or "dflash" in kinds:
+        return "dflash2" if "dflash2" in kinds else "dflash"
+    return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else "eagle"
+
+
+def refuse_other_algorithm(files: HeadFiles, wanted: str) -> None:
+    """Refuse a head of another algorithm than the drafter's.
+
+    Raises:
+        UserError: naming the algorithm, and the drafter that reads it where there is one.
+    """
+    found = algorithm_of(files.config)
+    if found == wanted:
+        return
+    if found in DRAFTERS:
+        raise UserError(f"the head {files.source!r} is of algorithm {found}: legal is drafter {found}:{files.source}")
+    raise UserError(
+        f"the head {files.source!r} has {ALGORITHM} {found!r}, which is not read here: legal are {', '.join(DRAFTERS)}"
+    )
+
+
+def refuse_other_target(files: HeadFiles, target: SlotBackend, *, hidden: int | None, vocab: int | None) -> None:
+    """Refuse a head that was made for another model.
+
+    Args:
+        files: of the head.
+        target: the target's backend.
+        hidden: width of the target's hidden states, as the head reads them.
+        vocab: size of the target's vocabulary, where the head says it; padded rows of logits may be more.
+
+    Raises:
+        UserError: naming both models, and what differs.
+    """
+    made_for = verifier_of(files.config)
+    whose = f" (made for {made_for})" if made_for else ""
+    if hidden is not None and hidden != target.capabilities.hidden:
+        raise UserError(
+            f"the head {files.source!r}{whose} reads hidden states of width {hidden}, and those of {target.name} have "
+            f"{target.capabilities.hidden}: take a head that was made for this target"
+        )
+    if vocab is not None and vocab != target.vocab_size:
+        raise UserError(
+            f"the head {files.source!r}{whose} is for a vocabulary of {vocab} tokens, and {target.name} has "
+            f"{target.vocab_size}: take a head that was made for this target"
+        )
+    kind = getattr(getattr(target, "model", None), "config", None)
+    theirs = list(getattr(kind, "architectures", None) or [])
+    ours = list(_verifier(files.config).get("architectures") or [])
+    if theirs and ours and not set(theirs) & set(ours):
+        raise UserError(
+            f"the head {files.source!r}{whose} was made for {' or '.join(ours)}, and {target.name} is "
+            f"{' or '.join(theirs)}: take a head that was made for this target"
+        )
+    if made_for and not _same_name(made_for, target.name):
+        raise UserError(
+            f"the head {files.source!r} was made for {made_for}, and the target is {target.name}: take a head that was "
+            f"made for it; where it is the same model under another name, set speculators_config.verifier.name_or_path "
+            f"in the head's {CONFIG} to {target.name!r}"
+        )
+
+
+def _verifier(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = (config.get("speculators_config") or {}).get("verifier")
+    return found if isinstance(found, Mapping) else {}
+
+
+def verifier_of(config: Mapping[str, Any]) -> str | None:
+    """The name of the target in a head's config, where it says one."""
+    return _verifier(config).get("name_or_path") or config.get("base_model_name_or_path")
+
+
+def _same_name(made_for: str, target: str) -> bool:
+    """Whether two names of a model end alike, as hub ids and directories of one model usually do."""
+    ends = [Path(each.rstrip("/").rpartition(":")[2]).name.lower() for each in (made_for, target)]
+    return ends[0] == ends[1]
+
+
+def _some(names: Sequence[str] | Mapping[str, Any]) -> str:
+    found = sorted(names)
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") if found else "none"
+
+
+def cast(tensor: Tensor, like: SlotBackend) -> Tensor:
+    """A tensor in the target's dtype and on its device; integers and masks keep their dtype."""
+    return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+
+
+def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """The tokens that a head drafts, ascending, and the order of its rows for that; None for all, and None as they are.
+
+    Args:
+        files: with the map d2t, where token i of the head is token i + d2t[i] of the target, and the mask t2d.
+        size: number of tokens of the head.
+        vocab: number of tokens of the target.
+        device: of the results.
+
+    Raises:
+        UserError: no map, or one that names tokens twice, outside of the vocabulary, or other ones than the mask.
+    """
+    offsets, mask = files.optional("d2t", [size]), files.optional("t2d", [vocab])
+    if offsets is None:
+        if size == vocab:
+            return None, None
+        raise UserError(
+            f"the head {files.source!r} drafts {size} of {vocab} tokens, and has no map d2t that says which they are"
+        )
+    ids = offsets.long() + torch.arange(size)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) < size:
+        raise UserError(f"the map d2t of the head {files.source!r} names tokens twice or outside of 0 to {vocab - 1}")
+    if mask is not None and not torch.equal(mask.bool().nonzero().squeeze(-1), ids.sort().values):
+        raise UserError(f"the maps d2t and t2d of the head {files.source!r} name different tokens")
+    if size == vocab and torch.equal(ids, torch.arange(vocab)):
+        return None, None
+    found = ids.sort()
+    return found.values.to(device), None if torch.equal(found.values, ids) else found.indices.to(device)
+
+
+def places_of(files: HeadFiles) -> int:
+    """How many tokens a head drafts: as its config proposes, else 8."""
+    methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    found = methods[0].get("speculative_tokens", 8)
+    if not isinstance(found, int) or not 1 <= found <= 64:
+        raise UserError(f"the head {files.source!r} proposes {found!r} tokens: legal are 1 to 64")
+    return found

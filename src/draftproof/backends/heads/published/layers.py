@@ -1,0 +1,186 @@
+"""Llama-shaped layers of published heads as lean layers: their shape from a config, their weights from files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.heads.published.files import HeadFiles, cast
+from draftproof.backends.lean.attention import Pass
+from draftproof.backends.lean.layers import Layer, Norm
+from draftproof.backends.lean.rotary import Rope
+from draftproof.backends.lean.traits import ROPES
+from draftproof.errors import UserError, reason
+
+FAMILIES = ("llama", "qwen3")
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The shape of a head's layers.
+
+    Attributes:
+        size: width of its states.
+        inner: width of the gated feed-forward part.
+        heads, key_heads, head_dim: of the attention.
+        eps: of every norm.
+        vocab: number of tokens of its embedding, the target's.
+        windows: of each layer, the number of last positions that it sees; None for all.
+        config: transformers' own, for the rotary embedding.
+    """
+
+    size: int
+    inner: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    eps: float
+    vocab: int
+    windows: tuple[int | None, ...]
+    config: Any
+
+    @classmethod
+    def of(cls, files: HeadFiles, family: str | None = None) -> LayerShape:
+        """From a head's config.
+
+        Args:
+            files: of the head.
+            family: whose layers they are; by default what the config says.
+
+        Raises:
+            UserError: layers of another family, activation or rotary embedding than is read here.
+        """
+        from transformers import AutoConfig
+
+        given = dict(files.layer)
+        family = family or given.get("model_type")
+        if family not in FAMILIES:
+            raise UserError(
+                f"the head {files.source!r} has layers of type {family!r}: legal are {' and '.join(FAMILIES)}"
+            )
+        given.pop("model_type", None)
+        try:
+            config = AutoConfig.for_model(family, **given)
+            shape = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+            size, inner, heads, keys, dim = (int(n) for n in (config.hidden_size, config.intermediate_size, *shape))
+        except Exception as cause:
+            raise UserError(f"the config of the head {files.source!r} cannot be used: {reason(cause)}") from cause
+        if config.hidden_act != "silu":
+            raise UserError(f"the head {files.source!r} has the activation {config.hidden_act!r}: legal is silu")
+        rope = (config.rope_parameters or {}).get("rope_type", "default")
+        if rope not in ROPES:
+            raise UserError(
+                f"the head {files.source!r} has the rotary embedding {rope!r}: legal are {', '.join(ROPES)}"
+            )
+        kinds = list(getattr(config, "layer_types", None) or [_FULL] * config.num_hidden_layers)
+        if set(kinds) - {_FULL, _SLIDING}:
+            raise UserError(f"the head {files.source!r} has layers of kinds {kinds}: legal are {_FULL} and {_SLIDING}")
+        windows = tuple(config.sliding_window if kind == _SLIDING else None for kind in kinds)
+        return cls(size, inner, heads, keys, dim, float(config.rms_norm_eps), int(config.vocab_size), windows, config)
+
+
+def make_layer(
+    files: HeadFiles, shape: LayerShape, at: str, number: int, target: SlotBackend, *, wide: int = 1, first: bool = True
+) -> Layer:
+    """A lean layer from the weights of a head.
+
+    Args:
+        files: of the head.
+        shape: of its layers.
+        at: beginning of the names of its weights, with a dot.
+        number: of the layer.
+        target: for dtype and device.
+        wide: number of inputs of the attention side by side, each of the states' width.
+        first: whether it has a norm before the attention; else one without effect stands in, which is not applied.
+    """
+    size, inner, queries, keys = shape.size, shape.inner, shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+
+    def linear(name: str, outs: int, ins: int) -> SimpleNamespace:
+        weight = cast(files.take(f"{at}{name}.weight", [outs, ins]), target)
+        bias = files.optional(f"{at}{name}.bias", [outs])
+        return SimpleNamespace(weight=weight, bias=None if bias is None else cast(bias, target), out_features=outs)
+
+    outs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    attention = SimpleNamespace(
+        head_dim=shape.head_dim,
+        scaling=shape.head_dim**-0.5,
+        config=SimpleNamespace(num_attention_heads=shape.heads, num_key_value_heads=shape.key_heads),
+        o_proj=linear("self_attn.o_proj", size, queries),
+        **{name: linear(f"self_attn.{name}", outs[name], wide * size) for name in _ATTENTION[:3]},
+    )
+    for name in ("q_norm", "k_norm"):
+        if f"{at}self_attn.{name}.weight" in files.tensors:
+            setattr(attention, name, raw_norm(files, shape, f"{at}self_attn.{name}", target, shape.head_dim))
+    after = raw_norm(files, shape, f"{at}post_attention_layernorm", target)
+    before = raw_norm(files, shape, f"{at}input_layernorm", target) if first else after
+    return Layer(
+        SimpleNamespace(
+            input_layernorm=before,
+            post_attention_layernorm=after,
+            self_attn=attention,
+            mlp=SimpleNamespace(
+                **{name: linear(f"mlp.{name}", inner, size) for name in _MLP[:2]},
+                down_proj=linear("mlp.down_proj", size, inner),
+            ),
+        ),
+        number,
+        kind_of(shape.windows[number]),
+    )
+
+
+def raw_norm(
+    files: HeadFiles, shape: LayerShape, name: str, target: SlotBackend, size: int | None = None
+) -> SimpleNamespace:
+    """The weight of a norm and its epsilon, under the names that `Norm` reads."""
+    weight = cast(files.take(f"{name}.weight", [size or shape.size]), target)
+    return SimpleNamespace(weight=weight, variance_epsilon=shape.eps)
+
+
+def make_norm(files: HeadFiles, shape: LayerShape, name: str, target: SlotBackend, size: int | None = None) -> Norm:
+    """A norm from the weights of a head."""
+    return Norm(raw_norm(files, shape, name, target, size))
+
+
+def kind_of(window: int | None) -> str:
+    """A name for the mask of a layer with this window."""
+    return _FULL if window is None else f"{_SLIDING}:{window}"
+
+
+class Passes:
+    """What all layers of a head share in a pass: rotary angles and masks.
+
+    Args:
+        shape: of the layers.
+        layers: the lean layers.
+        target: for dtype and device.
+    """
+
+    def __init__(self, shape: LayerShape, layers: list[Layer], target: SlotBackend) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        self._attention = layers[0].attention
+        self._windows = {kind_of(window): window for window in shape.windows}
+        like = torch.empty(0, dtype=target.dtype, device=target.device)
+        self._rope = Rope(LlamaRotaryEmbedding(shape.config).to(target.device), like)
+
+    def __call__(
+        self, x: Float[Tensor, "rows width dim"], layout: Layout, cache: SlotCache
+    ) -> tuple[Pass, dict[str, Any]]:
+        """The pass, and the mask of each kind of layer."""
+        masks = {kind: self._attention.mask(layout, window, x.dtype) for kind, window in self._windows.items()}
+        return self.at(layout, cache), masks
+
+    def at(self, layout: Layout, cache: SlotCache) -> Pass:
+        """The pass alone."""
+        rows, width = layout.ids.shape
+        return Pass(rows, width, *self._rope(layout.positions.view(-1), layout.plan.horizon), cache, layout.plan)

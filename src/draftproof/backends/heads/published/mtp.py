@@ -1,0 +1,170 @@
+"""Prediction layers that a checkpoint has of its own (MTP), as transformers reads them for its assisted generation.
+
+A layer joins the embedding of a token with the state before it, and runs one decoder layer of the model's own class on
+that (DeepSeek-V3, arXiv 2412.19437). Embedding and output layer are the model's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.base import Feed
+from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.cache.slot_cache import CacheView, SlotCache
+from draftproof.backends.heads.base import HeadBackend
+from draftproof.backends.heads.published.steps import StepsBackend
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.errors import UserError, reason
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+_LAYERS = "num_mtp_layers"  # the field of transformers' configs
+
+
+class MtpNet:
+    """One prediction layer.
+
+    Args:
+        mtp: transformers' prediction layers of the model.
+        number: of the layer.
+        target: the model.
+
+    Attributes:
+        width: of its states.
+        layers: (), for the last hidden states.
+        ids: None: it drafts every token.
+    """
+
+    layers: tuple[int, ...] = ()
+    ids = None
+
+    def __init__(self, mtp: Any, number: int, target: SlotBackend) -> None:
+        self._mtp, self._number = mtp, number
+        self.width, self._dtype = target.capabilities.hidden, target.dtype
+        self.embed, self.logits = mtp.embed_tokens, mtp._project_to_logits  # noqa: SLF001 - has no public name
+        kinds = getattr(mtp.config, "layer_types", None)
+        self._kind = None if kinds is None else kinds[number]
+        self._window = mtp.config.sliding_window if self._kind == "sliding_attention" else None
+
+    @staticmethod
+    def fuse(states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
+        """The same."""
+        return states
+
+    def __call__(
+        self,
+        states: Float[Tensor, "rows width dim"],
+        embedded: Float[Tensor, "rows width dim"],
+        layout: Layout,
+        cache: SlotCache,
+    ) -> Float[Tensor, "rows width dim"]:
+        """See `HeadNet`."""
+        mtp, positions = self._mtp, layout.positions + self._number + 1
+        turned = None
+        if mtp.rotary_emb is not None:
+            which = {"layer_type": self._kind} if mtp.has_per_layer_rope else {}
+            turned = mtp.rotary_emb(embedded, position_ids=positions, **which)
+        made: Tensor = mtp.layers[self._number](
+            embedded,
+            states,
+            position_embeddings=turned,
+            attention_mask=layout.mask(self._window, self._dtype),
+            position_ids=positions,
+            past_key_values=CacheView(cache, layout.plan),
+        )
+        return mtp.shared_post_norm(made) if mtp.use_shared_post_norm else made
+
+
+def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
+    """The prediction layers of a model as its draft model.
+
+    One layer drafts any number of tokens, with its own states in place of the model's from the second on. Several
+    layers draft one token each.
+
+    Raises:
+        UserError: the model has no such layers, they cannot be read here, or the logits are not transformers' own.
+    """
+    mtp = _load(target)
+    count = len(mtp.layers)
+    name = f"prediction layers of {target.name}"
+    kinds = set(getattr(mtp.config, "layer_types", None) or [])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"the {name} are of kinds {', '.join(sorted(kinds))}: legal are full_attention and sliding_attention"
+        )
+    layers = [
+        HeadBackend(target, MtpNet(mtp, number, target), f"{name}, number {number}", back=0) for number in range(count)
+    ]
+    _check(layers[0], mtp, target, name)
+    if count > 1:
+        return StepsBackend(target, layers, name)
+    layers[0].name = name
+    return layers[0]
+
+
+def _load(target: SlotBackend) -> Any:
+    from transformers.modeling_layers import MtpModel
+
+    model: Any = getattr(target, "model", None)
+    config = None if model is None else model.config.get_text_config()
+    count = getattr(config, _LAYERS, None)
+    if not isinstance(target, HFBackend) or not count:
+        raise UserError(
+            f"drafter mtp: {target.name} has no prediction layers of its own that transformers reads ({_LAYERS} in its "
+            "config, as DeepSeek-V3, GLM-4.5 and Mellum have them); legal are such a target, mtp:HEAD with a head in "
+            "the layout of speculators, and every other drafter"
+        )
+    try:
+        made = MtpModel.from_pretrained(model, device_map={"": target.device})
+        return made.requires_grad_(requires_grad=False).train(mode=False)
+    except Exception as cause:
+        raise UserError(
+            f"drafter mtp: the prediction layers of {target.name} cannot be read ({reason(cause)}): its config names "
+            f"{count}; a checkpoint without their weights drafts with another drafter"
+        ) from cause
+
+
+@torch.inference_mode()
+def _check(layer: HeadBackend, mtp: Any, target: SlotBackend, name: str) -> None:
+    """Compare the first layer with transformers' own pass over some tokens.
+
+    Raises:
+        UserError: the logits differ.
+    """
+    tokens = torch.linspace(1, target.vocab_size - 1, 7).long().tolist()
+    owner, session = target.open(), None
+    try:
+        target.forward([Feed(owner, tokens[:-1])])
+        session = layer.follow(owner)
+        logits = layer.forward([Feed(session, tokens[1:])])[0].logits[-1]
+        found = session.states
+        states = owner.states
+        assert states is not None, "recorded from now on"
+        assert found is not None, "recorded by the pass"
+        ids = torch.tensor([tokens[1:]], device=target.device)
+        places = torch.arange(1, len(tokens), device=target.device).unsqueeze(0)
+        from transformers.cache_utils import MtpCache
+
+        cache = MtpCache(config=target_config(target))
+        out = mtp.forward_layer(0, states.unsqueeze(0).to(target.dtype), places, cache, input_ids=ids)
+        pairs = ((found, out[0]), (logits, layer.net.logits(out[:, -1])[0]))
+        error = max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)) for a, b in pairs)
+    finally:
+        owner.close()
+        if session is not None:
+            session.close()
+    if not error < _TOLERANCE[target.dtype]:
+        raise UserError(
+            f"drafter mtp: the logits of the {name} differ from transformers' own by {error:.2g} here, so they cannot "
+            "draft: legal is every other drafter"
+        )
+
+
+def target_config(target: SlotBackend) -> Any:
+    """The config of a model's prediction layers."""
+    model: Any = getattr(target, "model", None)
+    return model.config.get_mtp_config()

@@ -1,0 +1,129 @@
+"""Heads that draft all tokens in one pass: the rows of all places are computed at once, and handed out by depth.
+
+The row of a place does not depend on the tokens that are drafted before it, so a chain, several chains and their tree
+all read the same rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from draftproof.backends.base import Capabilities, Feed, FeedOutput, Session
+from draftproof.backends.cache.layout import feed_depths
+from draftproof.backends.cache.slot_backend import SlotBackend
+
+
+class Places(NamedTuple):
+    """Rows of logits for all places after the last committed token, and the states that they were computed from."""
+
+    logits: Float[Tensor, "places ids"]
+    states: Float[Tensor, "places dim"]
+
+
+class ParallelSession(Session):
+    """The tokens of a request, and the rows of this round.
+
+    Args:
+        owner: the target's session; this one leaves out its first token.
+        inner: what the head itself has read, where it has a cache.
+
+    Attributes:
+        places: the rows; None before the first feed of a round.
+        root: number of tokens that were read before the draft.
+    """
+
+    def __init__(self, owner: Session, inner: Session | None = None) -> None:
+        super().__init__()
+        self.owner, self.inner = owner, inner
+        self.places: Places | None = None
+        self.root = 0
+
+    def rewind(self) -> None:
+        """Forget the rows of the last round, and what was drafted."""
+        self.places = None
+        self.keep(min(self.root, self.stem))
+
+    def depths(self, feed: Feed) -> list[int]:
+        """How many drafted tokens come before each row that a feed of drafted tokens asks for."""
+        drafted = self.stem + len(feed.tokens) - self.root
+        return ([drafted] if len(feed.tokens) else []) + [drafted + depth for depth in feed_depths(feed)]
+
+    def close(self) -> None:
+        """Release the head's own slot."""
+        if self.inner is not None:
+            self.inner.close()
+
+
+class ParallelBackend(ABC):
+    """A head that drafts all tokens in one pass; subclasses compute the rows.
+
+    Args:
+        target: a backend of a transformers model.
+        name: in errors and reports.
+        places: number of tokens that are drafted.
+        width: of the states.
+        layers: whose hidden states of the target it reads; () for the last ones.
+        ids: the tokens that it can draft, ascending; None for all.
+    """
+
+    back = 0
+
+    def __init__(
+        self,
+        target: SlotBackend,
+        name: str,
+        *,
+        places: int,
+        width: int,
+        layers: tuple[int, ...],
+        ids: Int[Tensor, " ids"] | None,
+    ) -> None:
+        self.name, self.layers, self._ids = name, layers, ids
+        self.deepest: int | None = places
+        self.vocab_size, self.device, self.max_positions = target.vocab_size, target.device, target.max_positions
+        self.capabilities = Capabilities(trees=True, hidden=width)
+        target.record_states(layers)
+
+    def open(self) -> ParallelSession:
+        """A session without a target's."""
+        return self.follow(Session())
+
+    def follow(self, owner: Session) -> ParallelSession:
+        """A session that reads what the target's session has read, with its states."""
+        return ParallelSession(owner)
+
+    @abstractmethod
+    def _compute(self, sessions: Sequence[ParallelSession]) -> list[Places]:
+        """The rows of all places after the tokens of each session, in one pass."""
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """Read committed tokens, and compute the rows of all places; or drafted tokens, whose rows are there.
+
+        Raises:
+            ValueError: nothing to read, or more drafted tokens than the head has places.
+        """
+        sessions = [feed.session for feed in feeds if isinstance(feed.session, ParallelSession)]
+        assert len(sessions) == len(feeds), "a head reads sessions of its own"
+        asked, fresh = [], []
+        for session, feed in zip(sessions, feeds, strict=True):
+            asked.append([0] if session.places is None else session.depths(feed))
+            if asked[-1][-1:] and max(asked[-1]) >= (self.deepest or 0):
+                raise ValueError(f"{self.name} drafts {self.deepest} tokens at most")
+            session.read(feed.tokens, feed.tree)
+            if session.places is None:
+                fresh.append(session)
+        for session, places in zip(fresh, self._compute(fresh) if fresh else [], strict=True):
+            session.places, session.root = places, session.stem
+        return [self._handed(session, depths, hidden) for session, depths in zip(sessions, asked, strict=True)]
+
+    def _handed(self, session: ParallelSession, depths: list[int], hidden: bool) -> FeedOutput:
+        assert session.places is not None, "computed with the first feed of a round"
+        logits, states = session.places
+        return FeedOutput(logits[depths], states[depths] if hidden else None, self._ids)

@@ -1,0 +1,103 @@
+"""Prediction layers in a row: the first one drafts the first token, the next one reads its states and drafts the next.
+
+Each layer has its own keys and values of the whole text. Layer k reads pairs of a token and the state that layer k - 1
+made one token before, so its session follows the session of layer k - 1, without the first token of that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from draftproof.backends.base import Feed, FeedOutput, Session, unread
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.heads.base import FollowingSession, HeadBackend
+
+
+class StepsSession(Session):
+    """The tokens of a request, and what each layer has read of them.
+
+    Args:
+        inner: the session of each layer.
+
+    Attributes:
+        root: number of tokens that were read before the draft; None before the first feed of a round.
+    """
+
+    def __init__(self, inner: Sequence[FollowingSession]) -> None:
+        super().__init__()
+        self.inner = list(inner)
+        self.root: int | None = None
+
+    def rewind(self) -> None:
+        """Begin a round; what differs from the committed tokens is read again by each layer when it is asked."""
+        self.root = None
+
+    def close(self) -> None:
+        """Release the layers' slots."""
+        for session in self.inner:
+            session.close()
+
+
+class StepsBackend:
+    """Prediction layers as a draft model: as many tokens as layers, each by its own one.
+
+    Args:
+        target: a backend of a transformers model.
+        layers: each over the states of the one before, without the first token of its session.
+        name: in errors and reports.
+    """
+
+    back = 0
+
+    def __init__(self, target: SlotBackend, layers: Sequence[HeadBackend], name: str) -> None:
+        self.name, self._layers = name, layers
+        self.layers: tuple[int, ...] = layers[0].layers
+        self.deepest: int | None = len(layers)
+        self.vocab_size, self.device, self.max_positions = target.vocab_size, target.device, target.max_positions
+        self.capabilities = replace(layers[0].capabilities, trees=False)
+
+    def open(self) -> StepsSession:
+        """A session without a target's."""
+        return self.follow(Session())
+
+    def follow(self, owner: Session) -> StepsSession:
+        """A session that reads what the target's session has read, with its states."""
+        inner: list[FollowingSession] = []
+        for layer in self._layers:
+            inner.append(layer.follow(inner[-1] if inner else owner))
+        return StepsSession(inner)
+
+    @torch.inference_mode()
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """Read every feed by the layer whose turn it is.
+
+        Raises:
+            ValueError: nothing to read, a tree, or more drafted tokens than layers.
+        """
+        turns: dict[int, list[int]] = {}
+        for row, feed in enumerate(feeds):
+            session = feed.session
+            assert isinstance(session, StepsSession), "these layers read sessions of their own"
+            if feed.tree is not None and len(feed.tree):
+                raise ValueError(f"{self.name} reads chains only")
+            session.read(feed.tokens)
+            if session.root is None:
+                session.root = session.stem
+            turn = session.stem - session.root
+            if turn >= len(self._layers):
+                raise ValueError(f"{self.name} drafts {len(self._layers)} tokens at most")
+            turns.setdefault(turn, []).append(row)
+        outputs: dict[int, FeedOutput] = {}
+        for turn, rows in turns.items():
+            asked = [self._feed(feeds[row].session, turn) for row in rows]
+            outputs |= zip(rows, self._layers[turn].forward(asked, hidden=hidden), strict=True)
+        return [outputs[row] for row in range(len(feeds))]
+
+    @staticmethod
+    def _feed(session: Session, turn: int) -> Feed:
+        assert isinstance(session, StepsSession), "checked before"
+        inner = session.inner[turn]
+        return Feed(inner, unread(inner, session.tokens[turn:]))

@@ -1,0 +1,177 @@
+"""Any transformers causal language model as a backend, by transformers' own forward pass."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from draftproof.backends.base import Feed, FeedOutput
+from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.cache.slot_cache import CacheView, SlotCache
+from draftproof.backends.cache.windows import FULL, RECURRENT, SLIDING, windows_of
+from draftproof.backends.hf import alibi
+from draftproof.backends.hf.longrope import switch_of
+from draftproof.backends.hf.native_modules import natively
+from draftproof.backends.hf.probe import Probe
+from draftproof.backends.hf.quantized_modules import quantizing
+from draftproof.backends.hf.truncate import first_layers, layers_of
+from draftproof.backends.model_info import ADVICE, SNAPSHOTS, ModelInfo
+from draftproof.backends.new_weights import copy_into, state_of
+from draftproof.backends.products.calibration import InputStatistics, write
+from draftproof.backends.recurrent.mixers import STATES_ONLY, cache_name, mixers_of
+from draftproof.errors import UndraftableError, UserError
+
+
+class HFBackend(SlotBackend):
+    """A loaded transformers causal LM.
+
+    On a CPU, few rows are multiplied natively (`native_modules`); the model itself is left as it is.
+
+    Args:
+        model: in eval mode, weights in place.
+        name: its name in errors and reports.
+        check: compare it with the model's plain forward pass now (`Probe`); costs a few short passes.
+        cache: see `SlotBackend`.
+
+    Raises:
+        UserError: the model cannot roll back, or its rows differ from those of its plain pass.
+    """
+
+    kind = "hf"
+
+    def __init__(
+        self, model: Any, *, name: str | None = None, check: bool = True, cache: SlotCache | None = None
+    ) -> None:
+        super().__init__(ModelInfo.of(model, name), cache=cache)
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.embed = model.get_input_embeddings()
+        if self.kind == HFBackend.kind and cache_name(model) == STATES_ONLY:
+            own = "keeps its past in its own form (cache_params)"
+            raise UndraftableError(f"{self.name} {f'has {SNAPSHOTS}' if mixers_of(model) else f'{own}: {ADVICE}'}")
+        alibi.follow_passes(model)
+        self._switch = switch_of(model)
+        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._counts = bool(getattr(self.config, "attn_temperature_tuning", False))
+        if self._counts:  # one position for all rows, and along a row
+            self.capabilities = replace(self.capabilities, trees=False, ragged=False)
+        with self._cache.lock:  # limits are lowered meanwhile, in modules that another backend may share
+            probe = self._probe() if check else None
+            self._windows = windows_of(model) if probe is None else probe.windows
+            self._multiply_natively()
+            if probe is not None:
+                probe.check(self, self.model)
+
+    def _probe(self) -> Probe:
+        return Probe(self.model, self.name)
+
+    def _multiply_natively(self) -> None:
+        """Read by a copy of the model that shares every weight and multiplies natively, where that is possible."""
+        self.model = natively(self.model)
+
+    def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:
+        """See `SlotBackend.forward`; a model with two sets of rotary factors reads with those of each length."""
+        run = partial(super().forward, hidden=hidden)
+        if self._switch is None:
+            return run(feeds)
+        with self._cache.lock:
+            return self._switch.forward(feeds, run, self.open)
+
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        """Rows of the output layer's weight."""
+        weight: Tensor = self.model.get_output_embeddings().weight
+        if weight.is_meta:
+            raise UserError(f"{self.name} has its output layer on the disk, so nothing else can read it: load it whole")
+        return weight.detach()[ids.to(weight.device)]
+
+    def first_layers(self, layers: int) -> HFBackend:
+        """The model's first layers on the same weights and in the same cache, checked like any model."""
+        name = f"{self.name}, first {layers} layers"
+        return HFBackend(first_layers(self.model, layers, self.name), name=name, cache=self._cache)
+
+    def quantizing(self, bits: int) -> Iterator[HFBackend | None]:
+        """See `SlotBackend.quantizing`; everything but linear weights is shared."""
+        steps, made = quantizing(self.model, bits, self.name, self._written, kept=self.keeps), None
+        while made is None:
+            with self._cache.lock:  # passes of both share modules, and change some of them meanwhile
+                model = next(steps)
+            if model is not None:
+                made = self._with_model(model)
+                made.facts = replace(self.facts, bits=bits)
+            yield made
+
+    def _written(self, model: Any, statistics: Collection[InputStatistics]) -> Iterator[None]:
+        """Let a form of the model write a text, in sessions of its own; see `calibration.write`."""
+        reader = self._with_model(model)
+        reader._cache, reader._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
+        return write(reader, statistics)
+
+    def _with_model(self, model: Any) -> HFBackend:
+        """The same around another form of the model, in the same cache."""
+        made = copy.copy(self)
+        made.model = model
+        return made
+
+    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> HFBackend:
+        """See `SlotBackend.with_weights`; the model's own tensors are written over."""
+        copy_into(self.model, state_of(weights), self.name)
+        made = copy.copy(self)
+        made.keeps = False
+        made._cache, made._recorded = SlotCache(self.facts.max_positions), ()  # noqa: SLF001 - of this class
+        return made
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        return self._call(layout, CacheView(self._cache, layout.plan, counts=self._counts), hidden=hidden)
+
+    def _call(self, layout: Layout, view: CacheView, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        keep = {"logits_to_keep": layout.requested} if self._keeps_rows else {}
+        inner = hidden or bool(layout.layers)
+        with self._unnormed(layout), alibi.in_pass(layout):
+            out = self.model(
+                input_ids=layout.ids, use_cache=True, output_hidden_states=inner, **self._inputs(layout, view), **keep
+            )
+        for layer in layout.layers:
+            if layer < self.facts.layers:
+                layout.taken[layer] = out.hidden_states[layer]
+        return out.logits, out.hidden_states[-1] if hidden else None
+
+    @contextmanager
+    def _unnormed(self, layout: Layout) -> Iterator[None]:
+        """Take the states after the last layer where they are asked for: transformers returns them normed."""
+        last = self.facts.layers
+        if last not in layout.layers:
+            yield
+            return
+        layers = layers_of(self.model, last)
+        if layers is None:
+            raise UserError(f"the layers of {self.name} ({type(self.model).__name__}) are not one list of modules")
+
+        def take(_module: Any, _given: Any, made: Any) -> None:
+            layout.taken[last] = made if isinstance(made, Tensor) else made[0]
+
+        handle = layers[-1].register_forward_hook(take)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _inputs(self, layout: Layout, view: CacheView) -> dict[str, Any]:
+        """What the forward pass takes beside the tokens."""
+        return {"attention_mask": self._masks(layout), "position_ids": layout.positions, "past_key_values": view}
+
+    def _masks(self, layout: Layout) -> Tensor | dict[str, Tensor | None]:
+        """A mask for each kind of layer; a tensor where there is only one kind."""
+        made = {kind: layout.mask(window, self.dtype) for kind, window in self._windows.now().items()}
+        if len(made) == 1:
+            return next(iter(made.values()))
+        hybrid = {f"hybrid{name}": made.get(kind) for name, kind in (("", FULL), ("_sliding", SLIDING))}
+        return {**dict.fromkeys(RECURRENT), **hybrid, **made}

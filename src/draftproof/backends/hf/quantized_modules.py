@@ -1,0 +1,167 @@
+"""A transformers model whose linear layers and experts have 4- or 8-bit weights, as a second model beside it.
+
+The second model is a shallow copy: everything but the quantized weights is shared with the first. The products are
+those of `packed`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from draftproof.backends.hf.native_modules import native_experts, quantizing_experts
+from draftproof.backends.hf.truncate import put, shallow
+from draftproof.backends.model_info import quantization_method
+from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredLinear
+from draftproof.backends.products.calibration_files import measure
+from draftproof.backends.products.linear_layers import linear_layers, matrix_of
+from draftproof.backends.products.packed_linear import Product
+from draftproof.errors import UserError, reason
+from draftproof.native import dispatch as native
+from draftproof.native.operations import BITS, MeasuredInputs
+
+_log = logging.getLogger(__name__)
+
+_UNFIT = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)  # of modules that do not fit in
+_NO_LINEAR = "none of its layers is a plain linear layer"
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer that multiplies with a quantized copy of its weight.
+
+    Args:
+        weight: of the layer; still shown as its weight, for modules that look at it.
+        bias: if there is one.
+        bits: of a quantized weight.
+        output: whether it is the model's output layer (`Product.quantized_output`).
+        inputs: what is known of its inputs; by default the errors of all weights count alike.
+    """
+
+    def __init__(
+        self,
+        weight: Float[Tensor, "out in"],
+        bias: Float[Tensor, " out"] | None,
+        bits: int,
+        *,
+        output: bool = False,
+        inputs: MeasuredInputs | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.shape
+        whole = Product(weight.detach(), None if bias is None else bias.detach())
+        if output:
+            self._product = whole.quantized_output(bits, weight.detach(), inputs)
+        else:
+            self._product = whole.quantized(bits, inputs=inputs)
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The layer's outputs."""
+        return self._product(x)
+
+
+def quantizing(
+    model: Any,
+    bits: int,
+    name: str,
+    write: Callable[[Any, Collection[InputStatistics]], Iterator[None]] | None = None,
+    *,
+    kept: bool = True,
+) -> Iterator[Any]:
+    """A copy of a model with quantized linear layers and experts, made in steps: None after each, and at last the copy.
+
+    Experts are quantized where they are native (`native_modules`), and shared elsewhere.
+
+    Args:
+        model: a transformers causal LM, in eval mode.
+        bits: of a weight.
+        name: the model's, for errors.
+        write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`); without
+            it all errors of weights count alike.
+        kept: whether what is measured of inputs is kept in files (`kept_inputs.measure`).
+
+    Raises:
+        UserError: another number of bits, weights that are quantized already or spread over devices, layers for which
+            there is no quantized product; nearly always before the first step.
+    """
+    if bits not in BITS:
+        raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
+    layers = linear_layers(model)
+    why = _why_not(model, layers, bits)
+    if why is not None:
+        raise UserError(f"{name} cannot be quantized: {why}; it can be drafted for by another drafter")
+    head = model.get_output_embeddings()
+    yield None
+    statistics = {layer: InputStatistics() for layer in layers.values()}
+    if write is not None and bits == MEASURED_BITS:
+        try:
+            names = {layer: path for path, layer in layers.items()}
+            by_name = {names[layer]: each for layer, each in statistics.items()}
+            weights = {names[layer]: layer.weight for layer in statistics}
+            measured = partial(write, _measured(model, layers, statistics))
+            yield from measure(by_name, weights, measured, name=name, kept=kept)
+        except _UNFIT as cause:
+            _log.debug("%s is quantized without measuring its inputs: %s", name, reason(cause))
+            statistics = {layer: InputStatistics() for layer in layers.values()}
+    twin = shallow(model)
+    copied: dict[str, Any] = {"": twin}
+    made: dict[nn.Module, nn.Module] = {}
+    for path, layer in layers.items():
+        if layer not in made:
+            made[layer] = _quantized(layer, bits, output=layer is head, inputs=statistics[layer].found())
+            yield None
+        put(copied, path, made[layer])
+    for path, module in model.named_modules():
+        experts = native_experts(module)
+        if experts is not None:
+            put(copied, path, (yield from quantizing_experts(experts, bits)))
+    try:
+        with torch.inference_mode():
+            twin(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), use_cache=False)
+    except _UNFIT as cause:
+        raise UserError(
+            f"{name} does not work with quantized layers ({type(cause).__name__}: {reason(cause)})"
+        ) from cause
+    yield twin
+
+
+def _measured(model: Any, layers: dict[str, Any], statistics: Mapping[nn.Module, InputStatistics]) -> Any:
+    """A copy of the model whose linear layers add to the statistics of their inputs."""
+    twin = shallow(model)
+    copied: dict[str, Any] = {"": twin}
+    for path, layer in layers.items():
+        put(copied, path, MeasuredLinear(layer, statistics[layer]))
+    return twin
+
+
+def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
+    """Why a model has no quantized copy here."""
+    method = quantization_method(model)
+    head = model.get_output_embeddings()
+    if not layers or (method is not None and all(layer is head for layer in layers.values())):
+        return f"its weights are quantized already ({method})" if method else _NO_LINEAR
+    if any(hasattr(each, "_hf_hook") for each in model.modules()):
+        return "its layers are spread over devices or moved while it runs"
+    weights = [each.weight for each in layers.values()]
+    kinds = {(each.device.type, each.dtype) for each in weights}
+    if len(kinds) > 1:
+        shown = ", ".join(sorted(f"{device} {dtype}" for device, dtype in kinds))
+        return f"its linear layers have several kinds of weights ({shown})"
+    matrices = [matrix for each in layers.values() if (matrix := matrix_of(each)) is not None]
+    if weights[0].device.type != "cpu":
+        return Product(matrices[0], pack=False).why_not_quantized(bits)
+    if native.operations(weights[0]) is None:
+        return f"there are no native products of {weights[0].dtype} here (and DRAFTPROOF_NATIVE must not be 0)"
+    return None
+
+
+def _quantized(layer: Any, bits: int, *, output: bool, inputs: MeasuredInputs | None) -> nn.Module:
+    matrix = matrix_of(layer)
+    assert matrix is not None, "the caller chose linear layers"
+    return QuantizedLinear(matrix.detach(), layer.bias, bits, output=output, inputs=inputs)

@@ -1,0 +1,206 @@
+"""The lean forward as a backend, and which transformers models have one: decoders with known traits, unaltered.
+
+Memory: the linear weights of the model are moved, not copied; what is held twice is the embedding of a model whose
+output layer is tied to it, where weights are packed: rows are looked up in the plain one. The model that was given
+still computes the same logits, by way of the moved weights, but cannot be trained, saved or moved any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from draftproof.backends.cache.layout import Layout
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.cache.windows import windows_of
+from draftproof.backends.hf.probe import Probe
+from draftproof.backends.lean.checkpoint import Architecture
+from draftproof.backends.lean.layers import Lean
+from draftproof.backends.lean.traits import Traits, UnreadError, is_stock, seen_traits, traits_of
+from draftproof.backends.model_info import ModelInfo
+from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
+from draftproof.backends.products.calibration import InputStatistics, write
+from draftproof.errors import UserError
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def supports(model: Any) -> str | None:
+    """Why a model has no lean forward; None when it has one.
+
+    Args:
+        model: a transformers causal LM.
+    """
+    try:
+        if (why := _why_altered(model)) is None:
+            seen_traits(model)
+    except UnreadError as cause:
+        why = str(cause)
+    return why
+
+
+def _why_altered(model: nn.Module) -> str | None:
+    """Whether something was put into or hung onto a model that its own class does not say."""
+    for name, weights in model.named_parameters():
+        if hasattr(type(weights), "__tensor_flatten__"):  # a tensor made of others, as torchao's
+            return f"its {name} is a {type(weights).__name__}: its weights are quantized"
+    for name, module in model.named_modules():
+        if not is_stock(type(module)):
+            return f"its {name} is a {type(module).__name__}, which transformers' own model has not"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]  # noqa: SLF001
+        if "forward" in vars(module) or any(not _is_recorder(hook) for hook in hooks):
+            return f"hooks are attached to {name or 'the model'}"
+    held = {(weights.dtype, weights.device) for weights in model.parameters()}
+    if len(held) != 1:
+        return "its weights are of several dtypes or on several devices"
+    dtype, device = next(iter(held))
+    return None if dtype in _DTYPES and device.type != "meta" else f"its weights are {dtype} on {device}"
+
+
+def readable_traits(model: Any, name: str) -> Traits:
+    """How the lean forward reads a model.
+
+    Args:
+        model: in eval mode.
+        name: for errors.
+
+    Raises:
+        UserError: it does not.
+    """
+    try:
+        why, traits = _why_altered(model), None
+        if why is None:
+            traits = traits_of(model)
+    except UnreadError as cause:
+        why = str(cause)
+    if traits is None:
+        raise UserError(f"{name} has no lean forward: {why}; legal is backend hf (or auto)")
+    return traits
+
+
+def _is_recorder(hook: Any) -> bool:
+    """Hooks by which transformers itself collects hidden states, once it was asked for some."""
+    return str(getattr(hook, "__module__", "")) == "transformers.utils.output_capturing"
+
+
+class LeanForward(SlotBackend):
+    """A model read by the lean forward.
+
+    Args:
+        facts: of the model.
+        lean: its forward pass, with its weights.
+        cache: as `SlotBackend` has it.
+    """
+
+    kind = "lean"
+
+    def __init__(self, facts: ModelInfo, lean: Lean, *, cache: SlotCache | None = None) -> None:
+        super().__init__(facts, cache=cache)
+        self.lean, self.packs = lean, lean.packs
+        self.embed = lean.embed
+
+    @property
+    def products(self) -> str:
+        """Which layout its products have, as `Product` names them."""
+        return self.lean.head.layout
+
+    @property
+    def rounding(self) -> str:
+        """See `base.rounding`."""
+        return self.lean.rounding
+
+    def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
+        """Rows of the output layer's weight."""
+        return self.lean.head.dense()[ids.to(self.device)]
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether `with_weights` works."""
+        return True
+
+    def around(self, facts: ModelInfo, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
+        """A part or a form of the model that makes its passes as this one does; arguments as of the class."""
+        return LeanForward(facts, lean, cache=cache)
+
+    def first_layers(self, layers: int) -> LeanForward:
+        """The model's first layers on the same weights and in the same cache."""
+        made = self.around(self.facts, self.lean.first(layers), self._cache)
+        made.capabilities = self.capabilities
+        return made
+
+    def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
+        """See `SlotBackend.quantizing`; embeddings and norms are shared."""
+
+        def written(lean: Lean, statistics: Collection[InputStatistics]) -> Iterator[None]:
+            reader = LeanForward(self.facts, lean)
+            reader.max_positions, reader.capabilities = self.max_positions, self.capabilities
+            return write(reader, statistics)
+
+        steps = self.lean.quantizing(bits, self.name, written, kept=self.keeps)
+        made = None
+        while made is None:
+            with self._cache.lock:  # the passes share parts with those of the model
+                lean = next(steps)
+            if lean is not None:
+                made = self.around(replace(self.facts, bits=bits), lean, self._cache)
+                made.capabilities = self.capabilities
+            yield made
+
+    def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
+        """See `SlotBackend.with_weights`; the weights are copied into a layout for this processor, as when loading."""
+        architecture = Architecture.of(self.lean)
+        if not self.takes_weights or architecture is None:
+            return super().with_weights(weights)
+        state = state_of(weights)
+        if HEAD in state and EMBEDDING in state and state[HEAD].data_ptr() == state[EMBEDDING].data_ptr():
+            del state[HEAD]  # tied
+        refuse_misfits(state, architecture.shapes(state, self.facts.hidden_size, self.vocab_size), self.name)
+        lean = architecture.lean_from(StateWeights(state, self.dtype, self.device))
+        lean.rope, lean.windows = self.lean.rope, self.lean.windows
+        made = self.around(self.facts, lean)
+        made.max_positions, made.bounded_by, made.keeps = self.max_positions, self.bounded_by, False
+        made.capabilities, made.prefill = self.capabilities, self.prefill
+        return made
+
+    def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
+        return self.lean(layout, self._cache, hidden=hidden)
+
+
+class LeanBackend(LeanForward):
+    """A transformers model, read by the lean forward.
+
+    Args:
+        model: in eval mode, weights in place; its linear weights move into the backend.
+        name: how errors and reports call it.
+        check: compare it with transformers' own forward pass now, whose rows are computed before anything moves.
+        pack: whether to pack weights for the CPU.
+
+    Attributes:
+        probe: what was compared, where it was.
+
+    Raises:
+        UserError: no lean forward for this model, or its rows are not those of transformers' own.
+    """
+
+    def __init__(self, model: Any, *, name: str | None = None, check: bool = True, pack: bool = True) -> None:
+        facts = ModelInfo.of(model, name)
+        self.model = model.eval()
+        traits = readable_traits(model, facts.name)
+        self.config = model.config
+        self.probe = Probe(model, facts.name) if check else None
+        self.windows = windows_of(model) if self.probe is None else self.probe.windows
+        model.requires_grad_(requires_grad=False)
+        kinds = getattr(model.config, "layer_types", None)
+        super().__init__(facts, Lean(model, self.windows, traits, kinds, pack=pack))
+        if self.probe is not None:
+            self._get_ready()
+            self.probe.check(self, beyond=False)
+
+    def _get_ready(self) -> None:
+        """Called before the first pass."""

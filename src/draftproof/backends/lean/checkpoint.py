@@ -1,0 +1,235 @@
+"""A model that the lean forward reads from its safetensors files alone, without transformers.
+
+What the weights do not say (scales, angles, windows) is taken from a transformers model that was read by the lean
+forward before (`Architecture.of`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from draftproof.backends.cache.windows import Windows
+from draftproof.backends.lean.layers import Lean
+from draftproof.backends.lean.traits import Traits
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@runtime_checkable
+class TensorsByName(Protocol):
+    """Where the weights of a model come from."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor, in the dtype and on the device where it is used."""
+        ...
+
+    def optional(self, name: str) -> Tensor | None:
+        """The tensor, if it is there."""
+        ...
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the lean forward needs of a model besides its weights.
+
+    Attributes:
+        layers: number of decoder layers.
+        heads, key_heads, head_dim: of every layer.
+        scaling: of the products of queries and keys.
+        eps: of every norm.
+        traits: how its layers are read.
+        kinds: the kinds of attention mask.
+        window: of those with a window.
+        layer_kinds: the kind of each layer; None where all have one.
+    """
+
+    layers: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    scaling: float
+    eps: float
+    traits: Traits
+    kinds: tuple[str, ...]
+    window: int | None
+    layer_kinds: tuple[str, ...] | None
+
+    @classmethod
+    def of(cls, lean: Lean) -> Architecture | None:
+        """Of a model that is read by the lean forward; None where its layers differ from one another."""
+        heads = {replace(layer.heads, angles=0) for layer in lean.layers}
+        eps = {norm.eps for layer in lean.layers for norm in layer.norms}
+        if len(heads) != 1 or eps != {lean.norm.eps}:
+            return None
+        (head,), windows = heads, lean.windows
+        several = len(windows.kinds) > 1
+        return cls(
+            layers=len(lean.layers),
+            heads=head.queries,
+            key_heads=head.keys,
+            head_dim=head.dim,
+            scaling=head.scale,
+            eps=lean.norm.eps,
+            traits=lean.traits,
+            kinds=tuple(sorted(windows.kinds)),
+            window=next((window for window in windows.now().values() if window is not None), None),
+            layer_kinds=tuple(layer.kind for layer in lean.layers) if several else None,
+        )
+
+    @classmethod
+    def read(cls, row: Mapping[str, Any]) -> Architecture:
+        """From its fields as JSON has them.
+
+        Raises:
+            TypeError: other fields.
+        """
+        made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        return cls(**{**made, "traits": Traits.read(row["traits"])})
+
+    def lean(self, folder: Path, dtype: torch.dtype, device: torch.device) -> Lean:
+        """The lean forward over the weights in a directory.
+
+        Args:
+            folder: of a checkpoint with safetensors files.
+            dtype: of the weights in use.
+            device: where they are read to.
+
+        Raises:
+            KeyError: a tensor is missing.
+            OSError, safetensors.SafetensorError: a file that is none, or damaged.
+        """
+        return self.lean_from(Weights(folder, dtype, device))
+
+    def lean_from(self, weights: TensorsByName) -> Lean:
+        """The lean forward over tensors from elsewhere.
+
+        Raises:
+            KeyError: a tensor is missing.
+        """
+        windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
+        return Lean(self._parts(weights), windows, self.traits, self.layer_kinds)
+
+    def shapes(self, weights: Mapping[str, Tensor], hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor that these weights must hold: which layers have biases and norms, they say.
+
+        Args:
+            weights: with the names; the width of the layers in between is read off them.
+            hidden: width of a hidden state.
+            vocab: tokens of the vocabulary.
+        """
+        traits = self.traits
+        first = weights.get(f"model.layers.0.mlp.{traits.gate_up[0]}.weight")
+        gates = 0 if first is None else int(first.shape[0])
+        inner = gates if len(traits.gate_up) > 1 else gates // 2
+        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
+        widths = (queries, keys, keys) if len(traits.qkv) > 1 else (queries + 2 * keys,)
+        linear = {f"self_attn.{name}": (out, hidden) for name, out in zip(traits.qkv, widths, strict=True)}
+        linear |= {"self_attn.o_proj": (hidden, queries), "mlp.down_proj": (hidden, inner)}
+        linear |= {f"mlp.{name}": (gates, hidden) for name in traits.gate_up}
+        turned = (queries, keys) if traits.whole else (self.head_dim, self.head_dim)
+        norms = {name: (hidden,) for name in traits.norms if name}
+        norms |= {f"self_attn.{name}": (size,) for name, size in zip(traits.turned, turned, strict=False)}
+        made: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (vocab, hidden),
+            "model.norm.weight": (hidden,),
+        }
+        if "lm_head.weight" in weights:
+            made["lm_head.weight"] = (vocab, hidden)
+        for number in range(self.layers):
+            at = f"model.layers.{number}."
+            made |= {f"{at}{name}.weight": shape for name, shape in norms.items()}
+            for name, shape in linear.items():
+                made[f"{at}{name}.weight"] = shape
+                if f"{at}{name}.bias" in weights:
+                    made[f"{at}{name}.bias"] = shape[:1]
+        return made
+
+    def _parts(self, weights: TensorsByName) -> SimpleNamespace:
+        """The weights under the names that transformers' modules have."""
+        embedding = weights["model.embed_tokens.weight"]
+        tied = "lm_head.weight" not in weights
+        head = SimpleNamespace(weight=embedding, bias=None, out_features=len(embedding))
+        inner = SimpleNamespace(
+            embed_tokens=SimpleNamespace(weight=embedding),
+            layers=[self._layer(weights, f"model.layers.{number}.") for number in range(self.layers)],
+            norm=self._norm(weights, "model.norm"),
+        )
+        return SimpleNamespace(model=inner, lm_head=head if tied else _linear(weights, "lm_head"))
+
+    def _layer(self, weights: TensorsByName, at: str) -> SimpleNamespace:
+        traits = self.traits
+        parts = {
+            part: {name: _linear(weights, f"{at}{part}.{name}") for name in names}
+            for part, names in traits.linear.items()
+        }
+        attention = SimpleNamespace(
+            head_dim=self.head_dim,
+            scaling=self.scaling,
+            config=SimpleNamespace(num_attention_heads=self.heads, num_key_value_heads=self.key_heads),
+            **parts["self_attn"],
+            **{name: self._norm(weights, f"{at}self_attn.{name}") for name in traits.turned},
+        )
+        norms = {name: self._norm(weights, f"{at}{name}") for name in traits.norms if name}
+        return SimpleNamespace(**norms, self_attn=attention, mlp=SimpleNamespace(**parts["mlp"]))
+
+    def _norm(self, weights: TensorsByName, name: str) -> SimpleNamespace:
+        return SimpleNamespace(weight=weights[f"{name}.weight"], variance_epsilon=self.eps)
+
+
+def _linear(weights: TensorsByName, name: str) -> SimpleNamespace:
+    weight = weights[f"{name}.weight"]
+    bias = weights.optional(f"{name}.bias")
+    return SimpleNamespace(weight=weight, bias=bias, out_features=len(weight))
+
+
+class Weights:
+    """The tensors of a checkpoint by name, each read when it is asked for.
+
+    Args:
+        folder: with one safetensors file, or several and their index.
+        dtype: that they are converted to.
+        device: that they are read to.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype = dtype
+        files: list[Any] = [safe_open(path, "pt", device=str(device)) for path in weight_files(folder)]
+        self._files = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def optional(self, name: str) -> Tensor | None:
+        """The tensor, if it is there."""
+        if name not in self:
+            return None
+        return self[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy of the tensor, so that it does not change with its file."""
+        found: Tensor = self._files[name].get_tensor(name)
+        return found.to(self._dtype, copy=True)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint.
+
+    Raises:
+        OSError, ValueError, KeyError: there are none, or their index cannot be read.
+    """
+    index = folder / INDEX
+    if not index.exists():
+        return [folder / WEIGHTS]
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / name for name in sorted(set(named))]

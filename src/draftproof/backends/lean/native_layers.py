@@ -1,0 +1,132 @@
+"""Decoder layers in one native call, because separate calls take much of a small model's step."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.backends.cache.slot_cache import SlotCache
+from draftproof.backends.lean.attention import NativeAttention, Pass, arguments
+from draftproof.native.operations import ACTIVATIONS, LayerArguments, LinearArguments, PassMask
+
+PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer
+NORMS = ("before", "mixed", "between", "made", "turned")
+
+
+def native_layers(layers: Sequence[Any]) -> NativeLayers | None:
+    """Consecutive lean `Layer`s as one call; None where some part of them is not native."""
+    return NativeLayers(layers) if all(_is_native(layer) for layer in layers) else None
+
+
+def _is_native(layer: Any) -> bool:
+    norms = (layer.before, layer.mixed, layer.between, layer.made)
+    rows = layer.gates_natively and all(norm is None or norm.is_native for norm in norms)
+    products = all(getattr(layer, name).layout == "native" for name in PRODUCTS)
+    return isinstance(layer.attention, NativeAttention) and rows and products
+
+
+@dataclass(frozen=True, eq=False)
+class _LayerRun:
+    """Neighbouring layers with the same attention mask.
+
+    Attributes:
+        kind: of their attention mask.
+        given: their arguments for native.c.
+        numbers: their numbers in the cache.
+        attention: of each of them.
+    """
+
+    kind: str
+    given: ctypes.Array[LayerArguments]
+    numbers: tuple[int, ...]
+    attention: NativeAttention
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> _LayerRun:
+        first = layers[0]
+        return cls(
+            first.kind,
+            (LayerArguments * len(layers))(*map(_given, layers)),
+            tuple(layer.number for layer in layers),
+            first.attention,
+        )
+
+
+class _Places:
+    """Addresses of the buffers of a run's layers; valid as long as the cache's extent does not change.
+
+    Args:
+        run: the layers.
+        cache: theirs.
+        like: a tensor of the keys' dtype.
+    """
+
+    def __init__(self, run: _LayerRun, cache: SlotCache, like: Tensor) -> None:
+        heads = run.attention.heads
+        pairs = [cache.buffers(number, heads.keys, heads.dim, like) for number in run.numbers]
+        self.cache, self.extent = cache, cache.extent
+        self.keys, self.values = (
+            (ctypes.c_void_p * len(pairs))(*(pair[which].data_ptr() for pair in pairs)) for which in (0, 1)
+        )
+        self.shape = pairs[0][0].shape
+        # Slots may differ: with an early exit the first layers grow before the others.
+        assert all(each.shape[1:] == self.shape[1:] for pair in pairs for each in pair), "positions are the same in all"
+
+
+class NativeLayers:
+    """See `native_layers`.
+
+    Args:
+        layers: all native.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        groups = itertools.groupby(layers, lambda layer: (layer.kind, layer.heads, layer.down.weight.ins))
+        self._runs = [_LayerRun.of(list(group)) for _, group in groups]
+        self._places: list[_Places | None] = [None] * len(self._runs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayers:
+        return NativeLayers(copy.deepcopy(self._layers, memo))  # with the addresses of the copy
+
+    def __call__(
+        self, x: Float[Tensor, "tokens dim"], at: Pass, masks: Mapping[str, PassMask]
+    ) -> Float[Tensor, "tokens dim"]:
+        """Run the layers one after another; x is overwritten."""
+        x = x.contiguous()
+        for number, run in enumerate(self._runs):
+            places = self._places[number]
+            if places is None or places.cache is not at.cache or places.extent != at.cache.extent:
+                places = self._places[number] = _Places(run, at.cache, x)
+            mask = masks[run.kind]
+            given = arguments(run.attention.heads, at, places.shape, mask)
+            work = mask.buffer(run.given[0].work(given), x.dtype, 1)
+            run.attention.operations.layers(run.given, x, given, (places.keys, places.values), work)
+        return x
+
+
+def _given(layer: Any) -> LayerArguments:
+    norms = {name: getattr(layer, name) for name in NORMS}
+    return LayerArguments(
+        size=layer.out.weight.outs,
+        inner=layer.down.weight.ins,
+        whole=layer.traits.whole,
+        gelu=ACTIVATIONS.index(layer.traits.activation),
+        factor=layer.traits.residual,
+        **{name: _linear(getattr(layer, name)) for name in PRODUCTS},
+        **{name: None if norm is None else norm.scaled.data_ptr() for name, norm in norms.items()},
+        **{f"{name}_least": 0.0 if norm is None else norm.added for name, norm in norms.items()},
+    )
+
+
+def _linear(product: Any) -> LinearArguments:
+    bias = None if product.bias is None else product.bias.data_ptr()
+    address, bits, group = product.weight.arguments
+    return LinearArguments(address, bias, bits, group)

@@ -1,0 +1,473 @@
+"""Models by name: weights loaded, and the forward pass that reads them chosen."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from copy import deepcopy
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftproof import models
+from draftproof.backends.hf import tensor_parallel as parallel
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.hf.generate import PlainBackend
+from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.lean.backend import LeanBackend, supports
+from draftproof.backends.lean.compiled import CompiledBackend
+from draftproof.backends.loading.adapters import base_of, with_adapter
+from draftproof.backends.loading.language_model import reading_classes, text_part
+from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
+from draftproof.backends.recurrent.mixers import mixers_of
+from draftproof.errors import UndraftableError, UserError, reason
+from draftproof.models.download import INSTALL_GGUF
+from draftproof.native.operations import BITS
+
+BACKENDS = {
+    "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
+    "else hf",
+    "hf": "transformers' own forward pass",
+    "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
+    "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
+    "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
+    "plain": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
+    "drafted for",
+    "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
+    "on CUDA lean by CUDA graphs",
+}
+
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+LEAN_KINDS = (LeanBackend.kind, CompiledBackend.kind)  # a lean forward takes its model apart
+ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
+Loaded = HFBackend | LeanBackend | PlainBackend
+_BACKENDS: dict[str, Any] = {
+    "hf": HFBackend,
+    "snapshot": SnapshotBackend,
+    "lean": LeanBackend,
+    "plain": PlainBackend,
+    "compiled": CompiledBackend,
+}
+_log = logging.getLogger(__name__)
+
+
+def load_backend(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str | Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    check: bool = True,
+    backend: str = "auto",
+    adapter: str | None = None,
+    attn_implementation: str | None = None,
+    quantization_config: Any = None,
+    plainly: bool = False,
+    tensor_parallel: int = 1,
+) -> Loaded:
+    """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
+
+    With `plainly`, backend `auto` takes `plain` for a model whose drafts cannot be taken back. With `tensor_parallel`,
+    only process 0 returns (see `take_part`).
+
+    Raises:
+        UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
+    """
+    if backend not in BACKENDS:
+        raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
+    if tensor_parallel != 1:
+        _refuse_undivided(
+            source,
+            tensor_parallel,
+            backend=backend,
+            device=device,
+            adapter=adapter,
+            quantization_config=quantization_config,
+        )
+        options = {
+            "dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "attn_implementation": attn_implementation,
+            "tensor_parallel": tensor_parallel,
+        }
+        return take_part(tensor_parallel).load(source, options, _load_part)
+    load = partial(
+        load_model,
+        models.resolve(source),
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+        adapter=adapter,
+        attn_implementation=attn_implementation,
+        quantization_config=quantization_config,
+    )
+    model = load()
+    kind = suitable(model) if backend == "auto" else backend
+    if attn_implementation is not None and kind in LEAN_KINDS:
+        raise UserError(
+            f"attn_implementation is {attn_implementation!r}, and {source} is read by backend {kind}, which has "
+            "its own attention: leave it out, or name backend hf"
+        )
+    try:
+        made: Loaded = _BACKENDS[kind](model, name=source, check=check)
+    except UserError as cause:
+        if backend != "auto" or (kind not in LEAN_KINDS and not isinstance(cause, UndraftableError)):
+            raise
+        because = cause
+    else:
+        return made
+    if kind in LEAN_KINDS:  # its parts are known, but not what it makes of them; the model was taken apart
+        _log.warning("read by transformers' own forward pass: %s", because)
+        del model  # before there are two
+        model = load()
+        try:
+            return HFBackend(model, name=source, check=check)
+        except UndraftableError as cause:
+            because = cause
+    if not plainly:
+        raise because
+    return _plainly(model, source, because, check=check)
+
+
+def take_part(processes: int) -> parallel.Group:
+    """Join the processes among which models are divided; only process 0 returns.
+
+    The others follow it until it ends, and exit then.
+
+    Raises:
+        UserError: this process was not started together with so many.
+    """
+    group = parallel.join(processes)
+    if not group.leads:
+        group.follow(_load_part)
+        raise SystemExit
+    return group
+
+
+def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
+    """Refuse what cannot be divided among processes, before anything is sent to them.
+
+    Raises:
+        UserError: an option that does not go with it, or a model that cannot be divided.
+    """
+    what = f"tensor_parallel is {processes}"
+    if options["backend"] not in ("auto", HFBackend.kind):
+        raise UserError(
+            f"{what}, and backend is {options['backend']!r}: only transformers' own forward pass is divided among "
+            f"processes, so legal is --backend {HFBackend.kind} (or auto, which takes it)"
+        )
+    for name in ("device", "adapter", "quantization_config"):
+        if options[name] is not None:
+            raise UserError(f"{what}, which does not go with {name} {options[name]!r}: leave one of them out")
+    where = Path(models.resolve(source))
+    if where.suffix == ".gguf" or base_of(str(where)) is not None:
+        raise UserError(
+            f"{what}, and {source!r} is {'a GGUF file' if where.suffix else 'an adapter'}: only checkpoints in "
+            "safetensors are divided among processes"
+        )
+    _refuse_what_cannot_be_read(where)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(str(where))
+    except Exception as cause:
+        raise UserError(
+            f"cannot read the config of {source!r}: {reason(cause)} (legal: a hub id, a directory)"
+        ) from cause
+    parallel.refuse_indivisible(config, processes, source)
+
+
+def _load_part(source: str, **options: Any) -> Any:
+    """Load this process's part of a model; options as of `load_model`."""
+    model = load_model(models.resolve(source), **options)
+    if mixers_of(model):
+        raise UserError(
+            f"{source} has layers with a recurrent state, which are not divided among processes: legal is "
+            "tensor_parallel 1"
+        )
+    return model
+
+
+def _plainly(model: Any, source: str, cause: UserError, *, check: bool) -> PlainBackend:
+    """The backend of last resort; where that does not work either, the first reason stands."""
+    try:
+        made = PlainBackend(model, name=source, check=check, because=str(cause))
+    except UserError as other:
+        raise UserError(f"{cause}; nor can it be decoded plainly: {reason(other)}") from cause
+    _log.warning("decoded plainly, without drafts: %s", cause)
+    return made
+
+
+def suitable(model: Any) -> str:
+    """The backend that `auto` takes for a loaded model."""
+    if supports(model) is None:
+        return CompiledBackend.kind if model.device.type == "cuda" else LeanBackend.kind
+    return "snapshot" if mixers_of(model) else "hf"
+
+
+def load_model(
+    source: str,
+    *,
+    dtype: str = "auto",
+    device: str | Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    adapter: str | None = None,
+    attn_implementation: str | None = None,
+    quantization_config: Any = None,
+    tensor_parallel: int = 1,
+) -> Any:
+    """Load a causal LM from a hub id, a directory or a .gguf file; safetensors or GGUF only, never a pickle.
+
+    Of a multi-modal model the text part, or the whole model where that is not one of its own.
+
+    Args:
+        source: hub id, local directory, or path of a .gguf file (needs the extra `gguf`). An adapter is loaded with
+            its base model.
+        dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+        device: "cpu", "cuda", "cuda:1"; default: an accelerator when there is one. "auto", or a device or "disk" for
+            each part by its name, spreads the model (needs accelerate).
+        trust_remote_code: run code that comes with the model.
+        adapter: a PEFT adapter for it, a directory or hub id (needs the extra `adapters`).
+        attn_implementation: one of ATTENTION; default transformers' own choice.
+        quantization_config: quantizes the weights while they are loaded, by transformers: one of its configs, the
+            fields of one, or JSON text or a .json file with them.
+        tensor_parallel: number of processes, each of which loads its part of the weights.
+
+    Raises:
+        UserError: nothing to load there, in one line.
+    """
+    if attn_implementation not in (None, *ATTENTION):
+        raise UserError(f"attn_implementation is {attn_implementation!r}: legal are {', '.join(ATTENTION)}")
+    options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    options |= _placed(device) if tensor_parallel == 1 else _divided(tensor_parallel)
+    if quantization_config is not None:
+        options |= {"quantization_config": quantization_config, **_kept_where_quantized(options)}
+    base = base_of(source)
+    if base is not None and adapter is not None:
+        raise UserError(f"{source!r} is itself an adapter, and another one is named ({adapter!r}): name one of them")
+    whole = partial(_load_whole, base or source, options)
+    named = adapter if base is None else source
+    if named is not None:
+        return with_adapter(whole, named)
+    return text_part(whole()) if "device" in options else whole()
+
+
+def _kept_where_quantized(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that read weights right onto an accelerator, where methods of quantization have their kernels."""
+    device = options.get("device")
+    return {} if device is None or device.type == "cpu" else {"device_map": {"": str(device)}}
+
+
+def _load_whole(source: str, options: dict[str, Any]) -> Any:
+    """Load a model with all its weights."""
+    device = options.get("device")
+    options = {name: value for name, value in options.items() if name != "device"}
+    where = Path(source)
+    if where.suffix == ".gguf":
+        if "quantization_config" in options:
+            raise UserError(
+                f"quantization_config does not go with {str(where)!r}: weights of a .gguf file are quantized already, "
+                "and full weights are made of them; leave it out"
+            )
+        source, options = str(where.parent), {**options, **_gguf_options(where)}
+    else:
+        _refuse_what_cannot_be_read(where)
+        options = {**options, "use_safetensors": True}
+        if "quantization_config" in options:
+            options["quantization_config"] = quantization_for(source, options["quantization_config"])
+    kinds = reading_classes(source, gguf=options.get("gguf_file"), trust_remote_code=options["trust_remote_code"])
+    model: Any = None
+    for kind in kinds:
+        try:
+            model = _load_as(kind, source, str(where), options)
+            break
+        except UserError:
+            if kind is kinds[-1]:
+                raise
+    return model if device is None else model.to(device=device)
+
+
+def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any:
+    """Load a model by one of transformers' auto classes, and check that nothing is missing."""
+    asked = options.get("quantization_config")
+    try:
+        with redirect_stdout(sys.stderr):  # gptqmodel logs to stdout, where the caller's own output goes
+            # a copy, since transformers writes into a quantization config
+            model, report = kind.from_pretrained(source, output_loading_info=True, **deepcopy(options))
+    except Exception as cause:
+        raise UserError(
+            f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause, source, asked)} "
+            "(legal: a hub id, a directory, a .gguf file)"
+        ) from cause
+    _refuse_missing(where, model, report)
+    refuse_unknown_quantization(where, model)
+    _refuse_split_tie(where, model)
+    return model
+
+
+def _placed(device: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Options that put a model onto a device, or spread it over several."""
+    if device is None or (isinstance(device, str) and device != "auto"):
+        return {"device": parse_device(device)}
+    if find_spec("accelerate") is None:
+        raise UserError(
+            f"device {device!r} spreads a model, which needs the package accelerate: pip install accelerate"
+        )
+    return {"device_map": device if isinstance(device, str) else dict(device)}
+
+
+def _divided(processes: int) -> dict[str, Any]:
+    """Options that load a process's part of a model, by transformers' own plan for its type."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=processes)}
+
+
+def _refuse_what_cannot_be_read(where: Path) -> None:
+    """Refuse directories whose files say by their names that they cannot be read here."""
+    if not where.is_dir():
+        return
+    if (where / "adapter_config.json").exists() and find_spec("peft") is None:
+        raise UserError(
+            f"{str(where)!r} holds a LoRA adapter, not a whole model: install peft (pip install peft), which loads it "
+            "with its base model, or merge it into its base model and save that"
+        )
+    names = {path.name for path in where.iterdir()}
+    pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt")) and "arg" not in name)
+    if pickled and not any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        raise UserError(
+            f"{str(where)!r} holds pickled weights only ({pickled[0]}): they are refused on purpose, since reading a "
+            "pickle can run any code. Where you trust its source, load it with transformers and write it again with "
+            "save_pretrained(..., safe_serialization=True)"
+        )
+
+
+def _hint(cause: Exception, source: str, asked: Any) -> str:
+    """What to add to a library's error."""
+    said = str(cause)
+    if needed := packages_hint(source, asked):
+        return needed
+    if "safetensors" in said and ("no file named" in said or "does not appear to have" in said):
+        return "; pickled weights (.bin) are refused on purpose, since reading a pickle can run any code"
+    if "is on the meta device" in said:
+        return "; an output layer that is tied to the embedding must be in the same place as that"
+    if isinstance(cause, ModuleNotFoundError) and cause.name:
+        return f": pip install {cause.name}"
+    return ""
+
+
+def _refuse_missing(source: str, model: Any, report: Any) -> None:
+    """Refuse a checkpoint that leaves tensors of the model at their random beginning.
+
+    Raises:
+        UserError: naming the tensors.
+    """
+    found = dict(report) if isinstance(report, dict) else vars(report)
+    missing = sorted(str(name) for name in found.get("missing_keys") or ())
+    other = [str(each[0] if isinstance(each, tuple | list) else each) for each in found.get("mismatched_keys") or ()]
+    if missing or other:
+        listed = ", ".join((missing + other)[:5]) + (
+            f" and {len(missing + other) - 5} more" if len(missing + other) > 5 else ""
+        )
+        kind = "lacks" if missing else "has in other shapes"
+        raise UserError(
+            f"the checkpoint {source!r} {kind} {len(missing + other)} tensors of {type(model).__name__}: {listed}. The "
+            "model would compute with random numbers there: download it again, or save it with all its weights"
+        )
+
+
+def _refuse_split_tie(source: str, model: Any) -> None:
+    """Refuse an output layer that is tied to the embedding, where only one of both is on the disk.
+
+    Raises:
+        UserError: naming both and their places.
+    """
+    places = getattr(model, "hf_device_map", None)
+    parts = [model.get_input_embeddings(), model.get_output_embeddings()]
+    if not places or None in parts or not model.config.get_text_config().tie_word_embeddings:
+        return
+    names = [next(name for name, module in model.named_modules() if module is part) for part in parts]
+    found = [_place_of(name, places) for name in names]
+    if found.count("disk") == 1:
+        shown = " and ".join(f"{name} on {place}" for name, place in zip(names, found, strict=True))
+        raise UserError(
+            f"the output layer of {source!r} is tied to its embedding, and the device map puts them in two places "
+            f"({shown}): put both in the same one"
+        )
+
+
+def _place_of(name: str, places: Mapping[str, Any]) -> str:
+    """Where a device map puts a module: the entry of the longest name that contains it."""
+    fitting = [key for key in places if key in ("", name) or name.startswith(f"{key}.")]
+    return str(places[max(fitting, key=len)]) if fitting else ""
+
+
+def _gguf_options(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise UserError(f"no such file: {str(path)!r}; legal is the path of an existing .gguf file")
+    if find_spec("gguf") is None:
+        raise UserError(f"reading .gguf files needs the package gguf: install it with: {INSTALL_GGUF}")
+    from transformers import GgufConfig
+
+    return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
+
+
+def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
+    """The dtype in which a draft model is loaded, and the bits to which its weights are quantized then.
+
+    Args:
+        name: a name of a dtype, or "int8" or "int4".
+        dtype: the target's, which "auto" stands for.
+
+    Raises:
+        UserError: unknown name.
+    """
+    quantized = {f"int{bits}": bits for bits in BITS}
+    if name in quantized:
+        return dtype, quantized[name]
+    if name not in DTYPES:
+        raise UserError(f"draft_dtype is {name!r}: legal are {', '.join((*DTYPES, *quantized))}")
+    return (dtype if name == "auto" else name), None
+
+
+def parse_dtype(name: str) -> torch.dtype | str:
+    """The torch dtype of a name; "auto" stays.
+
+    Raises:
+        UserError: unknown name.
+    """
+    if name not in DTYPES:
+        raise UserError(f"dtype is {name!r}: legal are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def parse_device(name: str | None) -> torch.device:
+    """The torch device of a name; None picks an accelerator when there is one.
+
+    Raises:
+        UserError: not a device of this machine.
+    """
+    if name is None:
+        return (
+            torch.accelerator.current_accelerator() or torch.device("cpu")
+            if torch.accelerator.is_available()
+            else torch.device("cpu")
+        )
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as cause:
+        raise UserError(f"device {name!r} is not available here: {reason(cause)}") from cause
+    return device

@@ -1,0 +1,210 @@
+"""Backends around a transformers model that its owner goes on using: its weights are read and never moved.
+
+The lean forward works on copies of the linear weights, in its own layout; backends hf and snapshot share every weight.
+Both go by a shallow copy of the model, so that neither keeps the model itself alive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.cache.windows import windows_of
+from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.hf.probe import Probe
+from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.hf.truncate import shallow
+from draftproof.backends.lean.backend import LeanForward, readable_traits
+from draftproof.backends.lean.compiled import forward_of
+from draftproof.backends.lean.layers import Lean
+from draftproof.backends.lean.traits import Traits
+from draftproof.backends.loading.by_name import LEAN_KINDS, suitable
+from draftproof.backends.model_info import ModelInfo
+from draftproof.errors import UserError
+from draftproof.peak import available
+
+LEGAL = ("auto", "lean", "hf", "snapshot")
+_SPARE = 1.5  # so many times the memory of the copies must be free before `auto` makes them
+_SAMPLED = 512  # words of each tensor that `weights_version` reads
+
+_log = logging.getLogger(__name__)
+
+Version = tuple[tuple[Any, ...], ...]
+
+
+def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = None, check: bool = True) -> SlotBackend:
+    """A backend that reads a transformers model and leaves it as it is.
+
+    Args:
+        model: a causal LM in eval mode, weights in place.
+        backend: one of LEGAL; "auto" takes "lean" where the model allows it and there is memory for copies of its
+            linear weights, else what shares them.
+        name: how errors and reports call it.
+        check: compare the backend with the model's own forward pass now (a few short passes).
+
+    Raises:
+        UserError: an unknown backend, or one that does not support the model; a model in training mode.
+    """
+    if backend not in LEGAL:
+        raise UserError(f"backend is {backend!r}: legal for a model in memory are {', '.join(LEGAL)}")
+    refuse_training(model)
+    twin = _twin(model)
+    kind = suitable(twin) if backend == "auto" else backend
+    if backend == "auto" and kind in LEAN_KINDS and not _fits(model):
+        kind = "hf"
+    if kind in LEAN_KINDS:
+        try:
+            return _lean(twin, name, LeanForward if kind == backend else forward_of, check=check)
+        except UserError as cause:
+            if backend != "auto":
+                raise
+            _log.warning("read by transformers' own forward pass: %s", cause)
+            kind = "hf"
+    return (SnapshotBackend if kind == "snapshot" else HFBackend)(twin, name=name, check=check)
+
+
+def _twin(model: Any) -> Any:
+    """A shallow copy of a model, without what torch.compile hung onto it: that is bound to the model itself."""
+    twin = shallow(model)
+    twin._compiled_call_impl = None  # noqa: SLF001 - set by Module.compile, which has no way back
+    original = getattr(vars(twin).get("forward"), "_torchdynamo_orig_callable", None)
+    if original is not None and getattr(original, "__func__", None) is type(model).forward:
+        del twin.forward
+    return twin
+
+
+def refuse_training(model: Any) -> None:
+    """Refuse a model in training mode.
+
+    Raises:
+        UserError: naming the first module that is.
+    """
+    live = (name or "the model itself" for name, each in model.named_modules() if each.training and not _same(each))
+    place = next(live, None)
+    if place is not None:
+        raise UserError(
+            f"the model is in training mode ({place}), in which dropout makes each pass another one: call model.eval() "
+            "before generating, and model.train() after it"
+        )
+
+
+def _same(module: nn.Module) -> bool:
+    """Whether a module computes the same in training: transformers leaves resized embeddings in that mode."""
+    return isinstance(module, nn.Linear | nn.Embedding)
+
+
+def _lean(model: Any, name: str | None, form: Callable[[ModelInfo, Lean], LeanForward], *, check: bool) -> LeanForward:
+    facts = ModelInfo.of(model, name)
+    traits = readable_traits(model, facts.name)
+    probe = Probe(model, facts.name) if check else None
+    windows = windows_of(model) if probe is None else probe.windows
+    lean = Lean(stand_in(model, traits), windows, traits, getattr(model.config, "layer_types", None))
+    made = form(facts, lean)
+    if probe is not None:
+        probe.check(made, beyond=False)
+    return made
+
+
+def stand_in(model: Any, traits: Traits) -> SimpleNamespace:
+    """The weights of a model under the same names, for `Lean` to take apart in the model's place.
+
+    Args:
+        model: one that `supports` supports.
+        traits: its own.
+    """
+    inner = model.model
+    embedding = SimpleNamespace(weight=inner.embed_tokens.weight.detach())
+    tied = model.lm_head.weight is inner.embed_tokens.weight
+    head = _linear(model.lm_head)
+    if tied:
+        head.weight = embedding.weight
+    layers = [_layer(layer, traits) for layer in inner.layers]
+    return SimpleNamespace(lm_head=head, model=SimpleNamespace(embed_tokens=embedding, layers=layers, norm=inner.norm))
+
+
+def _layer(layer: Any, traits: Traits) -> SimpleNamespace:
+    attention = layer.self_attn
+    parts = {
+        part: {name: _linear(getattr(getattr(layer, part), name)) for name in names}
+        for part, names in traits.linear.items()
+    }
+    return SimpleNamespace(
+        **{name: getattr(layer, name) for name in traits.norms if name},
+        self_attn=SimpleNamespace(
+            head_dim=attention.head_dim,
+            scaling=attention.scaling,
+            config=attention.config,
+            **parts["self_attn"],
+            **{name: getattr(attention, name) for name in traits.turned},
+        ),
+        mlp=SimpleNamespace(**parts["mlp"]),
+    )
+
+
+def _linear(layer: Any) -> SimpleNamespace:
+    bias = None if layer.bias is None else layer.bias.detach()
+    return SimpleNamespace(weight=layer.weight.detach(), bias=bias, out_features=layer.out_features)
+
+
+def _fits(model: Any) -> bool:
+    """Whether there is memory for copies of the weights; assumed where the system does not say."""
+    weights = list(model.parameters())
+    needed = _SPARE * sum(each.numel() * each.element_size() for each in weights)
+    free = available(weights[0].device)
+    return free is None or free > needed
+
+
+@torch.no_grad()
+def weights_version(model: Any) -> Version:
+    """What changes when the weights of a model do: compare two of them.
+
+    It holds each tensor's identity, place, dtype, torch's count of its changes in place, and a sum over some of its
+    bytes. So a change by an optimizer, by `load_state_dict`, by another dtype or device is seen for certain, and a
+    change past torch's count (through `.data`, or by another library) where it touches many weights.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    sums = [_sampled(each) for each in tensors]
+    facts = [
+        (
+            id(each),
+            each.data_ptr() if each.device.type != "meta" else 0,
+            str(each.dtype),
+            tuple(each.shape),
+            _count(each),
+        )
+        for each in tensors
+    ]
+    return tuple((*fact, value) for fact, value in zip(facts, _values(sums), strict=True))
+
+
+def _count(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - has no public name
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The sum of some of a tensor's bytes, read as whole numbers; None where it has none to read."""
+    if tensor.device.type == "meta" or not tensor.numel() or not tensor.is_contiguous() or tensor.is_quantized:
+        return None
+    flat = tensor.detach().view(-1)
+    step = max(flat.numel() // _SAMPLED, 1)
+    return flat[::step].contiguous().view(torch.uint8).sum(dtype=torch.int64)
+
+
+def _values(sums: list[torch.Tensor | None]) -> list[int]:
+    """The numbers of some tensors, with one copy from each device; 0 for None."""
+    found = [0] * len(sums)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(sums):
+        if each is not None:
+            by_device.setdefault(each.device, []).append(place)
+    for places in by_device.values():
+        chosen = [each for place in places if (each := sums[place]) is not None]
+        for place, value in zip(places, torch.stack(chosen).tolist(), strict=True):
+            found[place] = value
+    return found

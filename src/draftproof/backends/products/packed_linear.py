@@ -1,0 +1,325 @@
+"""Linear layers in the layout that the CPU multiplies fastest, several with the same input as one product.
+
+On the CPU, torch converts a plain weight on every call; here that is done once. No weight is kept twice: where weights
+are packed, the plain ones are freed and the model's own modules become `Part`s of the packed product; elsewhere the
+model's parameters become views of the fused weight.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from draftproof.native import dispatch as native
+from draftproof.native.operations import NEIGHBOURS, Interleaved, MeasuredInputs
+from draftproof.triton.choose import installed as triton_is_installed
+
+RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
+MORE_RESCORED = 256  # the same where whole rows lie in one piece, so that reading them costs little
+ROUGH_OUTPUTS = 100_000  # from so many outputs on, an output layer has ROUGH_BITS where rows lie in one piece
+ROUGH_BITS, ROUGH_GROUP = 2, 64
+ROUGH_SHARE = 128  # one of so many outputs is computed again then
+GROUP = 32  # inputs that share a scale in a quantized weight
+_ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
+
+
+@functools.cache
+def packs(dtype: torch.dtype, device: str) -> bool:
+    """Whether this torch and this processor can multiply packed weights of a dtype.
+
+    Args:
+        dtype: of the weights.
+        device: type of device, such as "cpu".
+    """
+    if device != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    try:
+        weight = torch.zeros(16, 16, dtype=dtype)
+        return _multiply(weight[:1], _pack(weight), None).shape == (1, 16)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _pack(weight: Float[Tensor, "out in"]) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)  # noqa: SLF001 - has no public name
+    return packed
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")  # noqa: SLF001
+    return made
+
+
+def _multiply_few(x: Float[Tensor, "*rows in"], packed: Tensor, bias: Tensor | None) -> Tensor:
+    """`_multiply` with one or two rows repeated to four: oneDNN's kernels for fewer rows take a fifth longer."""
+    rows = x.shape[0]
+    if rows > 2 or x.dim() != 2:
+        return _multiply(x, packed, bias)
+    return _multiply(x.expand(4, -1) if rows == 1 else torch.cat((x, x)), packed, bias)[:rows]
+
+
+class Product:
+    """x W^T + b, for inference.
+
+    Args:
+        weight: plain; not kept here where packed weights are supported.
+        bias: if there is one.
+        pack: whether to pack the weight where that is supported.
+
+    Attributes:
+        layout: of the weight, "native", "oneDNN" or "plain".
+    """
+
+    def __init__(
+        self, weight: Float[Tensor, "out in"], bias: Float[Tensor, " out"] | None = None, *, pack: bool = True
+    ) -> None:
+        self.bias, self.layout = bias, "plain"
+        self.weight: Any = weight  # a tensor, or in a layout of native/
+        self._multiply: Callable[..., Tensor] = F.linear
+        operations = native.operations(weight) if pack else None
+        if operations is not None:
+            self.layout, self.weight, self._multiply = "native", Interleaved.of(weight), operations.product
+        elif pack and packs(weight.dtype, weight.device.type):
+            self.layout, self.weight, self._multiply = "oneDNN", _pack(weight), _multiply_few
+        self._latest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def numbers(self) -> Tensor:
+        """The weight's numbers, in the order of its layout."""
+        weight: Tensor = self.weight.blocks if isinstance(self.weight, Interleaved) else self.weight
+        return weight
+
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
+        """Why it has no quantized form here; None where it has one. Arguments as of `quantized`."""
+        if self.layout == "native":
+            return None
+        if not isinstance(self.weight, Tensor) or self.weight.device.type != "cuda":
+            return "its products are not native (and DRAFTPROOF_NATIVE must not be 0)"
+        if not triton_is_installed():
+            return f"its products on {self.weight.device} need Triton: pip install 'draftproof[triton]'"
+        found: str | None = _on_device().why_not(self.weight.dtype, self.weight.device, bits, group)
+        return found
+
+    def quantized(self, bits: int, group: int = GROUP, inputs: MeasuredInputs | None = None) -> Product:
+        """The same product with a quantized weight, as a draft reads it; see `why_not_quantized`.
+
+        Args:
+            bits: of a weight.
+            group: inputs of an output that share a scale and an offset.
+            inputs: what is known of them: which errors count, and what outputs lack on the mean, which is added to the
+                bias. By default all errors count alike.
+        """
+        made = copy.copy(self)
+        if isinstance(self.weight, Interleaved):
+            operations = native.operations(self.weight.blocks)
+            assert operations is not None, "the layout is native"
+            made.weight, dtype = operations.quantize(self.weight, bits, group, inputs), operations.dtype
+            made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
+        else:
+            weights, dtype = _on_device(), self.weight.dtype
+            made.weight, made._multiply = weights.quantize(self.weight, bits, group, inputs), weights.product  # noqa: SLF001
+        if (lost := made.weight.lost) is not None:
+            made.bias = (lost if self.bias is None else lost + self.bias).to(dtype)
+        return made
+
+    def quantized_output(
+        self, bits: int, table: Float[Tensor, "out in"] | None = None, inputs: MeasuredInputs | None = None
+    ) -> Product:
+        """`quantized` for an output layer: with 4 bits its largest outputs are computed again.
+
+        A large layer has 2 bits then, and more outputs are computed again: that reads half as much, and a draft is as
+        good. It needs a plain weight, whose rows can be read one by one.
+
+        Args:
+            bits: of a weight.
+            table: the plain weight, where there is one (that of a tied embedding); else rows are copied from this one.
+            inputs: as of `quantized`.
+        """
+        if bits > 4:
+            return self.quantized(bits, inputs=inputs)
+        if self.layout != "native" or table is None:
+            rough, whole, count = self.quantized(bits, inputs=inputs), self.weight if table is None else table, RESCORED
+        elif len(table) < ROUGH_OUTPUTS:
+            rough, whole, count = self.quantized(bits, inputs=inputs), table, MORE_RESCORED
+        else:
+            rough = self.quantized(ROUGH_BITS, ROUGH_GROUP, inputs)
+            whole, count = table, len(table) // ROUGH_SHARE
+        return RescoredProduct(rough, whole, self.bias, count)
+
+    @property
+    def packed(self) -> bool:
+        """Whether the weight has a layout for the CPU."""
+        return self.layout != "plain"
+
+    def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The product with every row."""
+        return self._multiply(x, self.weight, self.bias)
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """The weight in its plain layout; a copy where it is packed."""
+        return self.weight if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn else self.weight.to_dense()
+
+    def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
+        """The product with every row, rounded and then added to `rows`."""
+        if self.layout == "native":
+            return self._multiply(x, self.weight, self.bias, rows)
+        return self(x).add_(rows)
+
+    def part(self, x: Float[Tensor, "*rows in"], start: int, stop: int) -> Float[Tensor, "*rows part"]:
+        """Some of the outputs; calls in order with the same input tensor cost one product together."""
+        latest = self._latest
+        whole = latest[1] if latest is not None and latest[0] is x and start else self(x)
+        self._latest = (x, whole) if stop < whole.shape[-1] else None
+        return whole[..., start:stop]
+
+
+class RescoredProduct(Product):
+    """A quantized output layer whose largest outputs are computed again with the whole weights.
+
+    Errors of an output layer are errors of logits, and those of the likely tokens matter. So a few whole rows are read
+    for each token, and the others cost as little as 4 bits do.
+
+    Args:
+        rough: the quantized product.
+        table: the whole weights.
+        bias: their own, if there is one.
+        count: of a row's outputs that are computed again.
+    """
+
+    def __init__(
+        self,
+        rough: Product,
+        table: Float[Tensor, "out in"] | Interleaved,
+        bias: Float[Tensor, " out"] | None,
+        count: int,
+    ) -> None:
+        self.weight, self.bias, self.layout = rough.weight, bias, rough.layout
+        self._rough, self._table, self._count = rough, table, count
+        blocks = table.blocks if isinstance(table, Interleaved) else table
+        self._operations = native.operations(blocks) if blocks.is_contiguous() else None
+
+    def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The outputs of every row."""
+        made = self._rough(x)
+        count = min(self._count, made.shape[-1])
+        if self._operations is not None and made.dtype == self._operations.dtype:
+            self._operations.rescore(made, x, self._table, self.bias, count=count)
+            return made
+        logits = made.view(-1, made.shape[-1])
+        chosen = largest(logits, count)
+        whole = self._table.rows(chosen) if isinstance(self._table, Interleaved) else F.embedding(chosen, self._table)
+        again = torch.bmm(whole.float(), x.reshape(len(logits), x.shape[-1], 1).float()).squeeze(-1)
+        if self.bias is not None:
+            again += self.bias[chosen]
+        logits.scatter_(-1, chosen, again.to(logits.dtype))
+        return made
+
+
+def _on_device() -> Any:
+    """Quantized products on a device, whose module needs Triton."""
+    return importlib.import_module("draftproof.triton.weights")
+
+
+def largest(logits: Float[Tensor, "rows out"], count: int) -> Int[Tensor, "rows count"]:
+    """Places of the largest entries of each row, in no order.
+
+    They lie in the `count` pieces of the row with the largest maxima: only a fast operation reads the whole row.
+    """
+    rows, outs = logits.shape
+    pieces = outs // NEIGHBOURS
+    if pieces <= count:
+        return logits.topk(count, -1, sorted=False).indices
+    whole = logits[:, : pieces * NEIGHBOURS].view(rows, pieces, NEIGHBOURS)
+    best = whole.amax(-1).topk(count, -1, sorted=False).indices
+    places = (best.unsqueeze(-1) * NEIGHBOURS + torch.arange(NEIGHBOURS, device=best.device)).flatten(1)
+    if outs > pieces * NEIGHBOURS:
+        rest = torch.arange(pieces * NEIGHBOURS, outs, device=best.device)
+        places = torch.cat((places, rest.expand(rows, -1)), -1)
+    return places.gather(-1, logits.gather(-1, places).topk(count, -1, sorted=False).indices)
+
+
+class Part(nn.Module):
+    """The replacement of a linear layer whose weight is part of a packed product: some of its outputs.
+
+    Args:
+        product: the packed product.
+        start: its first output here.
+        stop: one more than its last.
+        places: where each of the layer's outputs is among these; None where they have the same order.
+    """
+
+    def __init__(self, product: Product, start: int, stop: int, places: Int[Tensor, " part"] | None = None) -> None:
+        super().__init__()
+        self.product = product
+        self.start, self.stop, self._places = start, stop, places
+
+    @property
+    def weight(self) -> Float[Tensor, "out in"]:
+        """A plain copy of the weight, made at every access."""
+        part = self.product.dense()[self.start : self.stop]
+        return part if self._places is None else part[self._places]
+
+    @property
+    def bias(self) -> Float[Tensor, " out"] | None:
+        """The bias, if there is one."""
+        if self.product.bias is None:
+            return None
+        part = self.product.bias[self.start : self.stop]
+        return part if self._places is None else part[self._places]
+
+    def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        """The layer's outputs."""
+        part = self.product.part(x, self.start, self.stop)
+        return part if self._places is None else part[..., self._places]
+
+
+@torch.no_grad()
+def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None = None, pack: bool = True) -> Product:
+    """Make one product from linear layers of a module that read the same input; the module works on, untrainable.
+
+    Args:
+        owner: the module.
+        names: its linear layers, in the order of their outputs; if some have a bias, the others get zeros.
+        rows: the order of all outputs in the product, if it is another one; those of a layer stay together.
+        pack: see `Product`.
+    """
+    layers = [getattr(owner, name) for name in names]
+    weight, bias = _joined([layer.weight for layer in layers]), None
+    if any(layer.bias is not None for layer in layers):
+        each = (layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
+        bias = _joined(list(each))
+    if rows is not None:
+        rows = rows.to(weight.device)
+        weight, bias = weight[rows], None if bias is None else bias[rows]
+    product, start = Product(weight, bias, pack=pack), 0
+    for name, layer in zip(names, layers, strict=True):
+        stop = start + layer.out_features
+        if product.packed or rows is not None:
+            places = None if rows is None else rows[start:stop].argsort()
+            setattr(owner, name, Part(product, start, stop, places))
+        else:
+            layer.weight = nn.Parameter(weight[start:stop], requires_grad=False)
+            layer.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
+        start = stop
+    return product
+
+
+def give_back() -> None:
+    """Make the C library return the memory of freed weights to the system, where it would keep it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0].detach()

@@ -1,0 +1,173 @@
+"""States of recurrent layers (convolutions, linear attention, state spaces) in a forward pass, and after it.
+
+A state is never changed after a pass: a pass reads states and leaves new ones. So whoever holds a state can return to
+it, and a pass that fails has changed nothing. What a layer changes in place is a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftproof.backends.cache.slot_cache import CacheView, SlotCache, WritePlan
+
+
+class Key(NamedTuple):
+    """Which state of which layer."""
+
+    kind: str
+    layer: int
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The states of all layers after some tokens of one sequence: a row of tensors that sequences share.
+
+    Attributes:
+        tensors: of each layer, [rows, *shape].
+        row: of this sequence.
+    """
+
+    tensors: Mapping[Key, Tensor]
+    row: int
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this row, in bytes."""
+        return sum(each[self.row].nbytes for each in self.tensors.values())
+
+    def alone(self) -> State:
+        """The same in tensors of its own."""
+        return State({key: each[self.row : self.row + 1].clone() for key, each in self.tensors.items()}, 0)
+
+
+def _together(states: Sequence[State | None]) -> dict[Key, Tensor]:
+    """The states of several sequences as tensors with one row each; the same tensors if they are that already."""
+    known = [each for each in states if each is not None]
+    assert len(known) in (0, len(states)), "rows that begin and rows that continue are in different groups"
+    if not known:
+        return {}
+    first = known[0].tensors
+    size = next(iter(first.values())).shape[0]
+    if all(each.tensors is first for each in known) and [each.row for each in known] == list(range(size)):
+        return dict(first)
+    return {key: torch.cat([each.tensors[key][each.row : each.row + 1] for each in known]) for key in first}
+
+
+@dataclass(eq=False)
+class Group:
+    """Rows of a pass that recurrent layers read together: they read equally many tokens, in the same pieces.
+
+    Attributes:
+        rows: their numbers in the pass.
+        cuts: where each piece ends; the last one is the number of tokens.
+        mark: the cut after which states are kept too; None for none.
+        before: the state of each row.
+    """
+
+    rows: list[int]
+    cuts: tuple[int, ...]
+    mark: int | None
+    before: Sequence[State | None]
+    now: dict[Key, Tensor] = field(default_factory=dict)
+    marked: dict[Key, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.now = _together(self.before)
+
+
+class StateView(CacheView):
+    """A slot cache with states beside it, as transformers' `past_key_values` for one forward pass.
+
+    It also has the methods that recurrent layers call. They see the states of the group that is read at the moment.
+
+    Args:
+        cache, plan: of the attention layers.
+        groups: of the rows.
+    """
+
+    def __init__(self, cache: SlotCache, plan: WritePlan, groups: Sequence[Group]) -> None:
+        super().__init__(cache, plan)
+        self.groups = groups
+        self._group, self._width, self._touched = groups[0], groups[0].cuts[-1], set[Key]()
+
+    def begin(self, group: Group, width: int) -> None:
+        """From now on, layers read this many tokens of each row of a group."""
+        self._group, self._width = group, width
+        self._touched.clear()
+
+    def mark(self) -> None:
+        """Keep the states that were used since `begin`."""
+        self._group.marked |= {key: self._group.now[key] for key in self._touched}
+
+    def _get(self, key: Key) -> Tensor | None:
+        found = self._group.now.get(key)
+        self._touched.add(key)
+        if found is None:
+            return None
+        if self._width == 1:  # layers change states in place where they read one token
+            found = self._group.now[key] = found.clone()
+        return found
+
+    def _put(self, key: Key, state: Tensor) -> None:
+        self._touched.add(key)
+        self._group.now[key] = state
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """The last inputs of a layer's convolution; None before the first token."""
+        return self._get(Key("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """A layer's recurrent state; None before the first token."""
+        return self._get(Key("recurrent", layer_idx, state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Take a convolution's new inputs [rows channels tokens]; returns them after those that were kept.
+
+        Args:
+            conv_states: the new inputs.
+            layer_idx: number of the layer.
+            state_idx: number of the state in the layer.
+            conv_kernel_size: how many to keep; by default as many as these.
+        """
+        key = Key("conv", layer_idx, state_idx)
+        known = self._group.now.get(key)
+        size = conv_kernel_size or (conv_states if known is None else known).shape[-1]
+        if known is None:
+            missing = max(size - conv_states.shape[-1], 0)
+            every = torch.nn.functional.pad(conv_states, (missing, 0))
+        else:
+            every = torch.cat([known, conv_states], dim=-1)
+        self._put(key, every[..., -size:].clone())
+        return every
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Take a layer's new recurrent state, and return it."""
+        self._put(Key("recurrent", layer_idx, state_idx), recurrent_states)
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether a layer has read tokens before; without a layer, whether any has."""
+        return any(layer_idx in (None, key.layer) and state_idx in (None, key.number) for key in self._group.now)
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        """Always False: layers may use their fastest way to read one token."""
+        return False
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        """Position of the first token; a family that asks for it must get rows that begin at the same position."""
+        return self._plan.bases[0]

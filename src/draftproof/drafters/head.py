@@ -1,0 +1,117 @@
+"""Heads over the target's hidden states as draft models: what `feature_head` and the published formats share.
+
+In the first round of a request the target has not read anything, so nothing is drafted. Every later round starts from
+the hidden states of the last verification (EAGLE, arXiv 2401.15077).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from draftproof.backends.base import Backend, Session, unread
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.drafters.base import Drafter, DraftRequest
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.sampled_tree import chains_drafter
+from draftproof.stoppers.base import Stopper
+
+
+@runtime_checkable
+class Following(Backend, Protocol):
+    """A head's backend.
+
+    Attributes:
+        layers: whose hidden states of the target it reads; () for the last ones.
+        back: 0 where its sessions leave out the first token of the target's.
+        deepest: largest depth of a draft; None where there is no limit.
+    """
+
+    layers: tuple[int, ...]
+    back: int
+    deepest: int | None
+
+    def follow(self, owner: Session) -> Session:
+        """A session that reads what the target's session has read, with its states."""
+        ...
+
+
+@runtime_checkable
+class Rewound(Protocol):
+    """A session that forgets what was drafted."""
+
+    def rewind(self) -> None:
+        """Forget what was read with states of the head's own making."""
+        ...
+
+
+class FollowingModel(DraftModel):
+    """A head as a draft model.
+
+    Args:
+        head: made for this target.
+        target: the target's backend.
+        temperature: temperature of the draft; None for the request's.
+        top_k: top_k of the draft; None for the request's.
+
+    Raises:
+        UserError: the temperature or top_k is out of range.
+    """
+
+    steady = False  # in the next round it reads the target's states of the tokens that were accepted
+
+    def __init__(
+        self, head: Following, target: SlotBackend, *, temperature: float | None = None, top_k: int | None = None
+    ) -> None:
+        self._head = head
+        super().__init__(head, vocab_size=target.vocab_size, temperature=temperature, top_k=top_k)
+
+    @property
+    def covers(self) -> bool:
+        """False: nothing is drafted in a request's first round, so the length is not constant."""
+        return False
+
+    def depth(self, request: DraftRequest, limit: int) -> int:
+        """See DraftModel; 0 until the target has read all but the last token."""
+        most = super().depth(request, limit)
+        if not most or len(request.tokens) < 2 - self._head.back:
+            return 0
+        if self._roll_back(request) < len(request.tokens) - 1:
+            return 0
+        return most if self._head.deepest is None else min(most, self._head.deepest)
+
+    def open(self, request: DraftRequest) -> Session:
+        """The request's session, rolled back to the tokens that were read with the target's states."""
+        self._roll_back(request)
+        found = self._sessions.get(request.id)
+        if found is None:
+            found = self._sessions[request.id] = self._head.follow(_owner(request))
+        assert isinstance(found, Rewound), "made by the head"
+        found.rewind()
+        return found
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """Nothing is kept: a head reads a text again in a small part of the target's time."""
+
+    def unread(self, session: Session, request: DraftRequest) -> list[int]:
+        """See DraftModel."""
+        return unread(session, request.tokens[1 - self._head.back :])
+
+    def _roll_back(self, request: DraftRequest) -> int:
+        """Roll the target's session back to the committed tokens; return the number of states in it."""
+        owner = _owner(request)
+        unread(owner, request.tokens)
+        return owner.stem if owner.records_of(self._head.layers) else 0
+
+
+def _owner(request: DraftRequest) -> Session:
+    assert request.session is not None, "the engine passes the target's session"
+    return request.session
+
+
+def following_drafter(model: FollowingModel, stopper: Stopper, name: str, *, chains: int = 1) -> Drafter:
+    """A drafter of one chain, or of K i.i.d. chains, from a head.
+
+    Raises:
+        UserError: the number of chains is out of range, or the stopper needs hidden states of another width.
+    """
+    return chains_drafter(model, stopper, chains=chains, name=name + (f":x{chains}" if chains > 1 else ""))

@@ -1,0 +1,190 @@
+"""Engines around models in memory, kept for the next call as long as the model lives and its weights stay the same."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from draftproof import models
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.loading.by_name import draft_dtype, load_backend
+from draftproof.backends.loading.in_memory import Version, backend_in_memory, refuse_training, weights_version
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
+from draftproof.engine.engine import Engine
+from draftproof.engine.options import EngineOptions
+from draftproof.engine.registry import SHIPPED_FEATURE_HEADS
+from draftproof.errors import UserError
+
+_MOST = 4  # compositions that are kept for a model
+
+
+# Options of EngineOptions that a model in memory has decided already.
+OF_LOADING = ("dtype", "device", "adapter", "attn_implementation", "quantization_config", "tensor_parallel")
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What an engine around a model in memory is made of.
+
+    Attributes:
+        options: as in `Engine.load`; `draft` where the draft model is given by name.
+        draft: the draft model where it is a transformers model in memory.
+        tokenizer: the target's; needed only to compare it with that of a draft model that is given by name.
+    """
+
+    options: EngineOptions
+    draft: Any = None
+    tokenizer: Any = None
+
+    @classmethod
+    def of(cls, draft: Any, tokenizer: Any, options: Mapping[str, Any]) -> Composition:
+        """From a draft model (a name, a transformers model, or None), a tokenizer and options of an engine.
+
+        Raises:
+            UserError: a name or value that is none, or an option of models that are not loaded yet.
+        """
+        for name in options:
+            if name in OF_LOADING:
+                raise UserError(f"{name} cannot be given for a model that is loaded already: leave it out")
+        named = draft is None or isinstance(draft, str)
+        if not named and not hasattr(draft, "get_output_embeddings"):
+            raise UserError(
+                f"draft is a {type(draft).__name__}: expected a model's name, directory or hub id, or a transformers "
+                "model"
+            )
+        made = EngineOptions(generation_config="none").changed(**({"draft": draft} if named else {}), **options)
+        if named:
+            made.refuse_draft_dtype_alone()
+        elif made.draft_dtype in ("float32", "bfloat16", "float16"):
+            raise UserError(
+                f"draft_dtype is {made.draft_dtype!r}, and the draft model is in memory: convert it with .to(...), or "
+                "take int8 or int4, which makes a quantized copy"
+            )
+        return cls(made, None if named else draft, tokenizer if isinstance(draft, str) else None)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What two compositions must share to share an engine."""
+        own = [getattr(self.options, each.name) for each in fields(self.options)]
+        return (*own, *(None if each is None else id(each) for each in (self.draft, self.tokenizer)))
+
+    def engine(self, model: Any, draft: SlotBackend | None, *, keeps: bool = True) -> Engine:
+        """A new engine around a model.
+
+        Args:
+            model: the target.
+            draft: the draft model's backend, where there is one.
+            keeps: see `SlotBackend`.
+        """
+        target = backend_in_memory(model, backend=self.options.backend, name=_name(model), check=self.options.check)
+        target.keeps = keeps
+        engine = Engine.assemble(target, draft, None, options=self.options)
+        engine.eos_token_ids = ()  # each call names its own
+        return engine
+
+    def draft_backend(self, target: Any) -> SlotBackend | None:
+        """The draft model, loaded; None where there is none."""
+        options = self.options
+        if options.drafter == "none" or (self.draft is None and options.draft is None):
+            return None
+        if self.draft is not None:
+            return backend_in_memory(self.draft, check=options.check)
+        assert options.draft is not None, "one of them is given"
+        where = models.obtain(options.draft)
+        if self.tokenizer is not None:
+            words = load_tokenizer(where, trust_remote_code=options.trust_remote_code)
+            refuse_different(self.tokenizer, words, target_name=_name(target), draft_name=options.draft)
+        loaded_in, _ = draft_dtype(options.draft_dtype, str(target.dtype).removeprefix("torch."))
+        return load_backend(
+            options.draft,
+            dtype=loaded_in,
+            device=str(target.device),
+            trust_remote_code=options.trust_remote_code,
+            check=options.check,
+        )
+
+
+def _name(model: Any) -> str:
+    """How errors call a model; the registered name of one that was loaded from where that is kept."""
+    source = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
+    for name in SHIPPED_FEATURE_HEADS:
+        if models.pulled(name) and models.resolve(name) == source:
+            return name
+    return source
+
+
+@dataclass(eq=False)
+class Held:
+    """An engine that is kept for a model.
+
+    Attributes:
+        engine: used by one call at a time.
+        version: of the weights that it was made from.
+        draft: backend of the draft model.
+        draft_version: of its weights, where it is a model in memory.
+        owner: that model, so that another one in its place is noticed.
+        lock: held by the call that uses the engine.
+    """
+
+    engine: Engine
+    version: Version
+    draft: SlotBackend | None
+    draft_version: Version | None
+    owner: weakref.ref[Any] | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_held: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], Held]] = weakref.WeakKeyDictionary()
+_guard = threading.RLock()
+
+
+@contextmanager
+def engine_of(model: Any, composition: Composition) -> Iterator[Engine]:
+    """The engine of a model with this composition, for one caller at a time; made at the first call.
+
+    It is made again when the weights have changed (`weights_version`), and dropped with the model or by `forget`.
+
+    Raises:
+        UserError: the model cannot be read, or is in training mode; parts that do not fit together.
+    """
+    with _guard:
+        held = _current(model, composition)
+    with held.lock:
+        yield held.engine
+
+
+def _current(model: Any, composition: Composition) -> Held:
+    refuse_training(model)
+    kept = _held.setdefault(model, {})
+    held, version = kept.get(composition.key), weights_version(model)
+    other = composition.draft
+    draft_version = None if other is None else weights_version(other)
+    draft, keeps = None, held is None or held.version == version
+    if held is not None and (held.owner is None or held.owner() is other) and held.draft_version == draft_version:
+        if held.version == version:
+            return held
+        draft = held.draft
+    if draft is None:
+        draft = composition.draft_backend(model)
+    kept.pop(composition.key, None)
+    held = None  # frees its memory before the next one takes some
+    engine = composition.engine(model, draft, keeps=keeps)
+    made = Held(engine, version, draft, draft_version, None if other is None else weakref.ref(other))
+    kept[composition.key] = made
+    while len(kept) > _MOST:
+        del kept[next(iter(kept))]
+    return made
+
+
+def forget(model: Any) -> None:
+    """Drop the engines of a model now, and free their memory; the next call makes a new one.
+
+    Needed only after a change of few weights past torch's own count of changes (through `tensor.data`, or by another
+    library), which `weights_version` may not see.
+    """
+    with _guard:
+        _held.pop(model, None)

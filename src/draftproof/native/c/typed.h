@@ -1,0 +1,803 @@
+/* The operations of a decoder layer on rows of one type, included once for each type with
+     ELEM                 the type of an element
+     UNIT                 elements in four bytes
+     NAME(x)              x with the type's suffix
+   defined. Where transformers' operations round to the rows' type between two steps, these do; sums are float32 always.
+
+   Products read weights once, in the order in which they lie in memory: as [out / 16][in / UNIT][16][UNIT], so that 64
+   bytes are what one step multiplies. Outputs are padded with zeros to a multiple of sixteen, and inputs to one of UNIT; rows
+   have no padding.
+
+   Each output is one chain of sums over its inputs, in order, whatever the rows beside it and however the work is
+   divided: a row's product does not depend on the batch. It is rounded once, at the end. */
+
+/* --- products ---------------------------------------------------------------------------------------------------- */
+
+enum { NAME(WIDTH) = LANES * UNIT }; /* elements of a vector */
+
+typedef struct {
+  const ELEM *x, *w, *bias, *onto;
+  ELEM *y;
+  long rows, outs, ins;
+} NAME(product);
+
+/* Inputs of a weight, with padding. */
+INLINE long NAME(deep)(long ins) { return (ins + UNIT - 1) / UNIT * UNIT; }
+
+/* One element, and zeros in the rest of each unit: the last input of a row where these are no multiple of UNIT. */
+INLINE units NAME(splat_one)(const ELEM *at) {
+  const ELEM unit[UNIT] = {*at};
+  return splat_unit(unit);
+}
+
+/* Sixteen sums of a row become outputs: with the bias, rounded, and added to `onto`, where there are these. */
+INLINE void NAME(write)(floats sum, const ELEM *bias, const ELEM *onto, ELEM *y, long row, long outs, long out) {
+  const long place = row * outs + out, here = outs - out;
+  floats made = bias ? add(sum, NAME(load_first)(bias + out, here)) : sum;
+  if (onto) made = add(NAME(rounded)(made), NAME(load_first)(onto + place, here));
+  NAME(store_first)(y + place, here, made);
+}
+
+#if defined(WITH_AMX) && UNIT == 2
+#include "matrix_unit.h"
+#elif defined(WITH_WIDE) && UNIT == 2
+#include "wide_products.h"
+#else
+
+INLINE void NAME(tile)(const NAME(product) * p, long row, long block, const int rows, const int blocks) {
+  const long deep = NAME(deep)(p->ins);
+  const ELEM *x = p->x + row * p->ins, *w = p->w + block * deep * LANES;
+  floats sum[TILE_ROWS][4];
+#pragma GCC unroll 12
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
+  const long line = LANES * (long)sizeof *w;
+  for (long k = 0; k + UNIT <= p->ins; k += UNIT) {
+    const long ahead = ahead_of((deep - k) * line, (blocks - 1) * deep * line);
+    units weight[4];
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) {
+      const ELEM *at = w + b * deep * LANES + k * LANES;
+      weight[b] = load_units(at);
+      __builtin_prefetch((const char *)at + ahead);
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      const units input = splat_unit(x + m * p->ins + k);
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) sum[m][b] = NAME(add_product)(sum[m][b], weight[b], input);
+    }
+  }
+  if (p->ins < deep)
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++) {
+      const units input = NAME(splat_one)(x + m * p->ins + p->ins - 1);
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++)
+        sum[m][b] = NAME(add_product)(sum[m][b], load_units(w + (b * deep + p->ins - 1) * LANES), input);
+    }
+#pragma GCC unroll 4
+  for (int b = 0; b < blocks; b++)
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; m++)
+      NAME(write)(sum[m][b], p->bias, p->onto, p->y, row + m, p->outs, (block + b) * LANES);
+}
+
+/* A function for each number of rows and blocks, so that sums stay in registers. */
+typedef void (*NAME(tile_fn))(const NAME(product) *, long, long);
+#define TILE(m, b) \
+  static void NAME(tile_##m##_##b)(const NAME(product) * p, long row, long block) { NAME(tile)(p, row, block, m, b); }
+#ifdef WITH_AVX512
+#define TILES(m) TILE(m, 1) TILE(m, 2)
+TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+TILE(6, 3) TILE(7, 3) TILE(8, 3)
+TILE(1, 4) TILE(2, 4) TILE(3, 4) TILE(4, 4) TILE(5, 4) TILE(6, 4)
+#define ONE(m) NAME(tile_##m##_1)
+#define TWO(m) NAME(tile_##m##_2)
+#define THREE(m) NAME(tile_##m##_3)
+#define FOUR(m) NAME(tile_##m##_4)
+static const NAME(tile_fn) NAME(tiles)[5][TILE_ROWS + 1] = {
+    [1] = {0, ONE(1), ONE(2), ONE(3), ONE(4), ONE(5), ONE(6), ONE(7), ONE(8), ONE(9), ONE(10), ONE(11), ONE(12)},
+    [2] = {0, TWO(1), TWO(2), TWO(3), TWO(4), TWO(5), TWO(6), TWO(7), TWO(8), TWO(9), TWO(10), TWO(11), TWO(12)},
+    [3] = {[6] = THREE(6), THREE(7), THREE(8)},
+    [4] = {0, FOUR(1), FOUR(2), FOUR(3), FOUR(4), FOUR(5), FOUR(6)}};
+#undef ONE
+#undef TWO
+#undef THREE
+#undef FOUR
+#undef TILES
+#else
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1) TILE(1, 2) TILE(2, 2) TILE(1, 4)
+static const NAME(tile_fn) NAME(tiles)[5][TILE_ROWS + 1] = {
+    [1] = {0, NAME(tile_1_1), NAME(tile_2_1), NAME(tile_3_1), NAME(tile_4_1)},
+    [2] = {0, NAME(tile_1_2), NAME(tile_2_2)},
+    [4] = {0, NAME(tile_1_4)}};
+#endif
+#undef TILE
+
+/* Some blocks of outputs for all rows: a block's weights are read from memory once and serve every tile of rows. */
+static void NAME(blocks_of)(const NAME(product) * p, long start, long stop) {
+  const long tiles = (p->rows + TILE_ROWS - 1) / TILE_ROWS, most = (p->rows + tiles - 1) / tiles;
+  while (start < stop) {
+    const long blocks = blocks_beside(most, stop - start);
+    for (long t = 0, row = 0; t < tiles; t++) {
+      const long end = p->rows * (t + 1) / tiles;
+      NAME(tiles)[blocks][end - row](p, row, start);
+      row = end;
+    }
+    start += blocks;
+  }
+}
+
+#endif /* WITH_AMX, WITH_WIDE */
+
+static void NAME(share_product)(void *given) {
+  const NAME(product) *p = given;
+  const long blocks = (p->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
+  NAME(blocks_of)(p, blocks * number / count, blocks * (number + 1) / count);
+}
+
+/* y [rows, outs] = x [rows, ins] w^T (+ bias), rounded (+ onto [rows, outs], rounded again). */
+void NAME(draftproof_product)(const ELEM *x, const ELEM *w, const ELEM *bias, const ELEM *onto, ELEM *y, long rows,
+                              long outs, long ins, long threads) {
+  NAME(product) p = {x, w, bias, onto, y, rows, outs, ins};
+  if (rows < 1) return;
+  if (threads > 1 && rows * outs * ins > SMALL)
+    parallel(NAME(share_product), &p, (unsigned)threads, 0);
+  else
+    NAME(blocks_of)(&p, 0, (outs + LANES - 1) / LANES);
+}
+
+#include "quantized.h"
+
+/* --- rows -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  const ELEM *x;
+  ELEM *y;
+  long rows, dim, gelu;
+} NAME(gate_work);
+
+static void NAME(norm_row)(const ELEM *x, const float *scaled, ELEM *y, long dim, float least) {
+  floats squares = zeros();
+  for (long i = 0; i < dim; i += LANES) {
+    const floats v = NAME(load_first)(x + i, dim - i);
+    squares = multiply_add(v, v, squares);
+  }
+  const floats length = splat(sqrtf(sum_of(squares) + least));
+  for (long i = 0; i < dim; i += LANES) {
+    const floats v = mul(NAME(load_first)(x + i, dim - i), load_first_float(scaled + i, dim - i));
+    NAME(store_first)(y + i, dim - i, quotient(v, length));
+  }
+}
+
+/* gelu by tanh is x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3), silu the same with x in place of 2 u. */
+INLINE void NAME(gated_row)(const NAME(gate_work) * w, long row, const int gelu) {
+  const ELEM *gate = w->x + 2 * row * w->dim, *up = gate + w->dim;
+  ELEM *y = w->y + row * w->dim;
+  const floats one = splat(1.0f);
+  for (long i = 0; i < w->dim; i += LANES) {
+    const long here = w->dim - i;
+    const floats v = NAME(load_first)(gate + i, here);
+    const floats cubic = gelu ? multiply_add(mul(v, v), splat(0.0713548163f), splat(1.59576912f)) : one;
+    const floats act = quotient(v, add(one, exponential(sub(zeros(), gelu ? mul(v, cubic) : v))));
+    NAME(store_first)(y + i, here, mul(NAME(rounded)(act), NAME(load_first)(up + i, here)));
+  }
+}
+
+static void NAME(gated_rows)(const NAME(gate_work) * w, long start, long stop) {
+  if (w->gelu)
+    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 1);
+  else
+    for (long row = start; row < stop; row++) NAME(gated_row)(w, row, 0);
+}
+
+typedef struct {
+  const ELEM *x;
+  const float *scaled;
+  ELEM *y;
+  long rows, dim;
+  float least;
+} NAME(norm_work);
+
+static void NAME(share_norm)(void *given) {
+  const NAME(norm_work) *w = given;
+  const long number = thread_number(), count = thread_count();
+  for (long row = w->rows * number / count; row < w->rows * (number + 1) / count; row++)
+    NAME(norm_row)(w->x + row * w->dim, w->scaled, w->y + row * w->dim, w->dim, w->least);
+}
+
+/* x scaled / sqrt(sum x^2 + least) of each row; y may be x. */
+void NAME(draftproof_norm)(const ELEM *x, const float *scaled, ELEM *y, long rows, long dim, float least,
+                           long threads) {
+  NAME(norm_work) w = {x, scaled, y, rows, dim, least};
+  if (threads > 1 && rows * dim > SMALL / 4)
+    parallel(NAME(share_norm), &w, (unsigned)threads, 0);
+  else
+    for (long row = 0; row < rows; row++) NAME(norm_row)(x + row * dim, scaled, y + row * dim, dim, least);
+}
+
+static void NAME(share_gated)(void *given) {
+  const NAME(gate_work) *w = given;
+  const long number = thread_number(), count = thread_count();
+  NAME(gated_rows)(w, w->rows * number / count, w->rows * (number + 1) / count);
+}
+
+/* silu(gate) up, or gelu(gate) up, of each row [gate, up]; dim is that of each half. */
+void NAME(draftproof_gated)(const ELEM *x, ELEM *y, long rows, long dim, long gelu, long threads) {
+  NAME(gate_work) w = {x, y, rows, dim, gelu};
+  if (threads > 1 && rows * dim > SMALL / 16)
+    parallel(NAME(share_gated), &w, (unsigned)threads, 0);
+  else
+    NAME(gated_rows)(&w, 0, rows);
+}
+
+typedef struct {
+  ELEM *x, *y;
+  const float *scaled; /* a norm, or 0 */
+  long rows, dim;
+  float least, factor;
+} NAME(join_work);
+
+/* x + factor y, with y normed before where there is a norm; rounded as three operations. */
+static void NAME(join_rows)(const NAME(join_work) * w, long start, long stop) {
+  const floats by = splat(w->factor);
+  for (long row = start; row < stop; row++) {
+    ELEM *x = w->x + row * w->dim, *y = w->y + row * w->dim;
+    if (w->scaled) NAME(norm_row)(y, w->scaled, y, w->dim, w->least);
+    for (long i = 0; i < w->dim; i += LANES) {
+      const floats v = NAME(rounded)(mul(NAME(load_first)(y + i, w->dim - i), by));
+      NAME(store_first)(x + i, w->dim - i, add(NAME(load_first)(x + i, w->dim - i), v));
+    }
+  }
+}
+
+static void NAME(share_join)(void *given) {
+  const NAME(join_work) *w = given;
+  const long number = thread_number(), count = thread_count();
+  NAME(join_rows)(w, w->rows * number / count, w->rows * (number + 1) / count);
+}
+
+/* Whether each row's largest number is finite and none is NaN: then a distribution follows from it. */
+int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
+  const floats high = splat(INFINITY), low = splat(-INFINITY);
+  for (long row = 0; row < rows; row++, x += dim) {
+    floats top = low;
+    int wrong = 0;
+    for (long i = 0; i < dim; i += LANES) {
+      const floats v = NAME(load_first)(x + i, dim - i);
+      wrong |= any_not_below(dim - i, v, high);
+      top = larger(top, first_of(dim - i, v, low));
+    }
+    if (wrong || largest_of(top) == -INFINITY) return 0;
+  }
+  return 1;
+}
+
+/* --- attention --------------------------------------------------------------------------------------------------- */
+
+/* The same fields as `AttentionArguments` in native/operations.py. */
+typedef struct {
+  ELEM *fused;            /* [tokens, heads + 2 key_heads, dim]; queries are rotated in place */
+  const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
+  ELEM *keys, *values;    /* [slots, key_heads, capacity, dim] */
+  const int64_t *places;  /* slot, first position, width and first token of each row; rows are in the order of tokens */
+  const int64_t *visible; /* [tokens]: slots that a token may see, before the mask */
+  const ELEM *mask;       /* [tokens, horizon], added to scores; 0 for none */
+  ELEM *out;              /* [tokens, heads, dim] */
+  float *scratch;         /* for each thread `scratch_size` floats */
+  long rows, tokens, heads, key_heads, dim, capacity, horizon, angles; /* tokens of all rows, with padding */
+  long columns, scratch_size; /* columns of a row that attend at once */
+  long copied, divided;       /* where a thread's copy of queries begins in its scratch; whether threads share tiles */
+  float scale, cap; /* cap: scores become cap tanh(score / cap), before the mask; 0 for none */
+} NAME(attention);
+
+/* The rotary embedding of one head, rounded as in transformers; in place, or into the cache. */
+static void NAME(turn)(long dim, const ELEM *x, ELEM *into, const ELEM *cos, const ELEM *sin) {
+  const long half = dim / 2;
+  for (long i = 0; i < half; i += LANES) {
+    const long here = half - i;
+    const floats low = NAME(load_first)(x + i, here), high = NAME(load_first)(x + half + i, here);
+    const floats first = NAME(rounded)(mul(low, NAME(load_first)(cos + i, here)));
+    const floats second = NAME(rounded)(mul(high, NAME(load_first)(cos + half + i, here)));
+    NAME(store_first)(into + i, here, multiply_add(high, NAME(load_first)(sin + i, here), first));
+    NAME(store_first)(into + half + i, here, multiply_add(low, NAME(load_first)(sin + half + i, here), second));
+  }
+  if (dim % 2) /* has no partner */
+    NAME(store_first)(into + dim - 1, 1, mul(NAME(load_first)(x + dim - 1, 1), NAME(load_first)(cos + dim - 1, 1)));
+}
+
+/* Rotate queries and keys of some tokens, and write keys and values to the cache; padding is not written. */
+static void NAME(store_tokens)(const NAME(attention) * a, long start, long stop) {
+  const long stride = (a->heads + 2 * a->key_heads) * a->dim;
+  for (long row = 0; row < a->rows; row++) {
+    const int64_t *place = a->places + 4 * row;
+    const long from = place[3] > start ? place[3] : start, end = place[3] + place[2];
+    for (long token = from; token < (end < stop ? end : stop); token++) {
+      const long column = token - place[3];
+      ELEM *fused = a->fused + token * stride;
+      const ELEM *cos = a->cos + token * a->angles, *sin = a->sin + token * a->angles;
+      for (long head = 0; head < a->heads; head++) {
+        ELEM *query = fused + head * a->dim;
+        NAME(turn)(a->dim, query, query, cos, sin);
+      }
+      for (long head = 0; head < a->key_heads; head++) {
+        const long at = ((place[0] * a->key_heads + head) * a->capacity + place[1] + column) * a->dim;
+        const ELEM *value = fused + (a->heads + a->key_heads + head) * a->dim;
+        NAME(turn)(a->dim, fused + (a->heads + head) * a->dim, a->keys + at, cos, sin);
+        memcpy(a->values + at, value, (size_t)a->dim * sizeof(ELEM));
+      }
+    }
+  }
+}
+
+/* The outputs of padding become zero. */
+static void NAME(clear_padding)(const NAME(attention) * a) {
+  long read = 0;
+  for (long row = 0; row < a->rows; row++) read += a->places[4 * row + 2];
+  if (read < a->tokens) memset(a->out, 0, (size_t)(a->tokens * a->heads * a->dim) * sizeof(ELEM));
+}
+
+static void NAME(share_tokens)(void *given) {
+  const NAME(attention) *a = given;
+  const long tokens = a->tokens, number = thread_number(), count = thread_count();
+  NAME(store_tokens)(a, tokens * number / count, tokens * (number + 1) / count);
+}
+
+/* A whole vector at a place of the cache. Where it would reach beyond `end`, that of a copy in `copied`, with zeros behind;
+   elsewhere it may reach into the next position, whose numbers are not used. */
+INLINE const ELEM *NAME(whole_vector)(const ELEM *at, const ELEM *end, ELEM *copied) {
+  if (end - at >= NAME(WIDTH)) return at;
+  memset(copied, 0, NAME(WIDTH) * sizeof *at);
+  return memcpy(copied, at, (size_t)(end - at) * sizeof *at);
+}
+
+/* The size of a head in whole vectors. */
+INLINE long NAME(rounded_dim)(long dim) { return (dim + NAME(WIDTH) - 1) / NAME(WIDTH) * NAME(WIDTH); }
+
+/* Sixteen keys (the last one again where there are fewer) with their inputs' units beside one another:
+   [dim / UNIT][16][UNIT], as a block of weights lies. */
+static void NAME(transpose_whole)(const ELEM *keys, long dim, long count, units *out) {
+  for (long unit = 0; unit < dim / UNIT; unit += LANES) {
+    for (long key = 0; key < LANES; key++) {
+      const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
+      out[unit + key] = load_units(at);
+      __builtin_prefetch((const char *)(at + 2 * UNIT * LANES * dim));
+    }
+    exchange(out + unit);
+  }
+}
+
+/* The same where heads are no whole vectors, with zeros up to whole ones. */
+static __attribute__((noinline)) void NAME(transpose_partial)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
+  for (long unit = 0; unit * UNIT < dim; unit += LANES) {
+    for (long key = 0; key < LANES; key++) {
+      const ELEM *at = keys + (key < count ? key : count - 1) * dim + UNIT * unit;
+      ELEM copied[NAME(WIDTH)];
+      out[unit + key] = load_units(NAME(whole_vector)(at, end, copied));
+      __builtin_prefetch((const char *)(at + 2 * UNIT * LANES * dim));
+    }
+    exchange(out + unit);
+  }
+  ELEM last[NAME(WIDTH)];
+  store_units(last, out[dim / UNIT]);
+  for (long i = 0; i < NAME(WIDTH); i++)
+    if (i % UNIT >= dim % UNIT) last[i] = 0;
+  out[dim / UNIT] = load_units(last);
+  for (long unit = dim / UNIT + 1; unit < NAME(rounded_dim)(dim) / UNIT; unit++) out[unit] = no_units();
+}
+
+/* Either; the cache may be read up to `end`. */
+INLINE void NAME(transpose)(const ELEM *keys, const ELEM *end, long dim, long count, units *out) {
+  if (dim % NAME(WIDTH))
+    NAME(transpose_partial)(keys, end, dim, count, out);
+  else
+    NAME(transpose_whole)(keys, dim, count, out);
+}
+
+/* The queries of one key head in some columns of a row. A query is a column and one of the query heads of the key head; the
+   heads of a column follow one another. */
+typedef struct {
+  const ELEM *keys, *values;      /* [capacity, dim] */
+  const ELEM *keys_end, *values_end;
+  long token, head, group;        /* the first column's, the first one of `group` query heads */
+  long queries, most, padded;     /* keys that one of the queries sees; a whole number of vectors of them */
+  float *sums, *scores;           /* [queries]; [queries, padded], and then the values' weights, rounded */
+} NAME(query_tile);
+
+static NAME(query_tile)
+    NAME(query_tile_of)(const NAME(attention) * a, long row, long head, long first, float *scratch) {
+  const int64_t *place = a->places + 4 * row;
+  const long left = place[2] - first, columns = left < a->columns ? left : a->columns, group = a->heads / a->key_heads;
+  const long at = (place[0] * a->key_heads + head) * a->capacity * a->dim;
+  NAME(query_tile) t = {.keys = a->keys + at, .values = a->values + at, .token = place[3] + first, .head = head * group,
+                        .group = group, .queries = columns * group, .sums = scratch};
+  t.keys_end = t.keys + a->capacity * a->dim;
+  t.values_end = t.values + a->capacity * a->dim;
+  for (long token = t.token; token < t.token + columns; token++)
+    t.most = a->visible[token] > t.most ? a->visible[token] : t.most;
+  t.padded = (t.most + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
+  t.scores = scratch + (t.queries + LANES - 1) / LANES * LANES;
+  return t;
+}
+
+INLINE const ELEM *NAME(query_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
+  return a->fused + ((t->token + query / t->group) * (a->heads + 2 * a->key_heads) + t->head + query % t->group) * a->dim;
+}
+
+INLINE ELEM *NAME(output_of)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
+  return a->out + ((t->token + query / t->group) * a->heads + t->head + query % t->group) * a->dim;
+}
+
+#if defined(WITH_AMX) && UNIT == 2
+#include "matrix_attention.h"
+#else
+
+#if UNIT == 1 || defined(WITH_WIDE)
+#define IN_FLOATS /* one number at a time, in float32; else UNIT of them */
+#endif
+
+/* A number of queries that is known to the compiler: sums of those that are not there would take as long. */
+#define BY_QUERIES(here, run) \
+  switch (here) {             \
+    case 1: run(1); break;    \
+    case 2: run(2); break;    \
+    case 3: run(3); break;    \
+    case 4: run(4); break;    \
+    case 5: run(5); break;    \
+    default: run(6);          \
+  }
+
+/* Products of some queries with 32 keys, in two blocks that lie as `transpose` leaves them. */
+INLINE void NAME(score_some)(const units (*block)[MOST_DIM / UNIT], const void *const *queries, float *to, long padded,
+                             long dim, const int count) {
+  floats sum[6][2];
+#pragma GCC unroll 6
+  for (int m = 0; m < count; m++) sum[m][0] = sum[m][1] = zeros();
+  for (long unit = 0; unit * UNIT < dim; unit++) {
+#if defined(WITH_WIDE) && UNIT == 2 /* as products (wide_products.h) */
+    floats keyed[2][2];
+    spread_bfloat16(keyed[0], block[0] + unit);
+    spread_bfloat16(keyed[1], block[1] + unit);
+#pragma GCC unroll 6
+    for (int m = 0; m < count; m++) {
+      const float *at = (const float *)queries[m] + 2 * unit;
+      for (int b = 0; b < 2; b++)
+        sum[m][b] = multiply_add(keyed[b][1], splat(at[1]), multiply_add(keyed[b][0], splat(at[0]), sum[m][b]));
+    }
+#else
+#pragma GCC unroll 6
+    for (int m = 0; m < count; m++) {
+      const units numbers = splat_unit((const ELEM *)queries[m] + UNIT * unit);
+      for (int b = 0; b < 2; b++) sum[m][b] = NAME(add_product)(sum[m][b], block[b][unit], numbers);
+    }
+#endif
+  }
+#pragma GCC unroll 6
+  for (int m = 0; m < count; m++)
+    for (int b = 0; b < 2; b++) store_float(to + m * padded + b * LANES, sum[m][b]);
+}
+
+/* Where the units of a tile's queries are: in place, or in `copied`, in float32 or with zeros behind an odd number. */
+typedef struct {
+  const char *first;
+  long copies; /* bytes from one copy to the next; 0: they are in place */
+} NAME(query_places);
+
+static NAME(query_places) NAME(places_of)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied) {
+#if defined(WITH_WIDE) && UNIT == 2
+  const long size = NAME(rounded_dim)(a->dim);
+  for (long query = 0; query < t->queries; query++)
+    for (long i = 0; i < size; i += LANES)
+      store_float(copied + query * size + i, load_first_bfloat16(NAME(query_of)(a, t, query) + i, a->dim - i));
+  return (NAME(query_places)){(const char *)copied, size * (long)sizeof(float)};
+#else
+  const long size = NAME(deep)(a->dim);
+  ELEM *to = (ELEM *)copied;
+  if (size == a->dim) return (NAME(query_places)){0, 0};
+  for (long query = 0; query < t->queries; query++, to += size) {
+    memcpy(to, NAME(query_of)(a, t, query), (size_t)a->dim * sizeof *to);
+    to[a->dim] = 0;
+  }
+  return (NAME(query_places)){(const char *)copied, size * (long)sizeof *to};
+#endif
+}
+
+/* Products of a tile's queries with the keys from `first` to `last`, multiples of 32; from `most` on they are those of the
+   last key. `copied` is for the queries. */
+static void NAME(score)(const NAME(attention) * a, const NAME(query_tile) * t, float *copied, long first, long last) {
+  units block[2][MOST_DIM / UNIT];
+  const NAME(query_places) places = NAME(places_of)(a, t, copied);
+  for (long key = first; key < last; key += 2 * LANES) {
+    for (int b = 0; b < 2; b++) {
+      const long left = t->most - key - b * LANES, from = left < 1 ? t->most - 1 : key + b * LANES;
+      const long count = left < 1 ? 1 : left < LANES ? left : LANES;
+      NAME(transpose)(t->keys + from * a->dim, t->keys_end, a->dim, count, block[b]);
+    }
+    for (long q = 0; q < t->queries; q += TOGETHER) {
+      const void *queries[6];
+      for (long m = 0; m < TOGETHER && q + m < t->queries; m++)
+        queries[m] = places.copies ? (const void *)(places.first + (q + m) * places.copies) : NAME(query_of)(a, t, q + m);
+      const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
+#define RUN(count) NAME(score_some)(block, queries, t->scores + q * t->padded + key, t->padded, a->dim, count)
+      BY_QUERIES(here, RUN)
+#undef RUN
+    }
+  }
+}
+
+/* Values by weights: `vectors` times sixteen dimensions of some queries' outputs; where they are `partial`, as many of UNIT
+   times sixteen as a head still has. */
+INLINE void NAME(mix_some)(const NAME(attention) * a, const NAME(query_tile) * t, long query, long d, const int count,
+                           const int vectors, const int partial) {
+  const float *scores = t->scores + query * t->padded;
+  floats sum[6][WIDE];
+#pragma GCC unroll 6
+  for (int m = 0; m < count; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) sum[m][v] = zeros();
+#ifdef IN_FLOATS
+  for (long key = 0; key < t->most; key++) {
+    const ELEM *one = t->values + key * a->dim + d;
+    ELEM copied[NAME(WIDTH)];
+    if (partial) one = NAME(whole_vector)(one, t->values_end, copied);
+    floats taken[WIDE];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      taken[v] = NAME(load)(one + v * LANES);
+      if (v % UNIT == 0) __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < count; m++) {
+      const floats weight = splat(scores[m * t->padded + key]);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) sum[m][v] = multiply_add(taken[v], weight, sum[m][v]);
+    }
+  }
+#else
+  for (long key = 0; key < t->most; key += UNIT) {
+    const ELEM *one = t->values + key * a->dim + d, *two = key + 1 < t->most ? one + a->dim : one;
+    ELEM copied[2][NAME(WIDTH)];
+    if (partial) {
+      one = NAME(whole_vector)(one, t->values_end, copied[0]);
+      two = NAME(whole_vector)(two, t->values_end, copied[1]);
+    }
+    units taken[WIDE];
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v += UNIT) {
+      NAME(take)(taken + v, one + v * LANES, two + v * LANES);
+      __builtin_prefetch((const char *)(one + v * LANES + 2 * LANES * a->dim));
+      __builtin_prefetch((const char *)(two + v * LANES + LANES * a->dim));
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < count; m++) {
+      const units weight = splat_unit((const ELEM *)(scores + m * t->padded) + key);
+#pragma GCC unroll 4
+      for (int v = 0; v < vectors; v++) sum[m][v] = NAME(add_product)(sum[m][v], taken[v], weight);
+    }
+  }
+#endif
+#pragma GCC unroll 6
+  for (int m = 0; m < count; m++)
+#pragma GCC unroll 4
+    for (int v = 0; v < vectors; v++) {
+      ELEM *to = NAME(output_of)(a, t, query + m) + d + v * LANES;
+      const floats made = quotient(sum[m][v], splat(t->sums[query + m]));
+      if (partial)
+        NAME(store_first)(to, a->dim - d - v * LANES, made);
+      else
+        NAME(store)(to, made);
+    }
+}
+
+/* The last dimensions of heads that are no whole vectors; apart, so that the code of the others stays small. */
+static __attribute__((noinline)) void NAME(mix_last)(const NAME(attention) * a, const NAME(query_tile) * t, long query,
+                                                     long d, long here) {
+#define RUN(count) NAME(mix_some)(a, t, query, d, count, UNIT, 1)
+  BY_QUERIES(here, RUN)
+#undef RUN
+}
+
+/* A tile's outputs in the dimensions from `first`, a multiple of 32, to `last`, another one or the last of all. */
+static void NAME(mix)(const NAME(attention) * a, const NAME(query_tile) * t, long first, long last) {
+  for (long q = 0; q < t->queries; q += TOGETHER) {
+    const long here = t->queries - q < TOGETHER ? t->queries - q : TOGETHER;
+    for (long d = first; d < last;) {
+#define RUN_WIDE(count) NAME(mix_some)(a, t, q, d, count, WIDE, 0)
+#define RUN(count) NAME(mix_some)(a, t, q, d, count, UNIT, 0)
+      if (last - d >= WIDE * LANES) {
+        BY_QUERIES(here, RUN_WIDE)
+        d += WIDE * LANES;
+      } else if (last - d >= UNIT * LANES) {
+        BY_QUERIES(here, RUN)
+        d += UNIT * LANES;
+      } else {
+        NAME(mix_last)(a, t, q, d, here);
+        d += UNIT * LANES;
+      }
+#undef RUN
+#undef RUN_WIDE
+    }
+  }
+}
+
+#undef BY_QUERIES
+#endif /* WITH_AMX */
+
+/* The products of one query become exponentials over the largest score, in the rows' type; their sum is of what was not
+   rounded. */
+static void NAME(weigh)(const NAME(attention) * a, const NAME(query_tile) * t, long query) {
+  const floats scale = splat(a->scale), nothing = splat(-INFINITY);
+  const long token = t->token + query / t->group, seen = a->visible[token];
+  float *scores = t->scores + query * t->padded;
+  floats top = nothing, sum = zeros();
+  for (long key = 0; key < t->padded; key += LANES) {
+    floats score = mul(load_float(scores + key), scale);
+    if (a->cap != 0.0f) score = capped(score, a->cap);
+    if (a->mask) score = add(score, NAME(load_first)(a->mask + token * a->horizon + key, t->most - key));
+    score = first_of(seen - key, score, nothing);
+    top = larger(top, score);
+    store_float(scores + key, score);
+  }
+  top = splat(largest_of(top));
+  for (long key = 0; key < t->padded; key += LANES) {
+    const floats weight = exponential(sub(load_float(scores + key), top));
+    sum = add(sum, weight);
+#ifdef IN_FLOATS
+    store_float(scores + key, NAME(rounded)(weight));
+#else
+    NAME(store)((ELEM *)scores + key, weight); /* behind what is still to be read */
+#endif
+  }
+  t->sums[query] = sum_of(sum);
+}
+#undef IN_FLOATS
+
+/* Few tiles, each divided among threads that others would wait for: first all 32 keys of all tiles, then all queries, then all
+   32 dimensions, in parts of equal size. Every sum is taken in the same order as by one thread. Tile i has the i-th area of
+   scratch. */
+static void NAME(divide_tiles)(const NAME(attention) * a, long number, long count, float *copied) {
+  enum { COUNT, SCORE, WEIGH, MIX, STEPS };
+  const long wide = 2 * LANES;
+  long total[STEPS] = {0};
+  for (int step = COUNT; step < STEPS; step++) {
+    const long from = total[step] * number / count, to = total[step] * (number + 1) / count;
+    long i = 0, before = 0;
+    if (step > SCORE) barrier();
+    for (long row = 0; row < a->rows; row++)
+      for (long head = 0; head < a->key_heads; head++)
+        for (long first = 0; first < a->places[4 * row + 2]; first += a->columns) {
+          const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, a->scratch + i++ * a->scratch_size);
+          const long pieces[STEPS] = {0, t.padded / wide, t.queries, (a->dim + wide - 1) / wide};
+          for (int later = SCORE; step == COUNT && later < STEPS; later++) total[later] += pieces[later];
+          const long low = from < before ? 0 : from - before;
+          const long high = to - before < pieces[step] ? to - before : pieces[step];
+          before += pieces[step];
+          if (low >= high) continue;
+          if (step == SCORE) NAME(score)(a, &t, copied, low * wide, high * wide);
+          if (step == WEIGH)
+            for (long query = low; query < high; query++) NAME(weigh)(a, &t, query);
+          if (step == MIX) NAME(mix)(a, &t, low * wide, high * wide < a->dim ? high * wide : a->dim);
+        }
+  }
+}
+
+static void NAME(share_tiles)(void *given) {
+  const NAME(attention) *a = given;
+  const long number = thread_number(), count = thread_count();
+  float *scratch = a->scratch + number * a->scratch_size, *copied = scratch + a->copied;
+  long part = 0;
+  if (a->divided) {
+    NAME(divide_tiles)(a, number, count, copied);
+    return;
+  }
+  for (long row = 0; row < a->rows; row++)
+    for (long head = 0; head < a->key_heads; head++)
+      for (long first = 0; first < a->places[4 * row + 2]; first += a->columns)
+        if (part++ % count == number) { /* in turns: later columns see more */
+          const NAME(query_tile) t = NAME(query_tile_of)(a, row, head, first, scratch);
+          NAME(score)(a, &t, copied, 0, t.padded);
+          for (long query = 0; query < t.queries; query++) NAME(weigh)(a, &t, query);
+          NAME(mix)(a, &t, 0, a->dim);
+        }
+}
+
+/* Rotate, store, attend. dim is from 1 to MOST_DIM; for columns * group queries rounded up to a multiple of 16, copied is at
+   least queries * (1 + horizon + 31), and scratch_size queries * dim more, with dim rounded up to a multiple of 16 UNIT. */
+void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
+  const long tokens = a->tokens;
+  NAME(clear_padding)(a);
+  if (threads > 1 && tokens >= 64)
+    parallel(NAME(share_tokens), a, (unsigned)threads, 0);
+  else
+    NAME(store_tokens)(a, 0, tokens);
+  parallel(NAME(share_tiles), a, (unsigned)(threads > 1 ? threads : 1), 0);
+}
+
+/* --- layers ------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+  const void *weight; /* as `product` reads it, or `quantized_product` where `bits` is not 0 */
+  const ELEM *bias;
+  long bits, group;
+} NAME(linear);
+
+static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto, ELEM *y, long rows, long outs, long ins,
+                        void *memory, long threads) {
+  if (l->bits)
+    NAME(draftproof_quantized_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, l->bits, l->group, memory, threads);
+  else
+    NAME(draftproof_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, threads);
+}
+
+/* The same fields as `LayerArguments` in native/operations.py. */
+typedef struct {
+  NAME(linear) qkv, out, gate_up, down;
+  const float *before, *mixed, *between, *made; /* scaled norms before attention, of what it made, and so for the gates;
+                                                   0 where there is none */
+  const float *turned;       /* that of each query and key head, or 0 */
+  long size, inner;          /* of hidden states, and of the gated ones */
+  long whole, gelu;          /* whether all query heads have one norm, and all key heads; whether gates are gelu */
+  float before_least, mixed_least, between_least, made_least, turned_least;
+  float factor;              /* of what is added to x */
+} NAME(layer);
+
+static void NAME(norm_heads)(const NAME(layer) * l, const NAME(attention) * a, long token) {
+  const long heads = a->heads + 2 * a->key_heads, both = a->heads + a->key_heads;
+  ELEM *at = a->fused + token * heads * a->dim;
+  if (l->whole) {
+    const long queries = a->heads * a->dim, keys = a->key_heads * a->dim;
+    NAME(norm_row)(at, l->turned, at, queries, l->turned_least);
+    NAME(norm_row)(at + queries, l->turned + queries, at + queries, keys, l->turned_least * keys / queries);
+  } else
+    for (long head = 0; head < both; head++, at += a->dim)
+      NAME(norm_row)(at, l->turned + head * a->dim, at, a->dim, l->turned_least);
+}
+
+/* x + product, or x + factor norm(product), which is made in y. */
+static void NAME(apply_onto)(const NAME(layer) * l, const NAME(linear) * by, const ELEM *given, ELEM *x, ELEM *y,
+                             const float *norm, float least, long tokens, long ins, void *memory, long threads) {
+  if (!norm && l->factor == 1.0f) {
+    NAME(apply)(by, given, x, x, tokens, l->size, ins, memory, threads);
+    return;
+  }
+  NAME(apply)(by, given, 0, y, tokens, l->size, ins, memory, threads);
+  NAME(join_work) w = {x, y, norm, tokens, l->size, least, l->factor};
+  if (threads > 1 && tokens * l->size > SMALL / 4)
+    parallel(NAME(share_join), &w, (unsigned)threads, 0);
+  else
+    NAME(join_rows)(&w, 0, tokens);
+}
+
+/* One layer on x [tokens, size], in place, with keys and values stored; fused and out of `a` are set here, in `work`. */
+static void NAME(run_layer)(const NAME(layer) * l, NAME(attention) * a, ELEM *x, ELEM *work, long threads) {
+  const long tokens = a->tokens, heads = a->heads + 2 * a->key_heads, mixed = a->heads * a->dim;
+  ELEM *normed = work, *both, *gated, *rest;
+  a->fused = normed + tokens * l->size;
+  a->out = a->fused + tokens * heads * a->dim;
+  both = a->out + tokens * mixed;
+  gated = both + tokens * 2 * l->inner;
+  rest = gated + tokens * l->inner;
+  if (l->before) NAME(draftproof_norm)(x, l->before, normed, tokens, l->size, l->before_least, threads);
+  NAME(apply)(&l->qkv, l->before ? normed : x, 0, a->fused, tokens, heads * a->dim, l->size, rest, threads);
+  if (l->turned)
+    for (long token = 0; token < tokens; token++) NAME(norm_heads)(l, a, token);
+  NAME(draftproof_attend)(a, threads);
+  NAME(apply_onto)(l, &l->out, a->out, x, normed, l->mixed, l->mixed_least, tokens, mixed, rest, threads);
+  if (l->between) NAME(draftproof_norm)(x, l->between, normed, tokens, l->size, l->between_least, threads);
+  NAME(apply)(&l->gate_up, l->between ? normed : x, 0, both, tokens, 2 * l->inner, l->size, rest, threads);
+  NAME(draftproof_gated)(both, gated, tokens, l->inner, l->gelu, threads);
+  NAME(apply_onto)(l, &l->down, gated, x, normed, l->made, l->made_least, tokens, l->inner, rest, threads);
+}
+
+/* Layers after one another on x [tokens, size], in place, each with its keys and values; `work` has
+   tokens * (size + 2 (heads + key_heads) dim + 3 inner) elements, and space for quantized inputs where there are. */
+void NAME(draftproof_layers)(const NAME(layer) * l, long count, NAME(attention) * a, ELEM *const *keys,
+                             ELEM *const *values, ELEM *x, ELEM *work, long threads) {
+  for (long number = 0; number < count; number++) {
+    a->keys = keys[number];
+    a->values = values[number];
+    NAME(run_layer)(l + number, a, x, work, threads);
+  }
+}

@@ -1,0 +1,122 @@
+"""The house keeps its order: imports point one way and form no cycle, the file tree is true, importing is light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import draftproof
+from support.each import for_each
+
+PACKAGE = Path(draftproof.__file__).parent
+ROOT = PACKAGE.parent.parent
+# Lower floors first; a module may import from its own floor and below.
+FLOORS = (
+    {"_version", "errors", "embedded", "accelerator"},
+    {"files", "tree", "native", "triton"},
+    {"rng", "progress", "peak"},
+    {"grammar_compile", "grammar_check"},
+    {"draft", "bad_words", "sampling", "grammar", "heads", "models"},
+    {"functional", "reference", "provenance", "results"},
+    {"verifiers", "finish", "theory"},
+    {"stoppers", "backends"},
+    {"drafters"},
+    {"engine"},
+    {"testing", "training"},
+    {"audit", "bench"},
+    {"reproduction", "profiling", "server", "batch", "integrations"},
+    {"cli"},
+    {"__main__"},
+)
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+# The rooms of backends, likewise; "" is the contract.
+ROOMS = ({""}, {"cache"}, {"recurrent", "products"}, {"hf"}, {"lean"}, {"heads"}, {"heads.published"}, {"loading"})
+ROOM = {name: floor for floor, names in enumerate(ROOMS) for name in names}
+
+
+def part(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def dotted(path):
+    return ".".join(("draftproof", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py")) if part(path) != "__init__"}
+
+
+def imported(path):
+    """Modules of ours that a file imports, at its top or inside functions."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "draftproof":
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("draftproof."))
+
+
+IMPORTS = {name: {each for each in imported(path) if each in MODULES} for name, path in MODULES.items()}
+
+
+def test_floors_list_what_exists():
+    assert set(FLOOR) == {part(path) for path in MODULES.values()}
+
+
+@for_each(MODULES)
+def test_imports_point_one_way(name):
+    mine = FLOOR[name.split(".")[1]]
+    above = [each for each in IMPORTS[name] if FLOOR[each.split(".")[1]] > mine]
+    assert not above, f"{name} imports from above: {above}"
+
+
+def room(name):
+    """The room of backends in which a module is."""
+    within = name.removeprefix("draftproof.backends").strip(".").split(".")
+    return ".".join(within[:-1])
+
+
+def test_rooms_of_backends_import_from_below():
+    modules = [name for name in MODULES if name.startswith("draftproof.backends.")]
+    assert {room(name) for name in modules if MODULES[name].name != "__init__.py"} == set(ROOM)
+    above = [
+        f"{name} imports {each}"
+        for name in modules
+        for each in IMPORTS[name]
+        if each.startswith("draftproof.backends.") and ROOM.get(room(each), 0) > ROOM.get(room(name), len(ROOMS))
+    ]
+    assert not above, above
+
+
+def test_no_import_cycle():
+    left = dict(IMPORTS)
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    while ends := [name for name in left if not any(name in needs for needs in left.values())]:
+        for name in ends:
+            del left[name]
+    assert not left, f"these modules import each other in a circle: {sorted(left)}"
+
+
+@for_each(MODULES)
+def test_modules_say_what_they_are(name):
+    assert ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8"))), f"{name} has no docstring"
+
+
+def test_the_file_tree_is_true():
+    command = [sys.executable, str(ROOT / "scripts" / "architecture.py"), "--check"]
+    found = subprocess.run(command, check=False)
+    assert found.returncode == 0, "docs/architecture.md is out of date: run python scripts/architecture.py"
+
+
+def test_import_is_light():
+    heavy = ("transformers", "typer", "scipy", "gguf", "triton")
+    code = f"import sys, draftproof; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@for_each(draftproof.__all__)
+def test_public_names_are_there(name):
+    assert getattr(draftproof, name) is not None

@@ -1,0 +1,77 @@
+"""Raw connections to a server, and an engine that is slow."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from support.serving import small_engine
+
+
+class Slow:
+    """Lets the rounds of an engine begin one at a time, when they may, or each after some time."""
+
+    def __init__(self, engine, seconds=0.0):
+        self.rounds, self.seconds, self.may = 0, seconds, threading.Event()
+        self.may.set()
+        self.step, engine.step = engine.step, self
+
+    def __call__(self):
+        assert self.may.wait(30)
+        time.sleep(self.seconds)
+        self.rounds += 1
+        self.step()
+
+
+@pytest.fixture
+def engine():
+    return small_engine(max_batch=2)
+
+
+def connected(base):
+    """A connection with a small buffer."""
+    host, port = base.removeprefix("http://").split(":")
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    made.connect((host, int(port)))
+    return made
+
+
+def raw(**fields):
+    """A request for a completion as bytes."""
+    body = json.dumps(fields).encode()
+    head = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+def descriptors():
+    """Number of open files of this process."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
+
+
+def serve(*options, **environment):
+    command = [sys.executable, "-c", "from draftproof.cli import main; main()", "serve", "--port", "0", *options]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
+
+
+def address(process):
+    for line in process.stderr:
+        if "serving" in line:
+            return line.split()[-1].removesuffix("/v1")
+    raise AssertionError("it did not start")
