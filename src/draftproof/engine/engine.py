@@ -14,7 +14,7 @@ from draftproof.backends.loading.verified import VerifiedModel
 from draftproof.backends.model_info import end_tokens
 from draftproof.engine.cost_file import CostFile
 from draftproof.engine.loop import DecodingLoop
-from draftproof.engine.options import EngineOptions
+from draftproof.engine.options import EngineOptions, takes_options
 from draftproof.engine.registry import (
     DEFAULT_TREE_VERIFIER,
     DEFAULT_VERIFIER,
@@ -85,6 +85,7 @@ class Engine(DecodingLoop):
             self._schedule()
 
     @classmethod
+    @takes_options
     def load(
         cls, target: str, draft: str | None = None, *, options: EngineOptions | None = None, **changes: Any
     ) -> Engine:
@@ -115,6 +116,7 @@ class Engine(DecodingLoop):
         return cls.assemble(source.backend(), small, tokenizer, options=made)
 
     @classmethod
+    @takes_options
     def assemble(
         cls,
         target: SlotBackend,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import make_stopper, make_verifier
 from draftproof.errors import UserError
 from draftproof.verifiers.base import Verifier
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,3 +153,17 @@ class EngineOptions:
             "adapter": None,
             "attn_implementation": self.attn_implementation,
         }
+
+
+def takes_options(function: _Function) -> _Function:
+    """Show the fields of EngineOptions in the signature of a function that takes them as `**changes`."""
+    found = inspect.signature(function, eval_str=False)
+    own = [each for each in found.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    taken = {each.name for each in own}
+    added = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(EngineOptions)
+        if each.name not in taken
+    ]
+    function.__signature__ = found.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    return function

@@ -172,5 +172,5 @@ def _observed(part: object, method: str, **callbacks: Any) -> _Observed:
         return property(lambda self: self.__getattr__(name))
 
     names = {name: read(name) for name in dir(part) if not name.startswith("_")}
-    made: _Observed = type("_Observed", (_Observed,), names)(part, method, **callbacks)
-    return made
+    made: type[_Observed] = type("_Observed", (_Observed,), names)
+    return made(part, method, **callbacks)

@@ -132,7 +132,7 @@ def test_requests_without_parameters_get_the_checkpoints(with_defaults):
 
 def test_they_can_be_left_alone(with_defaults):
     assert Engine.load(with_defaults, generation_config="none").default_params == SamplingParams()
-    with pytest.raises(UserError, match="generation_config is 'vllm': legal are auto and none"):
+    with pytest.raises(UserError, match="generation_config: expected auto or none, got 'vllm'"):
         Engine.load(with_defaults, generation_config="vllm")
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+import draftproof
 from draftproof import models
 from draftproof.backends.base import Capabilities, Feed
 from draftproof.backends.cache.slot_backend import SlotBackend
@@ -179,7 +180,7 @@ def _state_of_weights(path: Path) -> list[Any]:
 @functools.cache
 def _code() -> str:
     """A hash of the code of this package that reads models."""
-    package = Path(__file__).parents[1]
+    package = Path(draftproof.__file__).parent
     made = hashlib.sha256()
     for path in sorted(_sources(package)):
         made.update(path.read_bytes())
@@ -189,7 +190,6 @@ def _code() -> str:
 def _sources(package: Path) -> Iterator[Path]:
     for folder in _READ_BY:
         yield from (path for path in (package / folder).rglob("*") if path.suffix in (".py", ".c", ".h"))
-    yield from (Path(__file__), package / "fast_tokenizer.py", package / "tokenization.py")
 
 
 def _store() -> Store:
