@@ -17,7 +17,7 @@ PROMPTS = (
 MISSING = [name for name in NAMES if not models.pulled(name)]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(MISSING), reason=f"not here: draftproof models pull {' '.join(MISSING)}"),
+    pytest.mark.skipif(bool(MISSING), reason=f"not here, for each: draftproof models pull NAME: {MISSING}"),
 ]
 
 

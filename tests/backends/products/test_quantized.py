@@ -323,8 +323,17 @@ FAMILIES = {
 
 
 @needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("bits", "chains"), [(4, 1), (8, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("bits", "chains", "dtype"),
+    [
+        (4, 1, torch.float32),
+        (4, 1, torch.bfloat16),
+        (8, 1, torch.bfloat16),
+        (4, 3, torch.bfloat16),
+        pytest.param(8, 1, torch.float32, marks=pytest.mark.slow),
+        pytest.param(4, 3, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_output_is_the_targets(family, bits, chains, dtype):
     """Prompts of uneven lengths in one batch, one of them past every window."""
