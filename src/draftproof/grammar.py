@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,7 @@ from draftproof.sampling import Constraint
 
 MOST_CHARACTERS = 131_072  # of a grammar
 _KEPT = 16  # compiled grammars: the one that was used longest ago goes first
-_MOST_KEPT = 256 << 20  # bytes that they hold
+_MOST_KEPT = 128 << 20  # bytes that they hold
 _MOST_HELD = 1 << 30  # bytes that they hold together with those of open requests
 _SHARED_SECONDS = 0.1  # of compiling: what takes longer is compiled for each request, and never while one is decoded
 _SLOW_MASK = 0.003  # seconds: a mask that takes longer has made new states of the lexer, which stay
@@ -44,14 +45,15 @@ class _Compiled:
     Args:
         make: compiles it.
         cost: what that took when it was tried.
+        forget: called when later requests are to get another one, so that its lexer's memory is given back.
     """
 
-    def __init__(self, make: Callable[[], Any], cost: Cost) -> None:
-        self._make, self.cost = make, cost
+    def __init__(self, make: Callable[[], Any], cost: Cost, forget: Callable[[], None] = lambda: None) -> None:
+        self._make, self.cost, self._forget = make, cost, forget
         self._matcher = make()
         self.users = 0  # requests
-        self.growth = 0.0  # seconds of masks that were slow
-        self.stuck = False
+        self._growth = 0.0  # seconds of masks that were slow
+        self._stuck = False
 
     def matcher(self) -> Any:
         """A new matcher at the beginning."""
@@ -66,7 +68,14 @@ class _Compiled:
     @property
     def worn(self) -> bool:
         """Whether later requests get another one."""
-        return self.stuck or self.growth > _MOST_GROWTH
+        return self._stuck or self._growth > _MOST_GROWTH
+
+    def wear(self, seconds: float = 0.0, *, stuck: bool = False) -> None:
+        """Note that its lexer has grown: by a mask that took so long, or as far as it may."""
+        self._growth += seconds
+        self._stuck |= stuck
+        if self.worn:
+            self._forget()
 
 
 class Matcher:
@@ -120,7 +129,7 @@ class Matcher:
         try:
             return _calmly(find)
         except _Stuck as cause:
-            self._grammar.stuck = True
+            self._grammar.wear(stuck=True)
             problem = str(cause)
         if self._grammar.users > 1 and not problem.startswith("parser error"):
             self._grammar = _calmly(self._grammar.again)
@@ -143,7 +152,7 @@ class Matcher:
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
         spent = time.perf_counter() - start
         if spent > _SLOW_MASK:
-            self._grammar.growth += spent
+            self._grammar.wear(spent)
         self._refuse_error()
         mask = torch.zeros(self._vocab_size, dtype=torch.bool)
         size = min(self._vocab_size, len(bias))
@@ -297,7 +306,7 @@ class Grammars:
             return matcher
 
         try:
-            made = _Compiled(lambda: on_large_stack(make), cost)
+            made = _Compiled(lambda: on_large_stack(make), cost, partial(self._forget, spec))
         except ValueError as cause:
             raise UserError(f"grammar {kind} cannot be read: {reason(cause)}") from cause
         with self._lock:
@@ -306,6 +315,13 @@ class Grammars:
                 self._compiled[spec] = made
                 self._trim(_KEPT, _MOST_KEPT)
         return made
+
+    def _forget(self, spec: str) -> None:
+        """Drop a grammar that is worn."""
+        with self._lock:
+            found = self._compiled.get(spec)
+            if found is not None and found.worn:
+                del self._compiled[spec]
 
     def _make_room(self, size: int) -> None:
         """Forget kept grammars where memory for one more is short.

@@ -1,5 +1,6 @@
 """What a hostile client can send: everything has a limit, and nothing that one client does costs others."""
 
+import gc
 import json
 import logging
 import subprocess
@@ -202,6 +203,23 @@ def test_grammars_that_were_used_last_are_kept(engine, monkeypatch):
     for spec in ("regex:a", "regex:b", "regex:a", "regex:c"):
         engine.grammars.constraint(spec)
     assert set(engine.grammars._compiled) == {"regex:a", "regex:c"}
+
+
+def test_grammars_of_ended_requests_are_freed_at_once(engine, base):
+    """Also after an error, whose traceback is a part of cycles: a lexer can take 30 MB, and the collector is slow."""
+    assert post(base, max_tokens=2).status_code == 200
+    gc.collect()
+    gc.disable()
+    try:
+        before, kept = len(engine.grammars._held), 0
+        for size in range(900, 905):
+            heavy = {"regex": f"((a{{{size}}}){{1000}}){{10}}"}
+            answer = post(base, structured_outputs=heavy, max_tokens=4)
+            assert answer.status_code in (200, 400), answer.text
+            kept += answer.status_code == 200  # for later requests
+        until(lambda: len(engine.grammars._held) <= before + kept)
+    finally:
+        gc.enable()
 
 
 def test_a_body_that_does_not_come_is_408(base):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -233,7 +234,8 @@ class Server:
                 f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
             )
         full = f"{name}-{request.scope['state']['facts']['request_id']}"
-        answer = Answer.to(body, question, name=full, model=self.model, token_text=self.token_text)
+        asked = replace(question, constraint=None)  # which the job has, until the engine has it
+        answer = Answer.to(body, asked, name=full, model=self.model, token_text=self.token_text)
         return job, answer, body.stream_options or schemas.StreamOptions()
 
     async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Response:

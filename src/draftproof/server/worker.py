@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 
 from draftproof.draft import Origin
@@ -428,7 +428,10 @@ class EngineWorker:
             for request in made:
                 self._engine.abort(request)
             self._fail(job, explained(error, self._shown))
+            _release(error)
             return
+        finally:
+            job.constraint = None  # the engine's rows have it as long as they need it
         self._jobs[job] = [_Continuation(job, request, index) for index, request in enumerate(made)]
         self._serves(job, len(made))
 
@@ -473,6 +476,7 @@ class EngineWorker:
             return
         if request.error is not None:
             self._fail(job, explained(request.error, self._shown))
+            _release(request.error)
             return
         if not request.chunks:
             return
@@ -502,7 +506,11 @@ class EngineWorker:
         row.counted = self._metrics.decoded(row.counted, row.request.stats)
 
     def _remove(self, row: _Continuation) -> None:
-        """Forget a continuation that the engine has done with."""
+        """Forget a continuation that the engine has done with.
+
+        Its grammar, which may hold many megabytes, does not wait for Python's collector of cycles.
+        """
+        row.request.transforms = replace(row.request.transforms, constraint=None)
         rows = self._jobs[row.job]
         rows.remove(row)
         if not rows:
@@ -599,6 +607,13 @@ def explained(error: BaseException, shown: Callable[[str], str]) -> ApiError:
         return ApiError(shown(str(error)), code=code)
     _log.error("a request failed", exc_info=error)
     return failed()
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of what the calls held that an error ended: else a lexer of many megabytes waits for the collector."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _wanted(job: Job, pieces: Sequence[Piece], error: ApiError | None) -> bool:
