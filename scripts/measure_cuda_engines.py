@@ -17,7 +17,7 @@ from draftproof.backends.compiled import CompiledBackend
 from measure_cuda import SHAPES, SMALL, model_of, over, turns
 
 from draftproof import Engine, SamplingParams
-from draftproof.backends.lean import LeanBackend
+from draftproof.backends.lean.backend import LeanBackend
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
 
