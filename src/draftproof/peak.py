@@ -1,7 +1,8 @@
-"""Peak memory between two moments: of tensors on an accelerator, of the whole process on a CPU."""
+"""Memory of the process and of an accelerator: its peak between two moments, and freed memory handed back."""
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import sys
 import threading
@@ -28,6 +29,13 @@ def process_peak() -> int:
 def resident() -> int | None:
     """Bytes of this process in memory now; None where the system does not report them."""
     return _status("VmRSS")
+
+
+def release_freed_memory() -> None:
+    """Make the C library return freed memory to the system, which it would keep for later (glibc; else nothing)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class Peak:

@@ -30,10 +30,11 @@ from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import Product, fuse, give_back
+from draftproof.backends.products.packed_linear import Product, fuse
 from draftproof.errors import UserError
 from draftproof.native import dispatch as native
 from draftproof.native.operations import BITS, MOST_DIM, UNITS, MeasuredInputs, Operations
+from draftproof.peak import release_freed_memory
 from draftproof.triton.choose import fused
 
 _HEAD = "head"  # the output layer, beside the products of layers
@@ -78,7 +79,7 @@ class Lean:
         self.run_layers = in_order(self.layers)
         self._pieces: dict[tuple[int, int], Callable[..., Tensor]] = {}
         self.norm = Norm(inner.norm, offset=traits.offset, pack=pack)
-        give_back()
+        release_freed_memory()
 
     @property
     def packs(self) -> bool:

@@ -8,10 +8,8 @@ model's parameters become views of the fused weight.
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -312,13 +310,6 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
             layer.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
         start = stop
     return product
-
-
-def give_back() -> None:
-    """Make the C library return the memory of freed weights to the system, where it would keep it."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
