@@ -1,10 +1,10 @@
-"""Reference outputs of the package `speculators` for tests of published draft heads: tests/data/speculators.
+"""Reference outputs of the package `speculators` for tests of published draft heads: tests/support/data/speculators.
 
 It runs in an environment of its own: `pip install torch==2.13.0`, then `pip install speculators==0.9.0`. Every head is
 random and tiny, saved by the package itself, and read along known tokens: `reference.safetensors` holds the target's
 hidden states, as transformers computes them, and the head's logits at every step of a draft from every position.
 
-    HF_HUB_OFFLINE=1 python scripts/make_head_references.py tests/data/speculators
+    HF_HUB_OFFLINE=1 python scripts/make_head_references.py tests/support/data/speculators
 """
 
 import json

@@ -28,7 +28,7 @@ from draftproof.integrations.rows import Ends, Rows, params_of, prompts_of
 __all__ = ["Speculative", "forget", "speculative"]
 _OURS = ("use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "return_dict")
 _CACHES = ("past_key_values", "cache_params")
-_FRAMES = 8  # between transformers' generate and the callable there may be a caller's own wrappers
+_FRAMES = 32  # between transformers' generate and the callable there may be a caller's own wrappers
 
 
 class Speculative:

@@ -13,7 +13,7 @@ import draftproof
 from draftproof.files import whole_file
 from support.architectures.check import Result, check
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results" / "architectures"
 EXACT = Path(__file__).with_name("exact.txt")
 OUTCOMES = ("exact", "plain", "refused", "wrong", "crash", "not made")
