@@ -2,10 +2,13 @@
 
 import os
 import signal
+from pathlib import Path
 
 import torch
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
+# Some tests run their own files, or those of support/, in processes of their own.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DRAFTPROOF_TARGET", "embedded:stories")  # for `draftproof generate`
 os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/test_checked.py is about it

@@ -23,7 +23,7 @@ from draftproof.backends.lean import backend as lean_module
 from draftproof.backends.lean import layers as lean_layers
 from draftproof.backends.lean.attention import TorchAttention
 from draftproof.backends.lean.backend import LeanBackend, LeanForward, supports
-from draftproof.backends.lean.layers import Norm
+from draftproof.backends.lean.layers import Lean, Norm
 from draftproof.backends.lean.rotary import Rope, order_of
 from draftproof.backends.lean.traits import LLAMA, traits_of
 from draftproof.backends.loading.by_name import load_backend
@@ -99,8 +99,13 @@ def test_float64_is_left_unpacked_and_right():
     exercise(Program(lean_backend(model), tolerance=1e-5))
 
 
-def test_a_forward_that_dies_midway_is_repeated_as_if_nothing_had_happened(monkeypatch):
-    program = Program(lean("llama"))
+@pytest.mark.parametrize(("owner", "name", "native"), [(TorchAttention, "_attend", "0"), (Lean, "logits", "auto")])
+def test_a_forward_that_dies_midway_is_repeated_as_if_nothing_had_happened(owner, name, native, monkeypatch):
+    """In the attention of the first layer, or after all layers where these are one call."""
+    with monkeypatch.context() as patch:
+        patch.setenv("DRAFTPROOF_NATIVE", native)
+        made = lean_backend(reference("llama"))
+    program = Program(made)
     program.forward([(0, [1, 2, 3], [4, 5, 6], [-1, 0, -1]), (1, [9, 8], [], [])])
     program.keep(0, 3, (0, 1))
 
@@ -108,9 +113,9 @@ def test_a_forward_that_dies_midway_is_repeated_as_if_nothing_had_happened(monke
         raise MemoryError("out of memory")
 
     feeds = [Feed(program.sessions[0], [7]), Feed(program.sessions[1], [7])]
-    monkeypatch.setattr(TorchAttention, "_attend", die)
+    monkeypatch.setattr(owner, name, die)
     with pytest.raises(MemoryError):
-        lean("llama").forward(feeds)
+        made.forward(feeds)
     monkeypatch.undo()
     program.forward([(1, [5], [1], [-1]), (0, [6, 6], [7, 8, 9], [-1, 0, 0])])
     program.close_all()
