@@ -17,7 +17,7 @@ from draftproof.reproduction.claims import (
     resampled,
     shifted,
 )
-from draftproof.reproduction.papers.base import PaperTable
+from draftproof.reproduction.paper_tables import PaperTable
 from draftproof.reproduction.recipes.base import (
     ANY,
     Mark,

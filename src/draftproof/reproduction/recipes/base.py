@@ -14,7 +14,7 @@ from typing import Any
 
 from draftproof.reproduction.claims import Claim, Interval, Judgement
 from draftproof.reproduction.experiments import Experiments
-from draftproof.reproduction.papers.base import PaperTable, Value
+from draftproof.reproduction.paper_tables import PaperTable, Value
 from draftproof.results import finite
 from draftproof.theory.lengths import iid_block_efficiency
 

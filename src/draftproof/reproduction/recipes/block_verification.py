@@ -9,7 +9,7 @@ from dataclasses import replace
 from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
 from draftproof.reproduction.expected_accepted import CHAIN_RULES, key
 from draftproof.reproduction.experiments import Experiments, PairNames, Row
-from draftproof.reproduction.papers import block_verification as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     ANY,
     CLOSE,
@@ -40,6 +40,7 @@ from draftproof.reproduction.recipes.sums import (
     why_other,
 )
 
+PAPER = paper_tables("block_verification")
 LENGTHS = (1, 4, 6, 8)
 PAPER_N = 8
 
@@ -106,7 +107,7 @@ def _times(
 
 def table1(experiments: Experiments) -> Outcome:
     """Token and block at n = 8."""
-    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
         found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
@@ -124,7 +125,7 @@ def table1(experiments: Experiments) -> Outcome:
         )
         outcome.row(f"{pair.label}, times", {name: value for name, value in times.items() if "WS" in name}, timed=True)
         if place == 0:
-            why = why_other(papers.TABLE1.number("Average", "BE token"), found["BE token"], PAPER_N, pair.label)
+            why = why_other(PAPER["table1"].number("Average", "BE token"), found["BE token"], PAPER_N, pair.label)
             speeds = {name: value for name, value in times.items() if "WS" in name}
             answers = _gain_answers(found | speeds, [held], [timed], why)
     outcome.notes.append("Every data set of the paper is compared with the same prompts of ours, openings of stories.")
@@ -133,7 +134,7 @@ def table1(experiments: Experiments) -> Outcome:
 
 def table2(experiments: Experiments) -> Outcome:
     """Token and block by temperature."""
-    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         sums: dict[float, AtPlaces] = {}
         for temperature in (0.2, 0.6, 1.0):
@@ -151,7 +152,7 @@ def table2(experiments: Experiments) -> Outcome:
                 speeds = {name: value for name, value in times.items() if "WS" in name}
                 outcome.row(f"{pair.label}, T = {temperature:g}, times", speeds, timed=True)
                 row = f"T = {temperature:.1f}"
-                why = why_other(papers.TABLE2.number(row, "BE token"), found["BE token"], PAPER_N, pair.label)
+                why = why_other(PAPER["table2"].number(row, "BE token"), found["BE token"], PAPER_N, pair.label)
                 answers |= _gain_answers(found | speeds, [held], [timed], why, row)
         outcome.claims += [_temperature_claim(pair, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
         greedy = at_places(experiments, pair, 0.0, places=4, seeds=1)  # nothing is drawn
@@ -171,7 +172,7 @@ def _temperature_claim(pair: PairNames, sums: dict[float, AtPlaces], low: float,
 
 def figure4(experiments: Experiments) -> Outcome:
     """Token and block by n."""
-    outcome, answers = OutcomeBuilder(papers.FIGURE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["figure4"]), Answers()
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
@@ -201,7 +202,7 @@ def figure4(experiments: Experiments) -> Outcome:
             outcome.row(f"{pair.label}, n = {n}", found)
             if place < 2:
                 row = f"{('XXS', 'XXXS')[place]}, n = {n}"
-                why = why_other(papers.FIGURE4.number(row, "BE token"), found["BE token"], n, pair.label)
+                why = why_other(PAPER["figure4"].number(row, "BE token"), found["BE token"], n, pair.label)
                 answers |= _gain_answers(found, [*grown, *longer], [], why, row)
     lines.append(Series("paper, XXS", (4.0, 6.0, 8.0), (3.36, 6.10, 8.30)))
     lines.append(Series("paper, XXXS", (4.0, 6.0, 8.0), (3.16, 5.07, 6.27)))
@@ -216,7 +217,7 @@ def _gain(at: AtPlaces, n: int) -> Statistic:
 
 def table4(experiments: Experiments) -> Outcome:
     """Greedy block verification beside the others: in one round and over whole runs."""
-    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
     rules = CHAIN_RULES
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
@@ -260,7 +261,7 @@ def table4(experiments: Experiments) -> Outcome:
 
 def table5(experiments: Experiments) -> Outcome:
     """One draft against two."""
-    outcome, answers = OutcomeBuilder(papers.TABLE5), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
     columns = {"token": key("token", PAPER_N), "block": key("block", PAPER_N)}
     columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
     for place, pair in enumerate(experiments.profile.pairs):
@@ -308,9 +309,9 @@ def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, 
 
 
 RECIPES = (
-    Recipe(papers.TABLE1, table1),
-    Recipe(papers.TABLE2, table2),
-    Recipe(papers.TABLE4, table4),
-    Recipe(papers.TABLE5, table5),
-    Recipe(papers.FIGURE4, figure4),
+    Recipe(PAPER["table1"], table1),
+    Recipe(PAPER["table2"], table2),
+    Recipe(PAPER["table4"], table4),
+    Recipe(PAPER["table5"], table5),
+    Recipe(PAPER["figure4"], figure4),
 )

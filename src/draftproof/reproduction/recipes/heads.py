@@ -13,7 +13,7 @@ from draftproof.heads import Head, HeadConfig
 from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
 from draftproof.reproduction.draft_samples import DraftSamples, round_sums, sample_drafts
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
-from draftproof.reproduction.papers import specdec_pp as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import CLOSE, Answers, OurNumber, Outcome, OutcomeBuilder, Recipe
 from draftproof.reproduction.recipes.specdec_pp import SETS, THRESHOLDS, adaptive, best, sample_plan, throughput
 from draftproof.reproduction.recipes.sums import less
@@ -21,6 +21,7 @@ from draftproof.training.heads import Labels, run_head, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.metrics import kl_rows
 
+PAPER = paper_tables("specdec_pp")
 WEIGHTS, DEPTHS = (1.0, 3.0, 6.0, 12.0), (0, 1, 2, 3, 4)
 
 
@@ -62,7 +63,7 @@ def chosen_threshold(columns: Sequence[int]) -> Statistic:
 
 def table3(experiments: Experiments) -> Outcome:
     """Weights and depths."""
-    outcome, answers = OutcomeBuilder(papers.TABLE3), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table3"]), Answers()
     heads = heads_of(experiments)
     names = list(heads)
     known, fresh = (
@@ -128,4 +129,4 @@ def _head_answer(column: str, value: Interval, kl: Sequence[Claim], higher: Mapp
     return OurNumber(value, CLOSE, tuple(kl), "by the same two seconds, another pair", relative=True)
 
 
-RECIPES = (Recipe(papers.TABLE3, table3),)
+RECIPES = (Recipe(PAPER["table3"], table3),)

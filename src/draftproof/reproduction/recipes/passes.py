@@ -13,10 +13,11 @@ import torch
 from draftproof.bench.measures import fit_times
 from draftproof.reproduction.claims import Claim, Interval, Kind, claim, resampled, shifted
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun, Row
-from draftproof.reproduction.papers import specdec_pp as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import Answers, Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
 from draftproof.reproduction.recipes.specdec_pp import TOP_K
 
+PAPER = paper_tables("specdec_pp")
 STOPPERS = {
     "SpecDec": tuple(f"fixed:{length}" for length in (2, 6, 10)),
     "SpecDec++": tuple(f"acceptance:{h}" for h in (0.3, 0.7, 0.9)),
@@ -115,11 +116,11 @@ WHY = "models of 260 thousand parameters on a CPU take milliseconds where the pa
 
 def table2(experiments: Experiments) -> Outcome:
     """Seconds of a pass."""
-    outcome, answers, found = OutcomeBuilder(papers.TABLE2), Answers(), passes(experiments)
+    outcome, answers, found = OutcomeBuilder(PAPER["table2"]), Answers(), passes(experiments)
     fitted = fits(found)
     for setting, values in found.items():
         outcome.row(f"{SMALL.label}, {setting}", values, timed=True)
-        for row in papers.TABLE2.rows:
+        for row in PAPER["table2"].rows:
             if row.split(",")[0] == setting:
                 answers |= {
                     (row, name): _answer(value, 0.02 if name == "R squared" else SECONDS, fitted[setting])
@@ -135,7 +136,7 @@ def _answer(value: Interval, tolerance: float, fitted: Claim) -> OurNumber:
 
 def figure3(experiments: Experiments) -> Outcome:
     """The numbers of table 2 as bars."""
-    outcome, answers, found = OutcomeBuilder(papers.FIGURE3), Answers(), passes(experiments)
+    outcome, answers, found = OutcomeBuilder(PAPER["figure3"]), Answers(), passes(experiments)
     fitted = fits(found)
     for setting, values in found.items():
         own = {name: values[name] for name in ("t_draft", "t_target")}
@@ -150,4 +151,4 @@ def figure3(experiments: Experiments) -> Outcome:
     return outcome.finish(answers)
 
 
-RECIPES = (Recipe(papers.TABLE2, table2, "times"), Recipe(papers.FIGURE3, figure3, "times"))
+RECIPES = (Recipe(PAPER["table2"], table2, "times"), Recipe(PAPER["figure3"], figure3, "times"))

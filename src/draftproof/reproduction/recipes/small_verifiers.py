@@ -17,7 +17,7 @@ from draftproof.heads import Head, HeadConfig, load_head, save_head
 from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, exact_claim, resampled, shifted
 from draftproof.reproduction.draft_samples import DraftSamples, SamplePlan, sample_drafts
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
-from draftproof.reproduction.papers import sprinter as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     ANY,
     Answers,
@@ -36,6 +36,7 @@ from draftproof.training.heads import Labels, run_head, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.metrics import auc, roc
 
+PAPER = paper_tables("sprinter")
 SETS = {"Wiki": OPENINGS, "LM1B": "fiction"}  # the paper's data sets, and ours in their place
 STEPS = 400
 LAMBDAS = (1.0, 1.2, 1.5)
@@ -78,8 +79,8 @@ def area_of(parts: Parts) -> float:
 
 def figure3(experiments: Experiments) -> Outcome:
     """ROC of a linear verifier on two data sets."""
-    outcome, answers, lines = OutcomeBuilder(papers.FIGURE3), Answers(), []
-    for (paper, own), row in zip(SETS.items(), papers.FIGURE3.rows, strict=True):
+    outcome, answers, lines = OutcomeBuilder(PAPER["figure3"]), Answers(), []
+    for (paper, own), row in zip(SETS.items(), PAPER["figure3"].rows, strict=True):
         head = verifier(experiments, own)
         samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
         found = resampled(area(head, samples), area_of)
@@ -100,7 +101,7 @@ def _roc(label: str, parts: Parts) -> Series:
 
 def figure12(experiments: Experiments) -> Outcome:
     """ROC by the ratio that labels a token acceptable."""
-    outcome, lines = OutcomeBuilder(papers.FIGURE12), []
+    outcome, lines = OutcomeBuilder(PAPER["figure12"]), []
     samples = sample_drafts(experiments, sample_plan(experiments, OPENINGS, 0))
     parts = {lam: area(verifier(experiments, OPENINGS, lam), samples, lam) for lam in LAMBDAS}
     for lam, own in parts.items():
@@ -117,7 +118,7 @@ def figure12(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Verifiers on the other data set: by AUC, and in runs beside speculative decoding."""
-    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
     made = {own: verifier(experiments, own) for own in SETS.values()}
     for paper, own in SETS.items():
         samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
@@ -166,7 +167,7 @@ def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
 
 def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is read
     """The shipped verifier's hyperparameters."""
-    outcome, answers = OutcomeBuilder(papers.TABLE5), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
     where = heads_dir() / "approximate"
     options = json.loads((where / "provenance.json").read_text(encoding="utf-8"))["options"]
     lam, tau = options["labels"]["lam"], load_head(where).config.threshold
@@ -180,7 +181,7 @@ def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is rea
 
 def _closed(name: str, unit: float, of: partial[float]) -> Outcome:
     """A figure of Theorem 3.3 or 3.4: the curve by eta_TP for two eta_FP, and its distance from the ideal."""
-    paper = papers.FIGURE5 if name == "tokens" else papers.FIGURE6
+    paper = PAPER["figure5"] if name == "tokens" else PAPER["figure6"]
     outcome, lines = OutcomeBuilder(paper), []
     ideal = of(RUN, 1.0, 0.0)
     gaps = [of(RUN, true, false) - ideal for true in RATES for false in (0.0, 0.1, 0.25, 0.5)]
@@ -219,10 +220,10 @@ def figure6(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
 
 
 RECIPES = (
-    Recipe(papers.TABLE4, table4),
-    Recipe(papers.TABLE5, table5, "exact"),
-    Recipe(papers.FIGURE3, figure3),
-    Recipe(papers.FIGURE5, figure5, "exact"),
-    Recipe(papers.FIGURE6, figure6, "exact"),
-    Recipe(papers.FIGURE12, figure12),
+    Recipe(PAPER["table4"], table4),
+    Recipe(PAPER["table5"], table5, "exact"),
+    Recipe(PAPER["figure3"], figure3),
+    Recipe(PAPER["figure5"], figure5, "exact"),
+    Recipe(PAPER["figure6"], figure6, "exact"),
+    Recipe(PAPER["figure12"], figure12),
 )

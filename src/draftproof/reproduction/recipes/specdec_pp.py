@@ -21,7 +21,7 @@ from draftproof.reproduction.draft_samples import (
     stopped_lengths,
 )
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
-from draftproof.reproduction.papers import specdec_pp as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     CLOSE,
     Answers,
@@ -37,10 +37,11 @@ from draftproof.testing import TableModel
 from draftproof.theory.cost import PassCosts
 from draftproof.theory.decision import Problem, adaptive_gain
 
+PAPER = paper_tables("specdec_pp")
 SETS = {"Alpaca": OPENINGS, "HumanEval": "humaneval", "GSM8K": "gsm8k"}  # the paper's data sets, and ours
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14)  # section 4.1, and 1, which may be best for small pairs
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
-COSTS = PassCosts(papers.DRAFT_SECONDS, papers.TARGET_SECONDS)
+COSTS = PassCosts(0.0234, 0.112)  # of the paper: seconds of a draft and a target pass while speculating, section 4.2
 ALONE = 0.108  # seconds of a target pass without speculation, section 4.2
 TOP_K = 50
 
@@ -109,7 +110,7 @@ def _names(columns: Sequence[int], sums: Tensor) -> str:
 
 def exact_gain() -> Claim:
     """The claim that the best policy saves time against the best constant length on toy pairs, computed exactly."""
-    ratio = papers.DRAFT_SECONDS / papers.TARGET_SECONDS
+    ratio = COSTS.draft / COSTS.target
     gains = []
     for seed in range(6):
         target, draft = (TableModel(3, 2 * seed + i, order=1, sharpness=1.5) for i in range(2))
@@ -139,7 +140,7 @@ def _faster(name: str, sums: Tensor) -> Claim:
 
 def table1(experiments: Experiments) -> Outcome:
     """Best throughputs under the paper's seconds."""
-    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
     outcome.claims.append(exact_gain())
     rows: dict[str, dict[str, Interval | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
     for name, sums in compared(experiments).items():
@@ -166,8 +167,8 @@ _SETS_NOTE = (
 
 def figure1(experiments: Experiments) -> Outcome:
     """Gains and speed-ups."""
-    outcome, answers = OutcomeBuilder(papers.FIGURE1), Answers()
-    rows: dict[str, dict[str, Interval | str]] = {name: {} for name in papers.FIGURE1.rows}
+    outcome, answers = OutcomeBuilder(PAPER["figure1"]), Answers()
+    rows: dict[str, dict[str, Interval | str]] = {name: {} for name in PAPER["figure1"].rows}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
         outcome.claims.append(held)
@@ -181,7 +182,7 @@ def figure1(experiments: Experiments) -> Outcome:
             answers[row, name] = OurNumber(ours, tolerance, (held,), "another pair of models", relative=relative)
     lines = []
     for label, source in (
-        ("paper", papers.FIGURE1.rows["gain %"]),
+        ("paper", PAPER["figure1"].rows["gain %"]),
         ("ours", [_value(rows["gain %"][n]) for n in SETS]),
     ):
         lines.append(Series(label, tuple(map(float, range(3))), tuple(float(x or 0) for x in source)))
@@ -199,7 +200,7 @@ def _value(found: Interval | str) -> float:
 
 def figure4(experiments: Experiments) -> Outcome:
     """The Pareto frontiers."""
-    outcome, lines = OutcomeBuilder(papers.FIGURE4), []
+    outcome, lines = OutcomeBuilder(PAPER["figure4"]), []
     for name, sums in compared(experiments).items():
         points = [[bootstrap(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
         for label, columns in (("constant", FIXED), ("adaptive", ADAPTIVE)):
@@ -242,4 +243,4 @@ def frontier(totals: Float[Tensor, "draws columns"], at: int) -> Float[Tensor, "
     return found
 
 
-RECIPES = (Recipe(papers.TABLE1, table1), Recipe(papers.FIGURE1, figure1), Recipe(papers.FIGURE4, figure4))
+RECIPES = (Recipe(PAPER["table1"], table1), Recipe(PAPER["figure1"], figure1), Recipe(PAPER["figure4"], figure4))

@@ -15,7 +15,7 @@ from draftproof.backends.base import Feed
 from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim
 from draftproof.reproduction.expected_accepted import key
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames
-from draftproof.reproduction.papers import spectr as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     CLOSE,
     Answers,
@@ -29,6 +29,7 @@ from draftproof.reproduction.recipes.base import (
 from draftproof.reproduction.recipes.sums import AtPlaces, between, efficiency, several, why_other
 from draftproof.tree import TokenTree
 
+PAPER = paper_tables("spectr")
 DRAFTS, LENGTHS = (1, 2, 4, 8), (4, 8)
 PASSES = 30  # timed passes of each shape
 
@@ -59,7 +60,7 @@ def _growth(at: AtPlaces, label: str) -> list[Claim]:
 
 def table2(experiments: Experiments) -> Outcome:
     """Tokens a call by K and L."""
-    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
         at = _grid(experiments, pair)
@@ -81,7 +82,7 @@ def table2(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Three draft models of different strength: early exits of the same target."""
-    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
     pair = SMALL
     layers = dict(zip(("2M", "6M", "20M"), (2, 3, 4), strict=True))
     grids = {size: _grid(experiments, pair, drafter=f"early_exit:{count}", seeds=1) for size, count in layers.items()}
@@ -91,7 +92,7 @@ def table4(experiments: Experiments) -> Outcome:
     for size, at in grids.items():
         found = {f"K={k} L={n}": at.efficiency("spectr", n, k) for n in LENGTHS for k in DRAFTS}
         outcome.row(f"{pair.target}, first {layers[size]} of 5 layers", found)
-        paper = papers.TABLE4.number(size, "K=1 L=8")
+        paper = PAPER["table4"].number(size, "K=1 L=8")
         why = why_other(paper, found["K=1 L=8"], 8, f"at K = 1 the exit after {layers[size]} layers")
         for name, value in found.items():
             mine = tuple(each for each in held if f"first {layers[size]} layers" in each.text)
@@ -113,7 +114,7 @@ def _better(weak: AtPlaces, strong: AtPlaces, fewer: int, more: int) -> Claim:
 
 def table1(experiments: Experiments) -> Outcome:
     """The time of a pass by tokens and batch."""
-    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
     why = "a CPU has no idle arithmetic to read more tokens with"
     for place, pair in enumerate(experiments.profile.pairs):
         found = _passes(experiments, pair)
@@ -165,4 +166,4 @@ def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[fl
     return {f"{length}x{batch}": times for (length, batch), times in seconds.items()}
 
 
-RECIPES = (Recipe(papers.TABLE1, table1, "times"), Recipe(papers.TABLE2, table2), Recipe(papers.TABLE4, table4))
+RECIPES = (Recipe(PAPER["table1"], table1, "times"), Recipe(PAPER["table2"], table2), Recipe(PAPER["table4"], table4))

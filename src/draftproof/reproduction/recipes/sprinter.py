@@ -15,7 +15,7 @@ from draftproof.heads import load_head
 from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, column, shifted
 from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun, Row
-from draftproof.reproduction.papers import sprinter as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     ANY,
     OTHER_SECONDS,
@@ -31,6 +31,7 @@ from draftproof.training.features import ModelPair
 from draftproof.training.responses import Response
 from draftproof.training.sprinter import drift
 
+PAPER = paper_tables("sprinter")
 SD = "fixed:4"  # the paper does not name its length
 METHODS: dict[str, dict[str, str]] = {
     "SD": {"stopper": SD, "verifier": "token"},
@@ -109,7 +110,7 @@ def per_token(run: int) -> Statistic:
 
 def table2(experiments: Experiments) -> Outcome:
     """Calls, time and quality of each method."""
-    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
     names = list(METHODS)
     runs = [planned_run(experiments, parts) for parts in METHODS.values()]
     sums = run_sums(experiments.in_turns(runs), FIELDS)
@@ -218,7 +219,7 @@ def drifts(experiments: Experiments) -> Float[Tensor, "prompts columns"]:
 
 def table3(experiments: Experiments) -> Outcome:
     """Preference, speed and operations against each method."""
-    outcome, answers = OutcomeBuilder(papers.TABLE3), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table3"]), Answers()
     ours = planned_run(experiments, METHODS["SPRINTER"])
     for name in ("SD", "mentored"):
         other = planned_run(experiments, METHODS[name])
@@ -307,4 +308,4 @@ def _work_claims(name: str, work: Mapping[str, Statistic], sums: Tensor) -> list
     ]
 
 
-RECIPES = (Recipe(papers.TABLE2, table2), Recipe(papers.TABLE3, table3))
+RECIPES = (Recipe(PAPER["table2"], table2), Recipe(PAPER["table3"], table3))
