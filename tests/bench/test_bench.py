@@ -681,3 +681,10 @@ def test_the_same_seeds_give_the_same_tables(tmp_path, folder, questions):
     assert [one.counts() for one in after] == [one.counts() for one in before]
     for old, new in zip(by_setting(before).values(), by_setting(after).values(), strict=True):
         assert count_table(new) == count_table(old)
+
+
+def test_a_stopper_finds_the_head_that_ships_for_the_draft_of_a_cell():
+    cell = Cell("embedded:target", "embedded:draft", drafter="model", stopper="acceptance:0.5", verifier="token")
+    engine = ModelCache(device="cpu").engine(cell, max_batch=3)
+    assert engine.max_batch == 3
+    assert engine.drafter.name == "model"

@@ -162,7 +162,7 @@ def test_compared_runs_take_turns(experiments, monkeypatch):
         return original(run, engine, prompts, seed, first)
 
     monkeypatch.setattr(experiments_module, "_answers", noting)
-    base = experiments.scaled_run(SMALL, prompts=4, seeds=2, batch=2, tokens=4, stopper="fixed:3")
+    base = experiments.scaled_run(SMALL, prompts=4, seeds=2, batch=2, max_tokens=4, stopper="fixed:3")
     runs = [replace(base, verifier=rule) for rule in ("token", "block")]
     found = experiments.in_turns(runs)
     assert order == [(rule, seed, first) for seed in (0, 1) for first in (0, 2) for rule in ("token", "block")]
@@ -274,7 +274,7 @@ def test_stoppers_on_sampled_drafts_end_where_the_engine_ends_them(experiments):
     totals = round_sums(samples, lengths).sum(0)
     assert samples.prefix_acceptance.shape == (64, LIMIT)
     for place, stopper in enumerate(("acceptance:0.7", "fixed:4")):
-        run = experiments.scaled_run(SMALL, stopper=stopper, verifier="token", prompts=8, seeds=1, tokens=40)
+        run = experiments.scaled_run(SMALL, stopper=stopper, verifier="token", prompts=8, seeds=1, max_tokens=40)
         rows = experiments.runs(run)
         drafted, accepted = (sum(row[name] for row in rows) for name in ("num_draft_tokens", "num_accepted_tokens"))
         rounds = sum(row["num_drafts"] for row in rows)

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
+from draftproof.bench.estimate import Estimate, Statistic, resample
+from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import CHAIN_RULES, key
 from draftproof.reproduction.experiments import Experiments, PairNames, Row
 from draftproof.reproduction.paper_tables import paper_tables
@@ -52,7 +53,7 @@ def at_places(experiments: Experiments, pair: PairNames, temperature: float, **o
 
 
 def _gain_answers(
-    found: dict[str, Interval], claims: Sequence[Claim], timed: Sequence[Claim], why: str, row: str = ANY
+    found: dict[str, Estimate], claims: Sequence[Claim], timed: Sequence[Claim], why: str, row: str = ANY
 ) -> Answers:
     """Answers for the six columns of a table of gains."""
     be, ws = tuple(claims), tuple(timed)
@@ -81,18 +82,18 @@ def whole_runs(experiments: Experiments, pair: PairNames, temperature: float, n:
 
 def _times(
     experiments: Experiments, pair: PairNames, temperature: float, n: int
-) -> tuple[dict[str, Interval], Claim, Claim]:
+) -> tuple[dict[str, Estimate], Claim, Claim]:
     """Whole runs of plain, token and block: speeds over plain, and claims about block against token."""
     runs = whole_runs(experiments, pair, temperature, n)[:3]
     sums = run_sums(runs, TIMED)
     found = {
-        "WS token": bootstrap(sums, speed(1, 0)),
-        "WS block": bootstrap(sums, speed(2, 0)),
-        "WS gain %": bootstrap(sums, faster(2, 1, 100)),
-        "BE token in runs": bootstrap(sums, run_efficiency(1, 3)),
-        "BE block in runs": bootstrap(sums, run_efficiency(2, 3)),
+        "WS token": resample(sums, speed(1, 0)),
+        "WS block": resample(sums, speed(2, 0)),
+        "WS gain %": resample(sums, faster(2, 1, 100)),
+        "BE token in runs": resample(sums, run_efficiency(1, 3)),
+        "BE block in runs": resample(sums, run_efficiency(2, 3)),
     }
-    counts = bootstrap(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
+    counts = resample(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
     label = f"{pair.label}, T = {temperature:g}, n = {n}"
     return (
         found,
@@ -100,7 +101,7 @@ def _times(
         claim(
             f"time: speed of block over token - 1 > 0 ({label})",
             Kind.MODELS,
-            bootstrap(sums, faster(2, 1)),
+            resample(sums, faster(2, 1)),
         ),
     )
 
@@ -156,7 +157,7 @@ def table2(experiments: Experiments) -> Outcome:
                 answers |= _gain_answers(found | speeds, [held], [timed], why, row)
         outcome.claims += [_temperature_claim(pair, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
         greedy = at_places(experiments, pair, 0.0, places=4, seeds=1)  # nothing is drawn
-        equal = bootstrap(greedy.sums, apart(greedy, PAPER_N))
+        equal = resample(greedy.sums, apart(greedy, PAPER_N))
         outcome.claims.append(
             claim(f"-|BE block - BE token| >= 0 at T = 0 ({pair.label})", Kind.MUST, equal, at_least=True)
         )
@@ -176,12 +177,12 @@ def figure4(experiments: Experiments) -> Outcome:
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
-        equal = bootstrap(at.sums, apart(at, 1))
+        equal = resample(at.sums, apart(at, 1))
         grown = [
             claim(
                 f"gain at n = {b} - gain at n = {a} > 0 ({pair.label})",
                 Kind.MUST,
-                bootstrap(at.sums, less(_gain(at, b), _gain(at, a))),
+                resample(at.sums, less(_gain(at, b), _gain(at, a))),
             )
             for a, b in itertools.pairwise(LENGTHS)
         ]
@@ -232,12 +233,12 @@ def table4(experiments: Experiments) -> Outcome:
         ]
         runs = whole_runs(experiments, pair, 1.0, PAPER_N)[1:]
         sums = run_sums(runs)
-        found = {f"BE {rule.replace('_', ' ')}": bootstrap(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
+        found = {f"BE {rule.replace('_', ' ')}": resample(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
         whole = [
             claim(
                 f"whole runs: BE {rules[a]} - BE {rules[b]} > 0 ({pair.label})",
                 Kind.MODELS,
-                bootstrap(sums, less(run_efficiency(a), run_efficiency(b))),
+                resample(sums, less(run_efficiency(a), run_efficiency(b))),
             )
             for a, b in ((1, 0), (2, 0), (1, 2))
         ]
@@ -266,7 +267,7 @@ def table5(experiments: Experiments) -> Outcome:
     columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
     for place, pair in enumerate(experiments.profile.pairs):
         at = AtPlaces(experiments, several(experiments, pair), list(columns.values()))
-        found = {f"BE {name}": bootstrap(at.sums, efficiency(at[column])) for name, column in columns.items()}
+        found = {f"BE {name}": resample(at.sums, efficiency(at[column])) for name, column in columns.items()}
         order = [
             ("SpecTr", "SpecInfer", Kind.MODELS),
             ("SpecInfer", "block", Kind.MODELS),
@@ -291,7 +292,7 @@ def table5(experiments: Experiments) -> Outcome:
     return outcome.finish(answers)
 
 
-def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, Interval], list[Claim]]:
+def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, Estimate], list[Claim]]:
     """Speed over plain decoding in batches of 8."""
     parts = {"token": ("model", "token"), "block": ("model", "block")}
     parts |= {"SpecTr": ("chains:2", "spectr"), "SpecInfer": ("chains:2", "multi_round")}
@@ -299,9 +300,13 @@ def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, 
     drafting = [replace(plain, drafter=d, stopper=f"fixed:{PAPER_N}", verifier=v) for d, v in parts.values()]
     runs = experiments.in_turns([plain, *drafting])
     sums = run_sums(runs, TIMED)
-    found = {f"WS {name}": bootstrap(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
+    found = {f"WS {name}": resample(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
     timed = [
-        claim(f"time: speed of block over {name} - 1 > 0 ({pair.label})", Kind.MODELS, bootstrap(sums, faster(2, at)))
+        claim(
+            f"time: speed of block over {name} - 1 > 0 ({pair.label})",
+            Kind.MODELS,
+            resample(sums, faster(2, at)),
+        )
         for at, name in enumerate(parts, 1)
         if name in {"SpecTr", "SpecInfer"}
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from draftproof.reproduction.claims import Interval, exact_claim
+from draftproof.bench.estimate import Estimate
+from draftproof.reproduction.claims import exact_claim
 from draftproof.reproduction.experiments import Experiments
 from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import Figure, Outcome, OutcomeBuilder, Recipe, Series
@@ -45,7 +46,7 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         ]
         shipped = [block_length(p, q, n) for n in LENGTHS]
         for name, values in (("token level", token), ("block level", block), ("block verification", shipped)):
-            outcome.row(f"draft Ber({chance}), {name}", {f"L = {n}": Interval.exact(values[n - 1]) for n in LENGTHS})
+            outcome.row(f"draft Ber({chance}), {name}", {f"L = {n}": Estimate.exact(values[n - 1]) for n in LENGTHS})
             if chance != TARGET and name != "block verification":
                 lines.append(Series(f"{name}, p = {chance}", tuple(map(float, LENGTHS)), tuple(values)))
         if chance == TARGET:

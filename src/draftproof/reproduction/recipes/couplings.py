@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.bench.estimate import Estimate, resample
 from draftproof.errors import UserError
 from draftproof.functional.otm import otm_plan
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, column, exact_claim
+from draftproof.reproduction.claims import Claim, Kind, claim, column, exact_claim
 from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.expected_accepted import chain_ccdf
 from draftproof.reproduction.experiments import Experiments, PairNames
@@ -51,13 +52,13 @@ def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing i
         "full information": full_information_length(p, q, 2),
     }
     for rule, ccdf in ccdfs.items():
-        outcome.row(f"Pr({rule} accepts >= x)", {f"x = {x}": Interval.exact(ccdf[x]) for x in range(1, 11)})
+        outcome.row(f"Pr({rule} accepts >= x)", {f"x = {x}": Estimate.exact(ccdf[x]) for x in range(1, 11)})
     outcome.figure = Figure(
         "x",
         "Pr(accepted >= x), n = 10",
         tuple(Series(rule, tuple(map(float, range(11))), tuple(ccdf)) for rule, ccdf in ccdfs.items()),
     )
-    answers = {(row, "E[accepted] at n = 2"): OurNumber(Interval.exact(value), 1e-12) for row, value in means.items()}
+    answers = {(row, "E[accepted] at n = 2"): OurNumber(Estimate.exact(value), 1e-12) for row, value in means.items()}
     return outcome.finish(answers)
 
 
@@ -73,7 +74,7 @@ def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         reached += [abs(a - float(kseq_acceptance(p, q, k))) for a, k in zip(best, many, strict=True)]
         grown += [b - a for a, b in itertools.pairwise(best)]
         last.append(best[-1])
-        outcome.row(f"r = {ratio}", {f"k = {k}": Interval.exact(a) for k, a in zip(many, best, strict=True)})
+        outcome.row(f"r = {ratio}", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, best, strict=True)})
         lines.append(Series(f"r = {ratio}", tuple(map(float, many)), tuple(best)))
     outcome.claims += [
         exact_claim("-|best - (1 - (1 - 1/r)^k)| >= 0, largest", -max(formula), at_least=True),
@@ -110,7 +111,7 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
     many, targets = tuple(range(1, 11)), (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)
     found = {b: [_binary_best(b, 0.25, k) for k in many] for b in targets}
     for b, values in found.items():
-        outcome.row(f"target Ber({b})", {f"k = {k}": Interval.exact(a) for k, a in zip(many, values, strict=True)})
+        outcome.row(f"target Ber({b})", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, values, strict=True)})
         lines.append(Series(f"target Ber({b})", tuple(map(float, many)), tuple(values)))
     falls = [
         a - b
@@ -135,7 +136,7 @@ def figure3(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
     for k, values in found.items():
         outcome.row(
             f"k = {k}",
-            {f"target {b:g}": Interval.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
+            {f"target {b:g}": Estimate.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
         )
         lines.append(Series(f"k = {k}", tuple(targets), tuple(values)))
     ones = {k: sum(a > 1 - 1e-9 for a in values) / len(values) for k, values in found.items()}
@@ -168,7 +169,7 @@ def figure5(experiments: Experiments) -> Outcome:
         best = torch.stack([optimal_acceptance(p, q, k) for k in many], -1)
         ours = torch.stack([kseq_acceptance(p, q, k) for k in many], -1)
         means = {
-            name: [bootstrap(values, column(i)) for i in range(len(many))]
+            name: [resample(values, column(i)) for i in range(len(many))]
             for name, values in (("OTM-k", best / len(best)), ("K-SEQ", ours / len(ours)))
         }
         for name, values in means.items():
@@ -176,7 +177,7 @@ def figure5(experiments: Experiments) -> Outcome:
             if place == 0:
                 lines.append(Series(f"{name}, {pair.label}", tuple(map(float, many)), tuple(v.value for v in values)))
         shares = ours / best
-        smallest = {f"k = {k}": Interval.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
+        smallest = {f"k = {k}": Estimate.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
         outcome.row(f"{pair.label}, least K-SEQ / OTM-k", smallest)
         outcome.claims += _otm_claims(best, ours, many, pair.label)
         if place == 0:
@@ -210,7 +211,7 @@ def _otm_claims(
         claim(
             f"mean OTM-k - K-SEQ > 0 at k = 4 ({label})",
             Kind.MODELS,
-            bootstrap(difference / len(best), column(3)),
+            resample(difference / len(best), column(3)),
         ),
     ]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from draftproof.bench.estimate import Estimate, resample
 from draftproof.embedded import heads_dir
 from draftproof.files import whole_directory
 from draftproof.heads import Head, HeadConfig, load_head, save_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, exact_claim, resampled, shifted
+from draftproof.reproduction.claims import Claim, Kind, claim, exact_claim
 from draftproof.reproduction.draft_samples import DraftSamples, SamplePlan, sample_drafts
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.paper_tables import paper_tables
@@ -29,7 +30,7 @@ from draftproof.reproduction.recipes.base import (
     Series,
 )
 from draftproof.reproduction.recipes.sprinter import FIELDS, METHODS, milliseconds, wins_over
-from draftproof.reproduction.recipes.sums import run_sums
+from draftproof.reproduction.recipes.sums import resampled, run_sums
 from draftproof.theory.sprinter import expected_accepted, expected_stopping_time
 from draftproof.training.features import JudgeRows
 from draftproof.training.heads import Labels, run_head, train_head
@@ -84,7 +85,7 @@ def figure3(experiments: Experiments) -> Outcome:
         head = verifier(experiments, own)
         samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
         found = resampled(area(head, samples), area_of)
-        above = claim(f"AUC - 0.5 > 0 ({own})", Kind.MODELS, shifted(found, -0.5))
+        above = claim(f"AUC - 0.5 > 0 ({own})", Kind.MODELS, found.plus(-0.5))
         outcome.claims.append(above)
         size = sum(weight.numel() for weight in head.parameters())
         outcome.row(f"{SMALL.label}, {own} ({size} parameters)", {"AUC": found})
@@ -131,10 +132,10 @@ def table4(experiments: Experiments) -> Outcome:
             for name in SETS.values()
         ]
         sums = run_sums(experiments.in_turns([base, *lossy]), FIELDS)
-        values: dict[str, Interval | str] = {}
-        times: dict[str, Interval | str] = {}
+        values: dict[str, Estimate | str] = {}
+        times: dict[str, Estimate | str] = {}
         for place, (trained, name) in enumerate(SETS.items()):
-            wins, spent = wins_over(experiments, lossy[place], base), bootstrap(sums, milliseconds(place + 1))
+            wins, spent = wins_over(experiments, lossy[place], base), resample(sums, milliseconds(place + 1))
             values[f"AUC, trained on {trained}"] = resampled(areas[name], area_of)
             values[f"win-tie, trained on {trained}"], times[f"ms, trained on {trained}"] = wins, spent
             cell = f"on {paper}"
@@ -152,8 +153,7 @@ def _transfers(areas: Mapping[str, Parts], own: str) -> Claim:
     other = next(name for name in areas if name != own)
     both = list(zip(areas[own], areas[other], strict=True))
     gap = resampled(both, lambda some: area_of([a for a, _ in some]) - area_of([b for _, b in some]))
-    near = Interval(0.05 - gap.value, 0.05 - gap.high, 0.05 - gap.low, gap.level, gap.clusters)
-    return claim(f"0.05 - (AUC of the own verifier - of the other) > 0 (on {own})", Kind.MODELS, near)
+    return claim(f"0.05 - (AUC of the own verifier - of the other) > 0 (on {own})", Kind.MODELS, gap.below(0.05))
 
 
 def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
@@ -172,9 +172,9 @@ def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is rea
     options = json.loads((where / "provenance.json").read_text(encoding="utf-8"))["options"]
     lam, tau = options["labels"]["lam"], load_head(where).config.threshold
     for data in SETS:
-        answers[ANY, f"lambda {data}"] = OurNumber(Interval.exact(lam), 1e-9)
-        answers[ANY, f"tau {data}"] = OurNumber(Interval.exact(tau), 1e-9)
-    outcome.row("embedded:draft's shipped verifier", {"lambda": Interval.exact(lam), "tau": Interval.exact(tau)})
+        answers[ANY, f"lambda {data}"] = OurNumber(Estimate.exact(lam), 1e-9)
+        answers[ANY, f"tau {data}"] = OurNumber(Estimate.exact(tau), 1e-9)
+    outcome.row("embedded:draft's shipped verifier", {"lambda": Estimate.exact(lam), "tau": Estimate.exact(tau)})
     outcome.notes.append("Read from the verifier that ships: the same choice, not a search of our own.")
     return outcome.finish(answers)
 
@@ -188,7 +188,7 @@ def _closed(name: str, unit: float, of: partial[float]) -> Outcome:
     sharp = of(RUN, 1.0, 0.5) - ideal
     for false in (0.1, 0.5):
         values = [of(RUN, true, false) for true in RATES]
-        row = {f"eta_TP = {true:g}": Interval.exact(value) for true, value in zip(RATES, values, strict=True)}
+        row = {f"eta_TP = {true:g}": Estimate.exact(value) for true, value in zip(RATES, values, strict=True)}
         outcome.row(f"eta_FP = {false:g}", row)
         lines.append(Series(f"eta_FP = {false:g}", RATES, tuple(values)))
     lines.append(Series("ideal verifier", RATES, (ideal,) * len(RATES)))

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.bench.estimate import Estimate, Statistic, resample
 from draftproof.embedded import heads_dir
 from draftproof.heads import Head, load_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, exact_claim
+from draftproof.reproduction.claims import Claim, Kind, claim, exact_claim
 from draftproof.reproduction.draft_samples import (
     DraftSamples,
     SamplePlan,
@@ -134,7 +135,7 @@ def compared(experiments: Experiments) -> dict[str, Float[Tensor, "prompts colum
 
 def _faster(name: str, sums: Tensor) -> Claim:
     """The claim that the best threshold is faster than the best length."""
-    gap = bootstrap(sums, lambda totals: best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1)
+    gap = resample(sums, lambda totals: best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1)
     return claim(f"best adaptive over best constant throughput - 1 > 0 ({SETS[name]})", Kind.MODELS, gap)
 
 
@@ -142,11 +143,14 @@ def table1(experiments: Experiments) -> Outcome:
     """Best throughputs under the paper's seconds."""
     outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
     outcome.claims.append(exact_gain())
-    rows: dict[str, dict[str, Interval | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
+    rows: dict[str, dict[str, Estimate | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
         outcome.claims.append(held)
-        found = {"SpecDec++": bootstrap(sums, best(ADAPTIVE)), "SpecDec (baseline)": bootstrap(sums, best(FIXED))}
+        found = {
+            "SpecDec++": resample(sums, best(ADAPTIVE)),
+            "SpecDec (baseline)": resample(sums, best(FIXED)),
+        }
         for (row, value), label in zip(found.items(), rows, strict=False):
             rows[label][name] = value
             why = "by the same two seconds, but another pair accepts other lengths"
@@ -168,16 +172,16 @@ _SETS_NOTE = (
 def figure1(experiments: Experiments) -> Outcome:
     """Gains and speed-ups."""
     outcome, answers = OutcomeBuilder(PAPER["figure1"]), Answers()
-    rows: dict[str, dict[str, Interval | str]] = {name: {} for name in PAPER["figure1"].rows}
+    rows: dict[str, dict[str, Estimate | str]] = {name: {} for name in PAPER["figure1"].rows}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
         outcome.claims.append(held)
-        rows["gain %"][name] = bootstrap(sums, lambda totals: 100 * (best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1))
-        rows["speed-up, SpecDec++"][name] = bootstrap(sums, lambda totals: ALONE * best(ADAPTIVE)(totals))
-        rows["speed-up, SpecDec"][name] = bootstrap(sums, lambda totals: ALONE * best(FIXED)(totals))
+        rows["gain %"][name] = resample(sums, lambda totals: 100 * (best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1))
+        rows["speed-up, SpecDec++"][name] = resample(sums, lambda totals: ALONE * best(ADAPTIVE)(totals))
+        rows["speed-up, SpecDec"][name] = resample(sums, lambda totals: ALONE * best(FIXED)(totals))
         for row, values in rows.items():
             ours = values[name]
-            assert isinstance(ours, Interval), "all three are numbers"
+            assert isinstance(ours, Estimate), "all three are numbers"
             tolerance, relative = (1.5, False) if row == "gain %" else (CLOSE, True)
             answers[row, name] = OurNumber(ours, tolerance, (held,), "another pair of models", relative=relative)
     lines = []
@@ -193,8 +197,8 @@ def figure1(experiments: Experiments) -> Outcome:
     return outcome.finish(answers)
 
 
-def _value(found: Interval | str) -> float:
-    assert isinstance(found, Interval), "a number"
+def _value(found: Estimate | str) -> float:
+    assert isinstance(found, Estimate), "a number"
     return found.value
 
 
@@ -202,7 +206,7 @@ def figure4(experiments: Experiments) -> Outcome:
     """The Pareto frontiers."""
     outcome, lines = OutcomeBuilder(PAPER["figure4"]), []
     for name, sums in compared(experiments).items():
-        points = [[bootstrap(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
+        points = [[resample(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
         for label, columns in (("constant", FIXED), ("adaptive", ADAPTIVE)):
             own = [points[at] for at in columns]
             x, y = (tuple(each[side].value for each in own) for side in (0, 1))
@@ -213,7 +217,7 @@ def figure4(experiments: Experiments) -> Outcome:
             found = {"discard rate": points[at][0], "verification rate": points[at][1]}
             outcome.row(f"{SETS[name]}, {setting}", found)
         for at, h in zip(ADAPTIVE, THRESHOLDS, strict=True):
-            below = bootstrap(sums, behind(at))
+            below = resample(sums, behind(at))
             text = (
                 f"verification rate of constant lengths at the same discard rate - that of h = {h:g} > 0 ({SETS[name]})"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -12,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Feed
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim
+from draftproof.bench.estimate import Estimate, resample
+from draftproof.profiling.forward import timed_pass
+from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import key
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames
 from draftproof.reproduction.paper_tables import paper_tables
@@ -120,16 +121,16 @@ def table1(experiments: Experiments) -> Outcome:
         found = _passes(experiments, pair)
         base = statistics.median(found["4x1"])
         for length in (4, 8):
-            values: dict[str, Interval | str] = {}
+            values: dict[str, Estimate | str] = {}
             for batch in (1, 2, 4, 8):
                 low, middle, high = (each / base for each in statistics.quantiles(found[f"{length}x{batch}"], n=4))
-                values[f"batch {batch}"] = ours = Interval(middle, low, high, 0.5, PASSES)
+                values[f"batch {batch}"] = ours = Estimate(middle, low, high, PASSES, 0.5)
                 if place == 0:
                     answers[f"length {length}", f"batch {batch}"] = OurNumber(ours, 0.15, (), why, timed=True)
             outcome.row(f"{pair.target}, length {length}", values, timed=True)
         sums = torch.tensor([found["8x8"], found["4x1"]]).T
         text = f"1.5 - time of a pass over 8 x 8 tokens relative to 4 x 1 > 0 ({pair.target})"
-        kept = bootstrap(sums, lambda totals: 1.5 - totals[:, 0] / totals[:, 1])
+        kept = resample(sums, lambda totals: 1.5 - totals[:, 0] / totals[:, 1])
         outcome.timed_claims.append(claim(text, Kind.MODELS, kept))
     outcome.notes.append(
         "Median of passes over new tokens after 64 known ones; brackets: quartiles. Claim: ratio of means."
@@ -156,9 +157,7 @@ def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[fl
             with torch.inference_mode():
                 model.forward([Feed(session, prompt) for session in sessions])
                 tree = TokenTree.chain(torch.tensor(prompt[:length], device=model.device))
-                start = time.perf_counter()
-                model.forward([Feed(session, (), tree) for session in sessions])
-                spent = time.perf_counter() - start
+                spent = timed_pass(model, [Feed(session, (), tree) for session in sessions])
             for session in sessions:
                 session.close()
             if repeat >= 3:
