@@ -224,8 +224,11 @@ def test_the_command_prints_marks_and_writes_the_report(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope", "--out", "x"], "recipe is 'nope': legal are block-verification-figure3"),
-        (["block-verification-table1", "--out", "x", "--profile", "slow"], "profile is 'slow': legal are quick, full"),
+        (["nope", "--out", "x"], "recipe: expected one of block-verification-figure3"),
+        (
+            ["block-verification-table1", "--out", "x", "--profile", "slow"],
+            "profile: expected one of quick, full, got 'slow'",
+        ),
         (["block-verification-table1"], "--out"),
     ],
 )
@@ -262,7 +265,7 @@ def test_unknown_data_sets_are_refused(experiments):
     assert len(experiments.prompts(SMALL.target, 4, "gsm8k")) == 4
     with pytest.raises(UserError, match="gsm8k has 16 questions: 17 are needed"):
         experiments.prompts(SMALL.target, 17, "gsm8k")
-    with pytest.raises(UserError, match="data set is 'nowhere': legal are copying"):
+    with pytest.raises(UserError, match="data set: expected one of copying"):
         experiments.prompts(SMALL.target, 4, "nowhere")
 
 

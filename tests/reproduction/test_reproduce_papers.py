@@ -134,7 +134,7 @@ def test_efficiencies_grow_with_drafts_and_length_in_spectr():
 
 
 def test_unknown_names_are_refused_with_what_is_legal():
-    with pytest.raises(UserError, match=r"recipe is 'table1': legal are .*block-verification-table1"):
+    with pytest.raises(UserError, match=r"recipe: expected one of .*block-verification-table1.*, got 'table1'"):
         chosen(["block-verification-table1", "table1"])
     assert [recipe.name for recipe in chosen(["spectr-figure1", "block-verification-v1-figure2"])] == [
         "block-verification-v1-figure2",

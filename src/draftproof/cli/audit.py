@@ -184,7 +184,7 @@ def check(
     TARGET is imported and run: only name code that you trust.
     """
     if kind not in {None, "chain", "path"}:
-        raise typer.BadParameter(f"--kind is {kind!r}: legal are chain, path")
+        raise typer.BadParameter(f"--kind: expected chain or path, got {kind!r}")
     import torch
 
     from draftproof.audit.check import Kind, load_rule, shapes

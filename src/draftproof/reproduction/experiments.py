@@ -210,7 +210,7 @@ class Experiments:
             UserError: no such data set, or too few questions in it.
         """
         if dataset not in shipped():
-            raise UserError(f"data set is {dataset!r}: legal are {', '.join(shipped())}")
+            raise UserError(f"data set: expected one of {', '.join(shipped())}, got {dataset!r}")
         texts = [question.prompt for question in read_questions(dataset, count)]
         if len(texts) < count:
             raise UserError(f"{dataset} has {len(texts)} questions: {count} are needed")
