@@ -8,7 +8,6 @@ interrupted measurement goes on. The audits send seeds, so every run can be repe
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 import httpx
 import torch
 
@@ -171,8 +171,7 @@ def page(found: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="the results, without an ending")
+    parser = common.parser(__doc__, out=True)
     parser.add_argument("--part", default="0/1", help="only runs with this number modulo that one; writes no page")
     parser.add_argument("--page", action="store_true", help="write the page from the runs that are kept; run nothing")
     options = parser.parse_args()
@@ -181,10 +180,11 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     facts = run_facts()
     found = measured(out, (1, 1) if options.page else (part[0], part[1]), facts["commit"])
-    print(f"{len(found)} of {len(list(runs()))} runs are done")
+    common.say(options, f"{len(found)} of {len(list(runs()))} runs are done")
     if part[1] > 1 and not options.page:
         return
-    Results("Audits of servers: faults found and false alarms", page(found), {"runs": found}, facts).write(out)
+    title = "Audits of servers: faults found and false alarms"
+    common.deliver(options, Results(title, page(found), {"runs": found}, facts))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import common
 import torch
 
 from draftproof import Engine, SamplingParams, models
@@ -70,7 +70,7 @@ def main() -> None:
         for window, row in enumerate(rows):
             made = along(target, readers, row, given.every)
             found["acceptance"] += [{"kind": kind, "window": window, **each} for each in _by_head(made)]
-        _say(f"{kind}: acceptance of {len(rows)} windows")
+        common.say(given, f"{kind}: acceptance of {len(rows)} windows")
     engines = {name: _engine(given, drafter) for name, drafter in {PLAIN: None, **heads}.items()}
     names = list(engines)
     for turn in range(given.turns + 1):  # the first one warms up
@@ -82,13 +82,13 @@ def main() -> None:
                         run = _run(engines[name], prompt, temperature, given.tokens, 1000 * given.seed + number)
                         at = {"kind": kind, "prompt": number, "temperature": temperature, "turn": turn, "head": name}
                         found["runs"] += [{**at, **run}] if turn else []
-        _say(f"runs: turn {turn} of {given.turns}")
+        common.say(given, f"runs: turn {turn} of {given.turns}")
     title = f"Formats of draft heads for {given.target}"
-    Results(title, _lines(given, found), found, facts).write(given.out)
+    common.deliver(given, Results(title, _lines(given, found), found, facts))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, out=True)
     parser.add_argument("target")
     parser.add_argument("--head", action="append", required=True, help="NAME=DRAFTER:DIR; the first one is compared to")
     parser.add_argument("--texts", type=Path, action="append", required=True)
@@ -100,12 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of a request")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
-
-
-def _say(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
 
 
 def _where(drafter: str) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Measure the CUDA path: kernels against torch, plain decoding against transformers, the cost of wider passes.
 
-    python scripts/measure_cuda.py docs/results/cuda                 everything, in about eight minutes
-    python scripts/measure_cuda.py OUT --small --device cpu          tiny models, to see that the script runs
+    python scripts/measure_cuda.py --out docs/results/cuda           everything, in about eight minutes
+    python scripts/measure_cuda.py --out OUT --small --device cpu    tiny models, to see that the script runs
 
 Models have random weights, made on the device: costs do not depend on what weights say, but how many drafted tokens are
 accepted does, so those figures are not a real model's. What is compared takes turns in one process, every time ends
@@ -14,10 +14,10 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 import torch
 import transformers
 
@@ -147,15 +147,6 @@ def kernels(
     return table(heads, cells), figures
 
 
-def model_of(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A model with random weights, always the same ones, made where it runs."""
-    torch.manual_seed(0)
-    with torch.device(device):
-        made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    made.generation_config.eos_token_id = None
-    return made
-
-
 def generate(model: Any, ids: list[int], tokens: int) -> list[int]:
     """Greedy tokens of transformers' own generation."""
     prompt = torch.tensor([ids], device=model.device)
@@ -181,7 +172,7 @@ def decoding(
 ) -> tuple[list[str], dict[str, Any]]:
     """Plain decoding of one model by transformers and by each backend, and passes of several widths."""
     dtype = torch.float32 if options.small else torch.bfloat16
-    plain = model_of(config, dtype, device)
+    plain = common.random_model(config, dtype, device)
     ids = torch.randint(0, 300, (128,), generator=torch.Generator().manual_seed(1)).tolist()
     expected = generate(plain, ids, options.tokens)
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
@@ -189,7 +180,7 @@ def decoding(
     backends, same, lines = {}, {}, []
     for kind, make in BACKENDS.items():
         try:
-            model = plain if kind == "hf" else model_of(config, dtype, device)
+            model = plain if kind == "hf" else common.random_model(config, dtype, device)
             backends[kind] = make(model, name=name, check=kind != "hf")
             loop = DecodingLoop(backends[kind])
             made = loop.generate([ids], params)[0].token_ids
@@ -279,8 +270,7 @@ def one_pass(backend: Any, session: Any, length: int, width: int) -> None:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser = common.parser(__doc__, out=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--tokens", type=int, default=96)
@@ -301,7 +291,7 @@ def main() -> None:
             found = [f"failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"]
         lines += ["", f"## Plain decoding, {name}", "", *found]
         Results("CUDA", lines, {"kernels": figures, "models": models}, facts).write(options.out)
-        print("\n".join(found), flush=True)
+        common.say(options, *found)
 
 
 if __name__ == "__main__":

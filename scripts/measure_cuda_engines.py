@@ -1,23 +1,22 @@
 """Measure whole engines on CUDA, in turns: transformers, plain decoding, and drafts, for one request and for eight.
 
     python scripts/measure_cuda_engines.py docs/results/cuda_engines
-    python scripts/measure_cuda_engines.py OUT --shape "8 B, as Llama 3" --batches 1
+    python scripts/measure_cuda_engines.py --out OUT --shape "8 B, as Llama 3" --batches 1
 
 Weights are random, so how many drafted tokens are accepted is not a real model's; the time of a round is.
 """
 
-import argparse
 import functools
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 import torch
-from draftproof.backends.compiled import CompiledBackend
-from measure_cuda import SHAPES, SMALL, model_of, over, turns
+from measure_cuda import SHAPES, SMALL, over, turns
 
 from draftproof import Engine, SamplingParams
 from draftproof.backends.lean.backend import LeanBackend
+from draftproof.backends.lean.compiled import CompiledBackend
 from draftproof.provenance import run_facts
 from draftproof.results import Results, table
 
@@ -41,8 +40,7 @@ def transformers_texts(model: Any, prompts: list[list[int]], tokens: int) -> lis
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser = common.parser(__doc__, out=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", default="1.5 B, as Qwen2", choices=[*SHAPES, *SMALL])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
@@ -54,7 +52,7 @@ def main() -> None:
         (CompiledBackend, torch.bfloat16) if device.type == "cuda" else (LeanBackend, torch.float32)
     )  # a CPU: to see that the script runs
     config = (SHAPES | SMALL)[options.shape]
-    own, theirs = (model_of(config(), dtype, device) for _ in range(2))
+    own, theirs = (common.random_model(config(), dtype, device) for _ in range(2))
     target = kind(own, name="target", check=False)
     gen = torch.Generator().manual_seed(1)
     prompts = [torch.randint(0, 300, (PROMPT,), generator=gen).tolist() for _ in range(max(options.batches))]
@@ -89,7 +87,7 @@ def main() -> None:
                 cells.append((batch, temperature, name, speed, over(found, name, "plain"), per_call, round_time))
             figures[f"{batch} requests, temperature {temperature:g}"] = found
     heads = ("requests", "temperature", "way", "tokens a second", "over plain", "tokens a call", "round, ms")
-    Results(f"Engines on CUDA, {options.shape}", table(heads, cells), figures, facts).write(options.out)
+    common.deliver(options, Results(f"Engines on CUDA, {options.shape}", table(heads, cells), figures, facts))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ larger models follow from both: tokens a round over the time of a round, in plai
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median, pstdev
 from typing import Any
+
+import common
 
 from draftproof import Engine, SamplingParams
 from draftproof.provenance import run_facts
@@ -87,12 +88,11 @@ def costs_of(path: Path) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     """Measure, print the table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("targets", nargs="+", help="a registered name, a hub id or a directory")
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--costs", type=Path, help="results of measure_shapes.py, the .json")
     parser.add_argument("--shape", nargs="+", default=["qwen2.5-1.5b, 64", "qwen2.5-1.5b, 1024"], help="of the costs")
-    parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
     known = {} if options.costs is None else costs_of(options.costs)
     if missing := [name for name in options.shape if known and name not in known]:
@@ -128,9 +128,7 @@ def main() -> None:
         figures={"rounds": raw},
         facts=facts,
     )
-    print(results.markdown())
-    if options.out is not None:
-        results.write(options.out)
+    common.deliver(options, results)
 
 
 if __name__ == "__main__":

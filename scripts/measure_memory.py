@@ -9,7 +9,6 @@ decoded and a prompt arrives; beside them those of reading the prompt at once. S
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 import torch
 
 from draftproof import Engine, SamplingParams
@@ -280,7 +280,7 @@ WORK = {
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = common.parser(__doc__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--long", type=int, default=8000, help="tokens of the longest prompt")
     parser.add_argument("--known", type=int, default=0, help="tokens of it that are not read again, for the pauses")
@@ -290,7 +290,6 @@ def main() -> None:
     parser.add_argument(
         "--processor-time", action="store_true", help="one thread, by whose processor time everything is timed"
     )
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.processor_time:
         torch.set_num_threads(1)
@@ -310,9 +309,7 @@ def main() -> None:
     clock = ", processor time" if options.processor_time else ""
     lines.append(f"Target {options.target}, {options.dtype}, {threads} threads{clock}; all in {seconds:.0f} s.")
     results = Results("Memory and prompts", lines, figures, facts)
-    print(results.markdown())
-    if options.out is not None:
-        print(*results.write(options.out))
+    common.deliver(options, results)
 
 
 if __name__ == "__main__":

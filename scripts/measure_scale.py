@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 import numpy as np
 import torch
 import transformers
@@ -565,7 +566,7 @@ def _positive(text: str) -> int:
 
 def main() -> None:
     """Measure or read, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__, out=True)
     parser.add_argument("--batch", type=_positive, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--rounds", type=_positive, default=10, help="rounds of a batch that are measured in a turn")
     parser.add_argument("--turns", type=_positive, default=4)
@@ -577,10 +578,8 @@ def main() -> None:
     parser.add_argument("--load", type=_positive, nargs="+", default=[8, 64, 512], help="requests at a time")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="a JSON file of an earlier run")
     parser.add_argument("--note", metavar="TEXT", help="on the machine during the measurement, for the page's header")
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md, OUT.json and three pictures")
     options = parser.parse_args()
     options.price = dict(options.price)
-    transformers.logging.set_verbosity_error()
     try:
         if options.source is None:
             facts = run_facts()
@@ -589,7 +588,7 @@ def main() -> None:
             found = json.loads(options.source.read_text(encoding="utf-8"))
             facts = found[KEY]
         facts |= {} if options.note is None else {"note": options.note}
-        page(options, found, facts).write(options.out)
+        common.deliver(options, page(options, found, facts))
     except (UserError, OSError, KeyError, json.JSONDecodeError) as error:
         sys.exit(
             f"measure_scale: error: {error!r}" if isinstance(error, KeyError) else f"measure_scale: error: {error}"

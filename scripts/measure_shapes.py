@@ -9,13 +9,11 @@ they are computed, not measured, and leave out the rule (see round.md).
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 import torch
 import transformers
 
@@ -205,15 +203,13 @@ def row(name: str, context: int, seconds: dict[str, list[float]]) -> list[object
 def main() -> None:
     """Measure, print the table and write it."""
     every = configs()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument(
         "--shape", nargs="+", choices=sorted(every), default=["qwen2.5-0.5b", "qwen2.5-1.5b", "gemma3-1b"]
     )
     parser.add_argument("--context", type=int, nargs="+", default=[64, 2048])
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
     facts, rows, raw = run_facts(), [], {}
     for name in options.shape:
         own, model = (with_random_weights(every[name]) for _ in range(2))
@@ -224,7 +220,7 @@ def main() -> None:
             seconds = measured(target, draft, own, context, options.repeats)
             raw[f"{name}, {context}"] = seconds
             rows.append(row(name, context, seconds))
-            print(*rows[-1], file=sys.stderr)
+            common.say(options, *rows[-1])
         del target, draft, own, model
     heads = ["shapes", "context", "transformers, ms", "backend hf, ms", "plain token, ms", "transformers / plain"]
     heads += ["drafted token / plain", f"verifying {VERIFIED} / plain"]
@@ -242,9 +238,7 @@ def main() -> None:
         figures={"seconds": raw},
         facts=facts,
     )
-    print(results.markdown())
-    if options.out is not None:
-        results.write(options.out)
+    common.deliver(options, results)
 
 
 if __name__ == "__main__":

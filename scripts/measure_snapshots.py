@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import common
 import torch
 import transformers
 
@@ -177,23 +177,20 @@ INTRO = (
 def main() -> None:
     """Measure and print a table for each model."""
     every = configs()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--model", action="append", choices=sorted(name.split()[0] for name in every))
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     facts, figures = run_facts("cpu"), dict[str, Any]()
     lines = [INTRO.format(prompt=PROMPT, tokens=options.tokens, repeats=options.repeats), ""]
     for name, config in every.items():
         if options.model and name.split()[0] not in options.model:
             continue
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, options.dtype)).eval()
+        model = common.random_model(config, getattr(torch, options.dtype))
         target = SnapshotBackend(model, name=name)
         weights = sum(each.numel() for each in model.parameters())
         run(target, NoDrafter(), 8)
@@ -216,10 +213,12 @@ def main() -> None:
         ]
         title = f"## {name}: {weights / 1e6:.0f} M weights, {options.dtype}, a plain step {step:.1f} ms"
         section = [title, "", *table(HEADS, rows), ""]
-        print(*section, sep="\n", flush=True)
+        common.say(options, *section)
         lines += section
+        results = Results("Costs of a round on models with recurrent layers", lines, figures, facts)
         if options.out is not None:  # after each model: the next one may be interrupted
-            Results("Costs of a round on models with recurrent layers", lines, figures, facts).write(options.out)
+            results.write(options.out)
+    common.deliver(options, results)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from draftproof import provenance
 from draftproof.provenance import header, measured_at, run_facts, without_directory
-from draftproof.results import Results, finite, median_and_range, table
+from draftproof.results import Results, columns, finite, median_and_range, table
 
 
 def test_facts_of_this_run():
@@ -140,3 +140,12 @@ def test_results_are_written_whole_with_one_header(tmp_path):
 def test_values_for_json_and_tables():
     assert finite({"a": (1.0, float("inf"))}) == {"a": [1.0, None]}
     assert median_and_range([3.0, 1.0, 2.0], 1) == "2.0 [1.0, 3.0]"
+
+
+def test_columns_are_as_wide_as_their_longest_cell():
+    rows = [("block", "1.5", ""), ("token [x]", "22.5", "?")]
+    assert columns(("rule", "x", "note"), rows, numbers={1}) == [
+        "rule          x  note",
+        "block       1.5",
+        "token [x]  22.5  ?",
+    ]

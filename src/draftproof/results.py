@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -22,6 +22,20 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def columns(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Container[int] = ()) -> list[str]:
+    """The lines of a table for a terminal or a file: columns two spaces apart, each as wide as its longest cell.
+
+    Args:
+        heads: names of the columns.
+        rows: a cell for each column.
+        numbers: columns whose cells stand to the right.
+    """
+    lines = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = [">" if at in numbers else "<" for at in range(len(heads))]
+    return ["  ".join(map("{:{}{}}".format, line, sides, widths)).rstrip() for line in lines]
 
 
 def median_and_range(values: Sequence[float], digits: int = 2) -> str:

@@ -246,7 +246,7 @@ def test_a_rule_with_further_randomness_does_not_pass(rules_file):
         ("audited_rules:missing", "has no attribute 'missing'"),
         ("audited_rules:number", "is of type int: legal is a function"),
         ("audited_rules:three", "has another signature: as rule(tokens [B, n]"),
-        ("audited_rules:", "legal is package.module:function"),
+        ("audited_rules:", "expected package.module:function"),
     ],
 )
 @pytest.mark.usefixtures("rules_file")
@@ -260,9 +260,9 @@ def test_bad_targets_are_one_line(target, message):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--kind", "tree"], 2, "legal are chain, path"),
+        (["--kind", "tree"], 2, "expected chain or path"),
         (["--kind", "path"], 1, "another signature"),
-        (["--samples", "10"], 1, "legal are 1000 and more"),
+        (["--samples", "10"], 1, "expected 1000 or more"),
         (["--alpha", "2"], 1, "between 0 and 1"),
     ],
 )

@@ -129,15 +129,15 @@ def test_a_key_depends_on_the_values_only():
 @pytest.mark.parametrize(
     ("lists", "words"),
     [
-        ({"colour": "red"}, "'colour' is no field of a cell: legal are target"),
+        ({"colour": "red"}, "field of a cell: expected one of target"),
         ({"seed": []}, "no value for seed"),
         ({"drafter": "chains:2", "verifier": "token"}, "no composition is left: drafter chains:2 drafts trees"),
         ({"drafter": "telepathy"}, "drafter is 'telepathy'"),
         ({"drafter": "model", "stopper": "never"}, "stopper is 'never'"),
         ({"drafter": "model", "verifier": "perhaps"}, "verifier is 'perhaps'"),
         ({"drafter": "model", "stopper": "acceptance:/no/head"}, "/no/head"),
-        ({"engine": "warp"}, "engine is 'warp': legal are draftproof"),
-        ({"backend": "abacus"}, "backend is 'abacus'"),
+        ({"engine": "warp"}, "engine: expected one of draftproof"),
+        ({"backend": "abacus"}, "got 'abacus'"),
         ({"temperature": -1}, "temperature is -1"),
     ],
 )
@@ -269,7 +269,7 @@ def test_another_run_in_a_folder_is_refused_with_the_difference(tmp_path, cache,
 def test_an_impossible_run_is_refused_before_it_begins(tmp_path, cache, questions):
     with pytest.raises(UserError, match="no questions for data set 'tinystories'"):
         run(cells_of(), {}, tmp_path, cache=cache)
-    with pytest.raises(UserError, match="repeats is 0"):
+    with pytest.raises(UserError, match="expected 1 repeat or more"):
         run(cells_of(), questions, tmp_path, repeats=0, cache=cache)
     assert not list(tmp_path.iterdir())
     long = {"tinystories": [Question("long", "tinystories", ("word " * 600,), chat=False)]}
@@ -540,7 +540,7 @@ def test_the_search_tries_the_grid_and_the_defaults(monkeypatch, cache, question
 def test_settings_are_read_and_refused(cache):
     assert parse_setting("a=1,b=constant,c=0.5") == {"a": 1, "b": "constant", "c": 0.5}
     assert parse_setting(format_setting({"a": 1, "b": "constant"})) == {"a": 1, "b": "constant"}
-    with pytest.raises(UserError, match="setting is 'five': legal is name=value"):
+    with pytest.raises(UserError, match="setting: expected name=value"):
         parse_setting("five")
     cell = replace(matrix(**COMMON, engine="transformers-lookup").cells[0], setting="warp=9")
     with pytest.raises(UserError, match="no generation option 'warp'"):
@@ -681,3 +681,10 @@ def test_the_same_seeds_give_the_same_tables(tmp_path, folder, questions):
     assert [one.counts() for one in after] == [one.counts() for one in before]
     for old, new in zip(by_setting(before).values(), by_setting(after).values(), strict=True):
         assert count_table(new) == count_table(old)
+
+
+def test_a_stopper_finds_the_head_that_ships_for_the_draft_of_a_cell():
+    cell = Cell("embedded:target", "embedded:draft", drafter="model", stopper="acceptance:0.5", verifier="token")
+    engine = ModelCache(device="cpu").engine(cell, max_batch=3)
+    assert engine.max_batch == 3
+    assert engine.drafter.name == "model"

@@ -80,11 +80,11 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
         (("--dtype", "float7"), "float7"),
         (("--draft-dtype", "int2"), "draft_dtype is 'int2'"),
         (("--device", "abacus"), "abacus"),
-        (("--competitor", "llamas"), "competitor is 'llamas': legal are transformers"),
+        (("--competitor", "llamas"), "competitor: expected one of transformers"),
         (("--competitor", "transformers-assisted", "--target", "embedded:fast-draft"), "needs a draft model"),
-        (("--profile", "instant"), "profile is 'instant': legal are quick, full"),
+        (("--profile", "instant"), "profile: expected one of quick, full, got 'instant'"),
         (("--questions", "0"), "0"),
-        (("--repeats", "0"), "repeats is 0"),
+        (("--repeats", "0"), "expected 1 repeat or more"),
         (("--max-tokens", "0"), "max_tokens is 0"),
     ],
 )
@@ -188,5 +188,5 @@ def test_the_best_setting_is_searched_once_and_kept(monkeypatch, tmp_path):
     assert settings == [*[""] * 4, *["num_assistant_tokens=2"] * 4]  # two data sets at two temperatures
     assert plan(options, tmp_path, ModelCache(device="cpu")) == made
     assert len(calls) == 1
-    with pytest.raises(UserError, match="competitor is 'draftproof'"):
+    with pytest.raises(UserError, match=r"competitor: expected one of transformers, .*got 'draftproof'"):
         plan(BenchOptions(competitor=("draftproof",)), tmp_path, ModelCache(device="cpu"))

@@ -235,14 +235,14 @@ def test_the_worker_imports_nothing_of_draftproof():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("engines", "--other", "gpu-engine"), "the other engine is 'gpu-engine': legal are vllm"),
+        (("engines", "--other", "gpu-engine"), "other engine: expected one of vllm"),
         (("engines", "--python", "/no/python"), "cannot run /no/python"),
         (("engines", "--batch", 0), "batch is 0"),
         (("batches", "--batch", 0), "batch is 0"),
         (("batches", "--drafter", "none"), "drafter none is plain decoding"),
         (("batches", "--dataset", "nothing"), "no data set 'nothing'"),
         (("batches", "--drafter", "perhaps"), "drafter is 'perhaps'"),
-        (("rules", "--rule", "perhaps"), "rule is 'perhaps': legal are match"),
+        (("rules", "--rule", "perhaps"), "rule: expected one of match"),
         (("rules", "--seeds", 0), "seeds is 0"),
         (("rules", "--synthetic", 1), "a synthetic vocabulary has 1 tokens"),
         (("rules", "--target", "embedded:nobody"), "embedded:nobody"),

@@ -96,7 +96,7 @@ def test_plain_text_gives_openings(tmp_path):
 
 def test_a_limit_takes_the_first():
     assert read_questions("gsm8k", 3) == read_questions("gsm8k")[:3]
-    with pytest.raises(UserError, match="0: legal is 1 or more"):
+    with pytest.raises(UserError, match="expected 1 or more, got 0"):
         read_questions("gsm8k", 0)
 
 

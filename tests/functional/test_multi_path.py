@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from draftproof.audit.distributions import as_paths
 from draftproof.functional import block_verify, multi_path_on_tries, multi_path_verify
 from draftproof.functional import multi_path as module
 from draftproof.functional.multi_path import power_difference
@@ -12,7 +13,7 @@ from draftproof.functional.nodes import Tries
 from draftproof.rng import TorchRng
 from draftproof.testing import total_variation
 from draftproof.tree import TokenTree
-from support.distributions import KINDS, Toy, as_paths, rule_distribution, rule_length
+from support.distributions import KINDS, Toy, rule_distribution, rule_length
 from support.published_rules import spectr_gbv
 
 EXACT = 1e-12

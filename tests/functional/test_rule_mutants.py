@@ -14,9 +14,10 @@ from functools import partial
 
 import pytest
 
+from draftproof.audit.distributions import as_paths
 from draftproof.functional import bottom_up, chain, coupling, greedy, multi_round, spectr, traversal, trie_block
 from draftproof.testing import total_variation
-from support.distributions import Toy, as_paths, greedy_distribution, rule_distribution
+from support.distributions import Toy, greedy_distribution, rule_distribution
 
 MODULES = (chain, coupling, greedy, spectr, multi_round, bottom_up, trie_block, traversal)
 VISIBLE_ERROR = 1e-3

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftproof.audit.distributions import as_paths, complete
 from draftproof.functional import (
     ChainVerdict,
     GreedyState,
@@ -48,8 +49,6 @@ from support.distributions import (
     KINDS,
     Forest,
     Toy,
-    as_paths,
-    complete,
     emitted_distribution,
     greedy_distribution,
     rule_distribution,
@@ -483,14 +482,7 @@ def test_too_large_a_program_is_refused():
 
 def _error_of(rule, toy, length, row):
     """Total variation from the distribution with row(context) at drafted positions and p at the bonus token."""
-
-    class Stated:
-        vocab = toy.vocab
-
-        @staticmethod
-        def p(context):
-            return row(context) if len(context) < length else toy.p(context)
-
+    stated = Toy(lambda context: row(context) if len(context) < length else toy.p(context), toy.q, toy.vocab)
     tokens, _, weight = toy.chains(1, length)
     q, p = toy.rows(tokens)
     emitted = defaultdict(float)
@@ -498,7 +490,7 @@ def _error_of(rule, toy, length, row):
         for b, x in enumerate((w * weight).tolist()):
             if x > 0:
                 emitted[(*tokens[b, 0, : v.accepted[b]].tolist(), int(v.token[b]))] += x
-    return total_variation(complete(Stated, emitted, length + 1), complete(Stated, {(): 1.0}, length + 1))
+    return total_variation(complete(stated, emitted, length + 1), complete(stated, {(): 1.0}, length + 1))
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "equal"])

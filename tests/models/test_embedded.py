@@ -18,7 +18,7 @@ from draftproof.embedded import draft_dir, target_dir
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "tests" / "support" / "data" / "stories260K"
-SCRIPT = ROOT / "scripts" / "convert_stories260k.py"
+SCRIPT = ROOT / "scripts" / "made_once" / "convert_stories260k.py"
 
 # The greedy sample that upstream's stories260K.md publishes.
 PUBLISHED = """\

@@ -121,7 +121,7 @@ def test_every_rule_is_timed_beside_a_softmax(tmp_path):
         (("round", "-n", 0), "draft length is 0"),
         (("round", "--questions", 0), "questions is 0"),
         (("round", "--drafter", "telepathy"), "drafter is 'telepathy'"),
-        (("round", "--backend", "abacus"), "backend is 'abacus'"),
+        (("round", "--backend", "abacus"), "got 'abacus'"),
         (("round", "--dataset", "nothing"), "no data set 'nothing'"),
         (("round", "--target", "embedded:fast-draft"), "needs a draft model"),
         (("forward", "--context", 0), "context is 0"),
@@ -129,7 +129,7 @@ def test_every_rule_is_timed_beside_a_softmax(tmp_path):
         (("forward", "--context", 400, "--new-tokens", 400), "the context of embedded:stories"),
         (("forward", "--prompt", 4000), "the context of embedded:stories"),
         (("forward", "--target", "embedded:nobody"), "embedded:nobody"),
-        (("rules", "--vocab", 1), "vocab is 1"),
+        (("rules", "--vocab", 1), "vocab: expected 2 or more, got 1"),
         (("rules", "--repeats", 0), "repeats is 0"),
     ],
 )

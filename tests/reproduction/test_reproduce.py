@@ -162,7 +162,7 @@ def test_compared_runs_take_turns(experiments, monkeypatch):
         return original(run, engine, prompts, seed, first)
 
     monkeypatch.setattr(experiments_module, "_answers", noting)
-    base = experiments.scaled_run(SMALL, prompts=4, seeds=2, batch=2, tokens=4, stopper="fixed:3")
+    base = experiments.scaled_run(SMALL, prompts=4, seeds=2, batch=2, max_tokens=4, stopper="fixed:3")
     runs = [replace(base, verifier=rule) for rule in ("token", "block")]
     found = experiments.in_turns(runs)
     assert order == [(rule, seed, first) for seed in (0, 1) for first in (0, 2) for rule in ("token", "block")]
@@ -224,8 +224,11 @@ def test_the_command_prints_marks_and_writes_the_report(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope", "--out", "x"], "recipe is 'nope': legal are block-verification-figure3"),
-        (["block-verification-table1", "--out", "x", "--profile", "slow"], "profile is 'slow': legal are quick, full"),
+        (["nope", "--out", "x"], "recipe: expected one of block-verification-figure3"),
+        (
+            ["block-verification-table1", "--out", "x", "--profile", "slow"],
+            "profile: expected one of quick, full, got 'slow'",
+        ),
         (["block-verification-table1"], "--out"),
     ],
 )
@@ -262,7 +265,7 @@ def test_unknown_data_sets_are_refused(experiments):
     assert len(experiments.prompts(SMALL.target, 4, "gsm8k")) == 4
     with pytest.raises(UserError, match="gsm8k has 16 questions: 17 are needed"):
         experiments.prompts(SMALL.target, 17, "gsm8k")
-    with pytest.raises(UserError, match="data set is 'nowhere': legal are copying"):
+    with pytest.raises(UserError, match="data set: expected one of copying"):
         experiments.prompts(SMALL.target, 4, "nowhere")
 
 
@@ -274,7 +277,7 @@ def test_stoppers_on_sampled_drafts_end_where_the_engine_ends_them(experiments):
     totals = round_sums(samples, lengths).sum(0)
     assert samples.prefix_acceptance.shape == (64, LIMIT)
     for place, stopper in enumerate(("acceptance:0.7", "fixed:4")):
-        run = experiments.scaled_run(SMALL, stopper=stopper, verifier="token", prompts=8, seeds=1, tokens=40)
+        run = experiments.scaled_run(SMALL, stopper=stopper, verifier="token", prompts=8, seeds=1, max_tokens=40)
         rows = experiments.runs(run)
         drafted, accepted = (sum(row[name] for row in rows) for name in ("num_draft_tokens", "num_accepted_tokens"))
         rounds = sum(row["num_drafts"] for row in rows)

@@ -5,19 +5,10 @@ import math
 import pytest
 import torch
 
+from draftproof.bench.estimate import Estimate, bootstrap, resample
 from draftproof.errors import UserError
-from draftproof.reproduction.claims import (
-    Interval,
-    Judgement,
-    Kind,
-    bootstrap,
-    claim,
-    column,
-    judge,
-    resampled,
-    shifted,
-)
-from draftproof.reproduction.papers.base import PaperTable
+from draftproof.reproduction.claims import Judgement, Kind, claim, column, judge
+from draftproof.reproduction.paper_tables import PaperTable
 from draftproof.reproduction.recipes.base import (
     ANY,
     Mark,
@@ -45,20 +36,20 @@ def gap(totals):
     [((5.0, 3.0), Judgement.HOLDS), ((3.0, 3.0), Judgement.UNDECIDED), ((3.0, 5.0), Judgement.VIOLATED)],
 )
 def test_made_up_records_are_judged_by_their_interval(means, verdict):
-    assert claim("a - b > 0", Kind.MUST, bootstrap(sums(*means), gap)).verdict is verdict
+    assert claim("a - b > 0", Kind.MUST, resample(sums(*means), gap)).verdict is verdict
 
 
 def test_pairing_decides_what_unpaired_columns_could_not():
     noise = sums(0.0, noise=10.0)
     paired = torch.cat([noise + 0.1, noise], -1)  # the same noise in both columns
     alone = torch.cat([noise + 0.1, sums(0.0, 0.0, noise=10.0)[:, 1:]], -1)
-    assert judge(bootstrap(paired, gap)) is Judgement.HOLDS
-    assert judge(bootstrap(alone, gap)) is Judgement.UNDECIDED
+    assert judge(resample(paired, gap)) is Judgement.HOLDS
+    assert judge(resample(alone, gap)) is Judgement.UNDECIDED
 
 
 def test_a_bare_mean_is_never_enough():
     values = torch.tensor([[10.0], *([[-0.1]] * 20)])  # the mean is above 0, by one cluster
-    found = bootstrap(values, column(0))
+    found = resample(values, column(0))
     assert found.value > 0
     assert judge(found) is Judgement.UNDECIDED
 
@@ -75,7 +66,7 @@ def test_a_bare_mean_is_never_enough():
     ],
 )
 def test_computed_values_are_judged_as_they_are(value, at_least, verdict):
-    assert judge(Interval.exact(value), at_least=at_least) is verdict
+    assert judge(Estimate.exact(value), at_least=at_least) is verdict
 
 
 def test_intervals_cover_at_their_level():
@@ -83,39 +74,40 @@ def test_intervals_cover_at_their_level():
     inside = 0
     for trial in range(200):
         values = torch.randn(10, 1, generator=generator) + 1.0
-        found = bootstrap(values / 10, column(0), resamples=300, seed=trial)
+        found = resample(values / 10, column(0), resamples=300, seed=trial)
         inside += found.low <= 1.0 <= found.high
     assert 0.9 <= inside / 200 <= 0.99
 
 
 def test_ratios_are_of_totals():
     values = torch.tensor([[1.0, 1.0], [9.0, 3.0]])  # two clusters have a value and no interval
-    assert judge(bootstrap(values, column(0))) is Judgement.UNDECIDED
-    assert bootstrap(values, lambda t: t[:, 0] / t[:, 1]).value == pytest.approx(2.5)  # 10 / 4, not the mean of 1 and 3
+    assert judge(resample(values, column(0))) is Judgement.UNDECIDED
+    assert resample(values, lambda t: t[:, 0] / t[:, 1]).value == pytest.approx(2.5)  # 10 / 4, not the mean of 1 and 3
 
 
 def test_the_slow_bootstrap_agrees_with_the_fast_one():
     values = sums(1.0)
-    fast = bootstrap(values / len(values), column(0))
-    slow = resampled(values[:, 0].tolist(), lambda some: sum(some) / len(some), resamples=2000)
+    fast = resample(values / len(values), column(0))
+    slow = bootstrap(values[:, 0].tolist(), lambda some: sum(some) / len(some), resamples=2000)
     assert slow.value == pytest.approx(fast.value)
     assert slow.low == pytest.approx(fast.low, abs=0.05)
-    assert shifted(slow, -1.0).high == pytest.approx(slow.high - 1.0)
+    assert slow.plus(-1.0).high == pytest.approx(slow.high - 1.0)
+    assert slow.below(2.0).low == pytest.approx(2.0 - slow.high)
 
 
 def test_one_prompt_has_no_interval():
-    with pytest.raises(UserError, match="legal are 2 or more"):
-        bootstrap(torch.ones(1, 1), column(0))
-    with pytest.raises(UserError, match="between 0 and 1"):
-        bootstrap(torch.ones(3, 1), column(0), level=1.5)
+    with pytest.raises(UserError, match="expected at least 2 prompts for an interval, got 1"):
+        resample(torch.ones(1, 1), column(0))
+    with pytest.raises(UserError, match=r"expected a level of confidence between 0 and 1, got 1.5"):
+        resample(torch.ones(3, 1), column(0), level=1.5)
 
 
 PAPER = PaperTable(
     name="x", place="p", title="t", setting="s", columns=("BE", "gain %"), rows={"A": (3.0, 5.0), "B": (None, 8.0)}
 )
-HELD = claim("held", Kind.MUST, Interval.exact(1.0))
-OPEN = claim("open", Kind.MUST, Interval(0.5, -1.0, 2.0, 0.95, 10))
-BROKEN = claim("broken", Kind.MUST, Interval.exact(-1.0))
+HELD = claim("held", Kind.MUST, Estimate.exact(1.0))
+OPEN = claim("open", Kind.MUST, Estimate(0.5, -1.0, 2.0, 10))
+BROKEN = claim("broken", Kind.MUST, Estimate.exact(-1.0))
 
 
 def marks(**answers):
@@ -123,10 +115,10 @@ def marks(**answers):
 
 
 def test_cells_are_marked_by_tolerance_then_by_claims():
-    close = OurNumber(Interval.exact(3.1), 0.05, (BROKEN,), relative=True)
+    close = OurNumber(Estimate.exact(3.1), 0.05, (BROKEN,), relative=True)
     assert marks(BE=close)["A", "BE"].mark is Mark.REPRODUCED  # within 0.15, whatever the claims
     far = {
-        name: OurNumber(Interval.exact(4.0), 0.05, (HELD, other), "why", relative=True)
+        name: OurNumber(Estimate.exact(4.0), 0.05, (HELD, other), "why", relative=True)
         for name, other in (("held", HELD), ("open", OPEN), ("broken", BROKEN))
     }
     assert marks(BE=far["held"])["A", "BE"].mark is Mark.DIRECTION
@@ -146,11 +138,11 @@ def test_cells_without_counterpart_say_so_and_empty_ones_are_none():
 
 
 def test_a_number_without_claims_is_not_reproduced_by_being_there():
-    assert marks(BE=OurNumber(Interval.exact(9.0), 0.1, (), "other seconds"))["A", "BE"].mark is Mark.NOT
+    assert marks(BE=OurNumber(Estimate.exact(9.0), 0.1, (), "other seconds"))["A", "BE"].mark is Mark.NOT
 
 
 def test_pictures_are_marked_by_their_claims():
-    sampled = claim("sampled", Kind.MODELS, Interval(1.0, 0.5, 1.5, 0.95, 10))
+    sampled = claim("sampled", Kind.MODELS, Estimate(1.0, 0.5, 1.5, 10))
     found = [cell.mark for cell in picture_cells([HELD, sampled, OPEN, BROKEN])]
     assert found == [Mark.REPRODUCED, Mark.DIRECTION, Mark.NOT, Mark.NOT]
 

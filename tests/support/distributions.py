@@ -1,7 +1,6 @@
-"""Exact output distributions for the tests of rules: toy models, and enumeration over a whole batch of drafts at once.
+"""Toy models for the tests of rules, and exact distributions over all their drafts at once.
 
-`BatchEnumeratingRng` gives every row of a batch the same choices and keeps one weight a row, so a vectorised rule is
-run once for each pattern of choices and not once for each draft and pattern.
+The enumeration is that of `draftproof.audit.distributions`, which `tests/audit` holds against one draft at a time.
 """
 
 from __future__ import annotations
@@ -13,53 +12,12 @@ from collections import defaultdict
 import jaxtyping
 import torch
 
-from draftproof.functional import PathVerdict, Tries, greedy
+from draftproof.audit import distributions as enumeration
+from draftproof.audit.distributions import complete
+from draftproof.functional import Tries, greedy
 from draftproof.tree import TokenTree
 
 KINDS = ("dense", "sparse", "peaked", "ties", "onehot", "equal", "near", "disjoint")
-
-
-class BatchEnumeratingRng:
-    def __init__(self, script, rows):
-        self.script, self.taken, self.options = script, [], []
-        self.weight = torch.ones(rows, dtype=torch.float64)
-
-    def _choose(self, probs):  # [rows, options]
-        possible = (probs * self.weight.unsqueeze(-1) > 0).any(0)
-        open_choices = [i for i, on in enumerate(possible.tolist()) if on] or [0]
-        if len(open_choices) == 1:
-            choice = open_choices[0]
-        else:
-            step = len(self.taken)
-            choice = self.script[step] if step < len(self.script) else open_choices[0]
-            self.taken.append(choice)
-            self.options.append(open_choices)
-        self.weight = self.weight * probs[:, choice]
-        return choice
-
-    def _possible(self, rows):
-        """A row that was given an impossible choice has weight 0; its draws are not checked and count for nothing."""
-        possible = rows[self.weight > 0]
-        if not (torch.isfinite(possible).all() and (possible >= 0).all()):
-            raise ValueError(f"a draw from {possible}")
-        shape = (-1, *[1] * (rows.ndim - 1))
-        return torch.where(self.weight.reshape(shape) > 0, rows, 0.0), possible
-
-    def bernoulli(self, prob):
-        rows, possible = self._possible(prob.double().reshape(prob.shape[0], -1))
-        if (possible > 1).any():
-            raise ValueError(f"a draw from {possible}")
-        flat = [self._choose(torch.stack([1 - x, x], -1)) for x in rows.T]
-        return torch.tensor(flat, dtype=torch.bool).reshape(1, *prob.shape[1:]).expand(prob.shape)
-
-    def categorical(self, weights):
-        rows, possible = self._possible(weights.double().reshape(weights.shape[0], -1, weights.shape[-1]))
-        total = rows.sum(-1, keepdim=True)
-        if not (possible.sum(-1) > 0).all():
-            raise ValueError("a draw from weights without mass")
-        rows = rows / total.masked_fill(total == 0, 1)
-        picks = [self._choose(rows[:, i]) for i in range(rows.shape[1])]
-        return torch.tensor(picks).reshape(1, *weights.shape[1:-1]).expand(weights.shape[:-1])
 
 
 def walk(program, rows):
@@ -68,14 +26,16 @@ def walk(program, rows):
     Shapes and types are checked on the first run only: they are the same in all runs, and the checks take five times
     as long as the rest.
     """
-    script, checked = (), False
-    while script is not None:
-        rng = BatchEnumeratingRng(script, rows)
+    checked = False
+
+    def once(rng):
+        nonlocal checked
         with checks_off(off=checked):
             outcome = program(rng)
         checked = True
-        yield rng.weight, outcome
-        script = _next(rng)
+        return outcome
+
+    return enumeration.walk(once, rows)
 
 
 @contextlib.contextmanager
@@ -87,14 +47,6 @@ def checks_off(*, off=True):
         yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", before)
-
-
-def _next(rng):
-    for step in range(len(rng.taken) - 1, -1, -1):
-        place = rng.options[step].index(rng.taken[step])
-        if place + 1 < len(rng.options[step]):
-            return (*rng.taken[:step], rng.options[step][place + 1])
-    return None
 
 
 class Toy:
@@ -150,11 +102,7 @@ class Toy:
 
     def rows(self, tokens):
         """q [B, K, n, V] and p [B, K, n + 1, V] of chains."""
-        b, k, n = tokens.shape
-        flat = tokens.reshape(-1, n).tolist()
-        q = torch.stack([torch.stack([self.q(tuple(seq[:i])) for i in range(n)]) for seq in flat])
-        p = torch.stack([torch.stack([self.p(tuple(seq[:i])) for i in range(n + 1)]) for seq in flat])
-        return q.reshape(b, k, n, self.vocab), p.reshape(b, k, n + 1, self.vocab)
+        return enumeration.rows_along(self, tokens)
 
 
 def _row(kind, vocab, gen):
@@ -185,21 +133,6 @@ def _pair(kind, vocab, gen, dtype):
     return p.to(dtype), q.to(dtype)
 
 
-def complete(toy, emitted, length):
-    """Continue emitted prefixes with the target up to `length`, and cut longer ones."""
-    full = defaultdict(float)
-    todo = [(seq[:length], w) for seq, w in emitted.items()]
-    while todo:
-        seq, weight = todo.pop()
-        if len(seq) == length:
-            full[seq] += weight
-            continue
-        row = toy.p(seq).double()
-        row = (row / row.sum()).tolist()
-        todo += [((*seq, x), weight * row[x]) for x in range(toy.vocab) if row[x] > 0]
-    return full
-
-
 def emitted_distribution(toy, tokens, draft_weight, walks, length):
     """Distribution of the first `length` tokens: what the rule emits, continued by the target where it is shorter."""
     emitted = defaultdict(float)
@@ -211,18 +144,6 @@ def emitted_distribution(toy, tokens, draft_weight, walks, length):
             if both[b] > 0:
                 emitted[(*chains[b][j][:n], y)] += both[b]
     return complete(toy, emitted, length)
-
-
-def as_paths(rule):
-    """A chain rule on [B, n] as a rule on [B, 1, n]."""
-
-    def run(tokens, q, p, *, rng, lengths=None, **options):
-        size = None if lengths is None else lengths[:, 0]
-        q = None if q is None else q[:, 0]
-        verdict = rule(tokens[:, 0], q, p[:, 0], rng=rng, lengths=size, **options)
-        return PathVerdict(torch.zeros_like(verdict.accepted), *verdict)
-
-    return run
 
 
 def rule_distribution(rule, toy, count, length, *, horizon=None, stop=None, lengths=None, **options):

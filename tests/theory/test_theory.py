@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftproof.audit.distributions import as_paths
 from draftproof.functional import block_verify, greedy_block_verify, match_verify, otm_plan, token_verify
 from draftproof.theory import acceptance, cost, lengths, sprinter
-from support.distributions import Toy, as_paths, rule_length
+from support.distributions import Toy, rule_length
 
 
 def _pairs(count, vocab, seed=0, power=3.0):

@@ -11,7 +11,7 @@ import pytest
 from draftproof import UserError
 
 SPEC = importlib.util.spec_from_file_location(
-    "sample_instructions", Path(__file__).parents[2] / "scripts" / "sample_instructions.py"
+    "sample_instructions", Path(__file__).parents[2] / "scripts" / "made_once" / "sample_instructions.py"
 )
 script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)

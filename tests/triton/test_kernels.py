@@ -21,6 +21,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'draftproof[triton]' (Linux only)", allow_module_level=True)
 
 from draftproof import reference, rng
+from draftproof.audit.distributions import as_paths
 from draftproof.errors import UserError
 from draftproof.functional import chain, coupling, kseq_select, spectr_verify, trie_block_verify
 from draftproof.rng import TorchRng
@@ -28,7 +29,7 @@ from draftproof.testing import total_variation
 from draftproof.triton import blocks, choose, draw
 from draftproof.triton import chain as chain_kernels
 from draftproof.triton import coupling as coupling_kernels
-from support.distributions import KINDS, Toy, _pair, as_paths, rule_distribution
+from support.distributions import KINDS, Toy, _pair, rule_distribution
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -427,9 +427,21 @@ def test_native_operations_are_for_the_cpu(device):
 
 def test_the_script_that_measures_runs(tmp_path, monkeypatch):
     where = Path(__file__).parents[2] / "scripts" / "measure_cuda.py"
+    monkeypatch.syspath_prepend(where.parent)
     script = runpy.run_path(str(where))
     script["BACKENDS"].pop("compiled")  # it compiles for a minute
-    command = [str(where), str(tmp_path / "out"), "--small", "--device", "cpu", "--tokens", "4", "--repeats", "1"]
+    command = [
+        str(where),
+        "--out",
+        str(tmp_path / "out"),
+        "--small",
+        "--device",
+        "cpu",
+        "--tokens",
+        "4",
+        "--repeats",
+        "1",
+    ]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setenv("DRAFTPROOF_TRITON", "0")
     script["main"]()

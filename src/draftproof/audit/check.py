@@ -120,7 +120,7 @@ def load_rule(target: str, kind: Kind | None = None) -> Candidate:
 def _imported(target: str) -> Callable[..., Any]:
     name, _, path = target.partition(":")
     if not name or not path:
-        raise UserError(f"target is {target!r}: legal is package.module:function")
+        raise UserError(f"target: expected package.module:function, got {target!r}")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -200,9 +200,9 @@ def check(
         UserError: an option is out of range.
     """
     if samples < 1000:
-        raise UserError(f"samples is {samples}: legal are 1000 and more")
+        raise UserError(f"samples: expected 1000 or more, got {samples}")
     if not 0 < alpha < 1:
-        raise UserError(f"alpha is {alpha}: legal are numbers between 0 and 1")
+        raise UserError(f"alpha: expected a number between 0 and 1, got {alpha}")
     places = shapes(candidate, full=full)
     for pair, chains, length in places:
         drafts = all_drafts(pair, chains, length)

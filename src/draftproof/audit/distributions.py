@@ -10,19 +10,38 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from draftproof.audit.suite import Context, ToyPair
+from draftproof.audit.suite import Context
 from draftproof.functional.nodes import PathVerdict
 from draftproof.rng import Purpose, Rng
 from draftproof.testing import EnumeratedNoise, EnumeratingRng, exact_distribution, total_variation
 
 Distribution = dict[Context, float]
 PathRule = Callable[..., PathVerdict]
+Outcome = TypeVar("Outcome")
+
+
+@runtime_checkable
+class Pair(Protocol):
+    """A target and a draft model that are small enough to enumerate, as `draftproof.audit.suite.ToyPair`."""
+
+    @property
+    def vocab(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def p(self, context: Context, /) -> Tensor:
+        """The target's next-token row."""
+        ...
+
+    def q(self, context: Context, /) -> Tensor:
+        """The draft's next-token row."""
+        ...
 
 
 class Drafts(NamedTuple):
@@ -71,16 +90,16 @@ class Finding(NamedTuple):
     lost: dict[str, float]
 
 
-def all_drafts(pair: ToyPair, chains: int, length: int) -> Drafts:
+def all_drafts(pair: Pair, chains: int, length: int) -> Drafts:
     """Every group of chains that the draft model can draw, with its probability."""
     single = _chains(pair, length)
     groups = list(itertools.product(single, repeat=chains))
     tokens = torch.tensor([[seq for seq, _ in group] for group in groups]).reshape(len(groups), chains, length)
     weight = torch.tensor([[w for _, w in group] for group in groups], dtype=torch.float64).prod(-1)
-    return Drafts(tokens, *_rows(pair, tokens), weight)
+    return Drafts(tokens, *rows_along(pair, tokens), weight)
 
 
-def _chains(pair: ToyPair, length: int) -> list[tuple[Context, float]]:
+def _chains(pair: Pair, length: int) -> list[tuple[Context, float]]:
     found: list[tuple[Context, float]] = [((), 1.0)]
     for _ in range(length):
         grown = ((seq, w, normal(pair.q(seq))) for seq, w in found)
@@ -94,7 +113,7 @@ def normal(row: Float[Tensor, " V"]) -> list[float]:
     return [float(x) for x in wide / wide.sum()]
 
 
-def _rows(pair: ToyPair, tokens: Int[Tensor, "B K n"]) -> tuple[Tensor, Tensor]:
+def rows_along(pair: Pair, tokens: Int[Tensor, "B K n"]) -> tuple[Tensor, Tensor]:
     """q [B, K, n, V] and p [B, K, n + 1, V] along the chains."""
     ways, chains, n = tokens.shape
     flat = [tuple(seq) for seq in tokens.reshape(-1, n).tolist()]
@@ -107,9 +126,11 @@ def as_paths(rule: Callable[..., Any]) -> PathRule:
     """A chain rule on [B, n] as a path rule on [B, 1, n]."""
 
     def run(
-        tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"], p: Float[Tensor, "B K m V"], **options: Any
+        tokens: Int[Tensor, "B K n"], q: Float[Tensor, "B K n V"] | None, p: Float[Tensor, "B K m V"], **options: Any
     ) -> PathVerdict:
-        accepted, token = rule(tokens[:, 0], q[:, 0], p[:, 0], **options)
+        if "lengths" in options:
+            options["lengths"] = options["lengths"][:, 0]
+        accepted, token = rule(tokens[:, 0], None if q is None else q[:, 0], p[:, 0], **options)
         return PathVerdict(torch.zeros_like(accepted), accepted, token)
 
     return run
@@ -164,13 +185,13 @@ class SharedRng:
         return torch.tensor(picks, dtype=torch.int64).reshape(1, *shape[1:]).expand(shape)
 
 
-def _walk(program: Callable[[Rng], PathVerdict], rows: int) -> Iterator[tuple[Tensor, PathVerdict]]:
-    """Every outcome of a vectorised rule: the weight of each row, and the verdict."""
+def walk(program: Callable[[Rng], Outcome], rows: int) -> Iterator[tuple[Tensor, Outcome]]:
+    """Every outcome of a vectorised program: the weight of each row, and what the program returned."""
     script: tuple[int, ...] | None = ()
     while script is not None:
         rng = SharedRng(script, rows)
-        verdict = program(rng)
-        yield rng.weight, verdict
+        outcome = program(rng)
+        yield rng.weight, outcome
         script = _next(rng.taken)
 
 
@@ -190,7 +211,7 @@ def verdicts(rule: PathRule, drafts: Drafts, **options: Any) -> Float[Tensor, "B
     joint = torch.zeros(ways * chains * m * vocab, dtype=torch.float64)
     base = torch.arange(ways)
     tokens, q, p, weight = drafts
-    for chance, (path, accepted, token) in _walk(lambda rng: rule(tokens, q, p, rng=rng, **options), ways):
+    for chance, (path, accepted, token) in walk(lambda rng: rule(tokens, q, p, rng=rng, **options), ways):
         at = ((base * chains + path) * m + accepted) * vocab + token
         joint.index_add_(0, at, chance * weight)
     return joint.view(ways, chains, m, vocab)
@@ -213,7 +234,7 @@ def verdicts_alone(rule: PathRule, drafts: Drafts) -> tuple[Float[Tensor, "B K m
     return joint, lost
 
 
-def verdicts_with_shared_noise(rule: PathRule, pair: ToyPair, drafts: Drafts) -> Float[Tensor, "B K m V"]:
+def verdicts_with_shared_noise(rule: PathRule, pair: Pair, drafts: Drafts) -> Float[Tensor, "B K m V"]:
     """The joint distribution of `verdicts` for one chain that is drawn with the noise of the rule's own draws."""
     ways, length = {tuple(chain[0]): way for way, chain in enumerate(drafts.tokens.tolist())}, drafts.tokens.shape[-1]
 
@@ -250,10 +271,10 @@ def illegal(path: int, accepted: int, token: int, shape: torch.Size) -> str:
     return ""
 
 
-def complete(pair: ToyPair, sequences: Distribution, length: int) -> Distribution:
-    """Continue emitted sequences with the target up to a length."""
+def complete(pair: Pair, sequences: Distribution, length: int) -> Distribution:
+    """Continue emitted sequences with the target up to a length, and cut longer ones."""
     full: Distribution = {}
-    todo = list(sequences.items())
+    todo = [(seq[:length], weight) for seq, weight in sequences.items()]
     while todo:
         seq, weight = todo.pop()
         if len(seq) == length:
@@ -264,7 +285,7 @@ def complete(pair: ToyPair, sequences: Distribution, length: int) -> Distributio
     return full
 
 
-def target_distribution(pair: ToyPair, length: int) -> Distribution:
+def target_distribution(pair: Pair, length: int) -> Distribution:
     """The target's distribution of the first `length` tokens."""
     return complete(pair, {(): 1.0}, length)
 
@@ -297,7 +318,7 @@ def worst_cell(found: Distribution, expected: Distribution) -> WorstOutcome:
 
 
 def compare(
-    pair: ToyPair, drafts: Drafts, joint: Float[Tensor, "B K m V"], lost: dict[str, float] | None = None
+    pair: Pair, drafts: Drafts, joint: Float[Tensor, "B K m V"], lost: dict[str, float] | None = None
 ) -> Finding:
     """Compare the emitted tokens of a rule, continued by the target, with the target's distribution."""
     length = joint.shape[2]

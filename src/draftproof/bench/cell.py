@@ -80,9 +80,9 @@ class Cell:
     def __post_init__(self) -> None:
         read_draft_dtype(self.draft_dtype, self.dtype)
         if self.engine not in ENGINES:
-            raise UserError(f"engine is {self.engine!r}: legal are {', '.join(ENGINES)}")
+            raise UserError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
         if self.backend not in BACKENDS:
-            raise UserError(f"backend is {self.backend!r}: legal are {', '.join(BACKENDS)}")
+            raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {self.backend!r}")
         for name in _REAL:  # 1 and 1.0 are one cell
             object.__setattr__(self, name, float(getattr(self.params, name)))
 
@@ -184,7 +184,7 @@ def matrix(*, strict: bool = False, **lists: Any) -> Matrix:
     known = [field.name for field in fields(Cell)]
     unknown = sorted(set(lists) - set(known))
     if unknown:
-        raise UserError(f"{unknown[0]!r} is no field of a cell: legal are {', '.join(known)}")
+        raise UserError(f"field of a cell: expected one of {', '.join(known)}, got {unknown[0]!r}")
     each = {name: _as_list(name, values) for name, values in lists.items()}
     cells: dict[Cell, None] = {}
     left_out: dict[Cell, str] = {}

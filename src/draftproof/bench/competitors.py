@@ -48,7 +48,7 @@ def parse_setting(text: str) -> dict[str, Any]:
     for part in filter(None, text.split(",")):
         name, equals, value = part.partition("=")
         if not equals or not name.isidentifier():
-            raise UserError(f"setting is {part!r}: legal is name=value,name=value")
+            raise UserError(f"setting: expected name=value,name=value, got {part!r}")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

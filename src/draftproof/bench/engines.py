@@ -79,7 +79,7 @@ class EngineComparison:
 
     def __post_init__(self) -> None:
         if self.other not in worker.WORKERS:
-            raise UserError(f"the other engine is {self.other!r}: legal are {', '.join(worker.WORKERS)}")
+            raise UserError(f"other engine: expected one of {', '.join(worker.WORKERS)}, got {self.other!r}")
         refuse_below_one(batch=min(self.batch), tokens=self.tokens, repeats=self.repeats)
 
 

@@ -88,22 +88,26 @@ class ModelCache:
             self._backends[key] = load_backend(name, dtype=dtype, backend=backend, **options)
         return self._backends[key]
 
-    def engine(self, cell: Cell) -> Engine:
+    def engine(self, cell: Cell, *, max_batch: int = 1) -> Engine:
         """draftproof's engine for a cell; cells that differ only in questions and sampling share it.
 
         A drafter that learns from earlier requests gets a new engine every time: a result must not depend on the
         answers that were measured before the run was killed.
 
+        Args:
+            cell: its target, draft and parts.
+            max_batch: requests that are decoded together.
+
         Raises:
             UserError: models that cannot be loaded or do not fit together.
         """
         parts = (cell.drafter, cell.stopper, cell.verifier)
-        key = (cell.target, cell.draft, *parts, cell.dtype, cell.draft_dtype, cell.backend)
+        key = (cell.target, cell.draft, *parts, cell.dtype, cell.draft_dtype, cell.backend, str(max_batch))
         if key not in self._engines or find_drafter(cell.drafter)[0].learns:
-            self._engines[key] = self._assembled(cell)
+            self._engines[key] = self._assembled(cell, max_batch)
         return self._engines[key]
 
-    def _assembled(self, cell: Cell) -> Engine:
+    def _assembled(self, cell: Cell, max_batch: int) -> Engine:
         # A feature head makes its target keep every hidden state, which would slow down all other cells.
         purpose = "states" if find_drafter(cell.drafter)[0].reads_states else ""
         tokenizer, draft = self.tokenizer(cell.target), None
@@ -119,7 +123,7 @@ class ModelCache:
             stopper=cell.stopper or DEFAULT_CONSTANT_STOPPER,
             verifier=cell.verifier or None,
             draft_dtype=cell.draft_dtype,
-            max_batch=1,
+            max_batch=max_batch,
             prefix_reuse=False,  # each question is measured as if it came first
         )
 

@@ -198,7 +198,7 @@ def parts(options: BenchOptions, profile: str | None) -> tuple[list[BenchOptions
         UserError: no such profile.
     """
     if profile is not None and profile not in PROFILES:
-        raise UserError(f"profile is {profile!r}: legal are {', '.join(PROFILES)}")
+        raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {profile!r}")
     if profile is None or options.target is not None:
         sizes = BenchOptions() if profile is None else PROFILES[profile].sizes
         return [_complete(options.over(sizes))], []
@@ -261,7 +261,7 @@ def plan(
         for engine in part.competitor or ():
             if engine not in ENGINES or engine == OURS:
                 legal = ", ".join(name for name in ENGINES if name != OURS)
-                raise UserError(f"competitor is {engine!r}: legal are {legal}")
+                raise UserError(f"competitor: expected one of {legal}, got {engine!r}")
             lists = _shared_lists(part)
             theirs |= dict.fromkeys(matrix(**lists, draft=part.draft, engine=engine, strict=True).cells)
     tuned, found = _tuned(list(theirs), questions, out, partial(search, cache, watch=watch))

@@ -65,7 +65,7 @@ def read_questions(name: str, limit: int | None = None) -> list[Question]:
         UserError: no such data set, another format (with the line), or no question in it.
     """
     if limit is not None and limit < 1:
-        raise UserError(f"the limit of questions is {limit}: legal is 1 or more")
+        raise UserError(f"limit of questions: expected 1 or more, got {limit}")
     found = _read(name)
     if not found:
         raise UserError(f"{name} holds no question")

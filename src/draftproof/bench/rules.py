@@ -97,7 +97,7 @@ class RuleComparison:
     def __post_init__(self) -> None:
         for rule in self.rules:
             if rule not in (*SINGLE, *SEVERAL):
-                raise UserError(f"rule is {rule!r}: legal are {', '.join((*SINGLE, *SEVERAL))}")
+                raise UserError(f"rule: expected one of {', '.join((*SINGLE, *SEVERAL))}, got {rule!r}")
         refuse_below_one(n=min(self.lengths), drafts=min(self.drafts), seeds=self.seeds, tokens=self.tokens)
         if min(self.synthetic, default=2) < 2:
             raise UserError(f"a synthetic vocabulary has {min(self.synthetic)} tokens: legal is 2 or more")

@@ -74,7 +74,7 @@ def run(
         UserError: no questions for a data set, a prompt too long for an answer, or `out` holds another run.
     """
     if repeats < 1 or warmup < 0:
-        raise UserError(f"repeats is {repeats} and warmup {warmup}: legal are 1 or more, and 0 or more")
+        raise UserError(f"expected 1 repeat or more and a warmup of 0 or more, got {repeats} and {warmup}")
     chosen = {name: _questions_of(name, questions) for name in datasets(cells)}
     cache = cache or ModelCache()
     where: dict[str, Any] = {"device": cache.device, "processes": cache.processes}

@@ -184,7 +184,7 @@ def check(
     TARGET is imported and run: only name code that you trust.
     """
     if kind not in {None, "chain", "path"}:
-        raise typer.BadParameter(f"--kind is {kind!r}: legal are chain, path")
+        raise typer.BadParameter(f"--kind: expected chain or path, got {kind!r}")
     import torch
 
     from draftproof.audit.check import Kind, load_rule, shapes
@@ -350,11 +350,10 @@ def _claim_row(line: ClaimLine) -> tuple[str, ...]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print columns two spaces apart, as wide as needed: the output is also written to files."""
-    lines = [heads, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
-    for line in lines:
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    from draftproof.results import columns
+
+    for line in columns(heads, rows):
+        typer.echo(line)
 
 
 def _counted(items: Iterable[Any], total: int, words: str) -> Iterator[Any]:

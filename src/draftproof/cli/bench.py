@@ -132,6 +132,7 @@ app.command("stoppers")(stoppers)
 def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
     """Write the report, and print its figures and its path."""
     from draftproof.bench.report import REPORT, by_setting, write_report
+    from draftproof.results import columns
 
     found = write_report(out, plots=drawing(plots=plots))
     if as_json:
@@ -139,27 +140,19 @@ def _finish(out: Path, *, as_json: bool, plots: bool) -> None:
             typer.echo(json.dumps(one.to_dict()))
         return
     for setting, own in by_setting(found).items():
-        _print_table(setting.title, own)
+        lines = columns(TERMINAL_HEADS, map(_row, own), numbers=range(1, len(TERMINAL_HEADS)))
+        typer.echo("\n".join([setting.title, *lines, ""]))
     typer.echo(f"written: {out / REPORT}")
 
 
-def _print_table(title: str, own: list[Summary]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
+def _row(one: Summary) -> tuple[str, ...]:
+    """The cells of a method under TERMINAL_HEADS."""
     from draftproof.bench import measures
 
-    shown = Table(title=title, title_justify="left")
-    for place, head in enumerate(TERMINAL_HEADS):
-        options: dict[str, Any] = {"overflow": "fold"} if place == 0 else {"justify": "right", "no_wrap": True}
-        shown.add_column(head, **options)
-    for one in own:  # as Text, since rich takes words in brackets for markup
-        calls = measures.block_efficiency(one.records).value
-        rate = measures.tokens_per_second(one.records).value
-        ratios = (_short(one.speed.get(base)) for base in ("plain", "transformers"))
-        shown.add_row(Text(one.method), f"{calls:.2f}", f"{rate:.1f}", *ratios)
-    Console().print(shown)
+    calls = measures.block_efficiency(one.records).value
+    rate = measures.tokens_per_second(one.records).value
+    ratios = (_short(one.speed.get(base)) for base in ("plain", "transformers"))
+    return (one.method, f"{calls:.2f}", f"{rate:.1f}", *ratios)
 
 
 def _short(found: Estimate | None) -> str:

@@ -5,7 +5,7 @@ vocabulary of 512 and a context of 512, trained on short children's stories. `dr
 same norm, embedding and tokenizer; at temperature 1 its first drafted token is accepted 57% of the time (mean of
 sum min(p, q) over 32 640 positions of TinyStories). Both are directories in the format of transformers, in float32. A
 story ends with token 1 (`<s>`, which also begins the next one), so both models count it as an end token besides token
-2 (`</s>`), which was never trained. `scripts/convert_stories260k.py` made both.
+2 (`</s>`), which was never trained. `scripts/made_once/convert_stories260k.py` made both.
 
 `fast_draft/` imitates the same target with one layer of width 192. It was trained in this project: 73% of its tokens
 are accepted, and it costs less than `draft/`. `stories/target` and `stories/draft` are a larger pair, trained in this

@@ -140,7 +140,8 @@ class Engine(DecodingLoop):
         Raises:
             UserError: parts that do not fit together.
         """
-        made = (options or EngineOptions()).changed(**changes)
+        named = {} if draft is None else {"draft": draft.name}  # by which a stopper finds the head that ships for it
+        made = (options or EngineOptions()).changed(**named, **changes)
         if made.max_model_len is not None:
             target.use_context(made.max_model_len)
             if draft is not None:

@@ -104,20 +104,16 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
                 for shape, tree in shapes.items():
                     for name, backend in backends.items():
                         pending = unread(sessions[name], tokens)
-                        start = time.perf_counter()
-                        backend.forward([Feed(sessions[name], pending, tree)])
-                        finish(backend.device)
+                        spent = timed_pass(backend, [Feed(sessions[name], pending, tree)])
                         if repeat >= 0:
-                            found[name, shape].append(time.perf_counter() - start)
+                            found[name, shape].append(spent)
                 for shape, text in prompts.items():
                     for name, backend in backends.items():
                         session = backend.open()
-                        start = time.perf_counter()
-                        backend.forward([Feed(session, text)])
-                        finish(backend.device)
-                        if repeat >= 0:
-                            found[name, shape].append(time.perf_counter() - start)
+                        spent = timed_pass(backend, [Feed(session, text)])
                         session.close()
+                        if repeat >= 0:
+                            found[name, shape].append(spent)
                 tick(number * (options.repeats + WARM_UP) + repeat + WARM_UP + 1)
             floor = weights_read(options.target, dtype).nbytes / read
             positions = {shape: 1 + (0 if tree is None else len(tree)) for shape, tree in shapes.items()}
@@ -131,6 +127,14 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
     named["draft"] = None if options.draft is None else without_directory(options.draft)
     figures = {"options": named, "bytes_per_second": read, "rows": rows}
     return Results("The time of a forward pass", _lines(options, rows, read), figures, facts)
+
+
+def timed_pass(backend: Loaded, feeds: Sequence[Feed]) -> float:
+    """Seconds of a forward pass, until an accelerator has finished it."""
+    start = time.perf_counter()
+    backend.forward(list(feeds))
+    finish(backend.device)
+    return time.perf_counter() - start
 
 
 def _context(options: ForwardOptions) -> list[int]:

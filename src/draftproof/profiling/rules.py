@@ -91,7 +91,7 @@ class RuleSizes:
     def __post_init__(self) -> None:
         refuse_below_one(batch=min(self.batch), drafts=min(self.drafts), n=self.length, repeats=self.repeats)
         if min(self.vocab) < 2:
-            raise UserError(f"vocab is {min(self.vocab)}: legal is 2 or more")
+            raise UserError(f"vocab: expected 2 or more, got {min(self.vocab)}")
 
 
 def measure_rules(sizes: RuleSizes, *, watch: Watch = silent) -> Results:

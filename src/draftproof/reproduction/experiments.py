@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from draftproof.backends.loading.by_name import Loaded
+from draftproof.bench.cell import Cell
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
 from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
-from draftproof.engine.registry import make_drafter, make_verifier, reads_draft
+from draftproof.engine.registry import make_drafter, reads_draft
 from draftproof.errors import UserError
 from draftproof.files import whole_file
 from draftproof.provenance import digest
@@ -25,7 +26,7 @@ from draftproof.reproduction.expected_accepted import Recorder
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 
-FORMAT = 2  # of the records; raise it when a measurement or its description changes
+FORMAT = 3  # of the records; raise it when a measurement or its description changes
 WARM_UP = 4  # tokens that are discarded before a run counts
 OPENINGS = "story-openings"  # the default data set of the recipes
 PROMPT = 96  # largest number of tokens of a prompt, because small models have short contexts
@@ -81,29 +82,22 @@ class ExperimentProfile:
 
 
 @dataclass(frozen=True)
-class PlannedRun:
-    """Whole runs of one composition.
+class PlannedRun(Cell):
+    """Whole runs of one composition: a cell of the benchmark on shipped prompts, in batches.
 
     Attributes:
-        pair: the models.
-        drafter, stopper, verifier: the parts; drafter "none" is plain decoding.
-        temperature, top_k: of the sampling.
-        prompts, seeds, tokens: their numbers.
+        prompts, seeds: their numbers; `seed` of the cell is replaced by that of each prompt.
         batch: requests decoded together.
-        dataset: of the prompts, one that ships.
     """
 
-    pair: PairNames
-    verifier: str = "block"
-    stopper: str = "fixed:4"
     drafter: str = "model"
+    stopper: str = "fixed:4"
+    verifier: str = "block"
     temperature: float = 1.0
-    top_k: int = 0
+    dataset: str = OPENINGS
     prompts: int = 16
     seeds: int = 1
-    tokens: int = 64
     batch: int = 8
-    dataset: str = OPENINGS
 
 
 @dataclass(frozen=True)
@@ -151,26 +145,18 @@ class Experiments:
 
     def scaled_run(self, pair: PairNames, **changes: Any) -> PlannedRun:
         """A run at the profile's size, with other values by name."""
-        profile, share = self.profile, self._share(pair)
-        sized = PlannedRun(
-            pair,
-            prompts=max(int(profile.prompts * share), 4),
-            seeds=profile.seeds if share == 1 else 1,
-            tokens=profile.tokens,
-        )
-        return replace(sized, **changes)
+        return PlannedRun(pair.target, pair.draft, dtype=pair.dtype, **self._sizes(pair, "max_tokens") | changes)
 
     def scaled_places(self, pair: PairNames, **changes: Any) -> Places:
         """Positions at the profile's size, with other values by name."""
+        return Places(pair, **{"lengths": (4,)} | self._sizes(pair, "places") | changes)
+
+    def _sizes(self, pair: PairNames, of: str) -> dict[str, Any]:
+        """Numbers of prompts and seeds, and of tokens or places."""
         profile, share = self.profile, self._share(pair)
-        sized = Places(
-            pair,
-            lengths=(4,),
-            prompts=max(int(profile.prompts * share), 4),
-            seeds=profile.seeds if share == 1 else 1,
-            places=max(int(profile.places * share), 4),
-        )
-        return replace(sized, **changes)
+        sizes = {"max_tokens": profile.tokens, "places": max(int(profile.places * share), 4)}
+        seeds = profile.seeds if share == 1 else 1
+        return {"prompts": max(int(profile.prompts * share), 4), "seeds": seeds, of: sizes[of]}
 
     def _share(self, pair: PairNames) -> float:
         return 1.0 if pair.target.startswith("embedded:") else self.profile.heavy
@@ -224,7 +210,7 @@ class Experiments:
             UserError: no such data set, or too few questions in it.
         """
         if dataset not in shipped():
-            raise UserError(f"data set is {dataset!r}: legal are {', '.join(shipped())}")
+            raise UserError(f"data set: expected one of {', '.join(shipped())}, got {dataset!r}")
         texts = [question.prompt for question in read_questions(dataset, count)]
         if len(texts) < count:
             raise UserError(f"{dataset} has {len(texts)} questions: {count} are needed")
@@ -248,10 +234,8 @@ class Experiments:
 
     def _engine(self, run: PlannedRun) -> tuple[Engine, list[list[int]]]:
         """An engine that has warmed up, and its prompts."""
-        prompts = self.prompts(run.pair.target, run.prompts, run.dataset)
-        part = self.drafter(run.pair, run.drafter, run.stopper)
-        target = self.backend(run.pair.target, run.pair.dtype)
-        engine = Engine(target, part, make_verifier(run.verifier), max_batch=run.batch)
+        prompts = self.prompts(run.target, run.prompts, run.dataset)
+        engine = self._cache.engine(run, max_batch=run.batch)
         engine.generate(list(prompts[: run.batch]), _params(run, 0, 0, WARM_UP))
         return engine, prompts
 
@@ -283,16 +267,19 @@ class Experiments:
 def _line(kind: str, described: Any) -> str:
     """One line about a measurement that begins."""
     if isinstance(described, list):
-        return f"{kind}: {len(described)} compositions on {described[0]['pair']['target']}"
-    pair = described.get("pair", "")
-    facts = [f"{name}={value}" for name, value in described.items() if name != "pair" and value not in ((), "", 0)]
+        return f"{kind}: {len(described)} compositions on {described[0]['target']}"
+    pair = described.get("pair", described)
+    named = ("pair", "target", "draft", "engine", "seed")
+    facts = [
+        f"{name}={value}" for name, value in described.items() if name not in named and value not in ((), "", 0, "auto")
+    ]
     return " ".join([f"{kind}:", pair["target"] if isinstance(pair, dict) else str(pair), *facts])
 
 
 def _answers(run: PlannedRun, engine: Engine, prompts: list[list[int]], seed: int, first: int) -> list[Row]:
     """The rows of one batch of prompts."""
     some = prompts[first : first + run.batch]
-    each = [_params(run, seed, first + at, run.tokens) for at in range(len(some))]
+    each = [_params(run, seed, first + at, run.max_tokens) for at in range(len(some))]
     rows = []
     for at, out in enumerate(engine.generate(list(some), each) if some else ()):
         stats = out.stats.to_dict()

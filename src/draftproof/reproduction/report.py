@@ -129,7 +129,7 @@ def number(value: Json | str) -> str:
     if isinstance(value, str):
         return value
     middle, low, high = (_short(value[name]) for name in ("value", "low", "high"))
-    return middle if value["clusters"] == 0 else f"{middle} [{low}, {high}]"
+    return middle if value["count"] == 0 else f"{middle} [{low}, {high}]"
 
 
 def _short(value: float | None) -> str:

@@ -54,7 +54,7 @@ def profile_named(name: str) -> ExperimentProfile:
         UserError: an unknown name.
     """
     if name not in PROFILES:
-        raise UserError(f"profile is {name!r}: legal are {', '.join(PROFILES)}")
+        raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {name!r}")
     return PROFILES[name]
 
 

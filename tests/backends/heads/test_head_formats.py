@@ -1,6 +1,6 @@
 """The script that puts heads side by side: its acceptance is that of training, place by place; and its page."""
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -24,10 +24,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def script():
-    source = importlib.util.spec_from_file_location("head_formats", ROOT / "scripts" / "head_formats.py")
-    found = importlib.util.module_from_spec(source)
-    source.loader.exec_module(found)
-    return found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        yield importlib.import_module("head_formats")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_eagle3_logits_are_those_of_speculators_at_every_step(name, make):
 @pytest.mark.skipif(not PACKAGE, reason="DRAFTPROOF_SPECULATORS names no Python that has the package")
 def test_the_references_are_what_the_package_computes_now(tmp_path):
     """Live: the script makes them again where the package is installed."""
-    script = DATA.parents[2] / "scripts" / "make_head_references.py"
+    script = DATA.parents[2] / "scripts" / "made_once" / "make_head_references.py"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run([PACKAGE, script, tmp_path], check=True, timeout=300, capture_output=True, env=environment)
     for name in [*EAGLE3, *DFLASH, "mtp"]:

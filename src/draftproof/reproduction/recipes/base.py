@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from draftproof.reproduction.claims import Claim, Interval, Judgement
+from draftproof.bench.estimate import Estimate
+from draftproof.reproduction.claims import Claim, Judgement
 from draftproof.reproduction.experiments import Experiments
-from draftproof.reproduction.papers.base import PaperTable, Value
+from draftproof.reproduction.paper_tables import PaperTable, Value
 from draftproof.results import finite
 from draftproof.theory.lengths import iid_block_efficiency
 
@@ -49,7 +50,7 @@ class PaperCell:
     row: str
     column: str
     paper: Value
-    ours: Interval | None
+    ours: Estimate | None
     tolerance: float
     mark: Mark
     reason: str
@@ -69,7 +70,7 @@ class OurNumber:
         timed: see `PaperCell`.
     """
 
-    ours: Interval
+    ours: Estimate
     tolerance: float
     claims: tuple[Claim, ...] = ()
     why: str = ""
@@ -92,7 +93,7 @@ class OurRow:
     """A row of our table."""
 
     label: str
-    values: dict[str, Interval | str]
+    values: dict[str, Estimate | str]
     timed: bool = False
 
 
@@ -114,7 +115,7 @@ class Series:
     line: bool = True
 
     @classmethod
-    def through(cls, label: str, x: Iterable[int], found: Sequence[Interval]) -> Series:
+    def through(cls, label: str, x: Iterable[int], found: Sequence[Estimate]) -> Series:
         """A line through estimates, with their intervals if every estimate has one."""
         below = tuple(max(each.value - each.low, 0.0) for each in found)
         above = tuple(max(each.high - each.value, 0.0) for each in found)
@@ -186,7 +187,7 @@ class OutcomeBuilder:
     notes: list[str] = field(default_factory=list)
     figure: Figure | None = None
 
-    def row(self, label: str, values: Mapping[str, Interval | str], *, timed: bool = False) -> None:
+    def row(self, label: str, values: Mapping[str, Estimate | str], *, timed: bool = False) -> None:
         """Add one of our rows."""
         self.rows.append(OurRow(label, dict(values), timed))
 
@@ -244,7 +245,7 @@ def picture_cells(claims: Iterable[Claim]) -> list[PaperCell]:
     """A cell for each claim about a picture: reproduced if it was computed exactly."""
     made = []
     for each in claims:
-        exact = each.interval.clusters == 0
+        exact = each.interval.count == 0
         if each.verdict is Judgement.HOLDS:
             mark = Mark.REPRODUCED if exact else Mark.DIRECTION
             reason = "computed exactly" if exact else "by an interval, on models of ours"

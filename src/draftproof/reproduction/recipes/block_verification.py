@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
+from draftproof.bench.estimate import Estimate, Statistic, resample
+from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import CHAIN_RULES, key
 from draftproof.reproduction.experiments import Experiments, PairNames, Row
-from draftproof.reproduction.papers import block_verification as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     ANY,
     CLOSE,
@@ -40,6 +41,7 @@ from draftproof.reproduction.recipes.sums import (
     why_other,
 )
 
+PAPER = paper_tables("block_verification")
 LENGTHS = (1, 4, 6, 8)
 PAPER_N = 8
 
@@ -51,7 +53,7 @@ def at_places(experiments: Experiments, pair: PairNames, temperature: float, **o
 
 
 def _gain_answers(
-    found: dict[str, Interval], claims: Sequence[Claim], timed: Sequence[Claim], why: str, row: str = ANY
+    found: dict[str, Estimate], claims: Sequence[Claim], timed: Sequence[Claim], why: str, row: str = ANY
 ) -> Answers:
     """Answers for the six columns of a table of gains."""
     be, ws = tuple(claims), tuple(timed)
@@ -80,18 +82,18 @@ def whole_runs(experiments: Experiments, pair: PairNames, temperature: float, n:
 
 def _times(
     experiments: Experiments, pair: PairNames, temperature: float, n: int
-) -> tuple[dict[str, Interval], Claim, Claim]:
+) -> tuple[dict[str, Estimate], Claim, Claim]:
     """Whole runs of plain, token and block: speeds over plain, and claims about block against token."""
     runs = whole_runs(experiments, pair, temperature, n)[:3]
     sums = run_sums(runs, TIMED)
     found = {
-        "WS token": bootstrap(sums, speed(1, 0)),
-        "WS block": bootstrap(sums, speed(2, 0)),
-        "WS gain %": bootstrap(sums, faster(2, 1, 100)),
-        "BE token in runs": bootstrap(sums, run_efficiency(1, 3)),
-        "BE block in runs": bootstrap(sums, run_efficiency(2, 3)),
+        "WS token": resample(sums, speed(1, 0)),
+        "WS block": resample(sums, speed(2, 0)),
+        "WS gain %": resample(sums, faster(2, 1, 100)),
+        "BE token in runs": resample(sums, run_efficiency(1, 3)),
+        "BE block in runs": resample(sums, run_efficiency(2, 3)),
     }
-    counts = bootstrap(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
+    counts = resample(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
     label = f"{pair.label}, T = {temperature:g}, n = {n}"
     return (
         found,
@@ -99,14 +101,14 @@ def _times(
         claim(
             f"time: speed of block over token - 1 > 0 ({label})",
             Kind.MODELS,
-            bootstrap(sums, faster(2, 1)),
+            resample(sums, faster(2, 1)),
         ),
     )
 
 
 def table1(experiments: Experiments) -> Outcome:
     """Token and block at n = 8."""
-    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
         found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
@@ -124,7 +126,7 @@ def table1(experiments: Experiments) -> Outcome:
         )
         outcome.row(f"{pair.label}, times", {name: value for name, value in times.items() if "WS" in name}, timed=True)
         if place == 0:
-            why = why_other(papers.TABLE1.number("Average", "BE token"), found["BE token"], PAPER_N, pair.label)
+            why = why_other(PAPER["table1"].number("Average", "BE token"), found["BE token"], PAPER_N, pair.label)
             speeds = {name: value for name, value in times.items() if "WS" in name}
             answers = _gain_answers(found | speeds, [held], [timed], why)
     outcome.notes.append("Every data set of the paper is compared with the same prompts of ours, openings of stories.")
@@ -133,7 +135,7 @@ def table1(experiments: Experiments) -> Outcome:
 
 def table2(experiments: Experiments) -> Outcome:
     """Token and block by temperature."""
-    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         sums: dict[float, AtPlaces] = {}
         for temperature in (0.2, 0.6, 1.0):
@@ -151,11 +153,11 @@ def table2(experiments: Experiments) -> Outcome:
                 speeds = {name: value for name, value in times.items() if "WS" in name}
                 outcome.row(f"{pair.label}, T = {temperature:g}, times", speeds, timed=True)
                 row = f"T = {temperature:.1f}"
-                why = why_other(papers.TABLE2.number(row, "BE token"), found["BE token"], PAPER_N, pair.label)
+                why = why_other(PAPER["table2"].number(row, "BE token"), found["BE token"], PAPER_N, pair.label)
                 answers |= _gain_answers(found | speeds, [held], [timed], why, row)
         outcome.claims += [_temperature_claim(pair, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
         greedy = at_places(experiments, pair, 0.0, places=4, seeds=1)  # nothing is drawn
-        equal = bootstrap(greedy.sums, apart(greedy, PAPER_N))
+        equal = resample(greedy.sums, apart(greedy, PAPER_N))
         outcome.claims.append(
             claim(f"-|BE block - BE token| >= 0 at T = 0 ({pair.label})", Kind.MUST, equal, at_least=True)
         )
@@ -171,16 +173,16 @@ def _temperature_claim(pair: PairNames, sums: dict[float, AtPlaces], low: float,
 
 def figure4(experiments: Experiments) -> Outcome:
     """Token and block by n."""
-    outcome, answers = OutcomeBuilder(papers.FIGURE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["figure4"]), Answers()
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
-        equal = bootstrap(at.sums, apart(at, 1))
+        equal = resample(at.sums, apart(at, 1))
         grown = [
             claim(
                 f"gain at n = {b} - gain at n = {a} > 0 ({pair.label})",
                 Kind.MUST,
-                bootstrap(at.sums, less(_gain(at, b), _gain(at, a))),
+                resample(at.sums, less(_gain(at, b), _gain(at, a))),
             )
             for a, b in itertools.pairwise(LENGTHS)
         ]
@@ -201,7 +203,7 @@ def figure4(experiments: Experiments) -> Outcome:
             outcome.row(f"{pair.label}, n = {n}", found)
             if place < 2:
                 row = f"{('XXS', 'XXXS')[place]}, n = {n}"
-                why = why_other(papers.FIGURE4.number(row, "BE token"), found["BE token"], n, pair.label)
+                why = why_other(PAPER["figure4"].number(row, "BE token"), found["BE token"], n, pair.label)
                 answers |= _gain_answers(found, [*grown, *longer], [], why, row)
     lines.append(Series("paper, XXS", (4.0, 6.0, 8.0), (3.36, 6.10, 8.30)))
     lines.append(Series("paper, XXXS", (4.0, 6.0, 8.0), (3.16, 5.07, 6.27)))
@@ -216,7 +218,7 @@ def _gain(at: AtPlaces, n: int) -> Statistic:
 
 def table4(experiments: Experiments) -> Outcome:
     """Greedy block verification beside the others: in one round and over whole runs."""
-    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
     rules = CHAIN_RULES
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
@@ -231,12 +233,12 @@ def table4(experiments: Experiments) -> Outcome:
         ]
         runs = whole_runs(experiments, pair, 1.0, PAPER_N)[1:]
         sums = run_sums(runs)
-        found = {f"BE {rule.replace('_', ' ')}": bootstrap(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
+        found = {f"BE {rule.replace('_', ' ')}": resample(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
         whole = [
             claim(
                 f"whole runs: BE {rules[a]} - BE {rules[b]} > 0 ({pair.label})",
                 Kind.MODELS,
-                bootstrap(sums, less(run_efficiency(a), run_efficiency(b))),
+                resample(sums, less(run_efficiency(a), run_efficiency(b))),
             )
             for a, b in ((1, 0), (2, 0), (1, 2))
         ]
@@ -260,12 +262,12 @@ def table4(experiments: Experiments) -> Outcome:
 
 def table5(experiments: Experiments) -> Outcome:
     """One draft against two."""
-    outcome, answers = OutcomeBuilder(papers.TABLE5), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
     columns = {"token": key("token", PAPER_N), "block": key("block", PAPER_N)}
     columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
     for place, pair in enumerate(experiments.profile.pairs):
         at = AtPlaces(experiments, several(experiments, pair), list(columns.values()))
-        found = {f"BE {name}": bootstrap(at.sums, efficiency(at[column])) for name, column in columns.items()}
+        found = {f"BE {name}": resample(at.sums, efficiency(at[column])) for name, column in columns.items()}
         order = [
             ("SpecTr", "SpecInfer", Kind.MODELS),
             ("SpecInfer", "block", Kind.MODELS),
@@ -290,7 +292,7 @@ def table5(experiments: Experiments) -> Outcome:
     return outcome.finish(answers)
 
 
-def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, Interval], list[Claim]]:
+def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, Estimate], list[Claim]]:
     """Speed over plain decoding in batches of 8."""
     parts = {"token": ("model", "token"), "block": ("model", "block")}
     parts |= {"SpecTr": ("chains:2", "spectr"), "SpecInfer": ("chains:2", "multi_round")}
@@ -298,9 +300,13 @@ def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, 
     drafting = [replace(plain, drafter=d, stopper=f"fixed:{PAPER_N}", verifier=v) for d, v in parts.values()]
     runs = experiments.in_turns([plain, *drafting])
     sums = run_sums(runs, TIMED)
-    found = {f"WS {name}": bootstrap(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
+    found = {f"WS {name}": resample(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
     timed = [
-        claim(f"time: speed of block over {name} - 1 > 0 ({pair.label})", Kind.MODELS, bootstrap(sums, faster(2, at)))
+        claim(
+            f"time: speed of block over {name} - 1 > 0 ({pair.label})",
+            Kind.MODELS,
+            resample(sums, faster(2, at)),
+        )
         for at, name in enumerate(parts, 1)
         if name in {"SpecTr", "SpecInfer"}
     ]
@@ -308,9 +314,9 @@ def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, 
 
 
 RECIPES = (
-    Recipe(papers.TABLE1, table1),
-    Recipe(papers.TABLE2, table2),
-    Recipe(papers.TABLE4, table4),
-    Recipe(papers.TABLE5, table5),
-    Recipe(papers.FIGURE4, figure4),
+    Recipe(PAPER["table1"], table1),
+    Recipe(PAPER["table2"], table2),
+    Recipe(PAPER["table4"], table4),
+    Recipe(PAPER["table5"], table5),
+    Recipe(PAPER["figure4"], figure4),
 )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 
-from draftproof.reproduction.claims import Interval, exact_claim
+from draftproof.bench.estimate import Estimate
+from draftproof.reproduction.claims import exact_claim
 from draftproof.reproduction.experiments import Experiments
-from draftproof.reproduction.papers import block_verification_v1 as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import Figure, Outcome, OutcomeBuilder, Recipe, Series
 from draftproof.reproduction.recipes.toys import bernoulli, constant
 from draftproof.theory.lengths import block_length, full_information_length, token_length
 
+PAPER = paper_tables("block_verification_v1")
 TARGET = 0.75
 DRAFTS = (0.25, 0.5, 0.65, 0.75, 0.9)
 LENGTHS = tuple(range(1, 11))
@@ -33,7 +35,7 @@ def block_level(draft: float, length: int) -> float:
 
 def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Both couplings by length, and block verification, which sees only the drafted tokens."""
-    outcome, lines, apart = OutcomeBuilder(papers.FIGURE2), [], []
+    outcome, lines, apart = OutcomeBuilder(PAPER["figure2"]), [], []
     p = constant(bernoulli(TARGET))
     for chance in DRAFTS:
         q = constant(bernoulli(chance))
@@ -44,7 +46,7 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         ]
         shipped = [block_length(p, q, n) for n in LENGTHS]
         for name, values in (("token level", token), ("block level", block), ("block verification", shipped)):
-            outcome.row(f"draft Ber({chance}), {name}", {f"L = {n}": Interval.exact(values[n - 1]) for n in LENGTHS})
+            outcome.row(f"draft Ber({chance}), {name}", {f"L = {n}": Estimate.exact(values[n - 1]) for n in LENGTHS})
             if chance != TARGET and name != "block verification":
                 lines.append(Series(f"{name}, p = {chance}", tuple(map(float, LENGTHS)), tuple(values)))
         if chance == TARGET:
@@ -71,4 +73,4 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
     return outcome.finish({})
 
 
-RECIPES = (Recipe(papers.FIGURE2, figure2, "exact"),)
+RECIPES = (Recipe(PAPER["figure2"], figure2, "exact"),)

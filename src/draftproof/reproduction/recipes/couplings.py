@@ -9,20 +9,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.bench.estimate import Estimate, resample
 from draftproof.errors import UserError
 from draftproof.functional.otm import otm_plan
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, column, exact_claim
+from draftproof.reproduction.claims import Claim, Kind, claim, column, exact_claim
 from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.expected_accepted import chain_ccdf
 from draftproof.reproduction.experiments import Experiments, PairNames
-from draftproof.reproduction.papers import block_verification
-from draftproof.reproduction.papers import spectr as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
 from draftproof.reproduction.recipes.toys import bernoulli, constant, rows, uniform
 from draftproof.theory.acceptance import kseq_acceptance, kseq_guarantee, optimal_acceptance, uniform_acceptance
 from draftproof.theory.lengths import block_length, full_information_length, token_length
 from draftproof.training.responses import Response
 
+PAPER = paper_tables("spectr")
+TOY_FIGURE = paper_tables("block_verification")["figure3"]
 TOY_P, TOY_Q = (1 / 3, 2 / 3), (2 / 3, 1 / 3)
 
 
@@ -36,7 +38,7 @@ def toy_ccdf(rule: str, n: int) -> list[float]:
 
 def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """The toy pair."""
-    outcome = OutcomeBuilder(block_verification.FIGURE3)
+    outcome = OutcomeBuilder(TOY_FIGURE)
     ccdfs = {rule: toy_ccdf(rule, 10) for rule in ("token", "block")}
     gaps = [b - t for b, t in zip(ccdfs["block"], ccdfs["token"], strict=True)]
     outcome.claims += [
@@ -50,19 +52,19 @@ def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing i
         "full information": full_information_length(p, q, 2),
     }
     for rule, ccdf in ccdfs.items():
-        outcome.row(f"Pr({rule} accepts >= x)", {f"x = {x}": Interval.exact(ccdf[x]) for x in range(1, 11)})
+        outcome.row(f"Pr({rule} accepts >= x)", {f"x = {x}": Estimate.exact(ccdf[x]) for x in range(1, 11)})
     outcome.figure = Figure(
         "x",
         "Pr(accepted >= x), n = 10",
         tuple(Series(rule, tuple(map(float, range(11))), tuple(ccdf)) for rule, ccdf in ccdfs.items()),
     )
-    answers = {(row, "E[accepted] at n = 2"): OurNumber(Interval.exact(value), 1e-12) for row, value in means.items()}
+    answers = {(row, "E[accepted] at n = 2"): OurNumber(Estimate.exact(value), 1e-12) for row, value in means.items()}
     return outcome.finish(answers)
 
 
 def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Uniform pairs."""
-    outcome, lines, size = OutcomeBuilder(papers.FIGURE1), [], 120
+    outcome, lines, size = OutcomeBuilder(PAPER["figure1"]), [], 120
     many = (1, 2, 4, 8, 16, 32)
     formula, reached, grown, last = [], [], [], []
     for ratio in (2, 3, 4, 10):
@@ -72,7 +74,7 @@ def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         reached += [abs(a - float(kseq_acceptance(p, q, k))) for a, k in zip(best, many, strict=True)]
         grown += [b - a for a, b in itertools.pairwise(best)]
         last.append(best[-1])
-        outcome.row(f"r = {ratio}", {f"k = {k}": Interval.exact(a) for k, a in zip(many, best, strict=True)})
+        outcome.row(f"r = {ratio}", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, best, strict=True)})
         lines.append(Series(f"r = {ratio}", tuple(map(float, many)), tuple(best)))
     outcome.claims += [
         exact_claim("-|best - (1 - (1 - 1/r)^k)| >= 0, largest", -max(formula), at_least=True),
@@ -105,11 +107,11 @@ def _binary_apart(targets: Sequence[float], many: Sequence[int]) -> Claim:
 
 def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by k."""
-    outcome, lines = OutcomeBuilder(papers.FIGURE2), []
+    outcome, lines = OutcomeBuilder(PAPER["figure2"]), []
     many, targets = tuple(range(1, 11)), (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)
     found = {b: [_binary_best(b, 0.25, k) for k in many] for b in targets}
     for b, values in found.items():
-        outcome.row(f"target Ber({b})", {f"k = {k}": Interval.exact(a) for k, a in zip(many, values, strict=True)})
+        outcome.row(f"target Ber({b})", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, values, strict=True)})
         lines.append(Series(f"target Ber({b})", tuple(map(float, many)), tuple(values)))
     falls = [
         a - b
@@ -128,13 +130,13 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
 
 def figure3(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by the target's parameter."""
-    outcome, lines = OutcomeBuilder(papers.FIGURE3), []
+    outcome, lines = OutcomeBuilder(PAPER["figure3"]), []
     targets, many = [b / 20 for b in range(21)], (1, 2, 4, 8)
     found = {k: [_binary_best(b, 0.25, k) for b in targets] for k in many}
     for k, values in found.items():
         outcome.row(
             f"k = {k}",
-            {f"target {b:g}": Interval.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
+            {f"target {b:g}": Estimate.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
         )
         lines.append(Series(f"k = {k}", tuple(targets), tuple(values)))
     ones = {k: sum(a > 1 - 1e-9 for a in values) / len(values) for k, values in found.items()}
@@ -159,7 +161,7 @@ def compressed(p: Float[Tensor, " V"], q: Float[Tensor, " V"], top: int = 10) ->
 
 def figure5(experiments: Experiments) -> Outcome:
     """OTM-k and K-SEQ on the distributions of a pair after its prompts."""
-    outcome, lines = OutcomeBuilder(papers.FIGURE5), []
+    outcome, lines = OutcomeBuilder(PAPER["figure5"]), []
     many = (1, 2, 3, 4, 8, 16, 40)
     for place, pair in enumerate(experiments.profile.pairs):
         pairs = _distributions(experiments, pair)
@@ -167,7 +169,7 @@ def figure5(experiments: Experiments) -> Outcome:
         best = torch.stack([optimal_acceptance(p, q, k) for k in many], -1)
         ours = torch.stack([kseq_acceptance(p, q, k) for k in many], -1)
         means = {
-            name: [bootstrap(values, column(i)) for i in range(len(many))]
+            name: [resample(values, column(i)) for i in range(len(many))]
             for name, values in (("OTM-k", best / len(best)), ("K-SEQ", ours / len(ours)))
         }
         for name, values in means.items():
@@ -175,7 +177,7 @@ def figure5(experiments: Experiments) -> Outcome:
             if place == 0:
                 lines.append(Series(f"{name}, {pair.label}", tuple(map(float, many)), tuple(v.value for v in values)))
         shares = ours / best
-        smallest = {f"k = {k}": Interval.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
+        smallest = {f"k = {k}": Estimate.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
         outcome.row(f"{pair.label}, least K-SEQ / OTM-k", smallest)
         outcome.claims += _otm_claims(best, ours, many, pair.label)
         if place == 0:
@@ -209,7 +211,7 @@ def _otm_claims(
         claim(
             f"mean OTM-k - K-SEQ > 0 at k = 4 ({label})",
             Kind.MODELS,
-            bootstrap(difference / len(best), column(3)),
+            resample(difference / len(best), column(3)),
         ),
     ]
 
@@ -244,9 +246,9 @@ def _solved(pairs: Sequence[tuple[Tensor, Tensor]], most: int = 8) -> Claim:
 
 
 RECIPES = (
-    Recipe(block_verification.FIGURE3, toy_figure, "exact"),
-    Recipe(papers.FIGURE1, figure1, "exact"),
-    Recipe(papers.FIGURE2, figure2, "exact"),
-    Recipe(papers.FIGURE3, figure3, "exact"),
-    Recipe(papers.FIGURE5, figure5, "exact"),
+    Recipe(TOY_FIGURE, toy_figure, "exact"),
+    Recipe(PAPER["figure1"], figure1, "exact"),
+    Recipe(PAPER["figure2"], figure2, "exact"),
+    Recipe(PAPER["figure3"], figure3, "exact"),
+    Recipe(PAPER["figure5"], figure5, "exact"),
 )

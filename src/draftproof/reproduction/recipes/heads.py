@@ -9,11 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.bench.estimate import Estimate, Statistic, resample
 from draftproof.heads import Head, HeadConfig
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
+from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.draft_samples import DraftSamples, round_sums, sample_drafts
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
-from draftproof.reproduction.papers import specdec_pp as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import CLOSE, Answers, OurNumber, Outcome, OutcomeBuilder, Recipe
 from draftproof.reproduction.recipes.specdec_pp import SETS, THRESHOLDS, adaptive, best, sample_plan, throughput
 from draftproof.reproduction.recipes.sums import less
@@ -21,6 +22,7 @@ from draftproof.training.heads import Labels, run_head, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.metrics import kl_rows
 
+PAPER = paper_tables("specdec_pp")
 WEIGHTS, DEPTHS = (1.0, 3.0, 6.0, 12.0), (0, 1, 2, 3, 4)
 
 
@@ -62,7 +64,7 @@ def chosen_threshold(columns: Sequence[int]) -> Statistic:
 
 def table3(experiments: Experiments) -> Outcome:
     """Weights and depths."""
-    outcome, answers = OutcomeBuilder(papers.TABLE3), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table3"]), Answers()
     heads = heads_of(experiments)
     names = list(heads)
     known, fresh = (
@@ -75,15 +77,15 @@ def table3(experiments: Experiments) -> Outcome:
         claim(
             f"mean eval KL at w_rej {b:g} - at {a:g} > 0",
             Kind.MUST,
-            bootstrap(held, less(_mean(of_weight[b]), _mean(of_weight[a]))),
+            resample(held, less(_mean(of_weight[b]), _mean(of_weight[a]))),
         )
         for a, b in itertools.pairwise(WEIGHTS)
     ]
     shallow, deep = ([names.index(f"w_rej {w:g}, D {d}") for w in WEIGHTS] for d in (DEPTHS[0], DEPTHS[-1]))
-    deeper = claim("mean eval KL at D 0 - at D 4 > 0", Kind.MODELS, bootstrap(held, less(_mean(shallow), _mean(deep))))
+    deeper = claim("mean eval KL at D 0 - at D 4 > 0", Kind.MODELS, resample(held, less(_mean(shallow), _mean(deep))))
     outcome.claims += [*kl, deeper]
-    found: dict[str, dict[str, Interval | str]] = {
-        name: {"train KL": bootstrap(train, _mean([at])), "eval KL": bootstrap(held, _mean([at]))}
+    found: dict[str, dict[str, Estimate | str]] = {
+        name: {"train KL": resample(train, _mean([at])), "eval KL": resample(held, _mean([at]))}
         for at, name in enumerate(names)
     }
     higher = {}
@@ -92,15 +94,15 @@ def table3(experiments: Experiments) -> Outcome:
         sums = round_sums(samples, [lengths for head in heads.values() for lengths in adaptive(samples, head)])
         mine = {name: range(at * len(THRESHOLDS), (at + 1) * len(THRESHOLDS)) for at, name in enumerate(names)}
         for name, columns in mine.items():
-            found[name][paper] = bootstrap(sums, best(columns))
-            found[name][f"h {paper}"] = bootstrap(sums, chosen_threshold(columns))
+            found[name][paper] = resample(sums, best(columns))
+            found[name][f"h {paper}"] = resample(sums, chosen_threshold(columns))
         spread = less(_mean_threshold(mine, WEIGHTS[-1]), _mean_threshold(mine, WEIGHTS[0]))
-        higher[paper] = claim(f"mean best h at w_rej 12 - at 1 > 0 ({own})", Kind.MODELS, bootstrap(sums, spread))
+        higher[paper] = claim(f"mean best h at w_rej 12 - at 1 > 0 ({own})", Kind.MODELS, resample(sums, spread))
     outcome.claims += higher.values()
     for name, values in found.items():
         outcome.row(name, values)
         for column, value in values.items():
-            if isinstance(value, Interval):
+            if isinstance(value, Estimate):
                 answers[name, column] = _head_answer(column, value, kl, higher)
     outcome.notes.append(
         f"Our heads: {STEPS} steps on {len(known.at_token)} drafted tokens of {SMALL.label}; evaluated on other texts "
@@ -115,7 +117,7 @@ def _mean_threshold(mine: Mapping[str, Sequence[int]], weight: float) -> Statist
     return lambda totals: torch.stack([each(totals) for each in own]).mean(0)
 
 
-def _head_answer(column: str, value: Interval, kl: Sequence[Claim], higher: Mapping[str, Claim]) -> OurNumber:
+def _head_answer(column: str, value: Estimate, kl: Sequence[Claim], higher: Mapping[str, Claim]) -> OurNumber:
     if "KL" in column:
         return OurNumber(value, 0.05, tuple(kl), "another pair, other drafts to predict")
     if column.startswith("h "):
@@ -128,4 +130,4 @@ def _head_answer(column: str, value: Interval, kl: Sequence[Claim], higher: Mapp
     return OurNumber(value, CLOSE, tuple(kl), "by the same two seconds, another pair", relative=True)
 
 
-RECIPES = (Recipe(papers.TABLE3, table3),)
+RECIPES = (Recipe(PAPER["table3"], table3),)

@@ -43,5 +43,5 @@ def chosen(names: Sequence[str]) -> list[Recipe]:
     """
     for name in names:
         if name not in RECIPES:
-            raise UserError(f"recipe is {name!r}: legal are {', '.join(RECIPES)}")
+            raise UserError(f"recipe: expected one of {', '.join(RECIPES)}, got {name!r}")
     return [recipe for name, recipe in RECIPES.items() if not names or name in names]

@@ -10,13 +10,16 @@ from functools import partial
 
 import torch
 
+from draftproof.bench.estimate import Estimate
 from draftproof.bench.measures import fit_times
-from draftproof.reproduction.claims import Claim, Interval, Kind, claim, resampled, shifted
+from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun, Row
-from draftproof.reproduction.papers import specdec_pp as papers
+from draftproof.reproduction.paper_tables import PaperTable, paper_tables
 from draftproof.reproduction.recipes.base import Answers, Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
 from draftproof.reproduction.recipes.specdec_pp import TOP_K
+from draftproof.reproduction.recipes.sums import resampled
 
+PAPER = paper_tables("specdec_pp")
 STOPPERS = {
     "SpecDec": tuple(f"fixed:{length}" for length in (2, 6, 10)),
     "SpecDec++": tuple(f"acceptance:{h}" for h in (0.3, 0.7, 0.9)),
@@ -40,7 +43,7 @@ def _timed(experiments: Experiments) -> dict[str, Parts]:
     runs_of: dict[str, list[PlannedRun]] = {}
     for name, pair in (("draft", PairNames(SMALL.draft, SMALL.draft)), ("target", SMALL)):
         plain = experiments.scaled_run(pair, **size, drafter="none", stopper="")
-        runs_of[name] = [replace(plain, tokens=tokens) for tokens in (plain.tokens // 3, plain.tokens)]
+        runs_of[name] = [replace(plain, max_tokens=tokens) for tokens in (plain.max_tokens // 3, plain.max_tokens)]
     for setting, stoppers in STOPPERS.items():
         runs_of[setting] = [experiments.scaled_run(SMALL, **size, stopper=stopper) for stopper in stoppers]
     rows = iter(experiments.in_turns([run for runs in runs_of.values() for run in runs]))
@@ -70,7 +73,7 @@ def _line(parts: Parts, side: int) -> float:
     return (slope, 1 - float(((seconds - slope * calls) ** 2).sum()) / spread)[side]
 
 
-def passes(experiments: Experiments) -> dict[str, dict[str, Interval]]:
+def passes(experiments: Experiments) -> dict[str, dict[str, Estimate]]:
     """Seconds of a pass by setting."""
     timed = _timed(experiments)
     found = {
@@ -89,65 +92,42 @@ def passes(experiments: Experiments) -> dict[str, dict[str, Interval]]:
     return found
 
 
-def fits(found: dict[str, dict[str, Interval]]) -> dict[str, Claim]:
-    """By setting, the claim that the cost model fits."""
-    return {
-        setting: claim(
-            f"R squared - 0.98 >= 0 ({setting})",
-            Kind.MODELS,
-            shifted(found[setting]["R squared"], -0.98),
-            at_least=True,
-        )
-        for setting in TIMED
-    }
-
-
-def head_costs(found: dict[str, dict[str, Interval]]) -> Claim:
+def head_costs(found: dict[str, dict[str, Estimate]]) -> Claim:
     """The claim that the acceptance head costs less than a tenth of a draft pass."""
     plain, headed = found["SpecDec"]["t_draft"], found["SpecDec++"]["t_draft"]
-    value, low, high = headed.value / plain.value, headed.low / plain.high, headed.high / plain.low
-    gap = Interval(1.1 - value, 1.1 - high, 1.1 - low, headed.level, headed.clusters)
+    ends = (headed.value / plain.value, headed.low / plain.high, headed.high / plain.low)
+    gap = Estimate(*ends, headed.count, headed.level).below(1.1)
     return claim("1.1 - t_draft with the head over t_draft without > 0", Kind.MODELS, gap)
 
 
 WHY = "models of 260 thousand parameters on a CPU take milliseconds where the paper's take a tenth of a second"
 
 
-def table2(experiments: Experiments) -> Outcome:
-    """Seconds of a pass."""
-    outcome, answers, found = OutcomeBuilder(papers.TABLE2), Answers(), passes(experiments)
-    fitted = fits(found)
+def _measured(experiments: Experiments, paper: PaperTable) -> Outcome:
+    """The seconds of a pass in the columns of a table or figure, which has a row or several for each setting."""
+    outcome, answers, found = OutcomeBuilder(paper), Answers(), passes(experiments)
     for setting, values in found.items():
-        outcome.row(f"{SMALL.label}, {setting}", values, timed=True)
-        for row in papers.TABLE2.rows:
-            if row.split(",")[0] == setting:
-                answers |= {
-                    (row, name): _answer(value, 0.02 if name == "R squared" else SECONDS, fitted[setting])
-                    for name, value in values.items()
-                }
-    outcome.timed_claims += [*fitted.values(), head_costs(found)]
-    return outcome.finish(answers)
-
-
-def _answer(value: Interval, tolerance: float, fitted: Claim) -> OurNumber:
-    return OurNumber(value, tolerance, (fitted,), WHY, timed=True)
-
-
-def figure3(experiments: Experiments) -> Outcome:
-    """The numbers of table 2 as bars."""
-    outcome, answers, found = OutcomeBuilder(papers.FIGURE3), Answers(), passes(experiments)
-    fitted = fits(found)
-    for setting, values in found.items():
-        own = {name: values[name] for name in ("t_draft", "t_target")}
+        text = f"R squared - 0.98 >= 0 ({setting})"
+        fits = claim(text, Kind.MODELS, values["R squared"].plus(-0.98), at_least=True)
+        own = {name: values[name] for name in paper.columns}
         outcome.row(f"{SMALL.label}, {setting}", own, timed=True)
-        answers |= {(setting, name): _answer(value, SECONDS, fitted[setting]) for name, value in own.items()}
-    outcome.timed_claims += [*fitted.values(), head_costs(found)]
-    lines = [
-        Series(name, tuple(map(float, range(3))), tuple(1000 * found[setting][name].value for setting in TIMED))
-        for name in ("t_draft", "t_target")
-    ]
-    outcome.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)
+        for row in paper.rows:
+            for name, value in own.items():
+                if row.split(",")[0] == setting:
+                    tolerance = 0.02 if name == "R squared" else SECONDS
+                    answers[row, name] = OurNumber(value, tolerance, (fits,), WHY, timed=True)
+        outcome.timed_claims.append(fits)
+    outcome.timed_claims.append(head_costs(found))
+    if paper.picture:
+        lines = [
+            Series(name, tuple(map(float, range(3))), tuple(1000 * found[setting][name].value for setting in TIMED))
+            for name in paper.columns
+        ]
+        outcome.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)
     return outcome.finish(answers)
 
 
-RECIPES = (Recipe(papers.TABLE2, table2, "times"), Recipe(papers.FIGURE3, figure3, "times"))
+RECIPES = tuple(
+    Recipe(PAPER[number], partial(_measured, paper=PAPER[number]), "times")  # the figure shows the table's averages
+    for number in ("table2", "figure3")
+)

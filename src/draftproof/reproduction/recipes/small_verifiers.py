@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
+from draftproof.bench.estimate import Estimate, resample
 from draftproof.embedded import heads_dir
 from draftproof.files import whole_directory
 from draftproof.heads import Head, HeadConfig, load_head, save_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim, exact_claim, resampled, shifted
+from draftproof.reproduction.claims import Claim, Kind, claim, exact_claim
 from draftproof.reproduction.draft_samples import DraftSamples, SamplePlan, sample_drafts
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
-from draftproof.reproduction.papers import sprinter as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     ANY,
     Answers,
@@ -29,13 +30,14 @@ from draftproof.reproduction.recipes.base import (
     Series,
 )
 from draftproof.reproduction.recipes.sprinter import FIELDS, METHODS, milliseconds, wins_over
-from draftproof.reproduction.recipes.sums import run_sums
+from draftproof.reproduction.recipes.sums import resampled, run_sums
 from draftproof.theory.sprinter import expected_accepted, expected_stopping_time
 from draftproof.training.features import JudgeRows
 from draftproof.training.heads import Labels, run_head, train_head
 from draftproof.training.loop import TrainingPlan
 from draftproof.training.metrics import auc, roc
 
+PAPER = paper_tables("sprinter")
 SETS = {"Wiki": OPENINGS, "LM1B": "fiction"}  # the paper's data sets, and ours in their place
 STEPS = 400
 LAMBDAS = (1.0, 1.2, 1.5)
@@ -78,12 +80,12 @@ def area_of(parts: Parts) -> float:
 
 def figure3(experiments: Experiments) -> Outcome:
     """ROC of a linear verifier on two data sets."""
-    outcome, answers, lines = OutcomeBuilder(papers.FIGURE3), Answers(), []
-    for (paper, own), row in zip(SETS.items(), papers.FIGURE3.rows, strict=True):
+    outcome, answers, lines = OutcomeBuilder(PAPER["figure3"]), Answers(), []
+    for (paper, own), row in zip(SETS.items(), PAPER["figure3"].rows, strict=True):
         head = verifier(experiments, own)
         samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
         found = resampled(area(head, samples), area_of)
-        above = claim(f"AUC - 0.5 > 0 ({own})", Kind.MODELS, shifted(found, -0.5))
+        above = claim(f"AUC - 0.5 > 0 ({own})", Kind.MODELS, found.plus(-0.5))
         outcome.claims.append(above)
         size = sum(weight.numel() for weight in head.parameters())
         outcome.row(f"{SMALL.label}, {own} ({size} parameters)", {"AUC": found})
@@ -100,7 +102,7 @@ def _roc(label: str, parts: Parts) -> Series:
 
 def figure12(experiments: Experiments) -> Outcome:
     """ROC by the ratio that labels a token acceptable."""
-    outcome, lines = OutcomeBuilder(papers.FIGURE12), []
+    outcome, lines = OutcomeBuilder(PAPER["figure12"]), []
     samples = sample_drafts(experiments, sample_plan(experiments, OPENINGS, 0))
     parts = {lam: area(verifier(experiments, OPENINGS, lam), samples, lam) for lam in LAMBDAS}
     for lam, own in parts.items():
@@ -117,7 +119,7 @@ def figure12(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Verifiers on the other data set: by AUC, and in runs beside speculative decoding."""
-    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
     made = {own: verifier(experiments, own) for own in SETS.values()}
     for paper, own in SETS.items():
         samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
@@ -130,10 +132,10 @@ def table4(experiments: Experiments) -> Outcome:
             for name in SETS.values()
         ]
         sums = run_sums(experiments.in_turns([base, *lossy]), FIELDS)
-        values: dict[str, Interval | str] = {}
-        times: dict[str, Interval | str] = {}
+        values: dict[str, Estimate | str] = {}
+        times: dict[str, Estimate | str] = {}
         for place, (trained, name) in enumerate(SETS.items()):
-            wins, spent = wins_over(experiments, lossy[place], base), bootstrap(sums, milliseconds(place + 1))
+            wins, spent = wins_over(experiments, lossy[place], base), resample(sums, milliseconds(place + 1))
             values[f"AUC, trained on {trained}"] = resampled(areas[name], area_of)
             values[f"win-tie, trained on {trained}"], times[f"ms, trained on {trained}"] = wins, spent
             cell = f"on {paper}"
@@ -151,8 +153,7 @@ def _transfers(areas: Mapping[str, Parts], own: str) -> Claim:
     other = next(name for name in areas if name != own)
     both = list(zip(areas[own], areas[other], strict=True))
     gap = resampled(both, lambda some: area_of([a for a, _ in some]) - area_of([b for _, b in some]))
-    near = Interval(0.05 - gap.value, 0.05 - gap.high, 0.05 - gap.low, gap.level, gap.clusters)
-    return claim(f"0.05 - (AUC of the own verifier - of the other) > 0 (on {own})", Kind.MODELS, near)
+    return claim(f"0.05 - (AUC of the own verifier - of the other) > 0 (on {own})", Kind.MODELS, gap.below(0.05))
 
 
 def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
@@ -166,28 +167,28 @@ def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
 
 def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is read
     """The shipped verifier's hyperparameters."""
-    outcome, answers = OutcomeBuilder(papers.TABLE5), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
     where = heads_dir() / "approximate"
     options = json.loads((where / "provenance.json").read_text(encoding="utf-8"))["options"]
     lam, tau = options["labels"]["lam"], load_head(where).config.threshold
     for data in SETS:
-        answers[ANY, f"lambda {data}"] = OurNumber(Interval.exact(lam), 1e-9)
-        answers[ANY, f"tau {data}"] = OurNumber(Interval.exact(tau), 1e-9)
-    outcome.row("embedded:draft's shipped verifier", {"lambda": Interval.exact(lam), "tau": Interval.exact(tau)})
+        answers[ANY, f"lambda {data}"] = OurNumber(Estimate.exact(lam), 1e-9)
+        answers[ANY, f"tau {data}"] = OurNumber(Estimate.exact(tau), 1e-9)
+    outcome.row("embedded:draft's shipped verifier", {"lambda": Estimate.exact(lam), "tau": Estimate.exact(tau)})
     outcome.notes.append("Read from the verifier that ships: the same choice, not a search of our own.")
     return outcome.finish(answers)
 
 
 def _closed(name: str, unit: float, of: partial[float]) -> Outcome:
     """A figure of Theorem 3.3 or 3.4: the curve by eta_TP for two eta_FP, and its distance from the ideal."""
-    paper = papers.FIGURE5 if name == "tokens" else papers.FIGURE6
+    paper = PAPER["figure5"] if name == "tokens" else PAPER["figure6"]
     outcome, lines = OutcomeBuilder(paper), []
     ideal = of(RUN, 1.0, 0.0)
     gaps = [of(RUN, true, false) - ideal for true in RATES for false in (0.0, 0.1, 0.25, 0.5)]
     sharp = of(RUN, 1.0, 0.5) - ideal
     for false in (0.1, 0.5):
         values = [of(RUN, true, false) for true in RATES]
-        row = {f"eta_TP = {true:g}": Interval.exact(value) for true, value in zip(RATES, values, strict=True)}
+        row = {f"eta_TP = {true:g}": Estimate.exact(value) for true, value in zip(RATES, values, strict=True)}
         outcome.row(f"eta_FP = {false:g}", row)
         lines.append(Series(f"eta_FP = {false:g}", RATES, tuple(values)))
     lines.append(Series("ideal verifier", RATES, (ideal,) * len(RATES)))
@@ -219,10 +220,10 @@ def figure6(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
 
 
 RECIPES = (
-    Recipe(papers.TABLE4, table4),
-    Recipe(papers.TABLE5, table5, "exact"),
-    Recipe(papers.FIGURE3, figure3),
-    Recipe(papers.FIGURE5, figure5, "exact"),
-    Recipe(papers.FIGURE6, figure6, "exact"),
-    Recipe(papers.FIGURE12, figure12),
+    Recipe(PAPER["table4"], table4),
+    Recipe(PAPER["table5"], table5, "exact"),
+    Recipe(PAPER["figure3"], figure3),
+    Recipe(PAPER["figure5"], figure5, "exact"),
+    Recipe(PAPER["figure6"], figure6, "exact"),
+    Recipe(PAPER["figure12"], figure12),
 )

@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.bench.estimate import Estimate, Statistic, resample
 from draftproof.embedded import heads_dir
 from draftproof.heads import Head, load_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, exact_claim
+from draftproof.reproduction.claims import Claim, Kind, claim, exact_claim
 from draftproof.reproduction.draft_samples import (
     DraftSamples,
     SamplePlan,
@@ -21,7 +22,7 @@ from draftproof.reproduction.draft_samples import (
     stopped_lengths,
 )
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
-from draftproof.reproduction.papers import specdec_pp as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     CLOSE,
     Answers,
@@ -37,10 +38,11 @@ from draftproof.testing import TableModel
 from draftproof.theory.cost import PassCosts
 from draftproof.theory.decision import Problem, adaptive_gain
 
+PAPER = paper_tables("specdec_pp")
 SETS = {"Alpaca": OPENINGS, "HumanEval": "humaneval", "GSM8K": "gsm8k"}  # the paper's data sets, and ours
 LENGTHS = (1, 2, 4, 6, 8, 10, 12, 14)  # section 4.1, and 1, which may be best for small pairs
 THRESHOLDS = (0.1, 0.3, 0.5, 0.7, 0.9)
-COSTS = PassCosts(papers.DRAFT_SECONDS, papers.TARGET_SECONDS)
+COSTS = PassCosts(0.0234, 0.112)  # of the paper: seconds of a draft and a target pass while speculating, section 4.2
 ALONE = 0.108  # seconds of a target pass without speculation, section 4.2
 TOP_K = 50
 
@@ -109,7 +111,7 @@ def _names(columns: Sequence[int], sums: Tensor) -> str:
 
 def exact_gain() -> Claim:
     """The claim that the best policy saves time against the best constant length on toy pairs, computed exactly."""
-    ratio = papers.DRAFT_SECONDS / papers.TARGET_SECONDS
+    ratio = COSTS.draft / COSTS.target
     gains = []
     for seed in range(6):
         target, draft = (TableModel(3, 2 * seed + i, order=1, sharpness=1.5) for i in range(2))
@@ -133,19 +135,22 @@ def compared(experiments: Experiments) -> dict[str, Float[Tensor, "prompts colum
 
 def _faster(name: str, sums: Tensor) -> Claim:
     """The claim that the best threshold is faster than the best length."""
-    gap = bootstrap(sums, lambda totals: best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1)
+    gap = resample(sums, lambda totals: best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1)
     return claim(f"best adaptive over best constant throughput - 1 > 0 ({SETS[name]})", Kind.MODELS, gap)
 
 
 def table1(experiments: Experiments) -> Outcome:
     """Best throughputs under the paper's seconds."""
-    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
     outcome.claims.append(exact_gain())
-    rows: dict[str, dict[str, Interval | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
+    rows: dict[str, dict[str, Estimate | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
         outcome.claims.append(held)
-        found = {"SpecDec++": bootstrap(sums, best(ADAPTIVE)), "SpecDec (baseline)": bootstrap(sums, best(FIXED))}
+        found = {
+            "SpecDec++": resample(sums, best(ADAPTIVE)),
+            "SpecDec (baseline)": resample(sums, best(FIXED)),
+        }
         for (row, value), label in zip(found.items(), rows, strict=False):
             rows[label][name] = value
             why = "by the same two seconds, but another pair accepts other lengths"
@@ -166,22 +171,22 @@ _SETS_NOTE = (
 
 def figure1(experiments: Experiments) -> Outcome:
     """Gains and speed-ups."""
-    outcome, answers = OutcomeBuilder(papers.FIGURE1), Answers()
-    rows: dict[str, dict[str, Interval | str]] = {name: {} for name in papers.FIGURE1.rows}
+    outcome, answers = OutcomeBuilder(PAPER["figure1"]), Answers()
+    rows: dict[str, dict[str, Estimate | str]] = {name: {} for name in PAPER["figure1"].rows}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
         outcome.claims.append(held)
-        rows["gain %"][name] = bootstrap(sums, lambda totals: 100 * (best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1))
-        rows["speed-up, SpecDec++"][name] = bootstrap(sums, lambda totals: ALONE * best(ADAPTIVE)(totals))
-        rows["speed-up, SpecDec"][name] = bootstrap(sums, lambda totals: ALONE * best(FIXED)(totals))
+        rows["gain %"][name] = resample(sums, lambda totals: 100 * (best(ADAPTIVE)(totals) / best(FIXED)(totals) - 1))
+        rows["speed-up, SpecDec++"][name] = resample(sums, lambda totals: ALONE * best(ADAPTIVE)(totals))
+        rows["speed-up, SpecDec"][name] = resample(sums, lambda totals: ALONE * best(FIXED)(totals))
         for row, values in rows.items():
             ours = values[name]
-            assert isinstance(ours, Interval), "all three are numbers"
+            assert isinstance(ours, Estimate), "all three are numbers"
             tolerance, relative = (1.5, False) if row == "gain %" else (CLOSE, True)
             answers[row, name] = OurNumber(ours, tolerance, (held,), "another pair of models", relative=relative)
     lines = []
     for label, source in (
-        ("paper", papers.FIGURE1.rows["gain %"]),
+        ("paper", PAPER["figure1"].rows["gain %"]),
         ("ours", [_value(rows["gain %"][n]) for n in SETS]),
     ):
         lines.append(Series(label, tuple(map(float, range(3))), tuple(float(x or 0) for x in source)))
@@ -192,16 +197,16 @@ def figure1(experiments: Experiments) -> Outcome:
     return outcome.finish(answers)
 
 
-def _value(found: Interval | str) -> float:
-    assert isinstance(found, Interval), "a number"
+def _value(found: Estimate | str) -> float:
+    assert isinstance(found, Estimate), "a number"
     return found.value
 
 
 def figure4(experiments: Experiments) -> Outcome:
     """The Pareto frontiers."""
-    outcome, lines = OutcomeBuilder(papers.FIGURE4), []
+    outcome, lines = OutcomeBuilder(PAPER["figure4"]), []
     for name, sums in compared(experiments).items():
-        points = [[bootstrap(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
+        points = [[resample(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
         for label, columns in (("constant", FIXED), ("adaptive", ADAPTIVE)):
             own = [points[at] for at in columns]
             x, y = (tuple(each[side].value for each in own) for side in (0, 1))
@@ -212,7 +217,7 @@ def figure4(experiments: Experiments) -> Outcome:
             found = {"discard rate": points[at][0], "verification rate": points[at][1]}
             outcome.row(f"{SETS[name]}, {setting}", found)
         for at, h in zip(ADAPTIVE, THRESHOLDS, strict=True):
-            below = bootstrap(sums, behind(at))
+            below = resample(sums, behind(at))
             text = (
                 f"verification rate of constant lengths at the same discard rate - that of h = {h:g} > 0 ({SETS[name]})"
             )
@@ -242,4 +247,4 @@ def frontier(totals: Float[Tensor, "draws columns"], at: int) -> Float[Tensor, "
     return found
 
 
-RECIPES = (Recipe(papers.TABLE1, table1), Recipe(papers.FIGURE1, figure1), Recipe(papers.FIGURE4, figure4))
+RECIPES = (Recipe(PAPER["table1"], table1), Recipe(PAPER["figure1"], figure1), Recipe(PAPER["figure4"], figure4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -12,10 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.backends.base import Feed
-from draftproof.reproduction.claims import Claim, Interval, Kind, bootstrap, claim
+from draftproof.bench.estimate import Estimate, resample
+from draftproof.profiling.forward import timed_pass
+from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import key
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames
-from draftproof.reproduction.papers import spectr as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     CLOSE,
     Answers,
@@ -29,6 +30,7 @@ from draftproof.reproduction.recipes.base import (
 from draftproof.reproduction.recipes.sums import AtPlaces, between, efficiency, several, why_other
 from draftproof.tree import TokenTree
 
+PAPER = paper_tables("spectr")
 DRAFTS, LENGTHS = (1, 2, 4, 8), (4, 8)
 PASSES = 30  # timed passes of each shape
 
@@ -59,7 +61,7 @@ def _growth(at: AtPlaces, label: str) -> list[Claim]:
 
 def table2(experiments: Experiments) -> Outcome:
     """Tokens a call by K and L."""
-    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
         at = _grid(experiments, pair)
@@ -81,7 +83,7 @@ def table2(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Three draft models of different strength: early exits of the same target."""
-    outcome, answers = OutcomeBuilder(papers.TABLE4), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
     pair = SMALL
     layers = dict(zip(("2M", "6M", "20M"), (2, 3, 4), strict=True))
     grids = {size: _grid(experiments, pair, drafter=f"early_exit:{count}", seeds=1) for size, count in layers.items()}
@@ -91,7 +93,7 @@ def table4(experiments: Experiments) -> Outcome:
     for size, at in grids.items():
         found = {f"K={k} L={n}": at.efficiency("spectr", n, k) for n in LENGTHS for k in DRAFTS}
         outcome.row(f"{pair.target}, first {layers[size]} of 5 layers", found)
-        paper = papers.TABLE4.number(size, "K=1 L=8")
+        paper = PAPER["table4"].number(size, "K=1 L=8")
         why = why_other(paper, found["K=1 L=8"], 8, f"at K = 1 the exit after {layers[size]} layers")
         for name, value in found.items():
             mine = tuple(each for each in held if f"first {layers[size]} layers" in each.text)
@@ -113,22 +115,22 @@ def _better(weak: AtPlaces, strong: AtPlaces, fewer: int, more: int) -> Claim:
 
 def table1(experiments: Experiments) -> Outcome:
     """The time of a pass by tokens and batch."""
-    outcome, answers = OutcomeBuilder(papers.TABLE1), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
     why = "a CPU has no idle arithmetic to read more tokens with"
     for place, pair in enumerate(experiments.profile.pairs):
         found = _passes(experiments, pair)
         base = statistics.median(found["4x1"])
         for length in (4, 8):
-            values: dict[str, Interval | str] = {}
+            values: dict[str, Estimate | str] = {}
             for batch in (1, 2, 4, 8):
                 low, middle, high = (each / base for each in statistics.quantiles(found[f"{length}x{batch}"], n=4))
-                values[f"batch {batch}"] = ours = Interval(middle, low, high, 0.5, PASSES)
+                values[f"batch {batch}"] = ours = Estimate(middle, low, high, PASSES, 0.5)
                 if place == 0:
                     answers[f"length {length}", f"batch {batch}"] = OurNumber(ours, 0.15, (), why, timed=True)
             outcome.row(f"{pair.target}, length {length}", values, timed=True)
         sums = torch.tensor([found["8x8"], found["4x1"]]).T
         text = f"1.5 - time of a pass over 8 x 8 tokens relative to 4 x 1 > 0 ({pair.target})"
-        kept = bootstrap(sums, lambda totals: 1.5 - totals[:, 0] / totals[:, 1])
+        kept = resample(sums, lambda totals: 1.5 - totals[:, 0] / totals[:, 1])
         outcome.timed_claims.append(claim(text, Kind.MODELS, kept))
     outcome.notes.append(
         "Median of passes over new tokens after 64 known ones; brackets: quartiles. Claim: ratio of means."
@@ -155,9 +157,7 @@ def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[fl
             with torch.inference_mode():
                 model.forward([Feed(session, prompt) for session in sessions])
                 tree = TokenTree.chain(torch.tensor(prompt[:length], device=model.device))
-                start = time.perf_counter()
-                model.forward([Feed(session, (), tree) for session in sessions])
-                spent = time.perf_counter() - start
+                spent = timed_pass(model, [Feed(session, (), tree) for session in sessions])
             for session in sessions:
                 session.close()
             if repeat >= 3:
@@ -165,4 +165,4 @@ def _time_passes(experiments: Experiments, pair: PairNames) -> dict[str, list[fl
     return {f"{length}x{batch}": times for (length, batch), times in seconds.items()}
 
 
-RECIPES = (Recipe(papers.TABLE1, table1, "times"), Recipe(papers.TABLE2, table2), Recipe(papers.TABLE4, table4))
+RECIPES = (Recipe(PAPER["table1"], table1, "times"), Recipe(PAPER["table2"], table2), Recipe(PAPER["table4"], table4))

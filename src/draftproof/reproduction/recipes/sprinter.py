@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from draftproof.bench.estimate import Estimate, Statistic, resample
 from draftproof.bench.measures import pass_flops, shape_of
 from draftproof.embedded import heads_dir
 from draftproof.heads import load_head
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim, column, shifted
+from draftproof.reproduction.claims import Claim, Kind, claim, column
 from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun, Row
-from draftproof.reproduction.papers import sprinter as papers
+from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
     ANY,
     OTHER_SECONDS,
@@ -31,6 +31,7 @@ from draftproof.training.features import ModelPair
 from draftproof.training.responses import Response
 from draftproof.training.sprinter import drift
 
+PAPER = paper_tables("sprinter")
 SD = "fixed:4"  # the paper does not name its length
 METHODS: dict[str, dict[str, str]] = {
     "SD": {"stopper": SD, "verifier": "token"},
@@ -109,7 +110,7 @@ def per_token(run: int) -> Statistic:
 
 def table2(experiments: Experiments) -> Outcome:
     """Calls, time and quality of each method."""
-    outcome, answers = OutcomeBuilder(papers.TABLE2), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
     names = list(METHODS)
     runs = [planned_run(experiments, parts) for parts in METHODS.values()]
     sums = run_sums(experiments.in_turns(runs), FIELDS)
@@ -119,15 +120,21 @@ def table2(experiments: Experiments) -> Outcome:
         claim(
             f"time: speed of SPRINTER over {name} - 1 > 0",
             Kind.MODELS,
-            bootstrap(sums, _faster(at["SPRINTER"], at[name])),
+            resample(sums, _faster(at["SPRINTER"], at[name])),
         )
         for name in ("SD", "SpecDec++", "AdaEDL", "mentored")
     ]
     outcome.claims += held.values()
     outcome.timed_claims += faster
     for name, place in at.items():
-        counts = {"tokens": bootstrap(sums, accepted(place)), "calls a token": bootstrap(sums, calls(place))}
-        times = {"ms": bootstrap(sums, milliseconds(place)), "speed-up": bootstrap(sums, over(place, at["SD"]))}
+        counts = {
+            "tokens": resample(sums, accepted(place)),
+            "calls a token": resample(sums, calls(place)),
+        }
+        times = {
+            "ms": resample(sums, milliseconds(place)),
+            "speed-up": resample(sums, over(place, at["SD"])),
+        }
         outcome.row(f"{SMALL.label}, {name}", counts)
         outcome.row(f"{SMALL.label}, {name}, times", times, timed=True)
         mine = tuple(each for key, each in held.items() if name in key) or tuple(held.values())
@@ -163,7 +170,9 @@ def _counting_claims(sums: Tensor, at: Mapping[str, int]) -> dict[tuple[str, str
     ]
     return {
         (more, few): claim(
-            f"calls a token of {more} - of {few} > 0", kind, bootstrap(sums, less(calls(at[more]), calls(at[few])))
+            f"calls a token of {more} - of {few} > 0",
+            kind,
+            resample(sums, less(calls(at[more]), calls(at[few]))),
         )
         for more, few, kind in fewer
     }
@@ -173,19 +182,19 @@ def _quality_claims(
     experiments: Experiments, runs: Sequence[PlannedRun], at: Mapping[str, int], outcome: OutcomeBuilder
 ) -> list[Claim]:
     """Claims about SPRINTER's loss in likelihood and at a position; the draft model alone is the bound of both."""
-    alone = replace(experiments.scaled_run(SMALL, **PLAIN), pair=PairNames(SMALL.draft, SMALL.draft))
+    alone = experiments.scaled_run(PairNames(SMALL.draft, SMALL.draft), **PLAIN)
     lossy = [name for name in at if name.startswith("SPRINTER") and "lossless" not in name]
     sums = quality_sums(experiments, [runs[at["SD"]], alone, runs[at["mentored"]], *(runs[at[name]] for name in lossy)])
     made = []
     for place, name in enumerate(("SD", "the draft model by itself", "mentored", *lossy)):
-        outcome.row(f"{SMALL.label}, {name}, quality", {"log-likelihood": bootstrap(sums, per_token(place))})
+        outcome.row(f"{SMALL.label}, {name}, quality", {"log-likelihood": resample(sums, per_token(place))})
     for place, name in enumerate(lossy, 3):
         text = f"a quarter of what the draft model loses on SD, in log-likelihood a token, - what {name} loses > 0"
-        made.append(claim(text, Kind.MODELS, bootstrap(sums, _bounded(place))))
-    better = bootstrap(sums, less(per_token(3), per_token(1)))
+        made.append(claim(text, Kind.MODELS, resample(sums, _bounded(place))))
+    better = resample(sums, less(per_token(3), per_token(1)))
     made.append(claim("log-likelihood a token of SPRINTER - of the draft model by itself > 0", Kind.MUST, better))
     text = "TV(p, q) - TV(p, SPRINTER's distribution) at the same positions > 0"
-    made.append(claim(text, Kind.MUST, bootstrap(drifts(experiments), less(column(1), column(0)))))
+    made.append(claim(text, Kind.MUST, resample(drifts(experiments), less(column(1), column(0)))))
     return made
 
 
@@ -218,25 +227,25 @@ def drifts(experiments: Experiments) -> Float[Tensor, "prompts columns"]:
 
 def table3(experiments: Experiments) -> Outcome:
     """Preference, speed and operations against each method."""
-    outcome, answers = OutcomeBuilder(papers.TABLE3), Answers()
+    outcome, answers = OutcomeBuilder(PAPER["table3"]), Answers()
     ours = planned_run(experiments, METHODS["SPRINTER"])
     for name in ("SD", "mentored"):
         other = planned_run(experiments, METHODS[name])
         wins = wins_over(experiments, ours, other)
         sums = run_sums(experiments.in_turns([ours, other]), FIELDS)
-        speed = bootstrap(sums, over(0, 1))
+        speed = resample(sums, over(0, 1))
         work = _work(experiments, sums)
-        timed = claim(f"time: speed of SPRINTER over {name} - 1 > 0", Kind.MODELS, bootstrap(sums, _faster(0, 1)))
+        timed = claim(f"time: speed of SPRINTER over {name} - 1 > 0", Kind.MODELS, resample(sums, _faster(0, 1)))
         close = claim(
             f"win-tie rate against {name} - 30 > 0",
             Kind.MODELS,
-            shifted(wins, -30.0),
+            wins.plus(-30.0),
         )
         outcome.claims += [close, *(claim(text, kind, found) for text, kind, found in _work_claims(name, work, sums))]
         outcome.timed_claims.append(timed)
         outcome.row(
             f"{SMALL.label}, against {name}",
-            {"win-tie %": wins, **{text: bootstrap(sums, each) for text, each in work.items()}},
+            {"win-tie %": wins, **{text: resample(sums, each) for text, each in work.items()}},
         )
         outcome.row(f"{SMALL.label}, against {name}, times", {"speed-up": speed}, timed=True)
         why = "the judge is the target's own log-likelihood, not a language model"
@@ -254,14 +263,14 @@ def table3(experiments: Experiments) -> Outcome:
     return outcome.finish(answers)
 
 
-def wins_over(experiments: Experiments, ours: PlannedRun, other: PlannedRun) -> Interval:
+def wins_over(experiments: Experiments, ours: PlannedRun, other: PlannedRun) -> Estimate:
     """Per cent of answers with a higher likelihood under the target than another method's, by prompt and seed."""
     mine, theirs = likelihoods(experiments, ours), likelihoods(experiments, other)
     rows = experiments.runs(ours)
     sums = torch.zeros(ours.prompts, 2, dtype=torch.float64)
     for row, a, b in zip(rows, mine, theirs, strict=True):
         sums[row["prompt"]] += torch.tensor([100.0 if a > b else 50.0 if a == b else 0.0, 1.0], dtype=torch.float64)
-    return bootstrap(sums, lambda t: t[:, 0] / t[:, 1])
+    return resample(sums, lambda t: t[:, 0] / t[:, 1])
 
 
 def _work(experiments: Experiments, sums: Tensor) -> dict[str, Statistic]:  # noqa: ARG001 - the columns are those of FIELDS
@@ -291,20 +300,20 @@ def _work(experiments: Experiments, sums: Tensor) -> dict[str, Statistic]:  # no
     }
 
 
-def _work_claims(name: str, work: Mapping[str, Statistic], sums: Tensor) -> list[tuple[str, Kind, Interval]]:
+def _work_claims(name: str, work: Mapping[str, Statistic], sums: Tensor) -> list[tuple[str, Kind, Estimate]]:
     paper, whole, other = (work[key] for key in list(work)[:3])
     return [
         (
             f"target's operations of {name} - of SPRINTER by the paper's count > 0",
             Kind.MUST,
-            bootstrap(sums, less(other, paper)),
+            resample(sums, less(other, paper)),
         ),
         (
             f"target's operations of {name} - of SPRINTER with all positions > 0",
             Kind.MODELS,
-            bootstrap(sums, less(other, whole)),
+            resample(sums, less(other, whole)),
         ),
     ]
 
 
-RECIPES = (Recipe(papers.TABLE2, table2), Recipe(papers.TABLE3, table3))
+RECIPES = (Recipe(PAPER["table2"], table2), Recipe(PAPER["table3"], table3))

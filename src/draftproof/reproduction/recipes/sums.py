@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.reproduction.claims import Claim, Interval, Kind, Statistic, bootstrap, claim
+from draftproof.bench.estimate import Estimate, Item, Statistic, bootstrap, resample
+from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import key
 from draftproof.reproduction.experiments import Experiments, PairNames, Places, Row
 from draftproof.reproduction.recipes.base import implied_acceptance
@@ -63,6 +64,11 @@ def run_efficiency(run: int, fields: int = 2) -> Statistic:
     return lambda totals: totals[:, fields * run] / totals[:, fields * run + 1]
 
 
+def resampled(items: Sequence[Item], statistic: Callable[[Sequence[Item]], float]) -> Estimate:
+    """`bootstrap` with fewer resamples, for statistics that are no functions of totals and take longer."""
+    return bootstrap(items, statistic, resamples=400)
+
+
 def less(one: Statistic, other: Statistic) -> Statistic:
     """The difference of two statistics."""
     return lambda totals: one(totals) - other(totals)
@@ -85,21 +91,21 @@ class AtPlaces:
         """The number of a column."""
         return 1 + self.columns.index(name)
 
-    def efficiency(self, rule: str, n: int, drafts: int = 1) -> Interval:
+    def efficiency(self, rule: str, n: int, drafts: int = 1) -> Estimate:
         """Block efficiency of a rule."""
-        return bootstrap(self.sums, efficiency(self[key(rule, n, drafts)]))
+        return resample(self.sums, efficiency(self[key(rule, n, drafts)]))
 
-    def gain(self, n: int) -> Interval:
+    def gain(self, n: int) -> Estimate:
         """Gain of block over token verification, in per cent."""
-        return bootstrap(self.sums, gain(self[key("block", n)], self[key("token", n)]))
+        return resample(self.sums, gain(self[key("block", n)], self[key("token", n)]))
 
     def at_least(self, text: str, one: str, other: str, kind: Kind = Kind.MUST, *, strict: bool = True) -> Claim:
         """The claim that one column is above another (or not below it)."""
-        found = bootstrap(self.sums, less(efficiency(self[one]), efficiency(self[other])))
+        found = resample(self.sums, less(efficiency(self[one]), efficiency(self[other])))
         return claim(text, kind, found, at_least=not strict)
 
 
-def why_other(paper: float, ours: Interval, n: int, label: str) -> str:
+def why_other(paper: float, ours: Estimate, n: int, label: str) -> str:
     """A reason for different block efficiencies: the acceptance rates, in words."""
     return (
         f"{label} accepts as if each token passed with probability {implied_acceptance(ours.value, n):.2f}, "
@@ -112,11 +118,11 @@ def several(experiments: Experiments, pair: PairNames, **changes: Any) -> Places
     return experiments.scaled_places(pair, lengths=(4, 8), drafts=(1, 2, 4, 8), chains=8, **changes)
 
 
-def between(one: AtPlaces, other: AtPlaces, of_one: Statistic, of_other: Statistic) -> Interval:
+def between(one: AtPlaces, other: AtPlaces, of_one: Statistic, of_other: Statistic) -> Estimate:
     """The difference of two statistics of two sets of positions, paired by their common prompts."""
     width = one.sums.shape[1]
     both = torch.cat([one.sums, other.sums], -1)
-    return bootstrap(both, lambda totals: of_one(totals[:, :width]) - of_other(totals[:, width:]))
+    return resample(both, lambda totals: of_one(totals[:, :width]) - of_other(totals[:, width:]))
 
 
 def apart(at: AtPlaces, n: int) -> Statistic:

@@ -4,7 +4,7 @@ In the sample of TinyStories, quotation marks were decoded twice; they are repla
 fiction, the works for children are used, without translations (the translators are not named, so their rights are not
 certain).
 
-    python scripts/stories_texts.py DATA OUT
+    python scripts/made_once/stories_texts.py DATA OUT
 
 DATA has `corpus-tinystories-sample/tiny_stories.txt` (the first 944 KB of roneneldan/TinyStories) and
 `corpus-pd-fiction/` (mlschmitt/classic-books-markdown as plain text, split by work, with its MANIFEST.tsv).

@@ -4,7 +4,7 @@ It runs in an environment of its own: `pip install torch==2.13.0`, then `pip ins
 random and tiny, saved by the package itself, and read along known tokens: `reference.safetensors` holds the target's
 hidden states, as transformers computes them, and the head's logits at every step of a draft from every position.
 
-    HF_HUB_OFFLINE=1 python scripts/make_head_references.py tests/support/data/speculators
+    HF_HUB_OFFLINE=1 python scripts/made_once/make_head_references.py tests/support/data/speculators
 """
 
 import json
@@ -283,7 +283,8 @@ def main() -> None:
     for copied in out.rglob("config.py"):  # the package puts its own source beside each config
         copied.unlink()
     made_with = {package: version(package) for package in ("torch", "transformers", "speculators", "safetensors")}
-    record = {"made_by": "scripts/make_head_references.py", "made_with": made_with, "tokens": IDS, "steps": STEPS}
+    script = "scripts/made_once/make_head_references.py"
+    record = {"made_by": script, "made_with": made_with, "tokens": IDS, "steps": STEPS}
     (out / "provenance.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
 """Make the question sets of the benchmark from their original files.
 
-    python scripts/bench_subsets.py DATA src/draftproof/bench/data
+    python scripts/made_once/bench_subsets.py DATA src/draftproof/bench/data
 
 DATA has mt-bench/question.jsonl, vicuna-bench/question.jsonl, gsm8k/test.jsonl, humaneval/HumanEval.jsonl.gz,
 self-instruct/user_oriented_instructions.jsonl, corpus-pd-fiction/test.txt.xz (works separated by <|endoftext|>, one

@@ -1,6 +1,6 @@
 """Sample instructions from a chat model: it continues the beginning of a user's turn (Magpie, arXiv 2406.08464).
 
-    python scripts/sample_instructions.py OUT.jsonl --target smollm2-135m --dtype bfloat16 --count 1500
+    python scripts/made_once/sample_instructions.py OUT.jsonl --target smollm2-135m --dtype bfloat16 --count 1500
 
 A drafter learns from the model's own answers, and needs the answers to many different instructions. The model gets its
 chat template up to the first word of the user, and writes the user's turn. Instructions are left out if they occurred

@@ -1,6 +1,6 @@
 """Convert stories260K from the files of llama2.c to the embedded target and draft directories, for transformers.
 
-    python scripts/convert_stories260k.py tests/support/data/stories260K src/draftproof/embedded
+    python scripts/made_once/convert_stories260k.py tests/support/data/stories260K src/draftproof/embedded
 
 This reads `stories260K.bin` (the legacy checkpoint of llama2.c: 7 int32, then float32 tensors) and `tok512.bin` (score,
 length and bytes of each token), and writes `target/` and `draft/` into the output directory. Each directory is written

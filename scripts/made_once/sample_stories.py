@@ -1,6 +1,6 @@
 """Sample stories from stories260K (MIT, in the package) in large batches: training text for embedded:stories.
 
-    python scripts/sample_stories.py OUT.jsonl --known tinystories.txt --known children.txt
+    python scripts/made_once/sample_stories.py OUT.jsonl --known tinystories.txt --known children.txt
 
 Every story is sampled from its first token, at one temperature, and kept if the model ends it within its context.
 Stories are left out if they occurred before, end within a sentence, repeat a word ("the the"), or have a word that is

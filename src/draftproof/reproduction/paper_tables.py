@@ -1,11 +1,16 @@
-"""A paper's table or figure: its numbers, its place in the paper, and its claims."""
+"""The papers' tables and figures: numbers, place in the paper, claims; read from `papers/*.toml`, one file a paper."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 Value = float | str | None
+FOLDER = Path(__file__).parent / "papers"
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class PaperTable:
     setting: str
     columns: tuple[str, ...] = ()
     rows: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
-    spreads: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
+    spreads: Mapping[str, tuple[Value, ...]] = field(default_factory=dict)
     picture: bool = False
     claims: tuple[str, ...] = ()
 
@@ -46,5 +51,23 @@ class PaperTable:
     def number(self, row: str, column: str) -> float:
         """A cell of the table that is a number."""
         value = self.value(row, column)
-        assert isinstance(value, float | int), f"{self.name}: {row}, {column} is no number"
+        assert isinstance(value, float | int), f"{self.name}: expected a number in {row}, {column}, got {value!r}"
         return float(value)
+
+
+@cache
+def paper_tables(paper: str) -> Mapping[str, PaperTable]:
+    """The tables and figures of a paper by their number, "table1"; `paper` is the name of its file."""
+    found = tomllib.loads((FOLDER / f"{paper}.toml").read_text(encoding="utf-8"))
+    return {number: _table(f"{paper.replace('_', '-')}-{number}", fields) for number, fields in found.items()}
+
+
+def _table(name: str, fields: Mapping[str, Any]) -> PaperTable:
+    lists = {key: tuple(fields.get(key, ())) for key in ("columns", "claims")}
+    parts = {key: {label: _row(row) for label, row in fields.get(key, {}).items()} for key in ("rows", "spreads")}
+    return PaperTable(name, **{**fields, **lists, **parts})
+
+
+def _row(values: list[float | str]) -> tuple[Value, ...]:
+    """A row of the file, where "" stands for a cell without a value: TOML has no null."""
+    return tuple(None if value == "" else value for value in values)

@@ -1,1 +1,0 @@
-"""The papers' numbers, each table and figure with its place in the paper."""
