@@ -27,7 +27,9 @@ from draftproof.functional import chain
 from draftproof.native import build as library
 from draftproof.native import dispatch as native
 from draftproof.native.dispatch import VARIABLE
-from draftproof.native.operations import AttentionArguments, Interleaved, Operations, PassMask
+from draftproof.native.operations import Operations
+from draftproof.native.structures import AttentionArguments, PassMask
+from draftproof.native.tensors import Interleaved
 from draftproof.rng import first_arrival, fold
 from draftproof.tree import TokenTree
 from support.helpers import engine
@@ -292,7 +294,7 @@ def test_what_does_not_belong_together_is_refused_and_narrow_integers_are_not():
         (tokens, q, p, lengths + 4),
         (tokens, q, p[:, :2], lengths),
     ):
-        with pytest.raises(ValueError, match=r"drafted tokens|p is torch.float32 .*legal is"):
+        with pytest.raises(ValueError, match=r"drafted tokens|expected p to be torch.float32"):
             OPERATIONS[torch.float32].block(*broken)
     with pytest.raises(ValueError, match="are not all of 0 to 8"):
         native.spread(torch.zeros(1, 3), torch.tensor([1, 4, 9]), 9)
@@ -773,7 +775,8 @@ from dataclasses import replace
 import torch
 from draftproof.functional import block_verify
 from draftproof.native import dispatch as native
-from draftproof.native.operations import AttentionArguments, Interleaved, PassMask
+from draftproof.native.structures import AttentionArguments, PassMask
+from draftproof.native.tensors import Interleaved
 from draftproof.rng import TorchRng, inverse_cdf
 
 made = native.operations(torch.zeros(1))

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from draftproof.errors import UserError, reason
 from draftproof.native import build as library
-from draftproof.native.operations import UNITS, Interleaved, Operations
+from draftproof.native.operations import Operations
+from draftproof.native.tensors import UNITS, Interleaved
 
 VARIABLE = "DRAFTPROOF_NATIVE"
 LEGAL = ("auto", "0", "1", *(level.name for level in library.LEVELS))

@@ -20,7 +20,8 @@ from draftproof.backends.model_info import quantization_method
 from draftproof.backends.products.linear_layers import linear_layers, matrix_of
 from draftproof.backends.products.packed_linear import GROUP
 from draftproof.native import dispatch as native
-from draftproof.native.operations import Interleaved, Operations, Quantized
+from draftproof.native.operations import Operations
+from draftproof.native.tensors import Interleaved, Quantized
 
 MOST_ROWS = 16  # more are left to torch, which uses a matrix unit where there is one
 _SAID = ("has_gate", "has_bias", "is_transposed", "down_proj", "num_experts")  # of how experts keep their weights

@@ -24,7 +24,7 @@ from draftproof.backends.products.linear_layers import linear_layers, matrix_of
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError, reason
 from draftproof.native import dispatch as native
-from draftproof.native.operations import BITS, MeasuredInputs
+from draftproof.native.tensors import BITS, MeasuredInputs
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from draftproof.backends.cache.layout import Layout, additive
 from draftproof.backends.cache.slot_cache import WritePlan
 from draftproof.native import dispatch as native
-from draftproof.native.operations import AttentionArguments, Operations, PassMask
+from draftproof.native.operations import Operations
+from draftproof.native.structures import AttentionArguments, PassMask
 from draftproof.triton.choose import fused as replaceable
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head, and their mask, into rows

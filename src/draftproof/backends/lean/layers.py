@@ -33,7 +33,8 @@ from draftproof.backends.products.calibration_files import measure
 from draftproof.backends.products.packed_linear import Product, fuse, give_back
 from draftproof.errors import UserError
 from draftproof.native import dispatch as native
-from draftproof.native.operations import BITS, MOST_DIM, UNITS, MeasuredInputs, Operations
+from draftproof.native.operations import MOST_DIM, Operations
+from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.triton.choose import fused
 
 _HEAD = "head"  # the output layer, beside the products of layers

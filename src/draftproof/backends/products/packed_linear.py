@@ -21,7 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from draftproof.native import dispatch as native
-from draftproof.native.operations import NEIGHBOURS, Interleaved, MeasuredInputs
+from draftproof.native.operations import NEIGHBOURS
+from draftproof.native.tensors import Interleaved, MeasuredInputs
 from draftproof.triton.choose import installed as triton_is_installed
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
