@@ -25,13 +25,15 @@ from draftproof.backends.heads.published.borrowed import embedding_of, output_of
 from draftproof.backends.heads.published.files import (
     ALGORITHM,
     HeadFiles,
+    cast,
     mask_token_of,
     read_head,
     refuse_other_target,
 )
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm, make_product
+from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
 from draftproof.backends.lean.layers import Layer
+from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError
 from draftproof.tree import TokenTree
 
@@ -139,7 +141,7 @@ class DFlashNet:
         self.width = shape.size
         self.places = block.size - block.first
         self.embed = embedding_of(files, shape, target)
-        self._fc = make_product(files, "fc", shape.size, len(self.layers) * given, target)
+        self._fc = Product(cast(files.take("fc.weight", [shape.size, len(self.layers) * given]), target))
         self._fused_norm = make_norm(files, shape, "hidden_norm", target)
         self._decoder = make_layers(files, shape, target)
         self._norm = make_norm(files, shape, "norm", target)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.base import HeadBackend
-from draftproof.backends.heads.published.files import HeadFiles, places_of, read_head, refuse_other_target
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layer, make_norm, make_product
+from draftproof.backends.heads.published.files import HeadFiles, cast, places_of, read_head, refuse_other_target
+from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layer, make_norm
 from draftproof.backends.heads.published.net import PublishedNet
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.lean.attention import Pass
@@ -40,7 +40,7 @@ class MtpHeadNet(PublishedNet):
         self.embed = target.embed
         self._embedded = make_norm(files, shape, f"{_AT}token_layernorm", target)
         self._given = make_norm(files, shape, f"{_AT}hidden_layernorm", target)
-        self._project = make_product(files, f"{_AT}input_proj", shape.size, 2 * shape.size, target)
+        self._project = Product(cast(files.take(f"{_AT}input_proj.weight", [shape.size, 2 * shape.size]), target))
         self._layer = make_layer(files, shape, _AT, 0, target)
         self._norm = make_norm(files, shape, f"{_AT}final_layernorm", target)
         self._passes = Passes(shape, [self._layer], target)
