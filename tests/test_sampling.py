@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import generation
 
 from draftproof.bad_words import BadWords, bad_word_ids
-from draftproof.native.dispatch import softmax
+from draftproof.native import softmax
 from draftproof.sampling import (
     SamplingParams,
     TokenLogprob,

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from draftproof import models
+from draftproof import models, native
 from draftproof._version import __version__
-from draftproof.native import dispatch as native
 
 FILE = "provenance.json"
 KEY = "provenance"  # of the facts in a JSON file with results

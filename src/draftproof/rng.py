@@ -21,8 +21,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof import native
 from draftproof.accelerator import sent
-from draftproof.native import dispatch as native
 from draftproof.triton.choose import fused
 
 _MASK64 = (1 << 64) - 1
@@ -130,8 +130,8 @@ def inverse_cdf(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]
     if width < _WIDE:
         cdf = weights.cumsum(-1, dtype=torch.float64)
         return _first_above(cdf, u.unsqueeze(-1) * cdf[..., -1:]).squeeze(-1)
-    natively = native.single(weights)
-    return _inverse_cdf_by_blocks(weights, u) if natively is None else natively.inverse_cdf(weights, u)
+    drawn = native.draw(weights, u)
+    return _inverse_cdf_by_blocks(weights, u) if drawn is None else drawn
 
 
 def _inverse_cdf_by_blocks(weights: Float[Tensor, "*rows vocab"], u: Float[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
@@ -223,14 +223,11 @@ def first_arrival(weights: Float[Tensor, "*rows vocab"], keys: Sequence[int]) ->
 
     Source: Gumbel's trick, as -log of a time is a Gumbel variable; Daliri, Musco, Suresh 2024, arXiv 2408.07978.
     """
-    natively = native.single(weights)
-    if natively is not None:
-        signed = torch.tensor([_signed(key) for key in keys], dtype=torch.int64)
-        return natively.race(weights, signed.reshape(weights.shape[:-1]))
-    rows, found = (
-        weights.reshape(-1, weights.shape[-1]),
-        torch.empty(len(keys), dtype=torch.int64, device=weights.device),
-    )
+    winners = native.race(weights, keys)
+    if winners is not None:
+        return winners
+    rows = weights.reshape(-1, weights.shape[-1])
+    found = torch.empty(len(keys), dtype=torch.int64, device=weights.device)
     together = max(_TOGETHER // weights.shape[-1], 1)
     for start in range(0, len(keys), together):
         part = slice(start, start + together)

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from draftproof import native
 from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.errors import NoTokenError, UserError, blamed_on
-from draftproof.native import dispatch as native
 
 _NEVER = -math.inf
 _GRAMMAR = re.compile(r"json_object\Z|(json_schema|regex|lark):.", re.DOTALL)

@@ -13,13 +13,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from draftproof import Engine, SamplingParams, UserError, __version__, models, sampling
+from draftproof import Engine, SamplingParams, UserError, __version__, models, native, sampling
 from draftproof.cli import COMMANDS, _compare, app
 from draftproof.cli._options import field_help
 from draftproof.cli._sampling import SAMPLING
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.engine.registry import DRAFTERS, OFFERED_STOPPERS, VERIFIERS
-from draftproof.native import dispatch as native
 from draftproof.sampling import MODEL_DEFAULTS
 from support.docs_pages import every_command
 

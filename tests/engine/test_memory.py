@@ -13,7 +13,7 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
-from draftproof import Engine, SamplingParams, UserError, peak
+from draftproof import Engine, SamplingParams, UserError, native, peak
 from draftproof.audit.compositions import PROMPT, compositions, toy_engine
 from draftproof.backends.base import Session
 from draftproof.backends.hf.backend import HFBackend
@@ -29,7 +29,6 @@ from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.engine.request import Request
 from draftproof.finish import Cutter
 from draftproof.functional.greedy import GreedyState
-from draftproof.native import dispatch as native
 from draftproof.profiling.allocations import TensorAllocations
 from draftproof.profiling.memory import Workload, measure, slot_caches, weights
 from draftproof.profiling.memory_report import format_bytes
@@ -185,7 +184,7 @@ def test_layers_that_draft_are_the_targets(spec, kind):
     assert found["draft"].shared > 0.4 * found["target"].own
 
 
-@pytest.mark.skipif(native.operations(torch.zeros(1)) is None, reason="no native operations on this machine")
+@pytest.mark.skipif(native.operations_for(torch.zeros(1)) is None, reason="no native operations on this machine")
 def test_a_quantized_draft_has_small_weights_of_its_own_and_shares_the_rest():
     target = LeanBackend(random_model(transformers.LlamaConfig(**ROPE, head_dim=32)))
     found = {one.part: one for one in weights(Engine(target, *composed(target, "quantized:4")))}

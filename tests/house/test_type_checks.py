@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 import type_checks
+from draftproof.native import greedy, softmax
 from draftproof.native.build import Level
-from draftproof.native.dispatch import greedy, softmax
 from draftproof.tree import TokenTree
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 
-from draftproof import Engine, SamplingParams, UserError, rng
+from draftproof import Engine, SamplingParams, UserError, native, rng
 from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.hf.backend import HFBackend
@@ -25,9 +25,12 @@ from draftproof.backends.lean.traits import ACTIVATIONS
 from draftproof.backends.products.packed_linear import Product, packs
 from draftproof.functional import chain
 from draftproof.native import build as library
-from draftproof.native import dispatch as native
+from draftproof.native import dispatch
+from draftproof.native import rows as native_rows
 from draftproof.native.dispatch import VARIABLE
-from draftproof.native.operations import AttentionArguments, Interleaved, Operations, PassMask
+from draftproof.native.operations import Operations
+from draftproof.native.structures import AttentionArguments, PassMask
+from draftproof.native.tensors import Interleaved
 from draftproof.rng import first_arrival, fold
 from draftproof.tree import TokenTree
 from support.helpers import engine
@@ -292,7 +295,7 @@ def test_what_does_not_belong_together_is_refused_and_narrow_integers_are_not():
         (tokens, q, p, lengths + 4),
         (tokens, q, p[:, :2], lengths),
     ):
-        with pytest.raises(ValueError, match=r"drafted tokens|p is torch.float32 .*legal is"):
+        with pytest.raises(ValueError, match=r"drafted tokens|expected p to be torch.float32"):
             OPERATIONS[torch.float32].block(*broken)
     with pytest.raises(ValueError, match="are not all of 0 to 8"):
         native.spread(torch.zeros(1, 3), torch.tensor([1, 4, 9]), 9)
@@ -772,11 +775,12 @@ from dataclasses import replace
 
 import torch
 from draftproof.functional import block_verify
-from draftproof.native import dispatch as native
-from draftproof.native.operations import AttentionArguments, Interleaved, PassMask
+from draftproof import native
+from draftproof.native.structures import AttentionArguments, PassMask
+from draftproof.native.tensors import Interleaved
 from draftproof.rng import TorchRng, inverse_cdf
 
-made = native.operations(torch.zeros(1))
+made = native.operations_for(torch.zeros(1))
 rows = torch.rand(2, 3, 5000).softmax(-1)
 tokens, lengths = torch.zeros(2, 3, dtype=torch.int64), torch.full((2,), 3)
 weight, x = Interleaved.of(torch.rand(20, 8)), torch.rand(3, 8)
@@ -878,7 +882,16 @@ def test_where_a_gradient_is_asked_for_torch_computes():
     native.softmax(logits)[:, 0].sum().backward()
     assert logits.grad.abs().sum() > 0
     with torch.no_grad():
-        assert native.single(logits) is not None
+        assert native_rows._operations(logits) is not None
+
+
+def test_a_wheel_is_built_without_torch():
+    code = "import sys; from draftproof.native import build; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert all(hasattr(native, name) for name in native.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'products'"):
+        native.products  # noqa: B018
 
 
 # --- when -------------------------------------------------------------------------------------------------------------
@@ -901,10 +914,10 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(library, "PACKAGED", tmp_path / "none")
-    native._operations.cache_clear()
+    dispatch._operations.cache_clear()
     library.load.cache_clear()
     yield monkeypatch
-    native._operations.cache_clear()
+    dispatch._operations.cache_clear()
     library.load.cache_clear()
 
 
@@ -924,7 +937,7 @@ def layout(dtype=torch.float32):
 
 
 def forget():
-    native._operations.cache_clear()
+    dispatch._operations.cache_clear()
     library.load.cache_clear()
 
 
@@ -1080,7 +1093,7 @@ LACKING = {
 BROKEN = {
     "compiler": (lambda patch: patch.setattr(library, "_FLAGS", ("--no-such-flag",)), "failed"),
     "products": (wrong("product", lambda _, x, w, b=None: 1.1 * x @ w.to_dense().T + b), "off by"),
-    "legal": (wrong("legal", lambda *_: True), "illegal logits"),
+    "legal": (wrong("legal", lambda *_: True), "NaN or infinite logits"),
     "spread": (wrong("spread", lambda _, x, *rest: F.pad(x, (0, rest[-1] - x.shape[1]))), "not where they belong"),
     "block": (wrong("block", lambda *_: torch.ones(2, 1, 2).double().unbind()), "block rule differs"),
     "residual": (wrong("residual", lambda *given: given[-1].copy_((given[1] - given[2]).clamp(min=0))), "block rule"),
@@ -1136,7 +1149,7 @@ def test_the_best_level_that_the_processor_runs_is_chosen(monkeypatch):
         assert library.choose()[0].name == name
     with pytest.raises(UserError, match="x86-64-v3 needs avx2, fma, which this processor lacks"):
         library.choose("x86-64-v3")
-    with pytest.raises(UserError, match="legal are x86-64-v4-amx"):
+    with pytest.raises(UserError, match="expected a level of x86-64-v4-amx"):
         library.choose("x86-64-v5")
     monkeypatch.setattr(library.platform, "machine", lambda: "aarch64")
     assert library.choose()[0].name == "portable"
@@ -1181,10 +1194,10 @@ def test_it_can_be_switched_off(fresh):
     fresh.setenv("DRAFTPROOF_NATIVE", "0")
     assert layout() != "native"
     fresh.setenv("DRAFTPROOF_NATIVE", "yes")
-    with pytest.raises(UserError, match="DRAFTPROOF_NATIVE is 'yes': legal are auto, 0, 1, x86-64-v4-amx"):
+    with pytest.raises(UserError, match=r"DRAFTPROOF_NATIVE: expected one of auto, 0, 1, x86-64-v4-amx.*got 'yes'"):
         layout()
 
 
 def test_other_dtypes_are_left_to_torch():
     for dtype in (torch.float16, torch.float64):
-        assert native.operations(torch.zeros(1, dtype=dtype)) is None
+        assert native.operations_for(torch.zeros(1, dtype=dtype)) is None

@@ -12,7 +12,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.native_layers import NativeLayers
 from draftproof.native.dispatch import VARIABLE
-from draftproof.native.operations import Interleaved
+from draftproof.native.tensors import Interleaved
 from draftproof.rng import first_arrival, fold
 from support.helpers import ROPE, random_model
 from support.native_levels import BETWEEN, DTYPES, LEVELS, OPERATIONS, close, drawn, have

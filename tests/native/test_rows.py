@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from draftproof.backends.products.packed_linear import GROUP
-from draftproof.native.operations import Interleaved, Operations, Quantized
+from draftproof.native.operations import Operations
+from draftproof.native.tensors import Interleaved, Quantized
 from support.native_levels import OPERATIONS, close, drawn
 
 SIZES = [(1, 1), (3, 2), (15, 33), (16, 64), (49, 131), (200, 576), (1000, 31)]
@@ -90,19 +91,19 @@ def test_wrong_arguments_are_refused_before_c_sees_them(dtype):
         inspect.unwrap(Operations.rows_product), operations
     )  # types say so too, but only tests check them
     for words, arguments in {
-        "x is": (x.double(), weight),
-        "weight is": (x, weight.double()),
-        "legal are one or several matrices": (x, drawn(1, 10, 16, dtype=dtype)[::2, ::2]),
-        "bias is": (x, weight, x[0]),
+        "expected x to be": (x.double(), weight),
+        "expected weight to be": (x, weight.double()),
+        "expected a weight of one or several matrices": (x, drawn(1, 10, 16, dtype=dtype)[::2, ::2]),
+        "expected bias to be": (x, weight, x[0]),
         r"group \(2, 0, 1\): there are 2 matrices and 3 rows": (x, weights, None, [(2, 0, 1)]),
         r"group \(1, 1, 3\)": (x, weights, None, [(1, 1, 3)]),
         r"group \(1, -1, 3\)": (x, weights, None, [(1, -1, 3)]),
     }.items():
         with pytest.raises(ValueError, match=words):
             product(*arguments)
-    with pytest.raises(ValueError, match="x is"):
+    with pytest.raises(ValueError, match="expected x to be"):
         product(x[:, :6].contiguous(), weight)
-    with pytest.raises(ValueError, match="legal are one or several matrices"):
+    with pytest.raises(ValueError, match="expected a weight of one or several matrices"):
         product(x, weights[None])
 
 
@@ -119,5 +120,5 @@ def test_groups_of_rows_have_quantized_matrices_of_their_own(bits, dtype):
         assert torch.equal(made[first : first + count], alone)
     with pytest.raises(ValueError, match="there are 5 matrices"):
         operations.quantized_rows_product(x, together, bias, [(5, 0, 1)])
-    with pytest.raises(ValueError, match="weight is"):
+    with pytest.raises(ValueError, match="expected weight to be"):
         operations.quantized_rows_product(x, Quantized(together.blocks, 80, 96, bits, GROUP), None, GROUPS)

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 
-from draftproof import Engine, SamplingParams, UserError
+from draftproof import Engine, SamplingParams, UserError, native
 from draftproof.audit.compositions import PROMPT, STOPPERS, toy_engine
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.draft import Draft
@@ -17,7 +17,6 @@ from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_stopper
-from draftproof.native import dispatch as native
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.auto import PAUSES, PROBE, PROBE_SHARE, Auto, Plan
 from draftproof.stoppers.base import AcceptanceRates, RoundTime

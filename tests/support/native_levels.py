@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftproof import native
 from draftproof.errors import UserError
 from draftproof.native import build as library
-from draftproof.native import dispatch as native
 from draftproof.native.dispatch import VARIABLE
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -48,7 +48,7 @@ class Chosen(dict):
     """The operations of the level under test, by type of rows."""
 
     def __missing__(self, dtype):
-        return native.operations(torch.zeros(1, dtype=dtype))
+        return native.operations_for(torch.zeros(1, dtype=dtype))
 
 
 OPERATIONS = Chosen()

@@ -17,7 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed: pip install 'draftproof[triton]' (Linux only)", allow_module_level=True)
 
 from draftproof.backends.products.packed_linear import Product, RescoredProduct
-from draftproof.native.operations import MeasuredInputs
+from draftproof.native.tensors import MeasuredInputs
 from draftproof.triton import weights
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the tensors are on the CPU")

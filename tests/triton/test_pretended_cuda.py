@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftproof import Engine, SamplingParams
+from draftproof import Engine, SamplingParams, native
 from draftproof.backends.base import Feed
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean import compiled
@@ -17,7 +17,6 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.lean.compiled import WIDEST, CompiledBackend
 from draftproof.backends.loading import by_name as loading
 from draftproof.errors import RequestError
-from draftproof.native import dispatch as native
 from draftproof.profiling import forward as forward_profile
 from draftproof.rng import CounterRng, SplitRng
 from draftproof.sampling import LogitsCheck
@@ -422,7 +421,7 @@ def test_measured_passes_wait_for_the_device(device, monkeypatch):
 
 
 def test_native_operations_are_for_the_cpu(device):
-    assert native.operations(OnDevice(torch.zeros(2))) is None
+    assert native.operations_for(OnDevice(torch.zeros(2))) is None
 
 
 def test_the_script_that_measures_runs(tmp_path, monkeypatch):

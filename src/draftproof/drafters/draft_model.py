@@ -12,11 +12,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from draftproof import native
 from draftproof.backends.base import Backend, Feed, Session, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
-from draftproof.native import dispatch as native
 from draftproof.sampling import LogitsCheck, SamplingParams, Transforms, probabilities, shaped
 from draftproof.stoppers.base import RoundTime, Stopper
 

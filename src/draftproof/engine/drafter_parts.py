@@ -23,7 +23,7 @@ from draftproof.engine.published_parts import PUBLISHED
 from draftproof.engine.stopper_parts import DEFAULT_STOPPER, SHIPPED_FEATURE_HEADS, find_stopper
 from draftproof.engine.verifier_parts import find_verifier
 from draftproof.errors import UserError
-from draftproof.native.operations import BITS
+from draftproof.native.tensors import BITS
 from draftproof.peak import available
 from draftproof.stoppers.auto import Auto
 from draftproof.stoppers.base import AcceptanceRates

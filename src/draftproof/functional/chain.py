@@ -12,9 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof import native
 from draftproof.functional.checks import check_chain
-from draftproof.native import dispatch as native
-from draftproof.native.operations import Operations
 from draftproof.rng import Rng
 from draftproof.triton.choose import Way, fused, way
 
@@ -82,9 +81,9 @@ def bonus_weights(
     scale: Float[Tensor, " B"],
 ) -> Float[Tensor, "B V"]:
     """Weights of the bonus token: the residual at the first position that was not accepted, or p after a full chain."""
-    natively = native.single(p) if tokens.shape[1] else None
-    if natively is not None and (q is None or q.dtype == p.dtype):
-        return _bonus_natively(natively, p.contiguous(), q, tokens, accepted, lengths, scale)
+    found = native.bonus_weights(p, q, tokens, accepted, lengths, scale) if tokens.shape[1] else None
+    if found is not None:
+        return found
     rows = torch.arange(tokens.shape[0], device=tokens.device)
     weights = p[rows, accepted]
     if tokens.shape[1] > 0:
@@ -92,29 +91,6 @@ def bonus_weights(
         residual = residual_weights(weights, None if q is None else q[rows, at], tokens[rows, at], scale)
         weights = torch.where((accepted < lengths).unsqueeze(-1), residual, weights)
     return weights
-
-
-def _bonus_natively(
-    natively: Operations,
-    p: Float[Tensor, "B m V"],
-    q: Float[Tensor, "B n V"] | None,
-    tokens: Int[Tensor, "B n"],
-    accepted: Int[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    scale: Float[Tensor, " B"],
-) -> Float[Tensor, "B V"]:
-    if q is not None and q.shape[-1] != p.shape[-1]:  # C would read past its rows
-        raise ValueError(f"q has {q.shape[-1]} columns and p has {p.shape[-1]}: both need one for each target token")
-    q = None if q is None else q.contiguous()
-    out = p.new_empty((p.shape[0], p.shape[2]))
-    each = zip(accepted.tolist(), lengths.tolist(), scale.tolist(), strict=True)
-    for row, (kept, length, by) in enumerate(each):
-        if kept < length:
-            drafted = int(tokens[row, kept]) if q is None else 0
-            natively.residual(p[row, kept], None if q is None else q[row, kept], drafted, by, out[row])
-        else:
-            out[row] = p[row, kept]
-    return out
 
 
 def row_lengths(tokens: Int[Tensor, "B n"], lengths: Int[Tensor, " B"] | None) -> Int[Tensor, " B"]:
@@ -205,9 +181,9 @@ def block_acceptance(
 
     Source: Block Verification, arXiv 2403.10444, Algorithm 2.
     """
-    natively = native.single(p) if way(p.device) is Way.TORCH else None
-    if natively is not None and (q is None or q.dtype == p.dtype):
-        return natively.block(tokens, q, p, lengths)
+    planned = native.block_plan(tokens, q, p, lengths) if way(p.device) is Way.TORCH else None
+    if planned is not None:
+        return planned
     n = tokens.shape[1]
     running = running_ratios(log_ratios(tokens, q, p))
     place = torch.arange(1, n + 1, device=tokens.device)

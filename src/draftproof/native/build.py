@@ -98,7 +98,7 @@ def choose(name: str | None = None) -> list[Level]:
         return [level for level in LEVELS if _why_not(level) is None]
     found = next((level for level in LEVELS if level.name == name), None)
     if found is None:
-        raise UserError(f"no level {name!r}: legal are {', '.join(level.name for level in LEVELS)}")
+        raise UserError(f"expected a level of {', '.join(level.name for level in LEVELS)}, got {name!r}")
     if (problem := _why_not(found)) is not None:
         raise UnavailableError(problem)
     return [found]

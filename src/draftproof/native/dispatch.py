@@ -1,4 +1,4 @@
-"""Native operations, where this machine has them: decoder layers, softmax, draws, races, the block rule's plan.
+"""The choice of native operations: whether C computes, and with the build for which level of processors.
 
 A row's outputs are the same bits whatever other rows are in the batch, so a token's logits do not depend on the batch
 in which it is verified. docs/log.md has their speed. The variable DRAFTPROOF_NATIVE may be
@@ -20,52 +20,19 @@ import os
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.errors import UserError, reason
 from draftproof.native import build as library
-from draftproof.native.operations import UNITS, Interleaved, Operations
+from draftproof.native.operations import Operations
+from draftproof.native.tensors import UNITS, Interleaved
 
 VARIABLE = "DRAFTPROOF_NATIVE"
 LEGAL = ("auto", "0", "1", *(level.name for level in library.LEVELS))
 _log = logging.getLogger(__name__)
 
 
-def softmax(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-    """Softmax of each row: natively for float32 rows on the CPU where that is possible, else by torch."""
-    made = single(x)
-    return x.softmax(-1) if made is None else made.softmax(x)
-
-
-def greedy(x: Float[Tensor, "*rows dim"]) -> Float[Tensor, "*rows dim"]:
-    """1 at the first largest entry of each row, 0 elsewhere; natively where that is possible, as in `softmax`."""
-    made = single(x)
-    if made is not None:
-        return made.greedy(x)
-    return torch.zeros_like(x).scatter_(-1, x.argmax(-1, keepdim=True), 1.0)
-
-
-def legal(x: Float[Tensor, "*rows dim"]) -> bool:
-    """Whether no entry is NaN or +inf, and no row all -inf."""
-    made = operations(x)
-    return bool(x.amax(-1).isfinite().all()) if made is None else made.legal(x)
-
-
-def spread(x: Float[Tensor, "rows width"], ids: Int[Tensor, " width"], dim: int) -> Float[Tensor, "rows dim"]:
-    """Rows of width `dim` with x at the columns `ids`, which all differ, and zeros elsewhere."""
-    made = single(x)
-    return x.new_zeros((x.shape[0], dim)).index_copy_(1, ids, x) if made is None else made.spread(x, ids, dim)
-
-
-def single(rows: Tensor) -> Operations | None:
-    """`operations` for rows of probabilities or scores: float32 rows that need no gradient."""
-    if rows.dtype != torch.float32 or (rows.requires_grad and torch.is_grad_enabled()):
-        return None
-    return operations(rows)
-
-
-def operations(like: Tensor) -> Operations | None:
+def operations_for(like: Tensor) -> Operations | None:
     """The operations for tensors with the dtype and device of `like`; None where there are none or they are off.
 
     Raises:
@@ -86,7 +53,7 @@ def levels() -> dict[str, str]:
 @functools.cache
 def _operations(value: str, dtype: torch.dtype) -> Operations | None:
     if value not in LEGAL:
-        raise UserError(f"{VARIABLE} is {value!r}: legal are {', '.join(LEGAL)}")
+        raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
     if value == "0":
         return None
     try:
@@ -138,7 +105,7 @@ def _require_agreement(made: Operations) -> None:
         raise UserError("its largest entries are not torch's")
     shown = [torch.full((1, 37), value, dtype=made.dtype) for value in (0.0, math.nan, math.inf, -math.inf)]
     if [made.legal(row) for row in shown] != [True, False, False, False]:
-        raise UserError("it takes illegal logits for legal ones")
+        raise UserError("it takes NaN or infinite logits for finite ones")
     ids = torch.tensor([1, 4, 9])
     if not torch.equal(made.spread(scores[:, :3], ids, 11)[:, ids], scores[:, :3]):
         raise UserError("rows spread over a vocabulary are not where they belong")

@@ -7,378 +7,22 @@ device, type, contiguity and shape, and raises ValueError with the argument's na
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
-from jaxtyping import Float, Float32, Float64, Int, Int64, UInt8
+from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 
-LANES = 16  # neighbouring outputs
+from draftproof.native.structures import AttentionArguments, LayerArguments, quantized_inputs_size
+from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
+
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
-_WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
-_NEAR = 1 << 17  # float32 scores that are kept near the processor
-_WORTH_DIVIDING = 1 << 16  # products of queries and keys in a tile; threads wait for one another twice
 ACTIVATIONS = ("silu", "gelu_tanh")  # of gates
-BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
-STORED_BITS = (2, *BITS)  # 2 bits are enough for an output layer whose largest outputs are computed again
 NEIGHBOURS = 64  # entries of a row of logits whose maximum is taken together
-UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
 _SUFFIXES = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-_CPU = torch.device("cpu")
-
-
-def require(
-    name: str, found: Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None, *, packed: bool = True
-) -> None:
-    """Check that C can read a tensor.
-
-    Args:
-        name: name of the argument, for the error.
-        found: the tensor.
-        dtype: the required type.
-        shape: the required shape; None for any.
-        packed: whether it must be contiguous.
-
-    Raises:
-        ValueError: with the argument's name, what it is and what it must be.
-    """
-    if found.device == _CPU and found.dtype == dtype and (shape is None or tuple(found.shape) == tuple(shape)):
-        if not packed or found.is_contiguous():
-            return
-        raise ValueError(f"{name} is not contiguous")
-    legal = f"{dtype} on the CPU" + ("" if shape is None else f" of shape {tuple(shape)}")
-    raise ValueError(f"{name} is {found.dtype} on {found.device} of shape {tuple(found.shape)}: legal is {legal}")
-
-
-@dataclass(frozen=True, eq=False)
-class Interleaved:
-    """A weight in the order in which C reads it.
-
-    Attributes:
-        blocks: [outputs / 16, inputs / unit, 16, unit]; outputs and inputs are padded with zeros.
-        outs: number of outputs.
-        ins: number of inputs.
-    """
-
-    blocks: Float[Tensor, "blocks units lanes unit"]
-    outs: int
-    ins: int
-
-    @classmethod
-    def of(cls, weight: Float[Tensor, "out in"]) -> Interleaved:
-        """Interleave a plain weight of one of the types."""
-        (outs, ins), unit = weight.shape, UNITS[weight.dtype]
-        padded = F.pad(weight, (0, -ins % unit, 0, -outs % LANES)).view(-1, LANES, -(-ins // unit), unit)
-        return cls(padded.transpose(1, 2).contiguous(), outs, ins)
-
-    @staticmethod
-    def shape(outs: int, ins: int, unit: int) -> tuple[int, int, int, int]:
-        """The shape of `blocks`; `unit` is that of the type."""
-        return -(-outs // LANES), -(-ins // unit), LANES, unit
-
-    @property
-    def arguments(self) -> tuple[int, int, int]:
-        """Address, bits of a quantized weight (0: it is not), and inputs of a group, as `LinearArguments` has them."""
-        return self.blocks.data_ptr(), 0, 0
-
-    def rows(self, chosen: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
-        """Plain copies of some rows."""
-        return self.blocks[chosen // LANES, :, chosen % LANES].flatten(-2)[..., : self.ins]
-
-    def to_dense(self) -> Float[Tensor, "out in"]:
-        """A plain copy."""
-        units = self.blocks.transpose(1, 2)
-        return units.reshape(-1, units.shape[-2:].numel())[: self.outs, : self.ins]
-
-
-@dataclass(frozen=True, eq=False)
-class MeasuredInputs:
-    """What is known of the inputs of a weight that is to be quantized, from rows that a model has read.
-
-    Attributes:
-        counts: how much the error of each input's weights counts, positive.
-        mean: of each input.
-    """
-
-    counts: Float32[Tensor, " ins"]
-    mean: Float32[Tensor, " ins"]
-
-
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """A weight of 2, 4 or 8 bits, in the order in which C reads it (quantized.h).
-
-    A weight is offset + scale * number. Each group of neighbouring inputs of an output has its own scale and offset:
-    below 8 bits a byte each, in steps of the output's own, so that 4 bits in groups of 32 take 4.5.
-
-    Attributes:
-        blocks: [outputs / 16, bytes]; outputs and inputs are padded. With one dimension more, several weights.
-        outs: number of outputs.
-        ins: number of inputs.
-        bits: of a number, one of STORED_BITS.
-        group: inputs of a group.
-        lost: mean of what the outputs lack, where the mean of the inputs was known.
-    """
-
-    blocks: UInt8[Tensor, "*matrices blocks bytes"]
-    outs: int
-    ins: int
-    bits: int
-    group: int
-    lost: Float32[Tensor, " outs"] | None = None
-
-    @property
-    def arguments(self) -> tuple[int, int, int]:
-        """See `Interleaved.arguments`."""
-        return self.blocks.data_ptr(), self.bits, self.group
-
-    @staticmethod
-    def shape(outs: int, ins: int, bits: int, group: int) -> tuple[int, int]:
-        """The shape of `blocks`."""
-        pieces = -(-ins // (group * _together(bits)))
-        return -(-outs // LANES), _head(bits) + pieces * (4 * LANES + _together(bits) * 2 * bits * group)
-
-    def matrix(self, number: int) -> Quantized:
-        """One of several weights."""
-        return replace(self, blocks=self.blocks[number])
-
-    def to_dense(self) -> Float32[Tensor, "out in"]:
-        """The weights that the numbers stand for."""
-        head, together = _head(self.bits), _together(self.bits)
-        pieces = self.blocks[:, head:].reshape(len(self.blocks), -1, 4 * LANES + together * 2 * self.bits * self.group)
-        ranges = pieces[..., : 4 * LANES].contiguous()
-        found = pieces[..., 4 * LANES :].reshape(*pieces.shape[:2], together, -1, LANES, 4)
-        if self.bits < 8:
-            steps = self.blocks[:, :head].contiguous().view(torch.float32).view(-1, 1, 2, LANES)
-            each = ranges.view(*ranges.shape[:2], 2, 2, LANES)  # [blocks, pieces, groups, scale or offset, lanes]
-            parts = torch.stack((each[..., 0, :].float(), each[..., 1, :].view(torch.int8).float()), -2)
-            ranges = (parts * steps.unsqueeze(2)).flatten(1, 2)
-            of_bytes = [(found >> start) % 2**self.bits for start in range(0, 8, self.bits)]
-            found = torch.stack(of_bytes, -2).flatten(-2)
-        else:
-            ranges = ranges.view(torch.bfloat16).float().view(*ranges.shape[:2], 2, LANES)
-        scales, offsets = ranges[..., 0, :].unsqueeze(-1), ranges[..., 1, :].unsqueeze(-1)
-        numbers = found.flatten(1, 2).transpose(2, 3).flatten(3).float()  # [blocks, groups, lanes, inputs]
-        dense: Tensor = (offsets + scales * numbers).transpose(1, 2).flatten(2).flatten(0, 1)
-        return dense[: self.outs, : self.ins]
-
-
-def _head(bits: int) -> int:
-    """Bytes of a block's steps, before its pieces."""
-    return 8 * LANES if bits < 8 else 0
-
-
-def _together(bits: int) -> int:
-    """Groups of a piece."""
-    return 2 if bits < 8 else 1
-
-
-class PassMask:
-    """Which slots each token of a pass may read, and working memory that the layers of the pass share.
-
-    Args:
-        places: slot, first new position and number of new tokens of each row.
-        visible: for each token of each row, how many leading slots it may read; what a row has beyond its number of new
-            tokens is padding.
-        mask: added to the scores of these slots, for every token; None where `visible` is enough.
-
-    Attributes:
-        tokens: of all rows, with padding.
-        width: tokens of the longest row, with padding.
-        horizon: the most slots that a token may read.
-    """
-
-    def __init__(
-        self,
-        places: Sequence[tuple[int, int, int]],
-        visible: Sequence[Sequence[int]],
-        mask: Float[Tensor, "*tokens horizon"] | None,
-    ) -> None:
-        self.rows, widths = len(visible), [len(row) for row in visible]
-        flat = list(itertools.chain.from_iterable(visible))
-        if len(places) != self.rows:
-            raise ValueError(f"{len(places)} places for {self.rows} rows")
-        self.tokens, self.width = len(flat), max(widths)
-        self.horizon = max(flat)
-        self.slots = 1 + max(slot for slot, _, _ in places)
-        self.end = max(base + width for _, base, width in places)
-        least = min(*flat, *itertools.chain.from_iterable(places))
-        if least < 0 or any(place[2] > width for place, width in zip(places, widths, strict=True)):
-            raise ValueError("a slot, position, width or number of slots is out of range")
-        if mask is not None and (mask.shape[:-1].numel() != self.tokens or mask.shape[-1] < self.horizon):
-            raise ValueError(f"a mask of {tuple(mask.shape)} for {self.tokens} tokens and {self.horizon} slots")
-        self.mask = mask
-        # ctypes arrays, because tensors cost several times as much, and a pass of a small model takes a millisecond
-        firsts = itertools.accumulate(widths, initial=0)
-        placed = itertools.chain.from_iterable((*place, first) for place, first in zip(places, firsts, strict=False))
-        self.places = (ctypes.c_int64 * (4 * self.rows))(*placed)
-        self.visible = (ctypes.c_int64 * len(flat))(*flat)
-
-    def pieces(self, columns: int) -> int:
-        """How many times at most this many columns of a row attend together."""
-        return sum(-(-width // columns) for width in self.places[2::4])
-
-    @functools.cached_property
-    def _buffers(self) -> dict[int, Tensor]:
-        return {}
-
-    def buffer(self, size: int, dtype: torch.dtype, number: int) -> Tensor:
-        """Working memory of at least this many entries; every call with the same number gets the same memory."""
-        if number not in self._buffers or self._buffers[number].numel() < size:
-            self._buffers[number] = torch.empty(size, dtype=dtype)
-        return self._buffers[number]
-
-
-class AttentionArguments(ctypes.Structure):
-    """The C structure `attention` of typed.h: what attention reads and writes in a pass, except a layer's own tensors.
-
-    It holds addresses: the tensors and the mask that it was made from must outlive it.
-    """
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
-        *((name, ctypes.c_void_p) for name in ("out", "scratch")),
-        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
-        *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
-        ("scale", ctypes.c_float),
-        ("cap", ctypes.c_float),
-    ]
-
-    @classmethod
-    def of(
-        cls,
-        cos: Float[Tensor, "tokens 1 dim"],
-        sin: Float[Tensor, "tokens 1 dim"],
-        shape: Sequence[int],
-        mask: PassMask,
-        *,
-        heads: int,
-        scale: float,
-        cap: float = 0.0,
-    ) -> AttentionArguments:
-        """Make the structure from tensors.
-
-        Args:
-            cos: of each token, contiguous in the last dimension.
-            sin: the same, with the sign of `rotate_half` and cos's stride.
-            shape: of the buffers of keys and of values, [slots, key heads, capacity, dim].
-            mask: of this pass.
-            heads: query heads; neighbours share a key head.
-            scale: of scores.
-            cap: soft limit of scores (cap tanh(score / cap)); 0 for none.
-
-        Raises:
-            ValueError: shapes that do not fit together; C would read past an end.
-        """
-        _require_fitting(cos, sin, shape, mask, heads)
-        _, key_heads, capacity, dim = shape
-        group, threads = heads // key_heads, torch.get_num_threads()
-        columns = _columns(mask, key_heads, group, threads)
-        queries = -(-columns * group // LANES) * LANES
-        copied = queries * (1 + mask.horizon + 2 * LANES)
-        scratch_size = copied + queries * (-(-dim // _WHOLE) * _WHOLE)
-        tiles = key_heads * mask.pieces(columns)
-        divided = (
-            tiles % threads != 0 and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING
-        )
-        areas = max(threads, tiles) if divided else threads
-        return cls(
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            places=ctypes.addressof(mask.places),
-            visible=ctypes.addressof(mask.visible),
-            mask=None if mask.mask is None else mask.mask.data_ptr(),
-            scratch=mask.buffer(areas * scratch_size, torch.float32, 0).data_ptr(),
-            rows=mask.rows,
-            tokens=mask.tokens,
-            heads=heads,
-            key_heads=key_heads,
-            dim=dim,
-            capacity=capacity,
-            horizon=0 if mask.mask is None else mask.mask.shape[-1],
-            angles=cos.stride(0),
-            columns=columns,
-            scratch_size=scratch_size,
-            copied=copied,
-            divided=divided,
-            scale=scale,
-            cap=cap,
-        )
-
-
-def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
-    """How many tokens of a row attend together.
-
-    Keys are transposed once for all of them, so many are better; but their scores should stay near the processor, and
-    each thread should get as many pieces of work as another. Where there are less than two for each thread, threads
-    share them instead (`divided`).
-    """
-    most = min(max(_NEAR // (group * (mask.horizon + LANES)), 8), 32)
-    pieces = -(-mask.width // most)
-    tiles = mask.rows * key_heads
-    while (
-        tiles * pieces > 2 * threads and tiles * pieces % threads and 4 * pieces < mask.width and pieces < 2 * threads
-    ):
-        pieces += 1
-    return -(-mask.width // pieces)
-
-
-def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassMask, heads: int) -> None:
-    slots, key_heads, capacity, dim = shape
-    for name, angles in (("cos", cos), ("sin", sin)):
-        require(name, angles, cos.dtype, (mask.tokens, 1, dim), packed=False)
-        if angles.stride(-1) != 1 or angles.stride(0) != cos.stride(0):
-            raise ValueError(
-                f"{name} has strides {angles.stride()}: legal are rows of neighbours, as far apart as cos's"
-            )
-    if mask.slots > slots or max(mask.end, mask.horizon) > capacity or heads % key_heads:
-        raise ValueError(
-            f"slot {mask.slots - 1}, position {max(mask.end, mask.horizon) - 1} and {heads} heads do not fit into "
-            f"buffers of shape {tuple(shape)}"
-        )
-    if mask.mask is not None:
-        require("mask", mask.mask, cos.dtype)
-
-
-class LinearArguments(ctypes.Structure):
-    """The C structure `linear` of typed.h: a linear layer's weight and bias."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-        *((name, ctypes.c_long) for name in ("bits", "group")),
-    ]
-
-
-class LayerArguments(ctypes.Structure):
-    """The C structure `layer` of typed.h: a decoder layer; it holds addresses."""
-
-    _fields_: ClassVar = [
-        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned")),
-        *((name, ctypes.c_long) for name in ("size", "inner", "whole", "gelu")),
-        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
-        ("factor", ctypes.c_float),
-    ]
-
-    def work(self, given: AttentionArguments) -> int:
-        """Elements of working memory that a layer needs for a pass."""
-        heads, tokens = given.heads + given.key_heads, given.tokens
-        inputs = 0  # bytes, which are no fewer elements
-        if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
-            inputs = quantized_inputs_size(tokens, max(self.size, self.inner, given.heads * given.dim))
-        return int(tokens * (self.size + 2 * heads * given.dim + 3 * self.inner) + inputs)
-
-
-def quantized_inputs_size(rows: int, ins: int) -> int:
-    """Bytes that suffice for the inputs of a quantized product: numbers, padded, and two float32 for each group."""
-    least, most = GROUPS[0], GROUPS[-1]
-    return 64 + rows * (ins + most + 8 * -(-ins // least))
 
 
 def _checked_groups(groups: Sequence[tuple[int, int, int]], matrices: int, rows: int) -> ctypes.Array[ctypes.c_int64]:
@@ -398,7 +42,9 @@ class Operations:
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, level: str) -> None:
-        self.dtype, self.level, self._unit = dtype, level, UNITS[dtype]
+        self.dtype = dtype
+        self.level = level
+        self._unit = UNITS[dtype]
         attach_threads(library)
         pointer: Any = ctypes.c_void_p
         number: Any = ctypes.c_long
@@ -502,8 +148,8 @@ class Operations:
         by_input, by_output = weight.stride(-1), weight.stride(-2)
         if weight.dim() not in (2, 3) or 1 not in (by_input, by_output) or not outs or not ins:
             raise ValueError(
-                f"weight of shape {tuple(weight.shape)} has strides {weight.stride()}: legal are one or several "
-                "matrices whose inputs or outputs are neighbours in memory"
+                "expected a weight of one or several matrices whose inputs or outputs are neighbours in memory, got "
+                f"shape {tuple(weight.shape)} with strides {weight.stride()}"
             )
         across = by_input != 1
         if bias is not None:
@@ -540,8 +186,7 @@ class Operations:
         Raises:
             ValueError: a weight of another type, bits or a group that are not supported, or inputs of another number.
         """
-        if bits not in STORED_BITS or group not in GROUPS:
-            raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
+        require_quantizable(bits, group)
         ins = weight.ins
         shape = Interleaved.shape(weight.outs, ins, self._unit)
         require("weight", weight.blocks, self.dtype, shape)
@@ -572,8 +217,7 @@ class Operations:
             ValueError: an argument of another type, device or shape.
         """
         ins, outs, bits, group = weight.ins, weight.outs, weight.bits, weight.group
-        if bits not in STORED_BITS or group not in GROUPS:
-            raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
+        require_quantizable(bits, group)
         require("weight", weight.blocks, torch.uint8, Quantized.shape(outs, ins, bits, group))
         x, y, tensors = self._rows(x, weight, bias, onto)
         rows = x.numel() // ins
@@ -595,8 +239,7 @@ class Operations:
             ValueError: an argument of another type, device or shape, or a group out of range.
         """
         x, ins, outs, bits, group = x.contiguous(), weight.ins, weight.outs, weight.bits, weight.group
-        if bits not in STORED_BITS or group not in GROUPS:
-            raise ValueError(f"{bits} bits in groups of {group}: legal are {STORED_BITS} and {GROUPS}")
+        require_quantizable(bits, group)
         matrices = len(weight.blocks)
         require("weight", weight.blocks, torch.uint8, (matrices, *Quantized.shape(outs, ins, bits, group)))
         require("x", x, self.dtype, (len(x), ins))
@@ -644,7 +287,7 @@ class Operations:
         if bias is not None:
             require("bias", bias, self.dtype, (outs,))
         if not 1 <= count <= outs:
-            raise ValueError(f"{count} of {outs} outputs to compute again: legal are 1 to {outs}")
+            raise ValueError(f"expected 1 to {outs} outputs to compute again, got {count}")
         rows, threads = logits.numel() // outs, torch.get_num_threads()
         places = torch.empty(rows * count, dtype=torch.int64)
         size = 2 * -(-outs // NEIGHBOURS) + 3 * count * NEIGHBOURS
@@ -711,7 +354,7 @@ class Operations:
 
     def _require_buffers(self, given: AttentionArguments, keys: Tensor, values: Tensor) -> None:
         if not self.attends(given.dim):
-            raise ValueError(f"heads of size {given.dim}: legal are 1 to {MOST_DIM}")
+            raise ValueError(f"expected heads of size 1 to {MOST_DIM}, got {given.dim}")
         shape = (keys.shape[0], given.key_heads, given.capacity, given.dim)
         require("keys", keys, self.dtype, shape)
         require("values", values, self.dtype, shape)

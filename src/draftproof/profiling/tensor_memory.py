@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from draftproof.native.operations import Interleaved, Quantized
+from draftproof.native.tensors import Interleaved, Quantized
 
 _Key = tuple[str, int]
 

@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.backends.loading.by_name import Loaded
-from draftproof.files import whole_file
 from draftproof.provenance import digest
 from draftproof.rng import fold
+from draftproof.training.shards import SHARD, shard
 
-SHARD = 32  # number of rows in a file
 T = TypeVar("T")
 _REPEATS = 3  # how often a shard of a small kind is used in one pass over the data, at most
 _CHUNK = 512  # number of positions whose full rows of logits are in memory at once
@@ -172,11 +170,8 @@ class Store:
         """The rows of a shard, on the host."""
         if self._last is None or self._last[0] != number:
             file = self.folder / f"{self._names[number]}.safetensors"
-            if not file.exists():
-                made = self._make(self._shards[number])
-                with whole_file(file) as work:
-                    save_file({name: value.cpu().contiguous() for name, value in made.kept().items()}, work)
-            self._last = (number, StateRows(**load_file(file)))
+            found, _ = shard(file, lambda: self._make(self._shards[number]).kept())
+            self._last = (number, StateRows(**found))
         return self._last[1]
 
     def batch(self, step: int, size: int, seed: int) -> StateRows:
@@ -192,11 +187,11 @@ class Store:
             order = list(range(len(self)))
             random.Random(fold(seed, 2, turn)).shuffle(order)
             number = order[number]
-        shard = self.shard(number)
-        index = list(range(shard.ids.shape[0]))
+        rows = self.shard(number)
+        index = list(range(rows.ids.shape[0]))
         random.Random(fold(seed, 3, turn, number)).shuffle(index)
         chosen = [index[(part * size + i) % len(index)] for i in range(size)]
-        return shard.pick(chosen)
+        return rows.pick(chosen)
 
     @torch.inference_mode()
     def _make(self, rows: Sequence[Row]) -> StateRows:

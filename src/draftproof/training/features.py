@@ -14,24 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Float16, Int
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftproof.backends.base import Backend, Feed
 from draftproof.drafters.draft_model import DraftModel, fit_width
-from draftproof.files import whole_file
 from draftproof.progress import Watch, silent
 from draftproof.rng import TorchRng, fold
 from draftproof.sampling import SamplingParams, Transforms, check_logits, probabilities
 from draftproof.training.responses import Response
+from draftproof.training.shards import SHARD, shard
 from draftproof.tree import TokenTree
 
-SHARD = 32  # number of sequences in a file
 BATCH = 8  # number of sequences in a forward pass
 _LEAST = 1e-30
 
@@ -243,20 +241,13 @@ def collect(
     parts = []
     with watch(title, len(starts), 0) as tick:
         for number, start in enumerate(starts):
-            file = folder / f"{number:05d}.safetensors"
-            fresh = not file.exists()
-            if fresh:
-                _write_shard(file, _shard(build, responses[start : start + SHARD], start))
-            parts.append(JudgeRows(**load_file(file)))
+            some = responses[start : start + SHARD]
+            found, fresh = shard(folder / f"{number:05d}.safetensors", partial(_tensors, build, some, start))
+            parts.append(JudgeRows(**found))
             tick(number + 1, tokens=len(parts[-1]) if fresh else 0)
     return join(parts)
 
 
-def _shard(build: Build, responses: Sequence[Response], first: int) -> JudgeRows:
+def _tensors(build: Build, responses: Sequence[Response], first: int) -> dict[str, Tensor]:
     starts = range(0, len(responses), BATCH)
-    return join([rows for start in starts for rows in build(responses[start : start + BATCH], first + start)])
-
-
-def _write_shard(file: Path, rows: JudgeRows) -> None:
-    with whole_file(file) as work:
-        save_file({field.name: getattr(rows, field.name).contiguous() for field in fields(JudgeRows)}, work)
+    return vars(join([rows for start in starts for rows in build(responses[start : start + BATCH], first + start)]))

@@ -20,7 +20,7 @@ from jaxtyping import Float, Float32, Int32, UInt8
 from torch import Tensor
 
 import triton
-from draftproof.native.operations import BITS, MeasuredInputs
+from draftproof.native.tensors import BITS, MeasuredInputs
 
 MOST = 8  # rows that are multiplied while the numbers are read
 _ROWS = (1, 2, 4)  # of one program

@@ -257,7 +257,7 @@ def test_both_layouts_of_dflash_are_one_head(tmp_path, fields, theirs):
     ("fields", "words"),
     [
         ({"block_size": 1}, "has block_size 1: legal are 2 to 64"),
-        ({"mask_token_id": 40}, "has mask_token_id 40: legal are 0 to 39, tokens of tiny-target"),
+        ({"mask_token_id": 40}, "has mask_token_id 40: expected 0 to 39, a token of tiny-target"),
         ({"aux_hidden_state_layer_ids": [0, 9]}, "has 7 layers: legal are different numbers from 0 to 7"),
         ({"aux_hidden_state_layer_ids": [0]}, r"fc.weight has shape \[16, 32\]"),
         ({"speculators_model_type": "dflash2"}, "'dflash2', which is not read here"),
@@ -472,7 +472,7 @@ def changed(folder, head="eagle3_llama", **fields):
         ({"transformer_layer_config__model_type": "gemma2"}, "layers of type 'gemma2': legal are llama and qwen3"),
         ({"transformer_layer_config__num_hidden_layers": 2}, "have no layers.1"),
         ({"norm_before_fc": True}, "have no input_norm.weight"),
-        ({"norm_before_fc": True, "fc_norm": True}, "legal is one of them"),
+        ({"norm_before_fc": True, "fc_norm": True}, "expected at most one of them"),
         ({"transformer_layer_config__intermediate_size": 30}, r"gate_proj.weight has shape \[24, 16\]"),
     ],
 )

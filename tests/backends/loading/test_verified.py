@@ -15,13 +15,12 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 import draftproof
-from draftproof import Engine, SamplingParams, UserError
+from draftproof import Engine, SamplingParams, UserError, native
 from draftproof.backends.base import Feed
 from draftproof.backends.lean.backend import LeanBackend, LeanForward
 from draftproof.backends.loading import verified as checked
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
 from draftproof.embedded import stories_target_dir, target_dir
-from draftproof.native import dispatch as native
 from draftproof.tree import TokenTree
 from support.lean_models import VARIANTS, lively_model
 

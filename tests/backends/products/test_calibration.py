@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftproof import native
 from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import QuantizedBackend
 from draftproof.backends.hf import backend as hf
@@ -16,8 +17,7 @@ from draftproof.backends.lean.native_layers import PRODUCTS
 from draftproof.backends.products import calibration
 from draftproof.backends.products.calibration import InputStatistics, write
 from draftproof.backends.products.packed_linear import Product
-from draftproof.native import dispatch as native
-from draftproof.native.operations import Interleaved, MeasuredInputs
+from draftproof.native.tensors import Interleaved, MeasuredInputs
 from support.native_levels import OPERATIONS, drawn, needs_native
 from support.uneven_models import WIDE, uneven_model
 
@@ -71,10 +71,10 @@ def test_the_mean_input_has_the_outputs_of_the_whole_weights(output, biased):
 
 
 def test_counts_of_another_size_are_refused():
-    made = native.operations(torch.zeros(1))
+    made = native.operations_for(torch.zeros(1))
     if made is None:
         pytest.skip("no native operations on this machine")
-    with pytest.raises(ValueError, match=r"legal is .* of shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"expected counts to be .* of shape \(8,\)"):
         made.quantize(Interleaved.of(torch.rand(20, 8)), 4, 32, MeasuredInputs(torch.ones(7), torch.ones(7)))
 
 

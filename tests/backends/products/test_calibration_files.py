@@ -8,6 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from draftproof import native
 from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import QuantizedBackend
 from draftproof.backends.hf import backend as hf
@@ -16,7 +17,6 @@ from draftproof.backends.lean import backend as lean
 from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.products import calibration_files as kept_inputs
 from draftproof.backends.products.calibration import TOKENS
-from draftproof.native import dispatch as native
 from support.native_levels import needs_native
 from support.uneven_models import uneven_model
 

@@ -23,7 +23,8 @@ from draftproof.backends.products.packed_linear import (
 )
 from draftproof.drafters.self_draft import QuantizedModel
 from draftproof.engine.registry import make_drafter, make_verifier, why_not
-from draftproof.native.operations import BITS, GROUPS, NEIGHBOURS, STORED_BITS, Interleaved, Quantized
+from draftproof.native.operations import NEIGHBOURS
+from draftproof.native.tensors import BITS, GROUPS, STORED_BITS, Interleaved, Quantized
 from support.helpers import CONFIGS, ROPE, assert_output_distribution, random_model
 from support.lean_models import NATIVE, VARIANTS
 from support.native_levels import OPERATIONS, drawn, needs_native

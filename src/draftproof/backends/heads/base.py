@@ -8,9 +8,10 @@ states; for drafted tokens they are the head's own output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -25,33 +26,28 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 
 
-@runtime_checkable
-class HeadNet(Protocol):
-    """The network of a head."""
+class HeadNet(ABC):
+    """The network of a head.
 
-    @property
-    def width(self) -> int:
-        """Width of the states that it makes."""
-        ...
+    Attributes:
+        width: of the states that it makes.
+        layers: whose hidden states of the target it reads, side by side; () for the last ones, after the final norm.
+        ids: the tokens that it can draft, ascending; None for all of the target's.
+        embed: embeddings of tokens.
+        logits: of `ids`, from states after the tokens.
+    """
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Whose hidden states of the target it reads, side by side; () for the last ones, after the final norm."""
-        ...
-
-    @property
-    def ids(self) -> Int[Tensor, " ids"] | None:
-        """The tokens that it can draft, ascending; None for all of the target's."""
-        ...
+    width: int
+    layers: tuple[int, ...] = ()
+    ids: Int[Tensor, " ids"] | None = None
+    embed: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
-        """The target's states in the form and width of the head's own."""
-        ...
+        """The target's states in the form and width of the head's own; here they have that already."""
+        return states
 
-    def embed(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
-        """Embeddings of tokens."""
-        ...
-
+    @abstractmethod
     def __call__(
         self,
         states: Float[Tensor, "rows width dim"],
@@ -60,11 +56,6 @@ class HeadNet(Protocol):
         cache: SlotCache,
     ) -> Float[Tensor, "rows width dim"]:
         """The states after the tokens; keys and values go to the cache."""
-        ...
-
-    def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens ids"]:
-        """Logits of `ids` after the tokens."""
-        ...
 
 
 class Above(NamedTuple):

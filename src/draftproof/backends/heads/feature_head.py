@@ -13,7 +13,7 @@ from torch import Tensor
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.heads.base import HeadBackend
+from draftproof.backends.heads.base import HeadBackend, HeadNet
 from draftproof.backends.heads.feature_net import EPS, FeatureConfig, FeatureNet, rotary
 from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Layer, Norm, in_order
@@ -25,7 +25,7 @@ from draftproof.errors import UserError
 _KIND = "full_attention"
 
 
-class LeanNet:
+class LeanNet(HeadNet):
     """A head's network as the lean forward runs a model's layer: the same numbers as `FeatureNet`, in fewer operations.
 
     Args:
@@ -37,11 +37,10 @@ class LeanNet:
         UserError: it cannot be quantized here.
     """
 
-    layers: tuple[int, ...] = ()
-
     def __init__(self, net: FeatureNet, target: SlotBackend, bits: int | None = None) -> None:
         config = net.config
-        self.width, self.embed = config.hidden_size, target.embed
+        self.width = config.hidden_size
+        self.embed = target.embed
         self.ids = None if config.ids == target.vocab_size else net.ids
         output = Product(target.output_rows(net.ids) if net.output is None else net.output.weight.detach())
         self.logits = output
@@ -59,11 +58,6 @@ class LeanNet:
             self.logits = output.quantized_output(bits)
         self._attention, self._run_layers = layer.attention, in_order([layer])
         self._rope = Rope(partial(_angles, config), net.fuse.weight.detach())
-
-    @staticmethod
-    def fuse(states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """The same: its own states predict the target's."""
-        return states
 
     def __call__(
         self,

@@ -15,12 +15,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from draftproof import native
 from draftproof.backends.hf.truncate import put, shallow
 from draftproof.backends.model_info import quantization_method
 from draftproof.backends.products.linear_layers import linear_layers, matrix_of
 from draftproof.backends.products.packed_linear import GROUP
-from draftproof.native import dispatch as native
-from draftproof.native.operations import Interleaved, Operations, Quantized
+from draftproof.native.operations import Operations
+from draftproof.native.tensors import Interleaved, Quantized
 
 MOST_ROWS = 16  # more are left to torch, which uses a matrix unit where there is one
 _SAID = ("has_gate", "has_bias", "is_transposed", "down_proj", "num_experts")  # of how experts keep their weights
@@ -41,7 +42,7 @@ def natively(model: Any) -> Any:
     if not _may_be_copied(model):
         return model
     linear = {path: each for path, each in linear_layers(model).items() if _is_free(each) and not _is_native(each)}
-    chosen = {path: each for path, each in linear.items() if native.operations(each.weight) is not None}
+    chosen = {path: each for path, each in linear.items() if native.operations_for(each.weight) is not None}
     made: dict[nn.Module, nn.Module] = {each: _with(each, _NativeLinear) for each in chosen.values()}
     for path, each in model.named_modules():
         twin = None if _is_native(each) else native_experts(each)
@@ -105,7 +106,7 @@ def _few(x: Tensor, weight: Tensor, most: int) -> Operations | None:
     """The operations for a product of rows with a weight; None where torch's own is to be taken."""
     if x.numel() > most * x.shape[-1] or torch.is_grad_enabled() or x.dtype != weight.dtype or not x.numel():
         return None
-    return native.operations(x) if weight.device == x.device else None
+    return native.operations_for(x) if weight.device == x.device else None
 
 
 class _NativeLinear(nn.Module):
@@ -142,7 +143,7 @@ def native_experts(module: Any) -> Any | None:
     if (
         not isinstance(weight, Tensor)
         or weight.dim() != 3
-        or native.operations(weight) is None
+        or native.operations_for(weight) is None
         or getattr(module, "_is_expert_parallel", False)
     ):
         return None
@@ -239,7 +240,7 @@ def quantizing_experts(module: Any, bits: int) -> Generator[None, None, Any]:
     quantized = {}
     for name in (module.name_of_first, "down_proj"):
         weight = module.matrices(name)
-        operations = native.operations(weight)
+        operations = native.operations_for(weight)
         assert operations is not None, "the experts are native"
         blocks: Tensor | None = None
         for number, each in enumerate(weight):
@@ -264,7 +265,7 @@ class QuantizedExperts(_NativeExperts):
     quantized: dict[str, Quantized]
 
     def _operations(self, x: Tensor) -> Operations | None:
-        return native.operations(x)
+        return native.operations_for(x)
 
     def _product(self, operations: Operations, x: Tensor, name: str, groups: Sequence[Group]) -> Tensor:
         return operations.quantized_rows_product(x, self.quantized[name], self._bias(name), groups)

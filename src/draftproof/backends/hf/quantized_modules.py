@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from draftproof import native
 from draftproof.backends.hf.native_modules import native_experts, quantizing_experts
 from draftproof.backends.hf.truncate import put, shallow
 from draftproof.backends.model_info import quantization_method
@@ -23,8 +24,7 @@ from draftproof.backends.products.calibration_files import measure
 from draftproof.backends.products.linear_layers import linear_layers, matrix_of
 from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError, reason
-from draftproof.native import dispatch as native
-from draftproof.native.operations import BITS, MeasuredInputs
+from draftproof.native.tensors import BITS, MeasuredInputs
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ def _why_not(model: Any, layers: dict[str, Any], bits: int) -> str | None:
     matrices = [matrix for each in layers.values() if (matrix := matrix_of(each)) is not None]
     if weights[0].device.type != "cpu":
         return Product(matrices[0], pack=False).why_not_quantized(bits)
-    if native.operations(weights[0]) is None:
+    if native.operations_for(weights[0]) is None:
         return f"there are no native products of {weights[0].dtype} here (and DRAFTPROOF_NATIVE must not be 0)"
     return None
 

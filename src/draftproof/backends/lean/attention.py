@@ -11,10 +11,11 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from draftproof import native
 from draftproof.backends.cache.layout import Layout, additive
 from draftproof.backends.cache.slot_cache import WritePlan
-from draftproof.native import dispatch as native
-from draftproof.native.operations import AttentionArguments, Operations, PassMask
+from draftproof.native.operations import Operations
+from draftproof.native.structures import AttentionArguments, PassMask
 from draftproof.triton.choose import fused as replaceable
 
 _FOLDED = 128  # passes up to this width fold the query heads of a key head, and their mask, into rows
@@ -140,7 +141,7 @@ def attention(heads: Heads, like: Tensor, *, pack: bool) -> Attention:
         like: a weight, for its dtype and device.
         pack: whether an implementation that needs a memory layout for the CPU may be chosen.
     """
-    operations = native.operations(like) if pack else None
+    operations = native.operations_for(like) if pack else None
     if operations is not None and operations.attends(heads.dim):
         return NativeAttention(heads, operations)
     return TorchAttention(heads)

@@ -20,6 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from draftproof import native
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.cache.windows import Windows
@@ -32,8 +33,8 @@ from draftproof.backends.products.calibration import MEASURED_BITS, InputStatist
 from draftproof.backends.products.calibration_files import measure
 from draftproof.backends.products.packed_linear import Product, fuse
 from draftproof.errors import UserError
-from draftproof.native import dispatch as native
-from draftproof.native.operations import BITS, MOST_DIM, UNITS, MeasuredInputs, Operations
+from draftproof.native.operations import MOST_DIM, Operations
+from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.peak import release_freed_memory
 from draftproof.triton.choose import fused
 
@@ -97,7 +98,7 @@ class Lean:
         why = "some of its layers are not native"
         if weight.dtype not in UNITS:
             why = f"there are no native operations on {str(weight.dtype).removeprefix('torch.')}"
-        elif native.operations(weight) is None:
+        elif native.operations_for(weight) is None:
             why = f"native operations are off or not available ({native.VARIABLE})"
         elif not Operations.attends(dim):
             why = f"its heads have {dim} numbers, and native attention takes at most {MOST_DIM}"
@@ -291,7 +292,7 @@ class Norm:
         self.scaled = (self.weight.to(self.wide) if self.whole is None else self.whole) * size**0.5
         self.added = size * self.eps  # to the sum of squares
         self.least = torch.tensor(self.added**0.5, dtype=self.wide)
-        self._operations = native.operations(weight) if pack and not counts else None
+        self._operations = native.operations_for(weight) if pack and not counts else None
 
     @property
     def is_native(self) -> bool:
@@ -492,7 +493,7 @@ class TorchGate:
 
 def gate_of(like: Tensor, activation: str = "silu", *, pack: bool) -> Callable[[Tensor], Tensor]:
     """The fastest way to gate rows; see `attention_of`."""
-    operations = native.operations(like) if pack else None
+    operations = native.operations_for(like) if pack else None
     if operations is None:
         return TorchGate(activation)
     return partial(operations.gated, activation=activation)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.lean.attention import NativeAttention, Pass, arguments
-from draftproof.native.operations import ACTIVATIONS, LayerArguments, LinearArguments, PassMask
+from draftproof.native.operations import ACTIVATIONS
+from draftproof.native.structures import LayerArguments, LinearArguments, PassMask
 
 PRODUCTS = ("qkv", "out", "gate_up", "down")  # of a layer
 NORMS = ("before", "mixed", "between", "made", "turned")

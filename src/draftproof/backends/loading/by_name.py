@@ -27,7 +27,7 @@ from draftproof.backends.loading.quantization import packages_hint, quantization
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
-from draftproof.native.operations import BITS
+from draftproof.native.tensors import BITS
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "

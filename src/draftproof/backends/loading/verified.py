@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import draftproof
-from draftproof import models
+from draftproof import models, native
 from draftproof.backends.base import Capabilities, Feed
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.hf.probe import TOLERANCE, distance
@@ -40,7 +40,6 @@ from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import ModelInfo
 from draftproof.errors import UserError, reason
 from draftproof.files import Store
-from draftproof.native import dispatch as native
 from draftproof.tree import TokenTree
 
 VARIABLE = "DRAFTPROOF_CHECKED"

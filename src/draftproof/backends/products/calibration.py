@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from draftproof.backends.base import Feed
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.products.packed_linear import Product
-from draftproof.native.operations import MeasuredInputs
+from draftproof.native.tensors import MeasuredInputs
 from draftproof.rng import CounterRng
 
 ROWS, TOKENS = 16, 9  # of the text: sequences, and passes

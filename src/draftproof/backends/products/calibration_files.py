@@ -24,12 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftproof import native
 from draftproof._version import __version__
 from draftproof.backends.products import calibration
 from draftproof.backends.products.calibration import InputStatistics
 from draftproof.errors import reason
 from draftproof.files import Store
-from draftproof.native import dispatch as native
 
 VARIABLE = "DRAFTPROOF_CALIBRATION"
 MOST = 64  # files; the oldest are removed

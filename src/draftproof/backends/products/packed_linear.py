@@ -18,8 +18,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from draftproof.native import dispatch as native
-from draftproof.native.operations import NEIGHBOURS, Interleaved, MeasuredInputs
+from draftproof import native
+from draftproof.native.operations import NEIGHBOURS
+from draftproof.native.tensors import Interleaved, MeasuredInputs
 from draftproof.triton.choose import installed as triton_is_installed
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
@@ -84,7 +85,7 @@ class Product:
         self.bias, self.layout = bias, "plain"
         self.weight: Any = weight  # a tensor, or in a layout of native/
         self._multiply: Callable[..., Tensor] = F.linear
-        operations = native.operations(weight) if pack else None
+        operations = native.operations_for(weight) if pack else None
         if operations is not None:
             self.layout, self.weight, self._multiply = "native", Interleaved.of(weight), operations.product
         elif pack and packs(weight.dtype, weight.device.type):
@@ -119,7 +120,7 @@ class Product:
         """
         made = copy.copy(self)
         if isinstance(self.weight, Interleaved):
-            operations = native.operations(self.weight.blocks)
+            operations = native.operations_for(self.weight.blocks)
             assert operations is not None, "the layout is native"
             made.weight, dtype = operations.quantize(self.weight, bits, group, inputs), operations.dtype
             made._multiply = operations.quantized_product  # noqa: SLF001 - of this class
@@ -204,7 +205,7 @@ class RescoredProduct(Product):
         self.weight, self.bias, self.layout = rough.weight, bias, rough.layout
         self._rough, self._table, self._count = rough, table, count
         blocks = table.blocks if isinstance(table, Interleaved) else table
-        self._operations = native.operations(blocks) if blocks.is_contiguous() else None
+        self._operations = native.operations_for(blocks) if blocks.is_contiguous() else None
 
     def __call__(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """The outputs of every row."""

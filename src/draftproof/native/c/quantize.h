@@ -10,7 +10,7 @@ typedef struct {
   float *sums;     /* [rows, groups], of the inputs as they were quantized */
 } quantized_inputs;
 
-/* Where the quantized inputs of some rows lie in memory; quantized_inputs_size of operations.py is its size. */
+/* Where the quantized inputs of some rows lie in memory; quantized_inputs_size of structures.py is its size. */
 static quantized_inputs inputs_in(void *memory, long rows, long groups) {
   const uintptr_t start = ((uintptr_t)memory + 63) / 64 * 64;
   quantized_inputs made;
@@ -20,7 +20,7 @@ static quantized_inputs inputs_in(void *memory, long rows, long groups) {
   return made;
 }
 
-/* Bytes before the pieces of a block, and of a whole block (quantized.h); Quantized.shape of operations.py is the same. */
+/* Bytes before the pieces of a block, and of a whole block (quantized.h); Quantized.shape of tensors.py is the same. */
 INLINE long quantized_head(long bits) { return bits < 8 ? 128 : 0; }
 INLINE long groups_of_piece(long bits) { return bits < 8 ? 2 : 1; }
 INLINE long quantized_block_size(long groups, long group, long bits) {

@@ -277,7 +277,7 @@ int NAME(draftproof_legal)(const ELEM *x, long rows, long dim) {
 
 /* --- attention --------------------------------------------------------------------------------------------------- */
 
-/* The same fields as `AttentionArguments` in native/operations.py. */
+/* The same fields as `AttentionArguments` in native/structures.py. */
 typedef struct {
   ELEM *fused;            /* [tokens, heads + 2 key_heads, dim]; queries are rotated in place */
   const ELEM *cos, *sin;  /* of each token, `angles` apart; sin with the sign of rotate_half */
@@ -731,7 +731,7 @@ static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto,
     NAME(draftproof_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, threads);
 }
 
-/* The same fields as `LayerArguments` in native/operations.py. */
+/* The same fields as `LayerArguments` in native/structures.py. */
 typedef struct {
   NAME(linear) qkv, out, gate_up, down;
   const float *before, *mixed, *between, *made; /* scaled norms before attention, of what it made, and so for the gates;

@@ -26,11 +26,11 @@ from draftproof.backends.heads.published.files import (
     ALGORITHM,
     HeadFiles,
     cast,
+    mask_token_of,
     read_head,
-    refuse_other_algorithm,
     refuse_other_target,
 )
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layer, make_norm
+from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
 from draftproof.backends.lean.layers import Layer
 from draftproof.backends.products.packed_linear import Product
@@ -96,12 +96,7 @@ class _Block(NamedTuple):
             causal = [window is not None if said is None else bool(said) for window in windows]
         if not isinstance(size, int) or not 2 <= size <= _LONGEST:
             raise UserError(f"the head {files.source!r} has block_size {size!r}: legal are 2 to {_LONGEST}")
-        if not isinstance(mask, int) or not 0 <= mask < target.vocab_size:
-            raise UserError(
-                f"the head {files.source!r} has mask_token_id {mask!r}: legal are 0 to {target.vocab_size - 1}, tokens "
-                f"of {target.name}"
-            )
-        return cls(size, mask, layers, first, tuple(map(Sight, windows, causal)))
+        return cls(size, mask_token_of(files, mask, target), layers, first, tuple(map(Sight, windows, causal)))
 
 
 def _original(files: HeadFiles) -> Mapping[str, Any]:
@@ -143,18 +138,16 @@ class DFlashNet:
         self.layers = states_of(files, block.layers, target)
         given = int(files.config.get("target_hidden_size") or shape.size)
         refuse_other_target(files, target, hidden=given, vocab=vocabulary_of(files, shape))
-        self.width, self.places = shape.size, block.size - block.first
+        self.width = shape.size
+        self.places = block.size - block.first
         self.embed = embedding_of(files, shape, target)
         self._fc = Product(cast(files.take("fc.weight", [shape.size, len(self.layers) * given]), target))
         self._fused_norm = make_norm(files, shape, "hidden_norm", target)
-        self._decoder = [
-            make_layer(files, shape, f"layers.{number}.", number, target) for number in range(len(shape.windows))
-        ]
+        self._decoder = make_layers(files, shape, target)
         self._norm = make_norm(files, shape, "norm", target)
         self._passes = Passes(shape, self._decoder, target)
         self.ids, self._head = output_of(files, shape, target)
-        for unused in ("verifier_lm_head.weight", "verifier_norm.weight"):
-            files.tensors.pop(unused, None)
+        files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
         """The target's states of all layers, as the head's layers make keys and values of them."""
@@ -231,11 +224,11 @@ class DFlashBackend(ParallelBackend):
     """
 
     def __init__(self, source: str, target: SlotBackend) -> None:
-        files = read_head(source)
-        refuse_other_algorithm(files, "dflash")
+        files = read_head(source, "dflash")
         self._net = net = DFlashNet(files, target)
         files.refuse_left()
-        self._cache, self._dtype = SlotCache(target.max_positions), target.dtype
+        self._cache = SlotCache(target.max_positions)
+        self._dtype = target.dtype
         super().__init__(
             target, f"dflash head {source}", places=net.places, width=net.width, layers=net.layers, ids=net.ids
         )

@@ -13,48 +13,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.cache.slot_cache import SlotCache
-from draftproof.backends.heads.base import HeadBackend
 from draftproof.backends.heads.published.borrowed import embedding_of, output_of, states_of, vocabulary_of
-from draftproof.backends.heads.published.files import (
-    ALGORITHM,
-    HeadFiles,
-    cast,
-    read_head,
-    refuse_other_algorithm,
-    refuse_other_target,
-)
-from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layer, make_norm
+from draftproof.backends.heads.published.files import ALGORITHM, HeadFiles, refuse_other_target
+from draftproof.backends.heads.published.layers import LayerShape, Passes, make_layers, make_norm, make_product
+from draftproof.backends.heads.published.net import PublishedNet
+from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Norm
-from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError
 
 _NESTED, _ORIGINAL = "layers.0.", "midlayer."  # where the first layer's weights are
 
 
-class Eagle3Net:
-    """The network of an EAGLE-3 head.
+class Eagle3Net(PublishedNet):
+    """The network of an EAGLE-3 head."""
 
-    Args:
-        files: of the head.
-        target: the model it was made for.
-
-    Attributes:
-        width: of its states.
-        layers: of the target, whose hidden states it reads.
-        ids: tokens that it can draft; None for all.
-
-    Raises:
-        UserError: made for another model, weights that do not fit the config, or parts that are not read here.
-    """
+    algorithm = "eagle3"
 
     def __init__(self, files: HeadFiles, target: SlotBackend) -> None:
         flags = {name: bool(files.config.get(name)) for name in _FLAGS}
         if flags["norm_before_fc"] and flags["fc_norm"]:
-            raise UserError(f"the head {files.source!r} has norm_before_fc and fc_norm: legal is one of them")
-        self._norms_output, self._norms_residual = flags["norm_output"], flags["norm_before_residual"]
+            raise UserError(f"the head {files.source!r} has norm_before_fc and fc_norm: expected at most one of them")
+        self._norms_output = flags["norm_output"]
+        self._norms_residual = flags["norm_before_residual"]
         shape = LayerShape.of(files, None if ALGORITHM in files.config else "llama")
         self.layers = states_of(files, _named_layers(files), target)
         given = files.config.get("target_hidden_size") or shape.size
@@ -67,20 +48,14 @@ class Eagle3Net:
         if flags["fc_norm"]:
             each = range(len(self.layers))
             self._norm_each = [make_norm(files, shape, f"fc_norm.{number}", target, int(given)) for number in each]
-        bias = files.optional("fc.bias", [shape.size])
-        weight = cast(files.take("fc.weight", [shape.size, features]), target)
-        self._fc = Product(weight, None if bias is None else cast(bias, target))
+        self._fc = make_product(files, "fc", shape.size, features, target)
         at = _ORIGINAL if f"{_ORIGINAL}hidden_norm.weight" in files.tensors else _NESTED
         self._hidden_norm = make_norm(files, shape, f"{at}hidden_norm", target)
-        self._decoder = [make_layer(files, shape, at, 0, target, wide=2)]
-        self._decoder += [
-            make_layer(files, shape, f"layers.{number}.", number, target) for number in range(1, len(shape.windows))
-        ]
+        self._decoder = make_layers(files, shape, target, at, wide=2)
         self._norm = make_norm(files, shape, "norm", target)
         self._passes = Passes(shape, self._decoder, target)
         self.ids, self._head = output_of(files, shape, target)
-        for unused in ("verifier_lm_head.weight", "verifier_norm.weight"):
-            files.tensors.pop(unused, None)
+        files.ignore("verifier_lm_head.weight", "verifier_norm.weight")
 
     def fuse(self, states: Float[Tensor, "tokens inner"]) -> Float[Tensor, "tokens dim"]:
         """The target's states of all layers, in one product."""
@@ -91,23 +66,16 @@ class Eagle3Net:
             states = torch.cat([norm(part.contiguous()) for norm, part in zip(self._norm_each, parts, strict=True)], -1)
         return self._fc(states)
 
-    def __call__(
-        self,
-        states: Float[Tensor, "rows width dim"],
-        embedded: Float[Tensor, "rows width dim"],
-        layout: Layout,
-        cache: SlotCache,
-    ) -> Float[Tensor, "rows width dim"]:
-        """See `HeadNet`."""
-        at, masks = self._passes(states, layout, cache)
+    def _run(
+        self, x: Float[Tensor, "tokens dim"], embedded: Float[Tensor, "tokens dim"], at: Pass, masks: dict[str, Any]
+    ) -> Float[Tensor, "tokens dim"]:
         first, *others = self._decoder
-        x = states.flatten(0, 1)
         normed = self._hidden_norm(x)
-        both = torch.cat([first.normed(embedded.flatten(0, 1)), normed], -1)
+        both = torch.cat([first.normed(embedded), normed], -1)
         x = first.attend(both, normed if self._norms_residual else x, at, masks[first.kind])
         for layer in others:
             x = layer(x, at, masks[layer.kind])
-        return (self._norm(x) if self._norms_output else x).view(states.shape)
+        return self._norm(x) if self._norms_output else x
 
     def logits(self, states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens ids"]:
         """See `HeadNet`."""
@@ -123,18 +91,4 @@ def _named_layers(files: HeadFiles) -> Any:
     return named or (files.config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
 
 
-def eagle3_backend(source: str, target: SlotBackend) -> HeadBackend:
-    """An EAGLE-3 head over the target it was made for.
-
-    Args:
-        source: directory or hub id of the head.
-        target: the target's backend.
-
-    Raises:
-        UserError: as `read_head` and `Eagle3Net`.
-    """
-    files = read_head(source)
-    refuse_other_algorithm(files, "eagle3")
-    net = Eagle3Net(files, target)
-    files.refuse_left()
-    return HeadBackend(target, net, f"eagle3 head {source}", back=0)
+eagle3_backend = Eagle3Net.load

@@ -85,6 +85,11 @@ class HeadFiles:
         """A tensor, which is then used; None where it is missing."""
         return self.take(name, shape) if name in self.tensors else None
 
+    def ignore(self, *names: str) -> None:
+        """Drop tensors that other engines use."""
+        for name in names:
+            self.tensors.pop(name, None)
+
     def refuse_left(self) -> None:
         """Refuse tensors that nothing used: then the head has parts that would be left out.
 
@@ -99,15 +104,16 @@ class HeadFiles:
             )
 
 
-def read_head(source: str, *, weights: Sequence[str] = (WEIGHTS,)) -> HeadFiles:
+def read_head(source: str, algorithm: str, *, weights: Sequence[str] = (WEIGHTS,)) -> HeadFiles:
     """Read a head's config and tensors.
 
     Args:
         source: a directory, or a hub id, which is fetched as huggingface_hub does.
+        algorithm: the drafter that asks.
         weights: names of the file of weights, where it is one file.
 
     Raises:
-        UserError: no such head, a file that is missing or damaged, or pickled weights only.
+        UserError: no such head, a file that is missing or damaged, pickled weights only, or another algorithm.
     """
     folder = _folder(source)
     config = _config(source, folder)
@@ -119,6 +125,7 @@ def read_head(source: str, *, weights: Sequence[str] = (WEIGHTS,)) -> HeadFiles:
         raise
     except Exception as cause:
         raise UserError(f"the weights of the head {source!r} cannot be read: {reason(cause)}") from cause
+    _refuse_other_algorithm(source, algorithm_of(config), algorithm)
     return HeadFiles(source, config, tensors)
 
 
@@ -187,19 +194,14 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
     return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else "eagle"
 
 
-def refuse_other_algorithm(files: HeadFiles, wanted: str) -> None:
-    """Refuse a head of another algorithm than the drafter's.
-
-    Raises:
-        UserError: naming the algorithm, and the drafter that reads it where there is one.
-    """
-    found = algorithm_of(files.config)
+def _refuse_other_algorithm(source: str, found: str, wanted: str) -> None:
+    """Name the algorithm of a head that another drafter reads, or none."""
     if found == wanted:
         return
     if found in DRAFTERS:
-        raise UserError(f"the head {files.source!r} is of algorithm {found}: legal is drafter {found}:{files.source}")
+        raise UserError(f"the head {source!r} is of algorithm {found}: legal is drafter {found}:{source}")
     raise UserError(
-        f"the head {files.source!r} has {ALGORITHM} {found!r}, which is not read here: legal are {', '.join(DRAFTERS)}"
+        f"the head {source!r} has {ALGORITHM} {found!r}, which is not read here: legal are {', '.join(DRAFTERS)}"
     )
 
 
@@ -297,6 +299,20 @@ def drafted_ids(files: HeadFiles, size: int, vocab: int, device: torch.device) -
         return None, None
     found = ids.sort()
     return found.values.to(device), None if torch.equal(found.values, ids) else found.indices.to(device)
+
+
+def mask_token_of(files: HeadFiles, found: Any, target: SlotBackend) -> int:
+    """The token of masked places.
+
+    Raises:
+        UserError: `found` is no token of the target.
+    """
+    if not isinstance(found, int) or not 0 <= found < target.vocab_size:
+        raise UserError(
+            f"the head {files.source!r} has mask_token_id {found!r}: expected 0 to {target.vocab_size - 1}, a token of "
+            f"{target.name}"
+        )
+    return found
 
 
 def places_of(files: HeadFiles) -> int:

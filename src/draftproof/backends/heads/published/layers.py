@@ -18,6 +18,7 @@ from draftproof.backends.lean.attention import Pass
 from draftproof.backends.lean.layers import Layer, Norm
 from draftproof.backends.lean.rotary import Rope
 from draftproof.backends.lean.traits import ROPES
+from draftproof.backends.products.packed_linear import Product
 from draftproof.errors import UserError, reason
 
 FAMILIES = ("llama", "qwen3")
@@ -136,6 +137,28 @@ def make_layer(
         number,
         kind_of(shape.windows[number]),
     )
+
+
+def make_layers(
+    files: HeadFiles, shape: LayerShape, target: SlotBackend, at: str = "layers.0.", **first: Any
+) -> list[Layer]:
+    """All layers of a head.
+
+    Args:
+        files: of the head.
+        shape: of its layers.
+        target: for dtype and device.
+        at: beginning of the names of the first layer's weights.
+        first: how the first layer differs; see `make_layer`.
+    """
+    others = (make_layer(files, shape, f"layers.{number}.", number, target) for number in range(1, len(shape.windows)))
+    return [make_layer(files, shape, at, 0, target, **first), *others]
+
+
+def make_product(files: HeadFiles, name: str, outs: int, ins: int, target: SlotBackend) -> Product:
+    """A linear layer, with a bias where the head has one."""
+    weight, bias = files.take(f"{name}.weight", [outs, ins]), files.optional(f"{name}.bias", [outs])
+    return Product(cast(weight, target), None if bias is None else cast(bias, target))
 
 
 def raw_norm(

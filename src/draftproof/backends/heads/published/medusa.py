@@ -20,7 +20,6 @@ from draftproof.backends.heads.published.files import (
     HeadFiles,
     cast,
     read_head,
-    refuse_other_algorithm,
     refuse_other_target,
 )
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
@@ -43,8 +42,7 @@ class MedusaBackend(ParallelBackend):
     """
 
     def __init__(self, source: str, target: SlotBackend) -> None:
-        files = read_head(source, weights=_FILES)
-        refuse_other_algorithm(files, "medusa")
+        files = read_head(source, "medusa", weights=_FILES)
         self._dtype = target.dtype
         hidden, vocab = files.config.get("hidden_size"), files.config.get("vocab_size")
         refuse_other_target(files, target, hidden=hidden, vocab=vocab)

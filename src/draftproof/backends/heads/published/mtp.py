@@ -16,7 +16,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
-from draftproof.backends.heads.base import HeadBackend
+from draftproof.backends.heads.base import HeadBackend, HeadNet
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.errors import UserError, reason
@@ -25,35 +25,25 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 _LAYERS = "num_mtp_layers"  # the field of transformers' configs
 
 
-class MtpNet:
+class MtpNet(HeadNet):
     """One prediction layer.
 
     Args:
         mtp: transformers' prediction layers of the model.
         number: of the layer.
         target: the model.
-
-    Attributes:
-        width: of its states.
-        layers: (), for the last hidden states.
-        ids: None: it drafts every token.
     """
 
-    layers: tuple[int, ...] = ()
-    ids = None
-
     def __init__(self, mtp: Any, number: int, target: SlotBackend) -> None:
-        self._mtp, self._number = mtp, number
-        self.width, self._dtype = target.capabilities.hidden, target.dtype
-        self.embed, self.logits = mtp.embed_tokens, mtp._project_to_logits  # noqa: SLF001 - has no public name
+        self._mtp = mtp
+        self._number = number
+        self.width = target.capabilities.hidden
+        self._dtype = target.dtype
+        self.embed = mtp.embed_tokens
+        self.logits = mtp._project_to_logits  # noqa: SLF001 - has no public name
         kinds = getattr(mtp.config, "layer_types", None)
         self._kind = None if kinds is None else kinds[number]
         self._window = mtp.config.sliding_window if self._kind == "sliding_attention" else None
-
-    @staticmethod
-    def fuse(states: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens dim"]:
-        """The same."""
-        return states
 
     def __call__(
         self,

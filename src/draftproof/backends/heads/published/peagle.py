@@ -17,9 +17,8 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import SlotCache
 from draftproof.backends.heads.base import Above, FollowingSession, HeadBackend
 from draftproof.backends.heads.published.eagle3 import Eagle3Net
-from draftproof.backends.heads.published.files import cast, places_of, read_head, refuse_other_algorithm
+from draftproof.backends.heads.published.files import cast, mask_token_of, places_of, read_head
 from draftproof.backends.heads.published.parallel import ParallelBackend, ParallelSession, Places
-from draftproof.errors import UserError
 from draftproof.tree import TokenTree
 
 
@@ -66,14 +65,8 @@ class PEagleBackend(ParallelBackend):
     """
 
     def __init__(self, source: str, target: SlotBackend) -> None:
-        files = read_head(source)
-        refuse_other_algorithm(files, "peagle")
-        token = files.config.get("mask_token_id")
-        if not isinstance(token, int) or not 0 <= token < target.vocab_size:
-            raise UserError(
-                f"the head {source!r} has mask_token_id {token!r}: legal are 0 to {target.vocab_size - 1}, tokens of "
-                f"{target.name}"
-            )
+        files = read_head(source, "peagle")
+        token = mask_token_of(files, files.config.get("mask_token_id"), target)
         net = Eagle3Net(files, target)
         mask = cast(files.take("mask_hidden", [1, 1, None]), target)[0]
         files.refuse_left()

@@ -1,0 +1,221 @@
+"""The C library's structures of a pass: which slots its tokens may read, attention's arguments, and layers' weights."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from draftproof.native.tensors import GROUPS, LANES, require
+
+_WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
+_NEAR = 1 << 17  # float32 scores that are kept near the processor
+_WORTH_DIVIDING = 1 << 16  # products of queries and keys in a tile; threads wait for one another twice
+
+
+class PassMask:
+    """Which slots each token of a pass may read, and working memory that the layers of the pass share.
+
+    Args:
+        places: slot, first new position and number of new tokens of each row.
+        visible: for each token of each row, how many leading slots it may read; what a row has beyond its number of new
+            tokens is padding.
+        mask: added to the scores of these slots, for every token; None where `visible` is enough.
+
+    Attributes:
+        tokens: of all rows, with padding.
+        width: tokens of the longest row, with padding.
+        horizon: the most slots that a token may read.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[tuple[int, int, int]],
+        visible: Sequence[Sequence[int]],
+        mask: Float[Tensor, "*tokens horizon"] | None,
+    ) -> None:
+        self.rows, widths = len(visible), [len(row) for row in visible]
+        flat = list(itertools.chain.from_iterable(visible))
+        if len(places) != self.rows:
+            raise ValueError(f"{len(places)} places for {self.rows} rows")
+        self.tokens, self.width = len(flat), max(widths)
+        self.horizon = max(flat)
+        self.slots = 1 + max(slot for slot, _, _ in places)
+        self.end = max(base + width for _, base, width in places)
+        least = min(*flat, *itertools.chain.from_iterable(places))
+        if least < 0 or any(place[2] > width for place, width in zip(places, widths, strict=True)):
+            raise ValueError("a slot, position, width or number of slots is out of range")
+        if mask is not None and (mask.shape[:-1].numel() != self.tokens or mask.shape[-1] < self.horizon):
+            raise ValueError(f"a mask of {tuple(mask.shape)} for {self.tokens} tokens and {self.horizon} slots")
+        self.mask = mask
+        # ctypes arrays, because tensors cost several times as much, and a pass of a small model takes a millisecond
+        firsts = itertools.accumulate(widths, initial=0)
+        placed = itertools.chain.from_iterable((*place, first) for place, first in zip(places, firsts, strict=False))
+        self.places = (ctypes.c_int64 * (4 * self.rows))(*placed)
+        self.visible = (ctypes.c_int64 * len(flat))(*flat)
+
+    def pieces(self, columns: int) -> int:
+        """How many times at most this many columns of a row attend together."""
+        return sum(-(-width // columns) for width in self.places[2::4])
+
+    @functools.cached_property
+    def _buffers(self) -> dict[int, Tensor]:
+        return {}
+
+    def buffer(self, size: int, dtype: torch.dtype, number: int) -> Tensor:
+        """Working memory of at least this many entries; every call with the same number gets the same memory."""
+        if number not in self._buffers or self._buffers[number].numel() < size:
+            self._buffers[number] = torch.empty(size, dtype=dtype)
+        return self._buffers[number]
+
+
+class AttentionArguments(ctypes.Structure):
+    """The C structure `attention` of typed.h: what attention reads and writes in a pass, except a layer's own tensors.
+
+    It holds addresses: the tensors and the mask that it was made from must outlive it.
+    """
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("fused", "cos", "sin", "keys", "values", "places", "visible", "mask")),
+        *((name, ctypes.c_void_p) for name in ("out", "scratch")),
+        *((name, ctypes.c_long) for name in ("rows", "tokens", "heads", "key_heads", "dim", "capacity", "horizon")),
+        *((name, ctypes.c_long) for name in ("angles", "columns", "scratch_size", "copied", "divided")),
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+    ]
+
+    @classmethod
+    def of(
+        cls,
+        cos: Float[Tensor, "tokens 1 dim"],
+        sin: Float[Tensor, "tokens 1 dim"],
+        shape: Sequence[int],
+        mask: PassMask,
+        *,
+        heads: int,
+        scale: float,
+        cap: float = 0.0,
+    ) -> AttentionArguments:
+        """Make the structure from tensors.
+
+        Args:
+            cos: of each token, contiguous in the last dimension.
+            sin: the same, with the sign of `rotate_half` and cos's stride.
+            shape: of the buffers of keys and of values, [slots, key heads, capacity, dim].
+            mask: of this pass.
+            heads: query heads; neighbours share a key head.
+            scale: of scores.
+            cap: soft limit of scores (cap tanh(score / cap)); 0 for none.
+
+        Raises:
+            ValueError: shapes that do not fit together; C would read past an end.
+        """
+        _require_fitting(cos, sin, shape, mask, heads)
+        _, key_heads, capacity, dim = shape
+        group, threads = heads // key_heads, torch.get_num_threads()
+        columns = _columns(mask, key_heads, group, threads)
+        queries = -(-columns * group // LANES) * LANES
+        copied = queries * (1 + mask.horizon + 2 * LANES)
+        scratch_size = copied + queries * (-(-dim // _WHOLE) * _WHOLE)
+        tiles = key_heads * mask.pieces(columns)
+        divided = (
+            tiles % threads != 0 and tiles < 2 * threads and columns * group * mask.horizon * dim > _WORTH_DIVIDING
+        )
+        areas = max(threads, tiles) if divided else threads
+        return cls(
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            places=ctypes.addressof(mask.places),
+            visible=ctypes.addressof(mask.visible),
+            mask=None if mask.mask is None else mask.mask.data_ptr(),
+            scratch=mask.buffer(areas * scratch_size, torch.float32, 0).data_ptr(),
+            rows=mask.rows,
+            tokens=mask.tokens,
+            heads=heads,
+            key_heads=key_heads,
+            dim=dim,
+            capacity=capacity,
+            horizon=0 if mask.mask is None else mask.mask.shape[-1],
+            angles=cos.stride(0),
+            columns=columns,
+            scratch_size=scratch_size,
+            copied=copied,
+            divided=divided,
+            scale=scale,
+            cap=cap,
+        )
+
+
+def _columns(mask: PassMask, key_heads: int, group: int, threads: int) -> int:
+    """How many tokens of a row attend together.
+
+    Keys are transposed once for all of them, so many are better; but their scores should stay near the processor, and
+    each thread should get as many pieces of work as another. Where there are less than two for each thread, threads
+    share them instead (`divided`).
+    """
+    most = min(max(_NEAR // (group * (mask.horizon + LANES)), 8), 32)
+    pieces = -(-mask.width // most)
+    tiles = mask.rows * key_heads
+    while (
+        tiles * pieces > 2 * threads and tiles * pieces % threads and 4 * pieces < mask.width and pieces < 2 * threads
+    ):
+        pieces += 1
+    return -(-mask.width // pieces)
+
+
+def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassMask, heads: int) -> None:
+    slots, key_heads, capacity, dim = shape
+    for name, angles in (("cos", cos), ("sin", sin)):
+        require(name, angles, cos.dtype, (mask.tokens, 1, dim), packed=False)
+        if angles.stride(-1) != 1 or angles.stride(0) != cos.stride(0):
+            raise ValueError(
+                f"expected {name} with neighbours in its rows, as far apart as cos's, got strides {angles.stride()}"
+            )
+    if mask.slots > slots or max(mask.end, mask.horizon) > capacity or heads % key_heads:
+        raise ValueError(
+            f"slot {mask.slots - 1}, position {max(mask.end, mask.horizon) - 1} and {heads} heads do not fit into "
+            f"buffers of shape {tuple(shape)}"
+        )
+    if mask.mask is not None:
+        require("mask", mask.mask, cos.dtype)
+
+
+class LinearArguments(ctypes.Structure):
+    """The C structure `linear` of typed.h: a linear layer's weight and bias."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+        *((name, ctypes.c_long) for name in ("bits", "group")),
+    ]
+
+
+class LayerArguments(ctypes.Structure):
+    """The C structure `layer` of typed.h: a decoder layer; it holds addresses."""
+
+    _fields_: ClassVar = [
+        *((name, LinearArguments) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("before", "mixed", "between", "made", "turned")),
+        *((name, ctypes.c_long) for name in ("size", "inner", "whole", "gelu")),
+        *((f"{name}_least", ctypes.c_float) for name in ("before", "mixed", "between", "made", "turned")),
+        ("factor", ctypes.c_float),
+    ]
+
+    def work(self, given: AttentionArguments) -> int:
+        """Elements of working memory that a layer needs for a pass."""
+        heads, tokens = given.heads + given.key_heads, given.tokens
+        inputs = 0  # bytes, which are no fewer elements
+        if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
+            inputs = quantized_inputs_size(tokens, max(self.size, self.inner, given.heads * given.dim))
+        return int(tokens * (self.size + 2 * heads * given.dim + 3 * self.inner) + inputs)
+
+
+def quantized_inputs_size(rows: int, ins: int) -> int:
+    """Bytes that suffice for the inputs of a quantized product: numbers, padded, and two float32 for each group."""
+    least, most = GROUPS[0], GROUPS[-1]
+    return 64 + rows * (ins + most + 8 * -(-ins // least))
