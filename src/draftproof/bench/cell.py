@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from draftproof.backends.loading.by_name import BACKENDS
-from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.registry import (
     DEFAULT_CONSTANT_STOPPER,
     DEFAULT_TREE_VERIFIER,

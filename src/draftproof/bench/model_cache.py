@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from draftproof import models
-from draftproof.backends.loading.by_name import Loaded, load_backend, load_model, parse_device
-from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.by_name import Loaded, load_backend, load_model
+from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.options import parse_device
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question

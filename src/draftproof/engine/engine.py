@@ -8,9 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.loading.by_name import take_part
-from draftproof.backends.loading.tokenization import refuse_different
-from draftproof.backends.loading.verified import VerifiedModel
+from draftproof.backends.loading.load import load
 from draftproof.backends.model_info import end_tokens
 from draftproof.engine.cost_file import CostFile
 from draftproof.engine.loop import DecodingLoop
@@ -105,15 +103,10 @@ class Engine(DecodingLoop):
         """
         made = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
         made.refuse_draft_dtype_alone()
-        if made.tensor_parallel != 1:
-            take_part(made.tensor_parallel)
-        source = VerifiedModel(target, **made.of_target())
-        tokenizer, small = source.tokenizer, None
-        if made.draft is not None:
-            other = VerifiedModel(made.draft, **made.of_draft())
-            refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=made.draft)
-            small = None if made.drafter == "none" else other.backend()
-        return cls.assemble(source.backend(), small, tokenizer, options=made)
+        source = load(target, made.of_target())
+        other = None if made.draft is None else load(made.draft, made.of_draft(), drafts_for=source)
+        small = None if other is None or made.drafter == "none" else other.backend
+        return cls.assemble(source.backend, small, source.tokenizer, options=made)
 
     @classmethod
     @takes_options
