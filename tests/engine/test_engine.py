@@ -472,7 +472,7 @@ def test_parameters_that_do_not_fit_are_refused():
         next(under_test.stream(PROMPTS[0], SamplingParams(n=2)))
     with pytest.raises(ValueError, match="logit_bias holds token id 512"):
         under_test.generate(PROMPTS[0], SamplingParams(logit_bias={512: 1.0}))
-    with pytest.raises(UserError, match="max_batch is 0"):
+    with pytest.raises(UserError, match="max_batch: expected 1 or more"):
         engine(max_batch=0)
     with pytest.raises(UserError, match="no tokenizer"):
         engine(tokenizer=None).generate("text")
