@@ -395,7 +395,7 @@ def test_the_memory_of_finished_requests_keeps_to_its_capacity():
     for start in range(12):
         made.generate([[start, 1, place] for place in range(4)], SamplingParams(max_tokens=9))
         memory = made.drafter._memory
-        assert memory.size == sum(map(len, memory.finished)) <= capacity
+        assert memory.size == sum(len(tokens) for _, tokens in memory.finished) <= capacity
         nodes = sum(isinstance(item, _Node) for _, item in walk(memory))
         assert nodes <= 2 * capacity, "a token adds at most two"
 

@@ -106,7 +106,7 @@ class ModelCache:
 
     def _assembled(self, cell: Cell) -> Engine:
         # A feature head makes its target keep every hidden state, which would slow down all other cells.
-        purpose = "states" if find_drafter(cell.drafter)[0].reads_states else ""
+        purpose = "states" if find_drafter(cell.drafter)[0].traits.reads_states else ""
         tokenizer, draft = self.tokenizer(cell.target), None
         dtype, _ = read_draft_dtype(cell.draft_dtype, cell.dtype)
         if cell.draft is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.model_info import end_tokens
+from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.cost_file import CostFile
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.options import EngineOptions, takes_options
@@ -149,8 +150,9 @@ class Engine(DecodingLoop):
             bits=bits,
             rule=rule,
         )
-        chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
-        by_clock = rule is None and part.timed and not part.branching
+        traits = DrafterTraits.of(part)
+        chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if traits.branching else DEFAULT_VERIFIER)
+        by_clock = rule is None and traits.depends_on_clock and not traits.branching
         defaults = target.facts.sampling_defaults if made.generation_config == "auto" else {}
         engine = cls(
             target,

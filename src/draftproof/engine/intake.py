@@ -12,7 +12,7 @@ from typing import Any
 from draftproof.backends.base import Backend, rounding
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
-from draftproof.engine.composition import misfit, undraftable
+from draftproof.engine.composition import DrafterTraits, VerifierTraits, incompatible_reason, no_rollback_reason
 from draftproof.engine.prompts import Prompt, PromptReader
 from draftproof.engine.request import Output, Request, SameText
 from draftproof.engine.scheduler import Scheduler
@@ -60,7 +60,7 @@ class RequestIntake:
 
     def _refuse_impossible(self) -> None:
         for rule in filter(None, (self.verifier, self.seeded_verifier)):
-            if why := misfit(self.drafter, rule):
+            if why := incompatible_reason(DrafterTraits.of(self.drafter), VerifierTraits.of(rule)):
                 raise UserError(why)
         if self.drafter.limit and self.plain_because:
             raise UserError(f"drafter {self.drafter.name} drafts, and {self.plain_because}: legal is drafter none")
@@ -73,7 +73,7 @@ class RequestIntake:
     @property
     def plain_because(self) -> str:
         """Why the target can only be decoded plainly; empty where it can be drafted for."""
-        return undraftable(self.target)
+        return no_rollback_reason(self.target)
 
     @property
     def rounding(self) -> str:
