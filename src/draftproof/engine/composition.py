@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from draftproof.backends.base import Backend
+from draftproof.backends.base import Backend, why_plain
 from draftproof.drafters.base import Drafter
 from draftproof.verifiers.base import Verifier
 
@@ -98,5 +98,5 @@ def no_rollback_reason(target: Backend) -> str:
     """Why nothing can be drafted for a target, in words; empty where drafts can be taken back."""
     if target.capabilities.rollback:
         return ""
-    because = getattr(target, "because", "")
-    return f"drafted tokens cannot be taken back from {target.name}" + (f" ({because})" if because else "")
+    reason = why_plain(target)
+    return f"drafted tokens cannot be taken back from {target.name}" + (f" ({reason})" if reason else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from draftproof.backends.base import info
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.drafters.auto import AutoDrafter, Source
@@ -157,14 +158,17 @@ def _named(parts: DrafterContext, name: str) -> DrafterContext:
 
 def _model_share(parts: DrafterContext, argument: str) -> float:  # noqa: ARG001
     """The draft model's weights as a share of the target's; an estimate from widths and depths."""
-    facts = [getattr(each, "facts", None) for each in (parts.draft, parts.target)]
-    return UNKNOWN.draft if facts[0] is None or facts[1] is None else facts[0].size / facts[1].size
+    if parts.draft is None:
+        return UNKNOWN.draft
+    small = info(parts.draft)
+    target = info(parts.target)
+    return UNKNOWN.draft if small is None or target is None else small.size / target.size
 
 
 def _quantized_share(parts: DrafterContext, argument: str) -> float:
     """The bits of a weight and its share of scale and offset, as a share of the target's."""
-    facts = getattr(parts.target, "facts", None)
-    return UNKNOWN.draft if facts is None else (_bits_and_chains(argument)[0] + 1) / (8 * facts.dtype.itemsize)
+    target = info(parts.target)
+    return UNKNOWN.draft if target is None else (_bits_and_chains(argument)[0] + 1) / (8 * target.dtype.itemsize)
 
 
 def _steps(parts: DrafterContext, name: str, stopper: Auto) -> Iterator[ModelDrafter | None]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from draftproof.backends.base import Backend, rounding
+from draftproof.backends.base import Backend, rounding, why_bounded
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.composition import DrafterTraits, VerifierTraits, incompatible_reason, no_rollback_reason
@@ -233,10 +233,10 @@ class RequestIntake:
         self._check_ids(ids, "prompt")
         if self._context_left(len(ids)) < 1:
             longest = len(ids) + self._context_left(len(ids)) - 1
-            bounded_by = getattr(self.target, "bounded_by", "")
+            reason = why_bounded(self.target)
             raise ContextError(
                 f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
-                + (f" ({bounded_by})" if bounded_by else "")
+                + (f" ({reason})" if reason else "")
             )
 
     def _rule(self, params: SamplingParams) -> Verifier:
