@@ -6,6 +6,7 @@ import functools
 import itertools
 import secrets
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class RequestIntake:
             if why := incompatible_reason(DrafterTraits.of(self.drafter), VerifierTraits.of(rule)):
                 raise UserError(why)
         if self.drafter.limit and self.plain_because:
-            raise UserError(f"drafter {self.drafter.name} drafts, and {self.plain_because}: legal is drafter none")
+            raise UserError(f"drafter {self.drafter.name} drafts, and {self.plain_because}: use drafter none")
         if self.drafter.branching and not self.target.capabilities.trees:
             raise UserError(
                 f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them: legal are "
@@ -111,11 +112,12 @@ class RequestIntake:
         params: SamplingParams | None = None,
         *,
         prediction: str | Sequence[int] | None = None,
-        patient: bool = False,
+        offline: bool = False,
         speculates: bool = True,
         cache_salt: str = "",
         share_text: bool = True,
         constraint: Constraint | None = None,
+        patient: bool | None = None,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
 
@@ -124,13 +126,15 @@ class RequestIntake:
             params: default `default_params`.
             prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
                 about the output distribution.
-            patient: whether it may wait while the prompts of others are read. Beside requests that may not, prompts are
-                read in portions, so that a round takes less than twice its usual time.
+            offline: whether nobody waits for each of its tokens, so that it may wait while the prompts of others are
+                read. Beside requests that may not, prompts are read in portions, so that a round takes less than twice
+                its usual time.
             speculates: without it nothing is drafted, which is plain decoding.
             cache_salt: what was read or written for the prompt is used for requests with the same salt only, so that
                 users with different ones learn nothing of each other from the time or the drafts of an answer.
             share_text: whether a drafter that looks tokens up in other requests may use this one's, and theirs for it.
             constraint: the grammar of `params`, where it is compiled already.
+            patient: the old name of `offline`, for one more version.
 
         Returns:
             `params.n` requests; each collects chunks until it is `finished`.
@@ -138,6 +142,9 @@ class RequestIntake:
         Raises:
             UserError: the prompt is empty, too long, or cannot be read; a prediction that the drafter cannot use.
         """
+        if patient is not None:
+            warnings.warn("add: patient is now called offline", DeprecationWarning, stacklevel=2)
+            offline = patient
         params = params or self.default_params
         text, ids = self.encode(prompt)
         predicted = self._predicted(prediction)
@@ -172,7 +179,7 @@ class RequestIntake:
                     max_tokens=limit,
                     rule=self._rule(params),
                     prediction=predicted,
-                    patient=patient,
+                    offline=offline,
                     speculates=speculates,
                     cache_salt=cache_salt,
                     share_text=share_text,
@@ -223,9 +230,7 @@ class RequestIntake:
             return
         for place, token in enumerate(ids):
             if not 0 <= token < self.target.vocab_size:
-                raise UserError(
-                    f"token {place} of the {what} is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
-                )
+                raise UserError(f"token {place} of the {what} is {token}: expected 0 to {self.target.vocab_size - 1}")
 
     def _check_prompt(self, ids: list[int]) -> None:
         if not ids:

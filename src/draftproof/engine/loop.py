@@ -365,7 +365,7 @@ class DecodingLoop(RequestIntake):
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):
-                requests.extend(self.add(prompt, own, prediction=text, patient=True, cache_salt=cache_salt))
+                requests.extend(self.add(prompt, own, prediction=text, offline=True, cache_salt=cache_salt))
             while not all(request.finished for request in requests):
                 self.step()
         finally:

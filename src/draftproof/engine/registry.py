@@ -101,7 +101,7 @@ def make_drafter(
             f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
         )
     if part.name not in ("none", "auto") and (why := no_rollback_reason(target)):
-        raise UserError(f"drafter {spec} drafts, and {why}: legal is drafter none")
+        raise UserError(f"drafter {spec} drafts, and {why}: use drafter none")
     heads = part.name == "feature_head" or (traits.accepts_draft_model and target.name in SHIPPED_FEATURE_HEADS)
     if bits is not None and draft is None and not heads:
         raise UserError(

@@ -174,7 +174,7 @@ def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
         config = AutoConfig.from_pretrained(str(where))
     except Exception as cause:
         raise UserError(
-            f"cannot read the config of {source!r}: {reason(cause)} (legal: a hub id, a directory)"
+            f"cannot read the config of {source!r}: {reason(cause)} (expected a hub id or a directory)"
         ) from cause
     parallel.refuse_indivisible(config, processes, source)
 
@@ -184,8 +184,7 @@ def _load_part(source: str, **options: Any) -> Any:
     model = load_model(models.resolve(source), **options)
     if mixers_of(model):
         raise UserError(
-            f"{source} has layers with a recurrent state, which are not divided among processes: legal is "
-            "tensor_parallel 1"
+            f"{source} has layers with a recurrent state, which are not divided among processes: use tensor_parallel 1"
         )
     return model
 
@@ -239,7 +238,7 @@ def load_model(
         UserError: nothing to load there, in one line.
     """
     if attn_implementation not in (None, *ATTENTION):
-        raise UserError(f"attn_implementation is {attn_implementation!r}: legal are {', '.join(ATTENTION)}")
+        raise UserError(f"attn_implementation: expected one of {', '.join(ATTENTION)}, got {attn_implementation!r}")
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -301,7 +300,7 @@ def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any
     except Exception as cause:
         raise UserError(
             f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause, source, asked)} "
-            "(legal: a hub id, a directory, a .gguf file)"
+            "(expected a hub id, a directory or a .gguf file)"
         ) from cause
     _refuse_missing(where, model, report)
     refuse_unknown_quantization(where, model)
@@ -408,7 +407,7 @@ def _place_of(name: str, places: Mapping[str, Any]) -> str:
 
 def _gguf_options(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"no such file: {str(path)!r}; legal is the path of an existing .gguf file")
+        raise UserError(f"expected the path of an existing .gguf file, got {str(path)!r}")
     if find_spec("gguf") is None:
         raise UserError(f"reading .gguf files needs the package gguf: install it with: {INSTALL_GGUF}")
     from transformers import GgufConfig
