@@ -60,7 +60,7 @@ def decoded(engine: Engine, prompts: Sequence[list[int]], rounds: int, seed: int
     """Rounds of a batch after its prompts were read: median seconds of a round and its parts, tokens of a round."""
     limits = SamplingParams(temperature=1.0, max_tokens=16 * (rounds + 8), ignore_eos=True)
     requests = [
-        engine.add(prompt, replace(limits, seed=seed + place), patient=True)[0] for place, prompt in enumerate(prompts)
+        engine.add(prompt, replace(limits, seed=seed + place), offline=True)[0] for place, prompt in enumerate(prompts)
     ]
     while not all(request.stats.num_tokens for request in requests):
         engine.step()

@@ -78,7 +78,7 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
         (("--temperature", "-1"), "temperature is -1"),
         (("--top-p", "2"), "top_p is 2"),
         (("--dtype", "float7"), "float7"),
-        (("--draft-dtype", "int2"), "draft_dtype is 'int2'"),
+        (("--draft-dtype", "int2"), "draft_dtype: expected one of"),
         (("--device", "abacus"), "abacus"),
         (("--competitor", "llamas"), "competitor: expected one of transformers"),
         (("--competitor", "transformers-assisted", "--target", "embedded:fast-draft"), "needs a draft model"),

@@ -380,7 +380,7 @@ def test_it_is_the_default_and_takes_what_is_at_hand():
     assert constant.drafter.name == "none", "nothing at hand fits a rule of constant lengths"
     with pytest.raises(UserError, match="takes no argument"):
         make_drafter("auto:4", target=backend("target"), draft=None, stopper="auto")
-    assert DRAFTERS["auto"].takes_draft
+    assert DRAFTERS["auto"].traits.accepts_draft_model
 
 
 @pytest.mark.parametrize("rule", ["block", "spectr", "mixture:0.1", "typical:0.1"])

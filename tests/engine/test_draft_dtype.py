@@ -9,7 +9,7 @@ from draftproof.backends.heads.feature_head import FeatureBackend
 from draftproof.backends.heads.feature_net import FeatureConfig, FeatureNet
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
-from draftproof.backends.loading.by_name import draft_dtype
+from draftproof.backends.loading.options import draft_dtype
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.drafters.model import ModelDrafter
@@ -101,7 +101,7 @@ def test_names_and_their_meaning():
     assert draft_dtype("auto", "bfloat16") == ("bfloat16", None)
     assert draft_dtype("float32", "bfloat16") == ("float32", None)
     assert draft_dtype("int4", "bfloat16") == ("bfloat16", 4)
-    with pytest.raises(UserError, match=r"draft_dtype is 'int2': legal are auto, float32, .*, int8, int4|int4, int8"):
+    with pytest.raises(UserError, match=r"draft_dtype: expected one of auto, float32, .*int8.*, got 'int2'"):
         draft_dtype("int2", "auto")
 
 

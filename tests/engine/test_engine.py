@@ -431,7 +431,7 @@ BAD_PROMPTS = [
     ("", "empty"),
     ([], "no prompt"),
     ([[]], "empty"),
-    ([[1, 512]], "token 1 of the prompt is 512: legal ids are 0 to 511"),
+    ([[1, 512]], "token 1 of the prompt is 512: expected 0 to 511"),
     ([[-1]], "token 0 of the prompt is -1"),
     ([[1] * 512], "the prompt has 512 tokens"),
     ([{"role": "user", "content": "hi"}], "chat template"),
@@ -472,7 +472,7 @@ def test_parameters_that_do_not_fit_are_refused():
         next(under_test.stream(PROMPTS[0], SamplingParams(n=2)))
     with pytest.raises(ValueError, match="logit_bias holds token id 512"):
         under_test.generate(PROMPTS[0], SamplingParams(logit_bias={512: 1.0}))
-    with pytest.raises(UserError, match="max_batch is 0"):
+    with pytest.raises(UserError, match="max_batch: expected 1 or more"):
         engine(max_batch=0)
     with pytest.raises(UserError, match="no tokenizer"):
         engine(tokenizer=None).generate("text")
@@ -502,3 +502,13 @@ def test_nan_logits_name_their_request_and_poison_no_later_one(who):
     assert not under_test.busy
     after = under_test.generate([PROMPTS[2], PROMPTS[0], PROMPTS[3]], GREEDY)
     assert tokens(after) == [reference(PROMPTS[i]) for i in (2, 0, 3)]
+
+
+def test_the_old_name_of_offline_still_works_and_warns():
+    made = engine()
+    with pytest.warns(DeprecationWarning, match="patient is now called offline"):
+        (old,) = made.add([5, 6], patient=True)
+    (new,) = made.add([5, 6], offline=True)
+    assert old.offline
+    assert new.offline
+    assert not made.add([5, 6])[0].offline

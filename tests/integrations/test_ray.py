@@ -123,7 +123,7 @@ def test_what_a_cluster_cannot_do_is_one_line(cluster, tmp_path):
     options = RowOptions(sampling=SAMPLING)
     for model, message in (
         ({"target": "no/such-model"}, "a worker on the cluster failed: .*no/such-model"),
-        ({"target": "embedded:target", "max_batch": 0}, "a worker on the cluster failed: .*max_batch is 0"),
+        ({"target": "embedded:target", "max_batch": 0}, "a worker on the cluster failed: .*max_batch: expected 1"),
     ):
         with pytest.raises(UserError, match=message):
             list(cluster_answers(cluster.address, model, options)(source.rows()))

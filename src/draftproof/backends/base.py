@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from draftproof.backends.hidden_states import HiddenStates
+from draftproof.backends.model_info import ModelInfo
 from draftproof.tree import TokenTree
 
 
@@ -314,6 +315,9 @@ class Backend(Protocol):
         ...
 
 
+# --- what a backend may say besides: attributes with a default, read here and nowhere else ---------------------------
+
+
 def rounding(backend: Backend) -> str:
     """Why the last digits of a token's logits may depend on the other tokens of a pass; empty where they cannot.
 
@@ -321,6 +325,24 @@ def rounding(backend: Backend) -> str:
     the same bits alone, in every batch and in every draft. One without the attribute is not known to do that.
     """
     found: str = getattr(backend, "rounding", f"{backend.name} does not say that it sums every row in one order")
+    return found
+
+
+def why_bounded(backend: Backend) -> str:
+    """Why a backend reads less than its model's context, by its attribute `bounded_by`; empty without a reason."""
+    found: str = getattr(backend, "bounded_by", "")
+    return found
+
+
+def why_plain(backend: Backend) -> str:
+    """Why a backend without `rollback` has none, by its attribute `because`; empty without a reason."""
+    found: str = getattr(backend, "because", "")
+    return found
+
+
+def info(backend: Backend) -> ModelInfo | None:
+    """Sizes and number format of a backend's model, by its attribute `facts`; None where it has none."""
+    found: ModelInfo | None = getattr(backend, "facts", None)
     return found
 
 

@@ -105,7 +105,7 @@ class Answerer:
                     prompt,
                     asked.params,
                     prediction=asked.prediction,
-                    patient=True,
+                    offline=True,
                     speculates=asked.speculates,
                     constraint=asked.constraint,
                 )

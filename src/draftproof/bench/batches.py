@@ -122,7 +122,7 @@ def _measured(engine: Engine, prompts: Sequence[list[int]], batch: int, temperat
         SamplingParams(temperature=temperature, max_tokens=tokens, seed=1 + place) for place in range(len(prompts))
     ]
     start, first = time.perf_counter(), []
-    requests = [engine.add(prompt, one, patient=True)[0] for prompt, one in zip(prompts, limits, strict=True)]
+    requests = [engine.add(prompt, one, offline=True)[0] for prompt, one in zip(prompts, limits, strict=True)]
     waited = list(requests[:batch])
     while not all(request.finished for request in requests):
         engine.step()

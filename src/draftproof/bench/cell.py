@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from draftproof.backends.loading.by_name import BACKENDS
-from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.registry import (
     DEFAULT_CONSTANT_STOPPER,
     DEFAULT_TREE_VERIFIER,
@@ -229,8 +229,8 @@ def canonical(cell: Cell) -> Cell:
         return replace(cell, draft=None, drafter="none", stopper="", verifier="", setting="", draft_dtype="auto")
     rule = cell.verifier or (DEFAULT_TREE_VERIFIER if part.several(argument) else DEFAULT_VERIFIER)
     stopper = (cell.stopper or DEFAULT_CONSTANT_STOPPER) if part.stops else ""
-    draft = cell.draft if part.reads_draft else None
-    dtype = cell.draft_dtype if part.reads_draft or part.name == "feature_head" else "auto"
+    draft = cell.draft if part.traits.reads_draft else None
+    dtype = cell.draft_dtype if part.traits.reads_draft or part.name == "feature_head" else "auto"
     return replace(cell, draft=draft, stopper=stopper, verifier=rule, setting="", draft_dtype=dtype)
 
 
@@ -245,7 +245,7 @@ def refused(cell: Cell) -> str | None:
     part, argument = find_drafter(cell.drafter)
     if cell.engine != OURS or part.name == "none":
         return None
-    if part.reads_draft and cell.draft is None:
+    if part.traits.reads_draft and cell.draft is None:
         return f"drafter {part.name} needs a draft model: name one with draft (--draft)"
     if cell.stopper:
         make_stopper(cell.stopper, cell.draft)
@@ -260,12 +260,12 @@ def _try_argument(part: DrafterPart, argument: str) -> None:
 
     Drafters inside the target need a real one; of these the argument is only read.
     """
-    if part.inside:
+    if part.traits.shares_cache:
         part.check(argument)
         return
     toy = TableModel(3, 0, order=1)
     spec = f"{part.name}:{argument}" if argument else part.name
-    make_drafter(spec, target=toy, draft=toy if part.reads_draft else None, stopper=DEFAULT_CONSTANT_STOPPER)
+    make_drafter(spec, target=toy, draft=toy if part.traits.reads_draft else None, stopper=DEFAULT_CONSTANT_STOPPER)
 
 
 def datasets(cells: Sequence[Cell]) -> list[str]:

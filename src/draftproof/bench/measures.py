@@ -216,7 +216,7 @@ def answer_flops(record: Record, target: Shape, draft: Shape | None) -> float | 
     and one token for each token that it drafts. Lookup drafters cost nothing.
     """
     answer, prompt = record.answer, record.prompt_tokens
-    inside = answer.draft_tokens > 0 and find_drafter(record.cell.drafter)[0].inside
+    inside = answer.draft_tokens > 0 and find_drafter(record.cell.drafter)[0].traits.shares_cache
     if inside or (record.cell.draft is not None and draft is None):
         return None
     context = prompt + answer.tokens / 2  # positions that a token of the answer attends to on average

@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from draftproof import models
-from draftproof.backends.loading.by_name import Loaded, load_backend, load_model, parse_device
-from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.by_name import Loaded, load_backend, load_model
+from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.options import parse_device
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question
@@ -109,7 +110,7 @@ class ModelCache:
 
     def _assembled(self, cell: Cell, max_batch: int) -> Engine:
         # A feature head makes its target keep every hidden state, which would slow down all other cells.
-        purpose = "states" if find_drafter(cell.drafter)[0].reads_states else ""
+        purpose = "states" if find_drafter(cell.drafter)[0].traits.reads_states else ""
         tokenizer, draft = self.tokenizer(cell.target), None
         dtype, _ = read_draft_dtype(cell.draft_dtype, cell.dtype)
         if cell.draft is not None:

@@ -168,7 +168,7 @@ class GenerateRun:
     def add(self, each: PromptInput) -> list[Request]:
         """Queue a prompt."""
         try:
-            return self.engine.add(each.prompt, self.params, prediction=self.prediction, patient=True)
+            return self.engine.add(each.prompt, self.params, prediction=self.prediction, offline=True)
         except ValueError as error:
             raise UserError(f"{each.where}: {error}" if each.where else str(error)) from error
 

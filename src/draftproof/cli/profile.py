@@ -47,7 +47,7 @@ def memory(
     as_json: Json = False,
 ) -> None:
     """Measure the memory of weights, caches and the temporaries of a round, and the peak of running a batch."""
-    from draftproof.backends.loading.by_name import parse_device
+    from draftproof.backends.loading.options import parse_device
     from draftproof.profiling.memory import Workload, measure, warm_up
     from draftproof.profiling.memory_report import memory_report
     from draftproof.provenance import run_facts, without_directory

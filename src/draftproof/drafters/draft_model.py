@@ -41,7 +41,7 @@ class DraftModel:
         UserError: the temperature or top_k is out of range.
     """
 
-    steady = True
+    stationary = True
 
     def __init__(
         self, backend: Backend, *, vocab_size: int, temperature: float | None = None, top_k: int | None = None
@@ -60,7 +60,7 @@ class DraftModel:
         self._transforms: dict[int, Transforms] = {}
 
     @property
-    def covers(self) -> bool:
+    def full_vocabulary(self) -> bool:
         """Whether every token id of the target is a token id of the draft model."""
         return self.backend.vocab_size >= self._vocab_size
 
@@ -193,7 +193,7 @@ class ModelBacked:
     @property
     def constant(self) -> bool:
         """Whether the stopper is constant, and the model has all tokens and the same q after a text in every round."""
-        return self.stopper.constant and self.model.covers and self.model.steady
+        return self.stopper.constant and self.model.full_vocabulary and self.model.stationary
 
     @property
     def timed(self) -> bool:

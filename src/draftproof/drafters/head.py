@@ -57,7 +57,7 @@ class FollowingModel(DraftModel):
         UserError: the temperature or top_k is out of range.
     """
 
-    steady = False  # in the next round it reads the target's states of the tokens that were accepted
+    stationary = False  # in the next round it reads the target's states of the tokens that were accepted
 
     def __init__(
         self, head: Following, target: SlotBackend, *, temperature: float | None = None, top_k: int | None = None
@@ -66,7 +66,7 @@ class FollowingModel(DraftModel):
         super().__init__(head, vocab_size=target.vocab_size, temperature=temperature, top_k=top_k)
 
     @property
-    def covers(self) -> bool:
+    def full_vocabulary(self) -> bool:
         """False: nothing is drafted in a request's first round, so the length is not constant."""
         return False
 

@@ -82,7 +82,7 @@ class QuantizedModel(SelfDraftModel):
         UserError: the number of bits, the temperature or top_k is out of range, or the target has no quantized form.
     """
 
-    steady = False
+    stationary = False
 
     def __init__(
         self,

@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, fields
 
-from draftproof.backends.base import Backend
-
-
-class _Part(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def branching(self) -> bool: ...
-    @property
-    def point_masses(self) -> bool: ...
+from draftproof.backends.base import Backend, why_plain
+from draftproof.drafters.base import Drafter
+from draftproof.verifiers.base import Verifier
 
 
-@runtime_checkable
-class DrafterLike(_Part, Protocol):
-    """The properties of a drafter that decide which rules it fits."""
-
-    @property
-    def constant(self) -> bool: ...  # noqa: D102
-
-
-@runtime_checkable
-class VerifierLike(_Part, Protocol):
-    """The properties of a rule that decide which drafters it fits."""
-
-    @property
-    def constant_length(self) -> bool: ...  # noqa: D102
-    @property
-    def shared_noise(self) -> bool: ...  # noqa: D102
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrafterTraits:
-    """The declared properties of a drafter; see `Drafter` for the fields."""
+    """How a drafter composes with models and rules: declared by its part, or read off a drafter that is made.
 
-    name: str
-    branching: bool
-    point_masses: bool
-    constant: bool
+    Attributes:
+        name: with its argument.
+        branching: whether its drafts may branch.
+        point_masses: whether its tokens come without probabilities.
+        constant_length: whether each draft is as long as its request allows; a stopper decides it where there is one.
+        full_vocabulary: whether it can draft after every token, so that its lengths are as constant as its stopper's.
+        stationary: whether its probabilities after a text are the same in every round.
+        shares_cache: whether it works inside the target's own cache.
+        reads_states: whether it reads the target's hidden states.
+        reads_draft: whether it needs a draft model.
+        accepts_draft_model: whether it uses a draft model where there is one.
+        depends_on_clock: whether its drafts depend on the time of earlier rounds; known of a drafter that is made.
+    """
+
+    name: str = ""
+    branching: bool = False
+    point_masses: bool = False
+    constant_length: bool = False
+    full_vocabulary: bool = True
+    stationary: bool = True
+    shares_cache: bool = False
+    reads_states: bool = False
+    reads_draft: bool = False
+    accepts_draft_model: bool = False
+    depends_on_clock: bool = False
+
+    @classmethod
+    def of(cls, drafter: Drafter) -> DrafterTraits:
+        """What the contract of a drafter says."""
+        return cls(
+            name=drafter.name,
+            branching=drafter.branching,
+            point_masses=drafter.point_masses,
+            constant_length=drafter.constant,
+            depends_on_clock=drafter.timed,
+        )
+
+    @property
+    def constant(self) -> bool:
+        """Whether drafts have one length, and the same probabilities after a text in every round."""
+        return self.constant_length and self.full_vocabulary and self.stationary
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VerifierTraits:
-    """The declared properties of a rule; see `Verifier` for the fields."""
+    """How a rule composes with drafters; see `Verifier` for the fields."""
 
     name: str
     branching: bool
@@ -55,8 +66,16 @@ class VerifierTraits:
     constant_length: bool
     shared_noise: bool = False
 
+    @classmethod
+    def of(cls, verifier: Verifier) -> VerifierTraits:
+        """What the contract of a rule says."""
+        return cls(**{each.name: getattr(verifier, each.name) for each in fields(cls)})
 
-def misfit(drafter: DrafterLike, verifier: VerifierLike) -> str | None:
+
+HEAD = DrafterTraits(shares_cache=True, reads_states=True, full_vocabulary=False, stationary=False)  # drafts from one
+
+
+def incompatible_reason(drafter: DrafterTraits, verifier: VerifierTraits) -> str | None:
     """Why a drafter and a rule do not fit together; None if they do."""
     if drafter.branching and verifier.shared_noise:
         return (
@@ -75,9 +94,9 @@ def misfit(drafter: DrafterLike, verifier: VerifierLike) -> str | None:
     return None
 
 
-def undraftable(target: Backend) -> str:
+def no_rollback_reason(target: Backend) -> str:
     """Why nothing can be drafted for a target, in words; empty where drafts can be taken back."""
     if target.capabilities.rollback:
         return ""
-    because = getattr(target, "because", "")
-    return f"drafted tokens cannot be taken back from {target.name}" + (f" ({because})" if because else "")
+    reason = why_plain(target)
+    return f"drafted tokens cannot be taken back from {target.name}" + (f" ({reason})" if reason else "")

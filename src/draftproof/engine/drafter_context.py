@@ -75,15 +75,9 @@ class DrafterPart(Part):
 
     Attributes:
         make: from materials and argument.
-        reads_draft: whether it needs a draft model.
-        takes_draft: whether it uses a draft model where there is one.
-        inside: whether it works inside the target's own cache.
-        reads_states: whether it reads the target's hidden states.
+        traits: how it composes, before its argument and its stopper are known.
         learns: whether it drafts from earlier requests, too.
         stops: whether a stopper ends its drafts.
-        point_masses: whether its tokens come without probabilities.
-        covers: whether it can draft after every token, so that its lengths are as constant as its stopper's.
-        steady: whether its probabilities after a text are the same in every round.
         rates: how often its tokens are accepted, before anything is counted.
         share: from materials and argument, what drafting a token costs in target passes, before anything is measured.
         several: from the argument, whether its drafts may branch.
@@ -92,15 +86,9 @@ class DrafterPart(Part):
     """
 
     make: Callable[[DrafterContext, str], Drafter]
-    reads_draft: bool = False
-    takes_draft: bool = False
-    inside: bool = False
-    reads_states: bool = False
+    traits: DrafterTraits = field(default_factory=DrafterTraits)
     learns: bool = False
     stops: bool = True
-    point_masses: bool = False
-    covers: bool = True
-    steady: bool = True
     rates: AcceptanceRates = ASSUMED
     share: Callable[[DrafterContext, str], float] = field(default=lambda *_: 0.1)
     several: Callable[[str], bool] = field(default=lambda _: False)
@@ -110,19 +98,21 @@ class DrafterPart(Part):
     @property
     def catches_up(self) -> bool:
         """Whether it must first read what others drafted: not where its cache is the target's own."""
-        return not self.inside or self.reads_states
+        return not self.traits.shares_cache or self.traits.reads_states
 
     @property
     def takes_length(self) -> bool:
         """Whether its argument is the length of a draft, which a stopper sets for other drafters."""
         return not self.stops and bool(self.argument)
 
-    def traits(self, argument: str, stopper: StopperPart | None) -> DrafterTraits:
-        """What a rule must know of it."""
-        lengths = not self.stops if self.name == "none" else self.covers and stopper is not None and stopper.constant
-        constant = lengths and self.steady
-        name = f"{self.name}:{argument}" if argument else self.name
-        return DrafterTraits(name, self.several(argument), self.point_masses, constant and not self.point_masses)
+    def traits_with(self, argument: str, stopper: StopperPart | None) -> DrafterTraits:
+        """How it composes, with an argument and a stopper."""
+        return replace(
+            self.traits,
+            name=f"{self.name}:{argument}" if argument else self.name,
+            branching=self.several(argument),
+            constant_length=self.traits.constant_length if stopper is None else stopper.constant,
+        )
 
 
 def assuming(parts: DrafterContext, passes: PassCosts) -> Auto:

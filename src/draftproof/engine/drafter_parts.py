@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from draftproof.backends.base import info
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.drafters.auto import AutoDrafter, Source
@@ -16,7 +17,7 @@ from draftproof.drafters.none import NoDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.self_draft import EarlyExitModel, QuantizedModel, SelfDraftModel, self_drafter
 from draftproof.drafters.suffix import SuffixDrafter
-from draftproof.engine.composition import misfit, undraftable
+from draftproof.engine.composition import HEAD, DrafterTraits, incompatible_reason, no_rollback_reason
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart, assuming
 from draftproof.engine.parts import directory, numbers, own_chain_count
 from draftproof.engine.published_parts import PUBLISHED
@@ -108,7 +109,7 @@ def _auto_drafter(parts: DrafterContext, argument: str) -> Drafter:
     """What is at hand for a target, to choose from in every round; with a stopper other than auto the first of it."""
     if argument:
         raise UserError(f"drafter auto takes no argument, and was given {argument!r}")
-    if why := undraftable(parts.target):
+    if why := no_rollback_reason(parts.target):
         if parts.draft is not None:
             raise UserError(f"{why}: leave out the draft model {parts.draft.name!r}")
         return NoDrafter()
@@ -157,14 +158,17 @@ def _named(parts: DrafterContext, name: str) -> DrafterContext:
 
 def _model_share(parts: DrafterContext, argument: str) -> float:  # noqa: ARG001
     """The draft model's weights as a share of the target's; an estimate from widths and depths."""
-    facts = [getattr(each, "facts", None) for each in (parts.draft, parts.target)]
-    return UNKNOWN.draft if facts[0] is None or facts[1] is None else facts[0].size / facts[1].size
+    if parts.draft is None:
+        return UNKNOWN.draft
+    small = info(parts.draft)
+    target = info(parts.target)
+    return UNKNOWN.draft if small is None or target is None else small.size / target.size
 
 
 def _quantized_share(parts: DrafterContext, argument: str) -> float:
     """The bits of a weight and its share of scale and offset, as a share of the target's."""
-    facts = getattr(parts.target, "facts", None)
-    return UNKNOWN.draft if facts is None else (_bits_and_chains(argument)[0] + 1) / (8 * facts.dtype.itemsize)
+    target = info(parts.target)
+    return UNKNOWN.draft if target is None else (_bits_and_chains(argument)[0] + 1) / (8 * target.dtype.itemsize)
 
 
 def _steps(parts: DrafterContext, name: str, stopper: Auto) -> Iterator[ModelDrafter | None]:
@@ -212,15 +216,21 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="in every round what pays most: the draft model, a head that ships for the target, the target with "
             "weights of 4 bits, repeated passages, or nothing (default)",
             make=_auto_drafter,
-            takes_draft=True,
-            inside=True,
-            reads_states=True,
-            covers=False,
-            steady=False,
+            traits=replace(HEAD, accepts_draft_model=True),
         ),
-        DrafterPart(name="none", about="nothing is drafted: plain decoding", make=_none, stops=False),
         DrafterPart(
-            name="model", about="one chain from the draft model", make=_model, reads_draft=True, share=_model_share
+            name="none",
+            about="nothing is drafted: plain decoding",
+            make=_none,
+            traits=DrafterTraits(constant_length=True),
+            stops=False,
+        ),
+        DrafterPart(
+            name="model",
+            about="one chain from the draft model",
+            make=_model,
+            traits=DrafterTraits(reads_draft=True),
+            share=_model_share,
         ),
         DrafterPart(
             name="chains",
@@ -228,7 +238,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             example="chains:4",
             about="K i.i.d. chains from the draft model, equal prefixes merged",
             make=_chains,
-            reads_draft=True,
+            traits=DrafterTraits(reads_draft=True),
             share=_model_share,
             several=lambda _: True,
             chains=_chain_count,
@@ -239,7 +249,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             example="tree:4x2x1",
             about="a prefix tree from the draft model: A draws at the root, B at each of its nodes, ...",
             make=_tree,
-            reads_draft=True,
+            traits=DrafterTraits(reads_draft=True),
             share=_model_share,
             several=lambda _: True,
         ),
@@ -249,7 +259,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             example="early_exit:20",
             about="one chain from the target's own first L layers; early_exit:LxK makes K i.i.d. chains",
             make=_inside("early_exit", EarlyExitModel, _layers_and_chains),
-            inside=True,
+            traits=DrafterTraits(shares_cache=True),
             several=_own_several,
             chains=own_chain_count,
             check=_layers_and_chains,
@@ -260,8 +270,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             example="quantized:4",
             about="one chain from the target with weights of B bits, 4 or 8; quantized:BxK makes K i.i.d. chains",
             make=_inside("quantized", QuantizedModel, _bits_and_chains),
-            inside=True,
-            steady=False,
+            traits=DrafterTraits(shares_cache=True, stationary=False),
             rates=QUANTIZED_RATES,
             share=_quantized_share,
             several=_own_several,
@@ -275,10 +284,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="one chain from a trained layer over the target's states; feature_head:DIRxK makes K chains; "
             f"without DIR the one that ships for the target ({', '.join(SHIPPED_FEATURE_HEADS)})",
             make=_feature_head,
-            inside=True,
-            reads_states=True,
-            covers=False,
-            steady=False,
+            traits=HEAD,
             several=_own_several,
             chains=own_chain_count,
         ),
@@ -290,7 +296,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             about="up to N tokens that followed an earlier occurrence of the last ones; no draft model",
             make=_lookup(NgramDrafter, "ngram:8"),
             stops=False,
-            point_masses=True,
+            traits=DrafterTraits(point_masses=True),
         ),
         DrafterPart(
             name="suffix",
@@ -300,7 +306,7 @@ DRAFTERS: dict[str, DrafterPart] = {
             make=_lookup(SuffixDrafter, "suffix:16"),
             learns=True,
             stops=False,
-            point_masses=True,
+            traits=DrafterTraits(point_masses=True),
         ),
     )
 }
@@ -324,8 +330,8 @@ def reads_draft(spec: str | None) -> bool:
     Raises:
         UserError: unknown name.
     """
-    part = find_drafter(spec or DEFAULT_DRAFTER)[0]
-    return part.reads_draft or part.takes_draft
+    traits = find_drafter(spec or DEFAULT_DRAFTER)[0].traits
+    return traits.reads_draft or traits.accepts_draft_model
 
 
 def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
@@ -339,4 +345,4 @@ def why_not(drafter: str, stopper: str | None, verifier: str) -> str | None:
     rule = find_verifier(verifier)[0]
     if stopper and not part.stops:
         return f"drafter {part.name} takes no stopper"
-    return misfit(part.traits(argument, ends), rule.traits)
+    return incompatible_reason(part.traits_with(argument, ends), rule.traits)

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.loading.by_name import take_part
-from draftproof.backends.loading.tokenization import refuse_different
-from draftproof.backends.loading.verified import VerifiedModel
+from draftproof.backends.loading.load import load
 from draftproof.backends.model_info import end_tokens
+from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.cost_file import CostFile
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.options import EngineOptions, takes_options
@@ -105,15 +104,10 @@ class Engine(DecodingLoop):
         """
         made = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
         made.refuse_draft_dtype_alone()
-        if made.tensor_parallel != 1:
-            take_part(made.tensor_parallel)
-        source = VerifiedModel(target, **made.of_target())
-        tokenizer, small = source.tokenizer, None
-        if made.draft is not None:
-            other = VerifiedModel(made.draft, **made.of_draft())
-            refuse_different(tokenizer, other.tokenizer, target_name=target, draft_name=made.draft)
-            small = None if made.drafter == "none" else other.backend()
-        return cls.assemble(source.backend(), small, tokenizer, options=made)
+        source = load(target, made.of_target())
+        other = None if made.draft is None else load(made.draft, made.of_draft(), drafts_for=source)
+        small = None if other is None or made.drafter == "none" else other.backend
+        return cls.assemble(source.backend, small, source.tokenizer, options=made)
 
     @classmethod
     @takes_options
@@ -157,8 +151,9 @@ class Engine(DecodingLoop):
             bits=bits,
             rule=rule,
         )
-        chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if part.branching else DEFAULT_VERIFIER)
-        by_clock = rule is None and part.timed and not part.branching
+        traits = DrafterTraits.of(part)
+        chosen = rule or make_verifier(DEFAULT_TREE_VERIFIER if traits.branching else DEFAULT_VERIFIER)
+        by_clock = rule is None and traits.depends_on_clock and not traits.branching
         defaults = target.facts.sampling_defaults if made.generation_config == "auto" else {}
         engine = cls(
             target,

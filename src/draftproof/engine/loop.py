@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
-import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,33 +12,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from draftproof.backends.base import Backend, Feed, FeedOutput, rounding, unread
+from draftproof.backends.base import Backend, Feed, FeedOutput, unread
 from draftproof.backends.cache.passes import PREFILL_CHUNK
 from draftproof.draft import Draft, Verdict
 from draftproof.drafters.base import Drafter, PreparedDrafter, SessionDrafter
-from draftproof.drafters.none import NoDrafter
-from draftproof.engine.composition import misfit, undraftable
+from draftproof.engine.intake import UNBOUNDED, RequestIntake
 from draftproof.engine.memory import MemoryUse, read_bytes
-from draftproof.engine.prompts import Prompt, PromptReader, as_prompts
-from draftproof.engine.request import Chunk, Output, Request, SameText
+from draftproof.engine.prompts import Prompt, as_prompts
+from draftproof.engine.request import Chunk, Output, Request
 from draftproof.engine.scheduler import NoSessions, Plan, PrefillChunk, Scheduler
 from draftproof.engine.stats import Seconds
 from draftproof.engine.threads import SmallProducts, ThreadCount, interruptions, release_team
-from draftproof.errors import ContextError, RequestError, UserError, blamed_on
-from draftproof.finish import Cutter, Finish
-from draftproof.grammar import Grammars
-from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng, fold
-from draftproof.sampling import Constraint, LogitsCheck, SamplingParams, probabilities
+from draftproof.errors import RequestError, UserError, blamed_on
+from draftproof.finish import Finish
+from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng
+from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
 from draftproof.tree import TokenTree
 from draftproof.verifiers.base import Verifier
-from draftproof.verifiers.chain import block_verifier
 
 RoundRngFactory = Callable[[Sequence[int], Sequence[int]], RoundRng]
-_UNBOUNDED = 1 << 30
 
 
-class DecodingLoop:
+class DecodingLoop(RequestIntake):
     """Generates from a target model, speculatively if it has a drafter.
 
     Two threads may use one loop: `add`, `step` and `abort` hold its lock, and requests of both share rounds.
@@ -82,23 +74,25 @@ class DecodingLoop:
         round_rng: RoundRngFactory | None = None,
         seeded_verifier: Verifier | None = None,
     ) -> None:
-        self.target = target
-        self.drafter = NoDrafter() if drafter is None else drafter
-        self.verifier = block_verifier() if verifier is None else verifier
-        self.eos_token_ids = tuple(eos_token_ids)
+        super().__init__(
+            target,
+            drafter,
+            verifier,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids,
+            default_params=default_params,
+            seeded_verifier=seeded_verifier,
+        )
+        if max_batch < 1:
+            raise UserError(f"max_batch: expected 1 or more, got {max_batch}")
         self.max_batch = max_batch
-        self.default_params = default_params or SamplingParams()
-        self.prompts = PromptReader(tokenizer, target.name)
-        self.seeded_verifier = seeded_verifier
         self._round_rng = round_rng
-        self._ids = itertools.count()
-        self._lock = threading.RLock()
         self._checks = LogitsCheck()
         self._threads = ThreadCount(
             interruptions() if target.device.type == "cpu" else None, held_up=SmallProducts().held_up
         )
-        self._refuse_impossible()
-        self._kv_memory, self._prefix_reuse = read_bytes(kv_memory), prefix_reuse
+        self._kv_memory = read_bytes(kv_memory)
+        self._prefix_reuse = prefix_reuse
         self._schedule()
         release_team()  # models were probed in this thread, and rounds may be computed in another one
 
@@ -113,191 +107,6 @@ class DecodingLoop:
             kv_memory=self._kv_memory,
             prefix_reuse=self._prefix_reuse,
         )
-
-    def _refuse_impossible(self) -> None:
-        for rule in filter(None, (self.verifier, self.seeded_verifier)):
-            if why := misfit(self.drafter, rule):
-                raise UserError(why)
-        if self.drafter.limit and self.plain_because:
-            raise UserError(f"drafter {self.drafter.name} drafts, and {self.plain_because}: legal is drafter none")
-        if self.drafter.branching and not self.target.capabilities.trees:
-            raise UserError(
-                f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them: legal are "
-                "drafters of single chains (model, ngram, suffix)"
-            )
-        if self.max_batch < 1:
-            raise UserError(f"max_batch is {self.max_batch}: legal is 1 or more")
-
-    @property
-    def plain_because(self) -> str:
-        """Why the target can only be decoded plainly; empty where it can be drafted for."""
-        return undraftable(self.target)
-
-    @property
-    def rounding(self) -> str:
-        """Why the last digits of logits may depend on the batch and the drafts; empty where they cannot."""
-        why = rounding(self.target)
-        if not why and self.drafter.branching:
-            return f"drafter {self.drafter.name} drafts trees, which are summed in another order than a chain"
-        return why
-
-    @property
-    def tokenizer(self) -> Any:
-        """The tokenizer, or None."""
-        return self.prompts.tokenizer
-
-    @functools.cached_property
-    def grammars(self) -> Grammars:
-        """What compiles the grammars of requests.
-
-        Raises:
-            UserError: no grammar can be used with this model.
-        """
-        return Grammars.of(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
-
-    # --- requests -------------------------------------------------------------------------------------------------
-
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Text and token ids of a prompt: a text, token ids, or chat messages (needs a chat template).
-
-        Raises:
-            UserError: an empty prompt, something that is not a prompt, or a text without a tokenizer.
-        """
-        return self.prompts.read(prompt)
-
-    def add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        prediction: str | Sequence[int] | None = None,
-        patient: bool = False,
-        speculates: bool = True,
-        cache_salt: str = "",
-        share_text: bool = True,
-        constraint: Constraint | None = None,
-    ) -> list[Request]:
-        """Queue a prompt; it runs as soon as the batch has a free place.
-
-        Args:
-            prompt: a text, token ids or chat messages.
-            params: default `default_params`.
-            prediction: a text or token ids that much of the answer may repeat; it is drafted from, and changes nothing
-                about the output distribution.
-            patient: whether it may wait while the prompts of others are read. Beside requests that may not, prompts are
-                read in portions, so that a round takes less than twice its usual time.
-            speculates: without it nothing is drafted, which is plain decoding.
-            cache_salt: what was read or written for the prompt is used for requests with the same salt only, so that
-                users with different ones learn nothing of each other from the time or the drafts of an answer.
-            share_text: whether a drafter that looks tokens up in other requests may use this one's, and theirs for it.
-            constraint: the grammar of `params`, where it is compiled already.
-
-        Returns:
-            `params.n` requests; each collects chunks until it is `finished`.
-
-        Raises:
-            UserError: the prompt is empty, too long, or cannot be read; a prediction that the drafter cannot use.
-        """
-        params = params or self.default_params
-        text, ids = self.encode(prompt)
-        predicted = self._predicted(prediction)
-        if params.prompt_logprobs is not None and self.plain_because:
-            raise UserError(f"prompt_logprobs cannot be had: {self.plain_because}")
-        if not speculates and self.verifier.constant_length:
-            raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
-        self._check_prompt(ids)
-        left = self._context_left(len(ids))
-        limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        if params.grammar is not None and constraint is None:
-            constraint = self.grammars.constraint(params.grammar)
-        transforms = params.bind(
-            vocab_size=self.target.vocab_size,
-            eos_token_ids=self.eos_token_ids,
-            prompt_ids=ids,
-            bad_words=self.prompts.bad_words(params.bad_words),
-            constraint=None if params.grammar is None else constraint,
-        )
-        with self._lock:
-            made = [
-                Request(
-                    id=next(self._ids),
-                    prompt=text,
-                    index=index,
-                    tokens=list(ids),
-                    prompt_length=len(ids),
-                    seed=seed if index == 0 else fold(seed, index) >> 1,
-                    transforms=transforms.fresh(),
-                    cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
-                    max_tokens=limit,
-                    rule=self._rule(params),
-                    prediction=predicted,
-                    patient=patient,
-                    speculates=speculates,
-                    cache_salt=cache_salt,
-                    share_text=share_text,
-                )
-                for index in range(params.n)
-            ]
-            if params.prompt_logprobs is not None:
-                scores, siblings = made[0].prompt_logprobs, list(made)
-                for request in made:
-                    request.prompt_logprobs, request.siblings = scores, siblings
-            self.scheduler.waiting.extend(made)
-        return made
-
-    def _fitting(self, length: int, limit: int, params: SamplingParams) -> int:
-        """Tokens that a request may emit with the memory that there is; all of `limit`, where it names a number."""
-        longest = self.scheduler.budget.longest
-        if longest is None or length + limit <= longest:
-            return limit
-        if params.max_tokens is None and length < longest:
-            return longest - length
-        least = length + (1 if params.max_tokens is None else limit)
-        raise ContextError(self.scheduler.budget.refusal(least, "the request"))
-
-    def _predicted(self, prediction: str | Sequence[int] | None) -> tuple[int, ...]:
-        """The token ids of a prediction."""
-        if not prediction:
-            return ()
-        if not self.drafter.reads_predictions:
-            raise UserError(
-                f"drafter {self.drafter.name} cannot use a prediction: leave it out, or use the drafter auto or suffix"
-            )
-        if isinstance(prediction, str):
-            return tuple(self.prompts.plain(prediction))
-        ids = tuple(self.encode(prediction)[1])
-        self._check_ids(ids, "prediction")
-        return ids
-
-    def _context_left(self, length: int) -> int:
-        """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft until the end."""
-        bounds = [self.target.max_positions]
-        if self.verifier.constant_length:
-            bounds.append(self.drafter.max_positions)
-        most = min((bound for bound in bounds if bound is not None), default=_UNBOUNDED)
-        return most - length - (self.drafter.limit if self.verifier.constant_length else 0)
-
-    def _check_ids(self, ids: Sequence[int], what: str) -> None:
-        if not ids or (min(ids) >= 0 and max(ids) < self.target.vocab_size):  # much faster than a loop
-            return
-        for place, token in enumerate(ids):
-            if not 0 <= token < self.target.vocab_size:
-                raise UserError(
-                    f"token {place} of the {what} is {token}: legal ids are 0 to {self.target.vocab_size - 1}"
-                )
-
-    def _check_prompt(self, ids: list[int]) -> None:
-        if not ids:
-            raise UserError("the prompt is empty: a request needs at least one token")
-        self._check_ids(ids, "prompt")
-        if self._context_left(len(ids)) < 1:
-            longest = len(ids) + self._context_left(len(ids)) - 1
-            bounded_by = getattr(self.target, "bounded_by", "")
-            raise ContextError(
-                f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
-                + (f" ({bounded_by})" if bounded_by else "")
-            )
 
     def abort(self, request: Request) -> None:
         """Drop a request and release its memory; has no effect on a finished request."""
@@ -474,11 +283,6 @@ class DecodingLoop:
             found.update(zip(own, made, strict=True))
         return [found[place] for place in range(len(rows))]
 
-    def _rule(self, params: SamplingParams) -> Verifier:
-        """The rule of a request: for one that samples with a seed of its own, the rule for those."""
-        seeded = params.seed is not None and params.temperature > 0
-        return (self.seeded_verifier if seeded else None) or self.verifier
-
     def _commit(self, row: Request, draft: Draft, output: FeedOutput, verdict: Verdict) -> None:
         self.drafter.observe(row.id, draft.depth, len(verdict.path))
         try:
@@ -512,7 +316,7 @@ class DecodingLoop:
         """Longest useful draft: the bonus token takes one place; drafts of constant length are cut when committed."""
         if not row.speculates:
             return 0
-        left = _UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
+        left = UNBOUNDED if self.target.max_positions is None else self.target.max_positions - len(row.tokens)
         return left if row.rule.constant_length else min(left, row.remaining - 1)
 
     @staticmethod
@@ -561,7 +365,7 @@ class DecodingLoop:
         requests: list[Request] = []
         try:
             for prompt, own, text in zip(many, each, texts, strict=True):
-                requests.extend(self.add(prompt, own, prediction=text, patient=True, cache_salt=cache_salt))
+                requests.extend(self.add(prompt, own, prediction=text, offline=True, cache_salt=cache_salt))
             while not all(request.finished for request in requests):
                 self.step()
         finally:
@@ -602,43 +406,6 @@ class DecodingLoop:
         finally:
             self.abort(request)
             release_team()
-
-    def _same_text(self, request: Request) -> SameText:
-        """Whether the request has the same text again, whatever is drafted and whatever shares its batch."""
-        rule, sampled = request.rule, request.params.temperature > 0
-        if self.drafter.limit and not rule.shared_noise and (sampled or not rule.lossless):
-            return SameText.BY_DRAFTS
-        return SameText.BUT_FOR_ROUNDING if self.rounding else SameText.YES
-
-    def output(self, request: Request) -> Output:
-        """The Output of a finished request.
-
-        Raises:
-            RequestError: it failed.
-        """
-        assert request.finished, "only finished requests have an output"
-        if request.error is not None:
-            raise request.error
-        stopper = self.drafter.stopper
-        return Output(
-            prompt=request.prompt,
-            index=request.index,
-            text=request.cutter.text,
-            token_ids=tuple(request.output_ids),
-            finish_reason=str(request.cutter.finish),
-            stop_reason=request.cutter.stop_reason,
-            lossless=request.rule.lossless,
-            same_bits=not self.rounding,
-            same_text=self._same_text(request),
-            drafter=self.drafter.name,
-            stopper=None if stopper is None else stopper.name,
-            verifier=request.rule.name,
-            seed=request.seed,
-            params=request.params,
-            stats=request.stats,
-            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
-            prompt_logprobs=None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs),
-        )
 
 
 def _legal_part(row: Request, draft: Draft) -> Draft:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from draftproof.backends.loading.by_name import draft_dtype as read_draft_dtype
+from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import make_stopper, make_verifier
 from draftproof.errors import UserError
@@ -127,32 +128,31 @@ class EngineOptions:
                 f"draft_dtype is {self.draft_dtype!r}, and there is no draft model: leave it out, or name one"
             )
 
-    def of_target(self) -> dict[str, Any]:
-        """Arguments of `load_backend` for the target."""
-        return {
-            **self._of_both(self.dtype, self.device),
-            "adapter": self.adapter,
-            "quantization_config": self.quantization_config,
-            "plainly": True,
-            "tensor_parallel": self.tensor_parallel,
-        }
+    def of_target(self) -> LoadOptions:
+        """How the target is loaded."""
+        return replace(
+            self._of_both(self.dtype, self.device),
+            adapter=self.adapter,
+            quantization_config=self.quantization_config,
+            plainly=True,
+            tensor_parallel=self.tensor_parallel,
+        )
 
-    def of_draft(self) -> dict[str, Any]:
-        """Arguments of `load_backend` for the draft model, which is on one device."""
+    def of_draft(self) -> LoadOptions:
+        """How the draft model is loaded, which is on one device."""
         one = self.device is None or (isinstance(self.device, str) and self.device != "auto")
         dtype, _ = read_draft_dtype(self.draft_dtype, self.dtype)
         return self._of_both(dtype, self.device if one else None)
 
-    def _of_both(self, dtype: str, device: Any) -> dict[str, Any]:
-        return {
-            "device": device,
-            "dtype": dtype,
-            "trust_remote_code": self.trust_remote_code,
-            "check": self.check,
-            "backend": self.backend,
-            "adapter": None,
-            "attn_implementation": self.attn_implementation,
-        }
+    def _of_both(self, dtype: str, device: str | Mapping[str, Any] | None) -> LoadOptions:
+        return LoadOptions(
+            dtype=dtype,
+            device=device,
+            trust_remote_code=self.trust_remote_code,
+            check=self.check,
+            backend=self.backend,
+            attn_implementation=self.attn_implementation,
+        )
 
 
 def takes_options(function: _Function) -> _Function:

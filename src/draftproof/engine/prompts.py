@@ -68,6 +68,8 @@ class PromptReader:
         Raises:
             UserError: no tokenizer, or a word that encodes to nothing.
         """
+        if not words:  # of most requests; nothing is kept for them
+            return BadWords()
         key = tuple(words)
         found = self._words.get(key)
         if found is None:

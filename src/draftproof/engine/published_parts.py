@@ -14,6 +14,7 @@ from draftproof.backends.heads.published.mtp_head import mtp_head_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.head import Following, FollowingModel, following_drafter
+from draftproof.engine.composition import HEAD
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
 from draftproof.engine.parts import own_chain_count, source
 from draftproof.errors import UserError
@@ -49,10 +50,7 @@ def _part(name: str, about: str, load: Callable[[str, SlotBackend], Following]) 
         example=f"{name}:heads/mine",
         about=f"{about}; HEAD is a directory or a hub id, {name}:HEADxK makes K chains",
         make=_head(name, load),
-        inside=True,
-        reads_states=True,
-        covers=False,
-        steady=False,
+        traits=HEAD,
         several=lambda argument: own_chain_count(argument) > 1,
         chains=own_chain_count,
         check=lambda argument: _named(name, argument),
@@ -85,10 +83,7 @@ PUBLISHED = (
         example="mtp:heads/mine",
         about="one chain from the target's own prediction layers, or from a published head for it (mtp:HEAD)",
         make=_mtp,
-        inside=True,
-        reads_states=True,
-        covers=False,
-        steady=False,
+        traits=HEAD,
         several=lambda argument: own_chain_count(argument) > 1,
         chains=own_chain_count,
     ),

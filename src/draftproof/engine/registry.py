@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from draftproof.backends.base import Backend
 from draftproof.drafters.base import Drafter
-from draftproof.engine.composition import undraftable
+from draftproof.engine.composition import no_rollback_reason
 from draftproof.engine.drafter_context import DrafterContext, DrafterPart
 from draftproof.engine.drafter_parts import DEFAULT_DRAFTER, DRAFTERS, find_drafter, reads_draft, why_not
 from draftproof.engine.parts import Part, StopperPart, VerifierPart
@@ -93,15 +93,16 @@ def make_drafter(
     """
     spec = name or DEFAULT_DRAFTER
     part, argument = find_drafter(spec)
-    if part.reads_draft and draft is None:
+    traits = part.traits
+    if traits.reads_draft and draft is None:
         raise UserError(f"drafter {part.name} needs a draft model: name one with draft (--draft)")
-    if not (part.reads_draft or part.takes_draft) and draft is not None and part.name != "none":
+    if not (traits.reads_draft or traits.accepts_draft_model) and draft is not None and part.name != "none":
         raise UserError(
             f"drafter {part.name} reads no draft model: leave out {draft.name!r}, or choose another drafter"
         )
-    if part.name not in ("none", "auto") and (why := undraftable(target)):
-        raise UserError(f"drafter {spec} drafts, and {why}: legal is drafter none")
-    heads = part.name == "feature_head" or (part.takes_draft and target.name in SHIPPED_FEATURE_HEADS)
+    if part.name not in ("none", "auto") and (why := no_rollback_reason(target)):
+        raise UserError(f"drafter {spec} drafts, and {why}: use drafter none")
+    heads = part.name == "feature_head" or (traits.accepts_draft_model and target.name in SHIPPED_FEATURE_HEADS)
     if bits is not None and draft is None and not heads:
         raise UserError(
             f"draft_dtype int{bits} is for a draft model or a feature head, and drafter {spec} has none: leave it out, "

@@ -140,7 +140,7 @@ class Request:
         chunks: committed pieces that a stream has not taken yet.
         error: why it failed, or None.
         prediction: tokens that the answer may repeat.
-        patient: whether it may wait long while prompts of others are read.
+        offline: whether nobody waits for each token, so that it may wait while prompts of others are read.
         reading: whether its prompt is still to be read, or read again.
         prompt_logprobs: of the prompt's tokens after the first one, as far as they are read; one list for all
             continuations of the prompt.
@@ -170,7 +170,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: RequestError | None = None
     prediction: tuple[int, ...] = ()
-    patient: bool = False
+    offline: bool = False
     reading: bool = True
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     siblings: list[Request] = field(default_factory=list, repr=False)

@@ -71,7 +71,7 @@ class Plan:
         rows: requests that get tokens in it; some of them read a whole prompt first.
         portions: parts of other prompts.
         reads: prompt tokens of both.
-        waits: whether some request was decoded before, so that it waits for what is read.
+        has_interactive: whether somebody waits for the tokens of a request that is decoded.
         decoded: how many of `rows` were decoded before.
         depth: tokens that stand before one of the prompt tokens, on average.
     """
@@ -79,7 +79,7 @@ class Plan:
     rows: list[Request] = field(default_factory=list)
     portions: list[PrefillChunk] = field(default_factory=list)
     reads: int = 0
-    waits: bool = False
+    has_interactive: bool = False
     decoded: int = 0
     depth: int = 0
 
@@ -217,11 +217,11 @@ class Scheduler:
         """What the next round does."""
         decoding = [row for row in self.running if not row.reading]
         if len(decoding) == len(self.running):
-            return Plan(decoding, waits=any(not row.patient for row in decoding), decoded=len(decoding))
+            return Plan(decoding, has_interactive=any(not row.offline for row in decoding), decoded=len(decoding))
         reading = [row for row in self.running if row.reading and not self._waits_for_another(row)]
         left = {row: self._left(row) for row in reading}
         whole = not self._target.capabilities.portions
-        if all(row.patient for row in decoding):
+        if all(row.offline for row in decoding):
             return self._at_once(decoding, left, whole=whole)
         turns = self._in_turns(left)
         size = self.portions.size(len(decoding), len(self.running), _depth(turns[0]) if turns else 0)
@@ -240,7 +240,7 @@ class Scheduler:
         read += [(part.row, len(part.tokens)) for part in parts]
         reads = sum(tokens for _, tokens in read)
         depth = sum(_depth(row) * tokens for row, tokens in read) // max(reads, 1)
-        return Plan(self._in_order(joined), parts, reads, waits=True, decoded=len(decoding), depth=depth)
+        return Plan(self._in_order(joined), parts, reads, has_interactive=True, decoded=len(decoding), depth=depth)
 
     def _at_once(self, decoding: list[Request], left: dict[Request, list[int]], *, whole: bool) -> Plan:
         """Nobody minds waiting: prompts that are scored, or a chunk of a long prompt, or all others together."""
@@ -302,5 +302,5 @@ class Scheduler:
 
     def spent(self, plan: Plan, seconds: float, drafted: int, drafting: float) -> None:
         """Take in the time of a round besides drafting, the number of drafted tokens, and the time of drafting."""
-        if plan.waits:
+        if plan.has_interactive:
             self.portions.spent(seconds, plan.reads, plan.decoded + drafted, drafting, plan.depth)

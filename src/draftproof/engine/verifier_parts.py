@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from draftproof.engine.composition import VerifierTraits
 from draftproof.engine.parts import VerifierPart, number
@@ -35,7 +36,7 @@ def _rule(make: Callable[..., Verifier], about: str, *, argument: str = "", exam
         return make(number(given, example))
 
     name = made.name.partition(":")[0]
-    traits = VerifierTraits(name, made.branching, made.point_masses, made.constant_length, made.shared_noise)
+    traits = replace(VerifierTraits.of(made), name=name)
     return VerifierPart(
         name=name, about=about, argument=argument, example=example, make=build, traits=traits, lossless=made.lossless
     )

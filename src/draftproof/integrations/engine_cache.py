@@ -11,8 +11,9 @@ from typing import Any
 
 from draftproof import models
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.loading.by_name import draft_dtype, load_backend
+from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import Version, backend_in_memory, refuse_training, weights_version
+from draftproof.backends.loading.options import draft_dtype
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.engine.engine import Engine
 from draftproof.engine.options import EngineOptions

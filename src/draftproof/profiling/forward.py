@@ -19,7 +19,8 @@ import torch
 from draftproof import models
 from draftproof.accelerator import finish
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.loading.by_name import Loaded, load_backend, parse_device
+from draftproof.backends.loading.by_name import Loaded, load_backend
+from draftproof.backends.loading.options import parse_device
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.drafters.base import DraftRequest
 from draftproof.engine.registry import make_drafter

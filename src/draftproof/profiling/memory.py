@@ -227,7 +227,7 @@ def rounds(engine: Engine, workload: Workload) -> Iterator[None]:
     try:
         for seed in range(workload.batch):
             params = SamplingParams(max_tokens=workload.new_tokens, temperature=1.0, seed=seed, ignore_eos=True)
-            requests += engine.add(prompt, params, patient=True)
+            requests += engine.add(prompt, params, offline=True)
         while engine.busy:
             engine.step()
             yield

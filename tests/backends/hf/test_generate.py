@@ -124,7 +124,7 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch):
 def test_drafts_are_refused_when_an_engine_is_made_and_when_they_are_fed():
     made = PlainBackend(rwkv(), name="rwkv", because="it has no cache")
     with pytest.raises(
-        UserError, match=r"drafter ngram:4 drafts, and .* from rwkv \(it has no cache\): legal is .* none"
+        UserError, match=r"drafter ngram:4 drafts, and .* from rwkv \(it has no cache\): use drafter none"
     ):
         Engine(made, NgramDrafter(4))
     with pytest.raises(ValueError, match="reads no drafts"):
@@ -148,7 +148,7 @@ def test_auto_takes_it_by_itself_and_says_so(saved, caplog):
 
 
 def test_a_named_drafter_or_draft_model_is_refused(saved):
-    with pytest.raises(UserError, match="legal is drafter none"):
+    with pytest.raises(UserError, match="use drafter none"):
         Engine.load(str(saved), drafter="ngram:4")
     with pytest.raises(UserError, match="leave out the draft model 'embedded:draft'"):
         Engine.load(str(saved), "embedded:draft")

@@ -203,7 +203,7 @@ def test_an_attention_of_transformers_can_be_chosen(tmp_path, name):
 
 
 def test_attention_that_is_none_or_without_effect_is_refused(saved):
-    with pytest.raises(UserError, match="attn_implementation is 'flash_attention_2': legal are eager, sdpa"):
+    with pytest.raises(UserError, match="attn_implementation: expected one of eager, sdpa, got 'flash_attention_2'"):
         load_backend(str(saved), attn_implementation="flash_attention_2")
     with pytest.raises(UserError, match="is read by backend lean, which has its own attention: leave it out, or name"):
         load_backend(str(saved), attn_implementation="eager")

@@ -13,7 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from draftproof import Engine, UserError
-from draftproof.backends.loading import verified as checked
+from draftproof.backends.loading import load as door
 from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.quantization import quantization_fields, read_quantization
 from draftproof.batch.rows import RowOptions
@@ -109,7 +109,7 @@ def test_a_draft_model_is_not_quantized_with_its_target(checkpoint, monkeypatch)
         asked[options["dtype"]] = options.get("quantization_config")
         return load_backend(source, **options)
 
-    monkeypatch.setattr(checked, "load_backend", loading)
+    monkeypatch.setattr(door, "load_backend", loading)
     options = {"dtype": "float32", "draft_dtype": "bfloat16", "backend": "hf", "quantization_config": ROUNDED}
     Engine.load(str(checkpoint), str(checkpoint), drafter="model", **options)
     assert asked == {"float32": ROUNDED, "bfloat16": None}

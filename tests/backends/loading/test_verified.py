@@ -18,14 +18,14 @@ import draftproof
 from draftproof import Engine, SamplingParams, UserError, native
 from draftproof.backends.base import Feed
 from draftproof.backends.lean.backend import LeanBackend, LeanForward
+from draftproof.backends.loading import load as door
 from draftproof.backends.loading import verified as checked
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.embedded import stories_target_dir, target_dir
 from draftproof.tree import TokenTree
 from support.lean_models import VARIANTS, lively_model
 
-OPTIONS = {"dtype": "auto", "device": "cpu", "trust_remote_code": False, "check": True, "backend": "auto"}
-OPTIONS |= {"adapter": None, "attn_implementation": None}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -45,13 +45,13 @@ def copied(tmp_path):
 
 
 def load(name, **changes):
-    return checked.VerifiedModel(name, **OPTIONS | changes)
+    return door.load(name, LoadOptions(device="cpu", **changes))
 
 
 def first_and_second(name, **changes):
-    first = load(name, **changes).backend()
+    first = load(name, **changes).backend
     assert type(first) is LeanBackend
-    return first, load(name, **changes).backend()
+    return first, load(name, **changes).backend
 
 
 def rows(backend):
@@ -168,7 +168,7 @@ def versions(monkeypatch):
 def test_a_changed_machine_checks_again(change, copied, monkeypatch):
     first_and_second(copied)
     change(monkeypatch)
-    assert type(load(copied).backend()) is LeanBackend
+    assert type(load(copied).backend) is LeanBackend
 
 
 def damage(change):
@@ -197,10 +197,10 @@ def test_a_damaged_record_is_not_believed(name, copied, kept):
     first, _ = first_and_second(copied)
     (record,) = records(kept)
     DAMAGES[name](record)
-    again = load(copied).backend()
+    again = load(copied).backend
     assert type(again) is LeanBackend
     assert torch.equal(rows(again), rows(first))
-    assert type(load(copied).backend()) is LeanForward, "it was kept anew"
+    assert type(load(copied).backend) is LeanForward, "it was kept anew"
 
 
 def test_all_code_that_reads_models_is_part_of_the_key(tmp_path):
@@ -225,16 +225,16 @@ def test_the_oldest_checks_go(copied, kept, monkeypatch):
         os.utime(path, (1, 1))
     first_and_second("embedded:stories")
     assert len(records(kept)) == 1
-    assert type(load("embedded:stories").backend()) is LeanForward
-    assert type(load(copied).backend()) is LeanBackend
+    assert type(load("embedded:stories").backend) is LeanForward
+    assert type(load(copied).backend) is LeanBackend
 
 
 @pytest.mark.parametrize("options", [{"check": False}, {"backend": "hf"}, {"trust_remote_code": True}], ids=str)
 def test_nothing_is_kept_of_what_was_not_checked(options, copied, kept):
-    load(copied, **options).backend()
+    assert load(copied, **options).backend is not None
     assert not kept.exists()
     first_and_second(copied)
-    assert type(load(copied, **options).backend()) is not LeanForward
+    assert type(load(copied, **options).backend) is not LeanForward
 
 
 def test_nothing_is_kept_where_nothing_can_be(copied, tmp_path, monkeypatch):
@@ -247,7 +247,7 @@ def test_errors_are_those_of_a_first_start(copied, tmp_path):
     first_and_second(copied)
     (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match="cannot load a model"):
-        load(copied).backend()
+        _ = load(copied).backend
     with pytest.raises(UserError, match="no such file or directory"):
         load(str(tmp_path / "nowhere"))
 
@@ -255,8 +255,8 @@ def test_errors_are_those_of_a_first_start(copied, tmp_path):
 def test_another_tokenizer_is_refused_before_models_are_read(monkeypatch, copied):
     first_and_second(copied)
     first_and_second("embedded:stories")
-    monkeypatch.setattr(checked, "load_backend", None)
-    monkeypatch.setattr(checked, "_backend", None)
+    monkeypatch.setattr(door, "load_backend", None)
+    monkeypatch.setattr(checked.KeptCheck, "backend", None)
     with pytest.raises(UserError, match="cannot draft for"):
         Engine.load("embedded:stories", copied)
 

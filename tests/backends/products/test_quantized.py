@@ -401,7 +401,7 @@ def test_a_rule_that_remembers_rounds_is_refused():
 @pytest.mark.slow
 def test_a_rule_that_remembers_rounds_would_not_be_exact(monkeypatch):
     target, rule = tiny(), "greedy_block"
-    monkeypatch.setattr(QuantizedModel, "steady", True)
+    monkeypatch.setattr(QuantizedModel, "stationary", True)
     with pytest.raises(AssertionError, match="the rules work on"):
         assert_output_distribution(target, lambda: drafted(target, length=2), rule, length=3, tolerance=1e-5)
 

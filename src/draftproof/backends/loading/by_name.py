@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftproof import models
 from draftproof.backends.hf import tensor_parallel as parallel
 from draftproof.backends.hf.backend import HFBackend
@@ -23,11 +21,11 @@ from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.lean.compiled import CompiledBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
 from draftproof.backends.loading.language_model import reading_classes, text_part
+from draftproof.backends.loading.options import parse_device, parse_dtype
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
-from draftproof.native.tensors import BITS
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
@@ -42,12 +40,6 @@ BACKENDS = {
     "on CUDA lean by CUDA graphs",
 }
 
-DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 LEAN_KINDS = (LeanBackend.kind, CompiledBackend.kind)  # a lean forward takes its model apart
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
 Loaded = HFBackend | LeanBackend | PlainBackend
@@ -182,7 +174,7 @@ def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
         config = AutoConfig.from_pretrained(str(where))
     except Exception as cause:
         raise UserError(
-            f"cannot read the config of {source!r}: {reason(cause)} (legal: a hub id, a directory)"
+            f"cannot read the config of {source!r}: {reason(cause)} (expected a hub id or a directory)"
         ) from cause
     parallel.refuse_indivisible(config, processes, source)
 
@@ -192,8 +184,7 @@ def _load_part(source: str, **options: Any) -> Any:
     model = load_model(models.resolve(source), **options)
     if mixers_of(model):
         raise UserError(
-            f"{source} has layers with a recurrent state, which are not divided among processes: legal is "
-            "tensor_parallel 1"
+            f"{source} has layers with a recurrent state, which are not divided among processes: use tensor_parallel 1"
         )
     return model
 
@@ -247,7 +238,7 @@ def load_model(
         UserError: nothing to load there, in one line.
     """
     if attn_implementation not in (None, *ATTENTION):
-        raise UserError(f"attn_implementation is {attn_implementation!r}: legal are {', '.join(ATTENTION)}")
+        raise UserError(f"attn_implementation: expected one of {', '.join(ATTENTION)}, got {attn_implementation!r}")
     options: dict[str, Any] = {"dtype": parse_dtype(dtype), "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
@@ -309,7 +300,7 @@ def _load_as(kind: Any, source: str, where: str, options: dict[str, Any]) -> Any
     except Exception as cause:
         raise UserError(
             f"cannot load a model from {where!r}: {reason(cause)}{_hint(cause, source, asked)} "
-            "(legal: a hub id, a directory, a .gguf file)"
+            "(expected a hub id, a directory or a .gguf file)"
         ) from cause
     _refuse_missing(where, model, report)
     refuse_unknown_quantization(where, model)
@@ -416,58 +407,9 @@ def _place_of(name: str, places: Mapping[str, Any]) -> str:
 
 def _gguf_options(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"no such file: {str(path)!r}; legal is the path of an existing .gguf file")
+        raise UserError(f"expected the path of an existing .gguf file, got {str(path)!r}")
     if find_spec("gguf") is None:
         raise UserError(f"reading .gguf files needs the package gguf: install it with: {INSTALL_GGUF}")
     from transformers import GgufConfig
 
     return {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
-
-
-def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
-    """The dtype in which a draft model is loaded, and the bits to which its weights are quantized then.
-
-    Args:
-        name: a name of a dtype, or "int8" or "int4".
-        dtype: the target's, which "auto" stands for.
-
-    Raises:
-        UserError: unknown name.
-    """
-    quantized = {f"int{bits}": bits for bits in BITS}
-    if name in quantized:
-        return dtype, quantized[name]
-    if name not in DTYPES:
-        raise UserError(f"draft_dtype is {name!r}: legal are {', '.join((*DTYPES, *quantized))}")
-    return (dtype if name == "auto" else name), None
-
-
-def parse_dtype(name: str) -> torch.dtype | str:
-    """The torch dtype of a name; "auto" stays.
-
-    Raises:
-        UserError: unknown name.
-    """
-    if name not in DTYPES:
-        raise UserError(f"dtype is {name!r}: legal are {', '.join(DTYPES)}")
-    return DTYPES[name]
-
-
-def parse_device(name: str | None) -> torch.device:
-    """The torch device of a name; None picks an accelerator when there is one.
-
-    Raises:
-        UserError: not a device of this machine.
-    """
-    if name is None:
-        return (
-            torch.accelerator.current_accelerator() or torch.device("cpu")
-            if torch.accelerator.is_available()
-            else torch.device("cpu")
-        )
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as cause:
-        raise UserError(f"device {name!r} is not available here: {reason(cause)}") from cause
-    return device

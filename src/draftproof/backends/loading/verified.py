@@ -14,10 +14,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,19 +25,16 @@ from typing import Any
 import torch
 
 import draftproof
-from draftproof import models, native
+from draftproof import native
 from draftproof.backends.base import Capabilities, Feed
-from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.hf.probe import TOLERANCE, distance
 from draftproof.backends.lean.backend import LeanBackend, LeanForward
 from draftproof.backends.lean.checkpoint import Architecture, weight_files
 from draftproof.backends.loading.adapters import CONFIG as ADAPTER
-from draftproof.backends.loading.adapters import tokenizer_of
-from draftproof.backends.loading.by_name import load_backend, parse_device, parse_dtype
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
-from draftproof.backends.loading.tokenization import load_tokenizer
+from draftproof.backends.loading.options import LoadOptions, parse_device, parse_dtype
 from draftproof.backends.model_info import ModelInfo
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError
 from draftproof.files import Store
 from draftproof.tree import TokenTree
 
@@ -51,91 +47,114 @@ _READ_WHOLE = {".json", ".jinja", ".model", ".txt"}
 _READ_BY = ("backends", "native", "triton")  # folders of the code that reads models, with all below them
 _TOKENIZER = ".tokenizer.json"  # ends the name of a kept tokenizer
 _COLUMNS = 256  # of each row of logits that are kept
-_log = logging.getLogger(__name__)
 
 
-class VerifiedModel:
-    """A model by name, its tokenizer and its backend: without transformers where it was checked before.
+@dataclass
+class KeptCheck:
+    """What is kept of the check of a model.
 
-    Args:
-        source: as for `load_backend`.
-        **options: as for `load_backend`.
+    Attributes:
+        key: everything that the check depends on.
+        row: what an earlier check found; None where the model must be checked.
     """
 
-    def __init__(self, source: str, **options: Any) -> None:
-        self._source, self._options = source, options
-        self._where = models.obtain(source)
-        self._words = tokenizer_of(self._where)
-        self._key = _key(Path(self._where), options)
-        self._row = None if self._key is None else _row(self._key)
+    key: dict[str, Any]
+    row: dict[str, Any] | None
 
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer: transformers' own, or one that does the same.
+    @classmethod
+    def of(cls, folder: Path, options: LoadOptions) -> KeptCheck | None:
+        """The check of a model in a directory; None where none can be kept."""
+        key = _key(folder, options)
+        return None if key is None else cls(key, _row(key))
 
-        Raises:
-            UserError: it has none.
-        """
-        if self._row is not None and self._key is not None:
-            try:
-                return self._fast_tokenizer(self._row, self._key)
-            except Exception as cause:  # noqa: BLE001 - whatever is wrong with what was kept, the model is there
-                self._forget(cause)
-        return self._original_tokenizer()
+    def tokenizer(self, original: Callable[[], Any]) -> FastTokenizer:
+        """The model's tokenizer.
 
-    def backend(self) -> SlotBackend:
-        """The model.
+        Args:
+            original: loads transformers' own.
 
         Raises:
-            UserError: as `load_backend`.
+            UserError: it was not kept.
         """
-        if self._row is not None and self._key is not None:
-            try:
-                return _backend(self._row, self._source, self._key)
-            except Exception as cause:  # noqa: BLE001 - as above
-                self._forget(cause)
-        made = load_backend(self._source, **self._options)
-        if self._key is not None and type(made) is LeanBackend:
-            known = self.tokenizer
-            _keep(self._key, self._original_tokenizer() if isinstance(known, FastTokenizer) else known, made)
-        return made
-
-    def _original_tokenizer(self) -> Any:
-        return load_tokenizer(self._words, trust_remote_code=self._options["trust_remote_code"])
-
-    def _fast_tokenizer(self, row: dict[str, Any], key: dict[str, Any]) -> FastTokenizer:
+        assert self.row is not None, "only what was checked can be read"
         store = _store()
-        content = store.text(store.name(key, _TOKENIZER))
+        content = store.text(store.name(self.key, _TOKENIZER))
         if content is None:
             raise UserError("its tokenizer is not there")
-        if not content:
-            content = (Path(self._where) / "tokenizer.json").read_text(encoding="utf-8")
-        return FastTokenizer(content, Description(**row["tokenizer"]), self._original_tokenizer)
+        if not content:  # the model's own file says the same
+            content = (Path(self.key["folder"]) / "tokenizer.json").read_text(encoding="utf-8")
+        return FastTokenizer(content, Description(**self.row["tokenizer"]), original)
 
-    def _forget(self, cause: Exception) -> None:
-        _log.info("what was kept of %s cannot be used (%s): it is checked again", self._source, reason(cause))
-        self._row = None
+    def backend(self, name: str) -> LeanForward:
+        """The model, its logits compared with those that were kept.
+
+        Raises:
+            UserError: they differ.
+        """
+        assert self.row is not None, "only what was checked can be read"
+        dtype = parse_dtype(self.row["dtype"])
+        device = torch.device(self.key["device"])
+        assert isinstance(dtype, torch.dtype), "kept as the dtype of the weights"
+        facts = self.row["facts"]
+        facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
+        lean = Architecture.read(self.row["architecture"]).lean(Path(self.key["folder"]), dtype, device)
+        backend = LeanForward(ModelInfo(name=name, dtype=dtype, device=device, **facts), lean)
+        backend.max_positions = self.row["max_positions"]
+        backend.bounded_by = self.row["bounded_by"]
+        first, *others = self.row["tokens"]
+        session = backend.open()
+        try:
+            chain = TokenTree.chain(torch.tensor(others, device=device))
+            found = backend.forward([Feed(session, [first], chain)])[0].logits
+        finally:
+            session.close()
+        error = distance(_some(found), torch.tensor(self.row["logits"], dtype=torch.float64))
+        if not error < TOLERANCE[dtype]:
+            raise UserError(f"its logits are off by {error:.2g}")
+        backend.capabilities = replace(backend.capabilities, **asdict(Capabilities(**self.row["capabilities"])))
+        return backend
+
+    def keep(self, tokenizer: Any, backend: LeanBackend) -> None:
+        """Keep what was found of a model that passed its check; `tokenizer` is transformers' own."""
+        architecture, described = Architecture.of(backend.lean), describe(tokenizer)
+        if architecture is None or described is None or backend.probe is None:
+            return
+        content, description = described
+        facts = {name: value for name, value in vars(backend.facts).items() if name not in ("name", "dtype", "device")}
+        tokens, rows = backend.probe.sample
+        row = {
+            "key": self.key,
+            "architecture": asdict(architecture),
+            "dtype": str(backend.dtype).removeprefix("torch."),
+            "facts": {**facts, "sampling_defaults": dict(backend.facts.sampling_defaults)},
+            "capabilities": asdict(backend.capabilities),
+            "max_positions": backend.max_positions,
+            "bounded_by": backend.bounded_by,
+            "tokens": tokens,
+            "logits": _some(rows).tolist(),
+            "tokenizer": description,
+        }
+        try:
+            text = json.dumps(row)
+        except (TypeError, ValueError):  # a generation config with values that JSON has not
+            return
+        same, store = _same_tokenizer(Path(self.key["folder"]), content), _store()
+        for suffix, made in ((_TOKENIZER, "" if same else content), (".json", text)):
+            if not store.keep(store.name(self.key, suffix), partial(Path.write_text, data=made, encoding="utf-8")):
+                return
 
 
 # --- what a check depends on ---------------------------------------------------------------------------------------
 
 
-def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
+def _key(folder: Path, options: LoadOptions) -> dict[str, Any] | None:
     """Everything that a check depends on; None where none can be kept."""
-    if os.environ.get(VARIABLE) == "0" or options["trust_remote_code"] or not options["check"]:
+    if os.environ.get(VARIABLE) == "0" or options.trust_remote_code or not options.check:
         return None
-    altered = (
-        options["adapter"]
-        or options["attn_implementation"]
-        or options.get("quantization_config") is not None
-        or (folder / ADAPTER).exists()
-    )
-    if (
-        altered
-        or options.get("tensor_parallel", 1) != 1
-        or _has_towers(folder)
-        or options["backend"] not in ("auto", "lean")
-    ):
+    altered = options.adapter or options.attn_implementation or options.quantization_config is not None
+    if altered or (folder / ADAPTER).exists() or options.tensor_parallel != 1 or _has_towers(folder):
+        return None
+    if options.backend not in ("auto", "lean") or not isinstance(options.device, str | None):
         return None
     try:
         files: dict[str, Any] = {
@@ -145,8 +164,8 @@ def _key(folder: Path, options: dict[str, Any]) -> dict[str, Any] | None:
         return {
             "folder": str(folder.absolute()),
             "files": files,
-            "dtype": options["dtype"],
-            "device": str(parse_device(options["device"])),
+            "dtype": options.dtype,
+            "device": str(parse_device(options.device)),
             "packages": {name: version(name) for name in _PACKAGES},
             "native": native.levels(),
         }
@@ -205,36 +224,6 @@ def _row(key: dict[str, Any]) -> dict[str, Any] | None:
     return row if isinstance(row, dict) else None
 
 
-def _keep(key: dict[str, Any], tokenizer: Any, backend: LeanBackend) -> None:
-    """Keep what was found of a model that passed its check."""
-    architecture, described = Architecture.of(backend.lean), describe(tokenizer)
-    if architecture is None or described is None or backend.probe is None:
-        return
-    content, description = described
-    facts = {name: value for name, value in vars(backend.facts).items() if name not in ("name", "dtype", "device")}
-    tokens, rows = backend.probe.sample
-    row = {
-        "key": key,
-        "architecture": asdict(architecture),
-        "dtype": str(backend.dtype).removeprefix("torch."),
-        "facts": {**facts, "sampling_defaults": dict(backend.facts.sampling_defaults)},
-        "capabilities": asdict(backend.capabilities),
-        "max_positions": backend.max_positions,
-        "bounded_by": backend.bounded_by,
-        "tokens": tokens,
-        "logits": _some(rows).tolist(),
-        "tokenizer": description,
-    }
-    try:
-        text = json.dumps(row)
-    except (TypeError, ValueError):  # a generation config with values that JSON has not
-        return
-    same, store = _same_tokenizer(Path(key["folder"]), content), _store()
-    for suffix, made in ((_TOKENIZER, "" if same else content), (".json", text)):
-        if not store.keep(store.name(key, suffix), partial(Path.write_text, data=made, encoding="utf-8")):
-            return
-
-
 def _some(rows: torch.Tensor) -> torch.Tensor:
     """Some columns of rows of logits, spread over the vocabulary."""
     width = rows.shape[-1]
@@ -248,30 +237,3 @@ def _same_tokenizer(folder: Path, content: str) -> bool:
 
     path = folder / "tokenizer.json"
     return path.exists() and Tokenizer.from_file(str(path)).to_str() == content
-
-
-def _backend(row: dict[str, Any], source: str, key: dict[str, Any]) -> LeanForward:
-    """The model, its logits compared with those that were kept.
-
-    Raises:
-        UserError: they differ.
-    """
-    dtype, device = parse_dtype(row["dtype"]), torch.device(key["device"])
-    assert isinstance(dtype, torch.dtype), "kept as the dtype of the weights"
-    facts = row["facts"]
-    facts["eos_token_ids"] = tuple(facts["eos_token_ids"])
-    lean = Architecture.read(row["architecture"]).lean(Path(key["folder"]), dtype, device)
-    backend = LeanForward(ModelInfo(name=source, dtype=dtype, device=device, **facts), lean)
-    backend.max_positions, backend.bounded_by = row["max_positions"], row["bounded_by"]
-    first, *others = row["tokens"]
-    session = backend.open()
-    try:
-        chain = TokenTree.chain(torch.tensor(others, device=device))
-        found = backend.forward([Feed(session, [first], chain)])[0].logits
-    finally:
-        session.close()
-    error = distance(_some(found), torch.tensor(row["logits"], dtype=torch.float64))
-    if not error < TOLERANCE[dtype]:
-        raise UserError(f"its logits are off by {error:.2g}")
-    backend.capabilities = replace(backend.capabilities, **asdict(Capabilities(**row["capabilities"])))
-    return backend

@@ -1,0 +1,103 @@
+"""The door to models by name: `load` gives a model's tokenizer and its backend, and owns all steps between."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from draftproof import models
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.lean.backend import LeanBackend
+from draftproof.backends.loading.adapters import tokenizer_of
+from draftproof.backends.loading.by_name import load_backend, take_part
+from draftproof.backends.loading.fast_tokenizer import FastTokenizer
+from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
+from draftproof.backends.loading.verified import KeptCheck
+from draftproof.errors import reason
+
+_log = logging.getLogger(__name__)
+_Read = TypeVar("_Read")
+
+
+def load(name: str, options: LoadOptions | None = None, *, drafts_for: LoadedModel | None = None) -> LoadedModel:
+    """A model from a registered name, a hub id, a directory or a .gguf file; a registered one is downloaded.
+
+    With `tensor_parallel`, only process 0 returns (see `take_part`).
+
+    Args:
+        name: of the model.
+        options: how it is loaded.
+        drafts_for: the target, where this is its draft model. The tokenizers of both are compared at once, and weights
+            are read later.
+
+    Raises:
+        UserError: a name that is none, a model that cannot be had, or a draft model with another tokenizer.
+    """
+    options = options or LoadOptions()
+    if options.tensor_parallel != 1:
+        take_part(options.tensor_parallel)
+    made = LoadedModel(name, options)
+    if drafts_for is not None:
+        refuse_different(drafts_for.tokenizer, made.tokenizer, target_name=drafts_for.name, draft_name=name)
+    return made
+
+
+class LoadedModel:
+    """A model by name; its tokenizer and its weights are read when they are first asked for.
+
+    Args:
+        name: as for `load`.
+        options: how it is loaded.
+    """
+
+    def __init__(self, name: str, options: LoadOptions) -> None:
+        self.name = name
+        self._options = options
+        where = models.obtain(name)
+        self._tokenizer_source = tokenizer_of(where)
+        self._check = KeptCheck.of(Path(where), options)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer: transformers' own, or one that does the same.
+
+        Raises:
+            UserError: it has none.
+        """
+        kept = self._from_check(lambda check: check.tokenizer(self._original_tokenizer))
+        return self._original_tokenizer() if kept is None else kept
+
+    @functools.cached_property
+    def backend(self) -> SlotBackend:
+        """The model with its weights.
+
+        Raises:
+            UserError: as `load_backend`.
+        """
+        kept = self._from_check(lambda check: check.backend(self.name))
+        if kept is not None:
+            return kept
+        made = load_backend(self.name, **vars(self._options))
+        if self._check is not None and type(made) is LeanBackend:
+            # a tokenizer without transformers is described by transformers' own
+            fast = isinstance(self.tokenizer, FastTokenizer)
+            self._check.keep(self._original_tokenizer() if fast else self.tokenizer, made)
+        return made
+
+    def _original_tokenizer(self) -> Any:
+        return load_tokenizer(self._tokenizer_source, trust_remote_code=self._options.trust_remote_code)
+
+    def _from_check(self, read: Callable[[KeptCheck], _Read]) -> _Read | None:
+        """Something that an earlier check left; None where there is none, or it cannot be used."""
+        if self._check is None or self._check.row is None:
+            return None
+        try:
+            return read(self._check)
+        except Exception as cause:  # noqa: BLE001 - whatever is wrong with what was kept, the model itself is there
+            _log.info("what was kept of %s cannot be used (%s): it is checked again", self.name, reason(cause))
+            self._check.row = None
+            return None

@@ -1,0 +1,84 @@
+"""How a model is loaded: its number format, its device, and the forward pass that shall read it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftproof.errors import UserError, reason
+from draftproof.native.operations import BITS
+
+DTYPES: dict[str, torch.dtype | str] = {
+    "auto": "auto",
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded; the arguments of `by_name.load_backend`, which explains them."""
+
+    dtype: str = "auto"
+    device: str | Mapping[str, Any] | None = None
+    trust_remote_code: bool = False
+    check: bool = True
+    backend: str = "auto"
+    adapter: str | None = None
+    attn_implementation: str | None = None
+    quantization_config: Any = None
+    plainly: bool = False
+    tensor_parallel: int = 1
+
+
+def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
+    """The dtype in which a draft model is loaded, and the bits to which its weights are quantized then.
+
+    Args:
+        name: a name of a dtype, or "int8" or "int4".
+        dtype: the target's, which "auto" stands for.
+
+    Raises:
+        UserError: unknown name.
+    """
+    quantized = {f"int{bits}": bits for bits in BITS}
+    if name in quantized:
+        return dtype, quantized[name]
+    if name not in DTYPES:
+        raise UserError(f"draft_dtype: expected one of {', '.join((*DTYPES, *quantized))}, got {name!r}")
+    return (dtype if name == "auto" else name), None
+
+
+def parse_dtype(name: str) -> torch.dtype | str:
+    """The torch dtype of a name; "auto" stays.
+
+    Raises:
+        UserError: unknown name.
+    """
+    if name not in DTYPES:
+        raise UserError(f"dtype: expected one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]
+
+
+def parse_device(name: str | None) -> torch.device:
+    """The torch device of a name; None picks an accelerator when there is one.
+
+    Raises:
+        UserError: not a device of this machine.
+    """
+    if name is None:
+        return (
+            torch.accelerator.current_accelerator() or torch.device("cpu")
+            if torch.accelerator.is_available()
+            else torch.device("cpu")
+        )
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as cause:
+        raise UserError(f"device {name!r} is not available here: {reason(cause)}") from cause
+    return device
