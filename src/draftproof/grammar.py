@@ -1,7 +1,7 @@
 """Grammars that an answer must fit, by llguidance: one more transform, which masks the logits of every drafted context.
 
 A grammar is written as a text: `json_object`, `json_schema:SCHEMA`, `regex:PATTERN` or `lark:GRAMMAR`. After a context
-those tokens are legal that some fitting answer goes on with, and an end token where the answer is complete; where only
+the tokens are allowed with which some fitting answer goes on, and an end token where the answer is complete; where only
 one text can follow, the tokens that the tokenizer itself would write it with. The output distribution is that of the
 target with this mask, token by token, with and without drafts. JSON is written without blanks between its parts, unless
 the schema's own `x-guidance` says otherwise: small models would fill the answer with them.
@@ -146,7 +146,7 @@ class Matcher:
         return self._masks[path]
 
     def _computed(self, context: list[int]) -> Bool[Tensor, " vocab"]:
-        """The mask after a context. Below a drafted token that is not legal, where no text gets, it is that above."""
+        """The mask after a context. Below a drafted token that is not allowed, it is the mask above."""
         taken = self._move(context)
         start = time.perf_counter()
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
@@ -160,7 +160,7 @@ class Matcher:
         if taken < len(context):
             refused = context[taken]
             if mask[refused] and refused not in self._ends:
-                raise _Stuck(f"token {refused} is legal, and cannot be read")
+                raise _Stuck(f"token {refused} is allowed but cannot be read")
             self._refuse_misfit(taken)
         return mask
 
@@ -173,7 +173,7 @@ class Matcher:
     def _refuse_misfit(self, taken: int) -> None:
         if taken < len(self._output):
             raise NoTokenError(
-                f"the answer does not fit its grammar: token {taken} of it is {self._output[taken]}, which is not legal"
+                f"the answer does not fit its grammar: its token {taken} is {self._output[taken]}, which is not allowed"
             )
 
     def _refuse_error(self) -> None:
@@ -296,7 +296,7 @@ class Grammars:
     def _new(self, spec: str) -> _Compiled:
         kind, _, text = spec.partition(":")
         if len(text) > MOST_CHARACTERS:
-            raise UserError(f"grammar {kind} has {len(text)} characters: legal are up to {MOST_CHARACTERS}")
+            raise UserError(f"grammar {kind}: expected at most {MOST_CHARACTERS} characters, got {len(text)}")
         cost = Cost(0.0, 0) if self._checker is None else self._checker.cost(kind, text)
         self._make_room(cost.size)
 

@@ -266,7 +266,7 @@ def test_replicas_come_with_running_requests(base, expected):
 
 
 def test_numbers_of_replicas_are_checked():
-    with pytest.raises(UserError, match="replicas is 0"):
+    with pytest.raises(UserError, match="got replicas=0"):
         small(replicas=0)
     with pytest.raises(UserError, match="max_replicas 1"):
         small(replicas=2, max_replicas=1)

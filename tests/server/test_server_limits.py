@@ -378,7 +378,7 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_KEYS", f" {OTHER} ")
     assert read_keys(file) == (OTHER, KEY)
     file.write_text("\n")
-    with pytest.raises(UserError, match="holds no API key"):
+    with pytest.raises(UserError, match="expected one API key per line"):
         read_keys(file)
     file.write_text("short")
     with pytest.raises(UserError, match="less than 16"):
@@ -480,11 +480,11 @@ def test_ctrl_c_ends_it_with_the_usual_code():
     [
         (["--target", "no/such-model"], "no/such-model"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
-        (["--port", "99999"], "port is 99999"),
+        (["--port", "99999"], "port: expected 0 to 65535, got 99999"),
         (["--api-key-file", "/no/such/file"], "cannot read API keys"),
-        (["--max-waiting", "-1"], "max_waiting is -1"),
-        (["--max-body", "0"], "max_body is 0"),
-        (["--request-timeout", "-1"], "request_timeout is -1"),
+        (["--max-waiting", "-1"], "max_waiting: expected 0 or more, got -1"),
+        (["--max-body", "0"], "max_body: expected 1 or more, got 0"),
+        (["--request-timeout", "-1"], "request_timeout: expected 0 or more, got -1"),
     ],
 )
 def test_a_start_that_fails_says_why_in_one_line(options, cause):

@@ -13,7 +13,7 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.engine.request import Request
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
-from draftproof.server.access import is_legal_host, legal_hosts, read_keys
+from draftproof.server.access import allowed_hosts, is_allowed_host, read_keys
 from draftproof.server.answers import Answer, TokenText
 from draftproof.server.errors import ApiError
 from draftproof.server.reading import Question
@@ -83,7 +83,7 @@ def test_limits_are_by_what_a_request_costs(monkeypatch, fields, param):
     with running(small_engine()) as (base, _):
         error = error_of(post(base, **fields))
     assert error["param"] == param
-    assert re.search(r"legal are up to \d+", error["message"])
+    assert re.search(r"expected at most \d+", error["message"])
 
 
 def test_log_probabilities_of_a_prompt_are_computed_once_for_all_choices(base, monkeypatch):
@@ -503,11 +503,11 @@ def test_further_names_may_be_allowed(engine):
 
 
 def test_with_keys_or_for_other_machines_every_name_is_good():
-    assert legal_hosts(Settings(), ["k" * 16]) is None
-    assert legal_hosts(Settings(host="0.0.0.0"), ()) is None  # noqa: S104 - nothing listens
-    assert legal_hosts(Settings(host="box.example"), ()) is None
+    assert allowed_hosts(Settings(), ["k" * 16]) is None
+    assert allowed_hosts(Settings(host="0.0.0.0"), ()) is None  # noqa: S104 - nothing listens
+    assert allowed_hosts(Settings(host="box.example"), ()) is None
     for host in ("127.0.0.1", "localhost", "::1", "127.3.4.5"):
-        assert legal_hosts(Settings(host=host, allowed_host=("a",)), ()) == ("a",)
+        assert allowed_hosts(Settings(host=host, allowed_host=("a",)), ()) == ("a",)
     with running(small_engine(), keys=("k" * 16,)) as (base, _):
         assert httpx.get(f"{base}/health", headers={"host": "evil.example"}).status_code == 200
 
@@ -516,7 +516,7 @@ def test_with_keys_or_for_other_machines_every_name_is_good():
     "host", ["a@localhost", "localhost:x", "localhost:80:80", "[::1", "::1", "local host", "localhost/a", "\\localhost"]
 )
 def test_what_is_no_host(host):
-    assert not is_legal_host(host, ())
+    assert not is_allowed_host(host, ())
 
 
 # --- texts of tokens --------------------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def test_detokenize_is_limited_by_the_context(engine, base):
     assert post(base, "/detokenize", tokens=[5] * most).status_code == 200
     error = error_of(post(base, "/detokenize", tokens=[5] * (most + 1)))
     assert error["param"] == "tokens"
-    assert f"legal are up to {most} here" in error["message"]
+    assert f"expected at most {most}" in error["message"]
 
 
 def test_tokens_become_text_outside_the_event_loop(base, monkeypatch):

@@ -44,9 +44,9 @@ class OpenAIRows:
         """See RowForm."""
         method, url = row.values.get("method"), row.values.get("url")
         if method != "POST":
-            raise ApiError(f"method is {str(method)[:20]!r}: legal is POST", param="method")
+            raise ApiError(f"method: expected POST, got {str(method)[:20]!r}", param="method")
         if url not in _FORMS:
-            raise ApiError(f"url is {str(url)[:100]!r}: legal are {' and '.join(_FORMS)}", status=404, param="url")
+            raise ApiError(f"url: expected {' or '.join(_FORMS)}, got {str(url)[:100]!r}", status=404, param="url")
         kind, form, name = _FORMS[str(url)]
         body = _body(kind, row.values.get("body"))
         refuse_other_model(body.model, self._options.model)
@@ -108,5 +108,5 @@ def _body(kind: type[ChatBody | CompletionBody], given: Any) -> SamplingFields:
         except (ValueError, RecursionError):
             raise ApiError("the body is not JSON", param="body") from None
     if not isinstance(given, Mapping):
-        raise ApiError("the body is no JSON object", param="body")
+        raise ApiError("expected a JSON object as body", param="body")
     return validated(kind, dict(given))

@@ -128,20 +128,20 @@ class PromptRows:
         given = [key for key in PROMPT_KEYS if row.values.get(key) is not None]
         if len(given) != 1:
             raise UserError(
-                f"the row has {' and '.join(given) or 'no prompt'}: legal is one of {', '.join(PROMPT_KEYS)}"
+                f"expected a row with one of {', '.join(PROMPT_KEYS)}, got {' and '.join(given) or 'no prompt'}"
             )
         params, seed = self._params, self._options.seed
         if seed is not None:
             params = replace(params, seed=row_seed(seed, row.id))
         prediction = row.values.get("prediction")
         if prediction is not None and not isinstance(prediction, str):
-            raise UserError("the row's prediction is no text")
+            raise UserError("the row's prediction: expected a text")
         return Asked([self._prompt(given[0], row.values[given[0]])], params, prediction)
 
     def _prompt(self, key: str, value: Any) -> Prompt:
         if key == "messages":
             if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
-                raise UserError("the row's messages are no list of messages: legal are objects with role and content")
+                raise UserError("the row's messages: expected a list of objects with role and content")
             return [{name: part for name, part in each.items() if part is not None} for each in value]
         if isinstance(value, str):
             if not value:
@@ -150,7 +150,7 @@ class PromptRows:
             return [*first, {"role": "user", "content": value}] if self._chats else value
         if isinstance(value, list):
             return value
-        raise UserError(f"the row's {key} is no text: legal are a text and a list of token ids")
+        raise UserError(f"the row's {key}: expected a text or a list of token ids")
 
     def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:  # noqa: ARG002
         """See RowForm: a row for each continuation."""

@@ -85,7 +85,7 @@ def head(
 ) -> None:
     """Train a head that predicts acceptance or log(p/q), for a stopper that ends drafts."""
     if job["kind"] not in ("acceptance", "log_ratio"):
-        raise typer.BadParameter(f"--kind is {job['kind']!r}: legal are acceptance and log_ratio")
+        raise typer.BadParameter(f"--kind: expected acceptance or log_ratio, got {job['kind']!r}")
     if job["sweep"] and job["threshold"] is not None:
         raise typer.BadParameter("--sweep chooses the threshold: leave out --threshold")
     run(make_head, _job(material, sampling, plan, labels, job), _models(material), as_json=as_json, quiet=quiet)

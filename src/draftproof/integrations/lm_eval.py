@@ -201,12 +201,12 @@ class DraftproofLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         unknown = sorted(kwargs.keys() - set(_SAMPLING) - set(_SILENT))
         if unknown:
             raise UserError(
-                f"generation argument {unknown[0]} is {kwargs[unknown[0]]!r}: legal are {', '.join(_SAMPLING)}, "
-                "do_sample, until and max_gen_toks"
+                f"unknown generation argument {unknown[0]}={kwargs[unknown[0]]!r}: expected {', '.join(_SAMPLING)}, "
+                "do_sample, until or max_gen_toks"
             )
         most = int(kwargs["max_gen_toks"])
         if most >= self.max_length:
-            raise UserError(f"max_gen_toks is {most}, and the model reads {self.max_length}: legal are fewer")
+            raise UserError(f"max_gen_toks: expected less than the context of {self.max_length} tokens, got {most}")
         named = {name: kwargs[name] for name in _SAMPLING if kwargs.get(name) is not None}
         if not kwargs.get("do_sample"):
             named["temperature"] = 0.0

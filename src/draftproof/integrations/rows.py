@@ -106,8 +106,8 @@ def prompts_of(
     else:
         if mask.shape != input_ids.shape:
             raise UserError(
-                f"attention_mask is {list(mask.shape)}, and input_ids are {list(input_ids.shape)}: legal is one number "
-                "for each token (a mask for a cache of earlier tokens needs that cache, which is the engine's own)"
+                f"attention_mask: expected the shape of input_ids, {list(input_ids.shape)}, got {list(mask.shape)} (a "
+                "mask that covers a cache of earlier tokens cannot be used: the engine has its own cache)"
             )
         on = mask.bool()
         pads = (~on).sum(-1).tolist()
@@ -255,6 +255,6 @@ def _refuse_too_long(engine: Engine, prompts: Sequence[Sequence[int]], most: int
         why = getattr(engine.target, "bounded_by", "") or "its max_position_embeddings"
         kept = f", of which rule {engine.verifier.name} needs {spare} for drafts" if spare else ""
         raise UserError(
-            f"max_new_tokens is {most} after a prompt of {longest} tokens, and {engine.target.name} is read up to "
-            f"{reads} positions ({why}){kept}: legal here are at most {max(reads - longest - spare, 0)}"
+            f"max_new_tokens: expected at most {max(reads - longest - spare, 0)}, got {most} after a prompt of "
+            f"{longest} tokens: {engine.target.name} reads up to {reads} positions ({why}){kept}"
         )

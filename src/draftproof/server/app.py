@@ -179,10 +179,10 @@ class Server:
         """The answer to a request to /detokenize."""
         size, most = self.engine.target.vocab_size, self.context or _MOST_IDS
         if len(body.tokens) > most:
-            raise ApiError(f"tokens has {len(body.tokens)} ids: legal are up to {most} here", param="tokens")
+            raise ApiError(f"tokens: expected at most {most} ids, got {len(body.tokens)}", param="tokens")
         bad = next((each for each in body.tokens if not 0 <= each < size), None)
         if bad is not None:
-            raise ApiError(f"tokens holds {bad}: legal ids are 0 to {size - 1}", param="tokens")
+            raise ApiError(f"tokens: expected ids from 0 to {size - 1}, got {bad}", param="tokens")
         return schemas.Text(prompt=self.token_text.joined(body.tokens))
 
     async def answer(self, request: Request, kind: type[SamplingFields], form: Form, name: str) -> Any:
@@ -231,7 +231,7 @@ class Server:
         )
         if job.size > self.worker.capacity:
             raise ApiError(
-                f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
+                f"expected at most {self.worker.capacity} continuations in one request, got {job.size}", param="n"
             )
         full = f"{name}-{request.scope['state']['facts']['request_id']}"
         asked = replace(question, constraint=None)  # which the job has, until the engine has it
@@ -377,7 +377,7 @@ def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[st
     Args:
         server: what answers.
         keys: API keys; empty lets everybody in.
-        hosts: names that requests may be sent to, see `legal_hosts`; None for any.
+        hosts: names that requests may be sent to, see `allowed_hosts`; None for any.
     """
 
     @asynccontextmanager

@@ -40,7 +40,7 @@ async def _bytes_of(request: Request, most: int) -> bytes:
             parts.append(part)
             size += len(part)
             if size > most:
-                raise ApiError(f"the body has more than {most} bytes: legal are up to {most} here", status=413)
+                raise ApiError(f"expected a body of at most {most} bytes, got more", status=413)
     except ClientDisconnect:
         raise ApiError("the client closed the connection", status=499) from None
     return b"".join(parts)

@@ -135,7 +135,7 @@ class Entrance:
                     raise ApiError("the client closed the connection", status=499)
                 body += message.get("body", b"")
                 if len(body) > self._max_body:
-                    raise ApiError(f"the body has more than {self._max_body} bytes, which is the limit", status=413)
+                    raise ApiError(f"expected a body of at most {self._max_body} bytes, got more", status=413)
                 if not message.get("more_body", False):
                     return bytes(body)
         except HTTPException as error:

@@ -1,7 +1,7 @@
 """Tools: what a model writes to call one, the grammar that its answer fits then, and the calls in an answer.
 
 The format is the one that the model's chat template teaches it. Calls are made by a grammar, so that names and
-arguments are always legal; where the model may choose, the grammar lets it write any text, and takes over where a call
+arguments are always valid; where the model may choose, the grammar lets it write any text, and takes over where a call
 begins.
 """
 
@@ -112,7 +112,7 @@ def format_of(tokenizer: Any, given: str) -> ToolFormat:
     found = next((each for each in FORMATS.values() if any(sign in template for sign in each.signs)), None)
     if found is None:
         raise ApiError(
-            f"how this model calls tools is not known: the server's operator can say it by --tool-format, legal are "
+            "the format of this model's tool calls is unknown: start the server with --tool-format, one of "
             f"{', '.join(FORMATS)}",
             param="tools",
         )
@@ -268,10 +268,10 @@ def _checked(tools: Sequence[Tool]) -> list[Function]:
     """
     functions = [each.function for each in tools]
     if len({each.name for each in functions}) < len(functions):
-        raise ApiError("tools has two functions with one name: legal are different names", param="tools")
+        raise ApiError("tools: expected functions with different names, got one name twice", param="tools")
     for each in functions:
         if each.parameters.get("type", "object") != "object":
-            raise ApiError(f"the parameters of {each.name}: legal is a schema of type object", param="tools")
+            raise ApiError(f"the parameters of {each.name}: expected a schema of type object", param="tools")
     return functions
 
 
@@ -319,7 +319,7 @@ def template_calls(message: Message) -> list[dict[str, Any]]:
             arguments = None
         if not isinstance(arguments, dict):
             raise ApiError(
-                f"the arguments of a call of {quoted(call.function.name)} are no JSON object", param="messages"
+                f"the arguments of a call of {quoted(call.function.name)} are not a JSON object", param="messages"
             )
         function = {"name": call.function.name, "arguments": arguments}
         made.append({"id": call.id, "type": "function", "function": function})

@@ -87,7 +87,7 @@ class Auto(StopperBase):
         catches_up: bool = True,
     ) -> None:
         if not 1 <= limit <= MAX_LENGTH:
-            raise UserError(f"the limit of stopper auto is {limit}: legal are 1 to {MAX_LENGTH}")
+            raise UserError(f"stopper auto: expected a limit of 1 to {MAX_LENGTH}, got {limit}")
         super().__init__(name, limit)
         self.costs = LearnedCosts() if costs is None else costs
         self.assumed = assumed

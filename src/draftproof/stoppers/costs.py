@@ -411,7 +411,7 @@ def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
     made = {int(size): (float(start), float(slope)) for size, (start, slope) in found.items()}
     for size, line in made.items():
         if size < 1 or not all(0 <= figure < math.inf for figure in line):
-            raise ValueError(f"costs {line} for {size} requests: legal are finite numbers, 0 or more")
+            raise ValueError(f"expected finite costs, 0 or more, got {line} for {size} requests")
     return made
 
 

@@ -38,7 +38,7 @@ def check_threshold(name: str, threshold: float) -> None:
         UserError: naming the stopper and the value.
     """
     if not 0 < threshold < 1:
-        raise UserError(f"the threshold of stopper {name} is {threshold:g}: legal is 0 < threshold < 1")
+        raise UserError(f"stopper {name}: expected 0 < threshold < 1, got {threshold:g}")
 
 
 class Confidence(StopperBase):

@@ -73,7 +73,7 @@ def cluster_answers(
         UserError: the cluster cannot be reached, or no worker can load the model.
     """
     if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}: legal is 1 or more")
+        raise UserError(f"workers: expected 1 or more, got {workers}")
 
     def answers(given: Iterable[Row]) -> Generator[list[Result], None, None]:
         with _connected(address):

@@ -197,7 +197,7 @@ def deployment(
     """
     if replicas < 1 or (max_replicas is not None and max_replicas < replicas):
         raise UserError(
-            f"replicas is {replicas} and max_replicas {max_replicas}: legal is 1 <= replicas <= max_replicas"
+            f"expected 1 <= replicas <= max_replicas, got replicas={replicas} and max_replicas={max_replicas}"
         )
     settings, options = settings or Settings(), dict(engine or {})
     batch = int(options.get("max_batch", 8))

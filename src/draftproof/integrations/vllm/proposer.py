@@ -35,7 +35,7 @@ class Proposer:
         vllm_config: vLLM's `VllmConfig`.
 
     Raises:
-        UserError: an option that is not legal, or a stopper that needs the probabilities of a draft model.
+        UserError: an invalid option, or a stopper that needs the probabilities of a draft model.
     """
 
     def __init__(self, vllm_config: Any) -> None:
