@@ -260,7 +260,8 @@ def test_a_request_that_fills_its_own_lexer_fails_and_the_grammar_is_made_again(
 def test_slow_masks_wear_a_grammar_out(few_states, monkeypatch):
     monkeypatch.setattr("draftproof.grammar._SLOW_MASK", 0.0)
     monkeypatch.setattr("draftproof.grammar._MOST_GROWTH", 0.0)
-    few_states.constraint("regex:[ab]{3}").allowed([], [()])
+    constraint = few_states.constraint("regex:[ab]{3}")
+    constraint.allowed([], [()])
     kept = few_states._compiled["regex:[ab]{3}"]
     few_states.constraint("regex:[ab]{3}")
     assert few_states._compiled["regex:[ab]{3}"] is not kept

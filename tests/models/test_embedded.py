@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftproof.embedded import draft_dir, target_dir
 
 ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "tests" / "data" / "stories260K"
+SOURCE = ROOT / "tests" / "support" / "data" / "stories260K"
 SCRIPT = ROOT / "scripts" / "convert_stories260k.py"
 
 # The greedy sample that upstream's stories260K.md publishes.

@@ -619,7 +619,7 @@ def test_lines_that_do_not_fit_are_counted():
 
 @pytest.mark.parametrize("name", ["max_per_key", "max_connections", "stuck_timeout"])
 def test_limits_out_of_range_are_refused(name):
-    with pytest.raises(UserError, match=f"{name} is -1"):
+    with pytest.raises(UserError, match=f"{name}: expected .* or more, got -1"):
         Settings(**{name: -1.0 if name == "stuck_timeout" else -1})
 
 

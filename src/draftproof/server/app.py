@@ -179,7 +179,11 @@ class Server:
         """The answer to a request to /detokenize."""
         size, most = self.engine.target.vocab_size, self.context or _MOST_IDS
         if len(body.tokens) > most:
-            raise ApiError(f"tokens: expected at most {most} ids, got {len(body.tokens)}", param="tokens")
+            raise ApiError(
+                f"tokens: expected at most {most} ids, got {len(body.tokens)}",
+                param="tokens",
+                code="context_length_exceeded" if self.context else None,
+            )
         bad = next((each for each in body.tokens if not 0 <= each < size), None)
         if bad is not None:
             raise ApiError(f"tokens: expected ids from 0 to {size - 1}, got {bad}", param="tokens")

@@ -318,7 +318,7 @@ class Reader:
             formed = not isinstance(body.response_format, TextFormat | None)
             return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
         except UserError as error:
-            name = str(error).partition(" ")[0]
+            name = str(error).partition(":")[0]  # of a field, in messages of SamplingParams
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
     def _check_sizes(
