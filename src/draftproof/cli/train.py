@@ -83,8 +83,8 @@ KIND = Options(
     only=("kind",),
     help={
         "kind": "What the head predicts: acceptance is Pr(accepted), for the stopper acceptance; log_ratio is "
-        "log(p/q), for the stopper ratio; sprinter is SPRINTER's small verifier, for the stopper approximate. With the rule "
-        "last_token it is LOSSY: it changes the output distribution."
+        "log(p/q), for the stopper ratio; sprinter is SPRINTER's small verifier, for the stopper approximate. With the "
+        "rule last_token it is LOSSY: it changes the output distribution."
     },
 )
 TRIALS = Options(
