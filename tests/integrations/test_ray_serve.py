@@ -139,7 +139,7 @@ def test_a_request_that_ends_replicas_is_not_passed_round(ends, more, status, as
     import asyncio
 
     from draftproof.integrations.ray.service import Front
-    from draftproof.server.access import Keys
+    from draftproof.server.auth import Keys
 
     async def post(key):
         app = Front(handle, Settings(), Keys(["a-key-of-some-length"]), 8).__serve_build_asgi_app__()

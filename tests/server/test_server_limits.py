@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.errors import RequestError
 from draftproof.server import schemas
-from draftproof.server.access import Keys, read_keys
-from draftproof.server.answers import CompletionForm
 from draftproof.server.app import Stream
+from draftproof.server.auth import Keys, read_keys
+from draftproof.server.responses import CompletionForm
 from draftproof.server.run import bind
 from draftproof.server.settings import Settings, served_name
 from support.raw_http import KEY, OTHER, Slow, address, connected, descriptors, raw, serve
@@ -365,7 +365,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     compared = []
     compare = hmac.compare_digest
     monkeypatch.setattr(
-        "draftproof.server.access.hmac.compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b)
+        "draftproof.server.auth.hmac.compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b)
     )
     assert Keys([KEY, OTHER]).allow(f"Bearer {KEY}")
     assert len(compared) == 2, "every key is compared, also after the one that fits"

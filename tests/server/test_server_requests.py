@@ -13,10 +13,10 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.engine.request import Request
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
-from draftproof.server.access import allowed_hosts, is_allowed_host, read_keys
-from draftproof.server.answers import Answer, TokenText
+from draftproof.server.auth import allowed_hosts, is_allowed_host, read_keys
 from draftproof.server.errors import ApiError
-from draftproof.server.reading import Question
+from draftproof.server.parse_request import ParsedRequest
+from draftproof.server.responses import Answer, TokenText
 from draftproof.server.settings import Settings
 from support.raw_http import Slow
 from support.serving import STORY, error_of, post, running, small_engine, until
@@ -79,7 +79,7 @@ def test_bad_words_do_what_they_do_in_python(engine, base):
     ids=range(5),
 )
 def test_limits_are_by_what_a_request_costs(monkeypatch, fields, param):
-    monkeypatch.setattr("draftproof.server.reading._MOST_LOGPROBS_MADE", 400_000)
+    monkeypatch.setattr("draftproof.server.parse_request._MOST_LOGPROBS_MADE", 400_000)
     with running(small_engine()) as (base, _):
         error = error_of(post(base, **fields))
     assert error["param"] == param
@@ -451,14 +451,14 @@ def test_byte_tokens_keep_their_own_entries_in_the_top():
     broken = [each for each in range(len(tokenizer)) if "\N{REPLACEMENT CHARACTER}" in text(each)][:4]
     assert len({text(each) for each in broken}) == 1, "else the test says nothing"
     (letter,) = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
-    question = Question(((1,),), (None,), SamplingParams(logprobs=5))
-    answer = Answer("x", "y", question, text, with_ids=False)
+    parsed = ParsedRequest(((1,),), (None,), SamplingParams(logprobs=5))
+    answer = Answer("x", "y", parsed, text, with_ids=False)
     names = answer.keys_of([*broken, letter])
     assert len(set(names)) == 5
     assert all(re.fullmatch(r"bytes:(\\x[0-9a-f]{2})+", each) for each in names[:4])
     assert names[4] == text(letter)
     entry = TokenLogprob(broken[0], -3.0, 9, tuple((each, -1.0 - place) for place, each in enumerate(broken[1:])))
-    from draftproof.server.answers import _completion_logprobs
+    from draftproof.server.responses import _completion_logprobs
 
     made = _completion_logprobs(answer, [entry], 0)
     assert len(made.top_logprobs[0]) == 4
@@ -470,8 +470,8 @@ def test_tokens_of_one_text_have_names_of_their_own(engine):
         def __call__(self, token):  # noqa: ARG002
             return "same"
 
-    question = Question(((1,),), (None,), SamplingParams(logprobs=5))
-    answer = Answer("x", "y", question, Same(engine.tokenizer), with_ids=False)
+    parsed = ParsedRequest(((1,),), (None,), SamplingParams(logprobs=5))
+    answer = Answer("x", "y", parsed, Same(engine.tokenizer), with_ids=False)
     assert answer.keys_of([7, 5, 7, 6]) == ["same", "token_id:5", "same", "token_id:6"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from draftproof import Engine, SamplingParams
 from draftproof.errors import UserError
-from draftproof.server.reading import messages_of
+from draftproof.server.parse_request import messages_of
 from draftproof.server.schemas import Function, Message
 from draftproof.server.settings import Settings
 from draftproof.server.tools import FORMATS, ToolReader, ToolSet, template_tools

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import httpx
 
 from draftproof import Engine
-from draftproof.server.access import allowed_hosts
 from draftproof.server.app import Server, make_app
+from draftproof.server.auth import allowed_hosts
 from draftproof.server.run import bind, prepared
 from draftproof.server.settings import Settings
 

@@ -13,9 +13,9 @@ from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.provenance import digest
-from draftproof.server.answers import Answer, ChatForm, CompletionForm, Form, TokenText
 from draftproof.server.errors import ApiError
-from draftproof.server.reading import Reader, refuse_other_model, refuse_stream_options, validated
+from draftproof.server.parse_request import RequestParser, refuse_other_model, refuse_stream_options, validated
+from draftproof.server.responses import Answer, ChatForm, CompletionForm, Form, TokenText
 from draftproof.server.schemas import ChatBody, CompletionBody, SamplingFields
 from draftproof.server.settings import Settings
 from draftproof.server.worker import explained, pieces_of
@@ -37,7 +37,7 @@ class OpenAIRows:
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._options = options
         settings = Settings(max_tokens_limit=options.max_tokens_limit, tool_format=options.tool_format)
-        self._reader = Reader(engine, settings, str, threading.RLock())
+        self._parser = RequestParser(engine, settings, str, threading.RLock())
         self._token_text = TokenText(engine.tokenizer)
 
     def ask(self, row: Row) -> Asked:
@@ -53,19 +53,19 @@ class OpenAIRows:
         if body.stream:
             raise ApiError("stream is true: lines of a batch are answered whole, so leave it out", param="stream")
         refuse_stream_options(body)
-        question = self._reader.question(body)
+        parsed = self._parser.parse(body)
         if body.seed is None and self._options.seed is not None:
             seed = row_seed(self._options.seed, row.id)
-            question = replace(question, params=replace(question.params, seed=seed))
+            parsed = replace(parsed, params=replace(parsed.params, seed=seed))
         answer = Answer.to(
-            body, question, name=f"{name}-{self._name(row)}", model=self._options.model, token_text=self._token_text
+            body, parsed, name=f"{name}-{self._name(row)}", model=self._options.model, token_text=self._token_text
         )
         return Asked(
-            [list(each) for each in question.prompts],
-            question.params,
-            list(question.prediction) or None,
+            [list(each) for each in parsed.prompts],
+            parsed.params,
+            list(parsed.prediction) or None,
             body.speculation,
-            question.constraint,
+            parsed.constraint,
             more=(answer, form()),
         )
 

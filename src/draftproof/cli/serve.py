@@ -39,8 +39,8 @@ def serve(
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'draftproof[serve]'")
-    from draftproof.server.access import allowed_hosts, read_keys
     from draftproof.server.app import Server, make_app
+    from draftproof.server.auth import allowed_hosts, read_keys
     from draftproof.server.logs import start_logging
     from draftproof.server.run import address, bind, use_template
     from draftproof.server.run import serve as serve_app

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from draftproof.server.errors import ApiError
-from draftproof.server.reading import validated
+from draftproof.server.parse_request import validated
 from draftproof.server.schemas import Body
 
 _Read = TypeVar("_Read", bound=Body)

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftproof.server.access import Access, Keys
+from draftproof.server.auth import Access, Keys
 from draftproof.server.errors import ApiError, stopping
 
 _TRIES = 2  # servers that a request is sent to at most, where the first ends before it answers

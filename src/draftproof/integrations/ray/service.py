@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
-from draftproof.server.access import Keys
 from draftproof.server.app import Server, make_app
+from draftproof.server.auth import Keys
 from draftproof.server.entrance import Asked, Entrance, Lost, answered, refusal, whole
 from draftproof.server.logs import start_logging
 from draftproof.server.metrics import together

@@ -50,7 +50,7 @@ _Read = TypeVar("_Read", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class Question:
+class ParsedRequest:
     """What a request asks of the engine.
 
     Attributes:
@@ -72,7 +72,7 @@ class Question:
     constraint: Constraint | None = None
 
 
-class Reader:
+class RequestParser:
     """Reads bodies for one engine.
 
     Args:
@@ -91,8 +91,8 @@ class Reader:
     ) -> None:
         self._engine, self._settings, self._shown, self._lock = engine, settings, shown, lock
 
-    def question(self, body: SamplingFields) -> Question:
-        """The question of a request for completions.
+    def parse(self, body: SamplingFields) -> ParsedRequest:
+        """Parse a request for completions.
 
         Raises:
             ApiError: see `completion` and `chat`.
@@ -102,8 +102,8 @@ class Reader:
         assert isinstance(body, CompletionBody), "the other one of two kinds"
         return self.completion(body)
 
-    def completion(self, body: CompletionBody) -> Question:
-        """The question of a request to /v1/completions.
+    def completion(self, body: CompletionBody) -> ParsedRequest:
+        """Parse a request to /v1/completions.
 
         Raises:
             ApiError: a value that cannot be used; it names the field.
@@ -118,10 +118,10 @@ class Reader:
         prompts = tuple(ids for _, ids in read)
         self._refuse_large(body, params, prompts, sum(map(len, prompts)) * params.n)
         prediction = self._prediction(body.prediction)
-        return Question(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
+        return ParsedRequest(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
 
-    def chat(self, body: ChatBody) -> Question:
-        """The question of a request to /v1/chat/completions.
+    def chat(self, body: ChatBody) -> ParsedRequest:
+        """Parse a request to /v1/chat/completions.
 
         Raises:
             ApiError: as above.
@@ -142,7 +142,7 @@ class Reader:
         _, ids = self.chat_prompt(body.messages, shown)
         self._refuse_large(body, params, (ids,), len(ids))
         prediction = self._prediction(body.prediction)
-        return Question((ids,), (None,), params, prediction, tools, self._words(params), constraint)
+        return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
         """Text and token ids of a chat.
