@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.errors import NoTokenError, UserError, is_panic, reason
 from draftproof.grammar_check import BusyError, Checker, Cost
@@ -78,7 +79,7 @@ class _Compiled:
             self._forget()
 
 
-class Matcher:
+class Matcher(Constraint):
     """Where an answer stands in a grammar; it is moved from context to context by taking tokens back.
 
     A grammar with `max_tokens` or `stop` cannot take tokens back. Its matcher is copied from one that has read the
@@ -101,20 +102,22 @@ class Matcher:
         self._base, self._base_read = self._grammar.matcher(), list[int]()  # it never reads drafted tokens
         self._masks: dict[tuple[int, ...], Bool[Tensor, " vocab"]] = {}
 
+    @override
     def fresh(self) -> Matcher:
-        """See Constraint."""
         return Matcher(self._grammar, self._vocab_size, tuple(self._ends))
 
+    @override
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
-        """See Constraint.
+        """The rows after each path.
 
         Raises:
             NoTokenError: the committed tokens do not fit the grammar, or llguidance cannot follow it any further.
         """
         return self._followed(lambda: torch.stack([self._mask(output_ids, tuple(path)) for path in paths]), output_ids)
 
+    @override
     def forced(self, output_ids: Sequence[int]) -> list[int]:
-        """See Constraint.
+        """The tokens that must come next.
 
         Raises:
             NoTokenError: as `allowed`.

@@ -36,6 +36,11 @@ BODIES = {
 FIELDS = {"type", "text", "content", "role", "regex", "schema", "json_schema", "include_usage", "1"}
 
 
+@pytest.fixture
+def engine():
+    return small_engine(max_batch=2)
+
+
 def events_of(answer):
     return [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
 
@@ -381,7 +386,7 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="expected one API key per line"):
         read_keys(file)
     file.write_text("short")
-    with pytest.raises(UserError, match="less than 16"):
+    with pytest.raises(UserError, match="expected API keys of 16 or more characters"):
         read_keys(file)
     with pytest.raises(UserError, match="cannot read API keys"):
         read_keys(tmp_path / "none")

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from draftproof.batch.rows import Asked, RowOptions, Values, row_seed
+from typing_extensions import override
+
+from draftproof.batch.rows import Asked, RowForm, RowOptions, Values, row_seed
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
@@ -26,7 +28,7 @@ _FORMS: dict[str, tuple[type[ChatBody | CompletionBody], type[ChatForm | Complet
 }
 
 
-class OpenAIRows:
+class OpenAIRows(RowForm):
     """Rows with custom_id, method, url and body, answered in the shape of OpenAI's output files.
 
     Args:
@@ -40,8 +42,8 @@ class OpenAIRows:
         self._parser = RequestParser(engine, settings, str, threading.RLock())
         self._token_text = TokenText(engine.tokenizer)
 
+    @override
     def ask(self, row: Row) -> Asked:
-        """See RowForm."""
         method, url = row.values.get("method"), row.values.get("url")
         if method != "POST":
             raise ApiError(f"method: expected POST, got {str(method)[:20]!r}", param="method")
@@ -69,8 +71,9 @@ class OpenAIRows:
             more=(answer, form()),
         )
 
+    @override
     def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
-        """See RowForm: one row, whose choices are the continuations."""
+        """One row, whose choices are the continuations."""
         error = next((each.error for each in requests if each.error is not None), None)
         if error is not None:
             return [self.refused(row, error)], True
@@ -81,8 +84,8 @@ class OpenAIRows:
             answer.add(pieces_of(request, index))
         return [self._row(row, 200, form.whole(answer).model_dump(mode="json"))], False
 
+    @override
     def refused(self, row: Row, error: BaseException) -> Values:
-        """See RowForm."""
         told = error if isinstance(error, ApiError) else explained(error, str)
         return self._row(row, told.status, told.body())
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from draftproof.batch.source import PROMPT_KEYS, Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.prompts import Prompt
@@ -104,7 +106,7 @@ def row_seed(seed: int, name: str | int) -> int:
     return fold(seed, int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:8])) >> 1
 
 
-class PromptRows:
+class PromptRows(RowForm):
     """Rows with a prompt: a text, token ids, or the messages of a chat.
 
     Args:
@@ -123,8 +125,8 @@ class PromptRows:
         if self._chats and not template:
             raise UserError("the model has no chat template: leave out --chat and --system, or name a --chat-template")
 
+    @override
     def ask(self, row: Row) -> Asked:
-        """See RowForm."""
         given = [key for key in PROMPT_KEYS if row.values.get(key) is not None]
         if len(given) != 1:
             raise UserError(
@@ -152,8 +154,9 @@ class PromptRows:
             return value
         raise UserError(f"the row's {key}: expected a text or a list of token ids")
 
-    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:  # noqa: ARG002
-        """See RowForm: a row for each continuation."""
+    @override
+    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
+        """A row for each continuation."""
         return [self._output(row, each) for each in requests], any(each.error is not None for each in requests)
 
     def _output(self, row: Row, request: Request) -> Values:
@@ -177,8 +180,8 @@ class PromptRows:
             made["prompt_logprobs"] = [None, *map(_score, request.prompt_logprobs)]
         return made
 
+    @override
     def refused(self, row: Row, error: BaseException) -> Values:
-        """See RowForm."""
         return self._row(row, error=str(error) if isinstance(error, UserError) else f"unexpected {error!r}")
 
     def _row(self, row: Row, index: int = 0, **values: Any) -> Values:

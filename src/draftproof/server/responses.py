@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi.sse import format_sse_event
+from typing_extensions import override
 
 from draftproof.draft import Origin
 from draftproof.sampling import TokenLogprob
@@ -245,13 +246,13 @@ class Form(Protocol):
         ...
 
 
-class CompletionForm:
+class CompletionForm(Form):
     """Answers of /v1/completions."""
 
     object = "text_completion"
 
+    @override
     def whole(self, answer: Answer) -> CompletionAnswer:
-        """See Form."""
         choices = [
             CompletionChoice(
                 index=index,
@@ -269,14 +270,14 @@ class CompletionForm:
             id=answer.id, created=answer.created, model=answer.model, choices=choices, usage=answer.usage
         )
 
+    @override
     def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """See Form."""
         for index in range(len(answer.continuations)):
             if answer.echo:
                 yield {"index": index, "text": answer.echoed(index), "logprobs": None, "finish_reason": None}
 
+    @override
     def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
-        """See Form."""
         each = answer.continuations[piece.index]
         found = _completion_logprobs(answer, piece.logprobs, each.characters)
         each.characters += sum(len(answer.token_text(one.token_id)) for one in piece.logprobs)
@@ -290,13 +291,13 @@ class CompletionForm:
         }
 
 
-class ChatForm:
+class ChatForm(Form):
     """Answers of /v1/chat/completions."""
 
     object = "chat.completion.chunk"
 
+    @override
     def whole(self, answer: Answer) -> ChatAnswer:
-        """See Form."""
         choices = []
         for index, each in enumerate(answer.continuations):
             text, calls = (each.text, []) if each.tools is None else each.tools.read(each.text, last=True)
@@ -320,15 +321,15 @@ class ChatForm:
             prompt_logprobs=_prompt_logprobs(answer, 0),
         )
 
+    @override
     def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """See Form."""
         for index in range(len(answer.continuations)):
             tools = answer.parsed.tools
             delta = {"role": "assistant", "content": None if tools is not None and tools.must else ""}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    @override
     def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
-        """See Form."""
         found = _chat_logprobs(answer, piece.logprobs)
         each = answer.continuations[piece.index]
         text, calls = piece.text, list[CallPart]()

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, no_type_check
 
+from typing_extensions import override
+
 from draftproof.finish import overlap
 from draftproof.sampling import SamplingParams
 from draftproof.server.errors import ApiError, quoted
@@ -211,8 +213,8 @@ class ToolParams(SamplingParams):
         return cls(**{each.name: getattr(params, each.name) for each in fields(SamplingParams)}, begins=begins)
 
     @property
+    @override
     def form(self) -> re.Pattern[str]:
-        """See SamplingParams."""
         return re.compile(self.begins)
 
 
