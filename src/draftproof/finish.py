@@ -198,7 +198,8 @@ class Cutter:
         self._append(text + self._decoder.flush() if self.finish else text)
 
     def _end(self, finish: Finish, reason: int | str | None) -> None:
-        self.finish, self.stop_reason = finish, reason
+        self.finish = finish
+        self.stop_reason = reason
 
     def _append(self, fresh: str) -> None:
         """Add text, and end it at a stop string that the new text completes."""

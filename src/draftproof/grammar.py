@@ -50,7 +50,9 @@ class _Compiled:
     """
 
     def __init__(self, make: Callable[[], Any], cost: Cost, forget: Callable[[], None] = lambda: None) -> None:
-        self._make, self.cost, self._forget = make, cost, forget
+        self._make = make
+        self.cost = cost
+        self._forget = forget
         self._matcher = make()
         self.users = 0  # requests
         self._growth = 0.0  # seconds of masks that were slow
@@ -92,14 +94,19 @@ class Matcher(Constraint):
     """
 
     def __init__(self, grammar: _Compiled, vocab_size: int, ends: Sequence[int]) -> None:
-        self._grammar, self._vocab_size, self._ends = grammar, vocab_size, frozenset(ends)
+        self._grammar = grammar
+        self._vocab_size = vocab_size
+        self._ends = frozenset(ends)
         self._output: list[int] = []
         self._goes_back = True
         self._begin()
 
     def _begin(self) -> None:
-        self._matcher, self._read = self._grammar.matcher(), list[int]()
-        self._base, self._base_read = self._grammar.matcher(), list[int]()  # it never reads drafted tokens
+        self._matcher = self._grammar.matcher()
+        self._read = list[int]()
+        # it never reads drafted tokens
+        self._base = self._grammar.matcher()
+        self._base_read = list[int]()
         self._masks: dict[tuple[int, ...], Bool[Tensor, " vocab"]] = {}
 
     @override
@@ -201,11 +208,13 @@ class Matcher(Constraint):
     def _restart(self, context: list[int]) -> None:
         """Begin anew from what was committed."""
         if _common(self._base_read, context) < len(self._base_read):  # a failed round took committed tokens back
-            self._base, self._base_read = self._grammar.matcher(), []
+            self._base = self._grammar.matcher()
+            self._base_read = []
         rest = self._output[len(self._base_read) : _common(self._output, context)]
         if rest:
             self._base_read += rest[: self._base.try_consume_tokens(rest)]
-        self._matcher, self._read = self._base.deep_copy(), list(self._base_read)
+        self._matcher = self._base.deep_copy()
+        self._read = list(self._base_read)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -246,7 +255,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, checker: Checker | None = None) -> None:
-        self._tokenizer, self._vocab_size, self._checker = tokenizer, vocab_size, checker
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._checker = checker
         self._lock = threading.Lock()
         self._compiled: dict[str, _Compiled] = {}
         self._held: weakref.WeakSet[_Compiled] = weakref.WeakSet()

@@ -83,7 +83,7 @@ def test_limits_are_by_what_a_request_costs(monkeypatch, fields, param):
     with running(small_engine()) as (base, _):
         error = error_of(post(base, **fields))
     assert error["param"] == param
-    assert re.search(r"expected at most \d+", error["message"])
+    assert re.search(r"expected .*at most \d+", error["message"])
 
 
 def test_log_probabilities_of_a_prompt_are_computed_once_for_all_choices(base, monkeypatch):
@@ -539,4 +539,4 @@ def test_tokens_become_text_outside_the_event_loop(base, monkeypatch):
     assert post(base, "/detokenize", tokens=[5, 6, 7]).status_code == 200
     assert post(base, "/tokenize", prompt="a b c", return_token_strs=True).status_code == 200
     assert seen
-    assert all("worker" in name.lower() for name in seen), seen
+    assert all(name == "reading" or "worker" in name.lower() for name in seen), seen

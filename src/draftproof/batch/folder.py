@@ -57,8 +57,12 @@ class AnswerFolder:
             raise UserError(f"format: expected {' or '.join(FORMATS)}, got {form!r}")
         if form == "parquet":
             require_pyarrow("writing parquet")
-        self.path, self._form, self._names, self._integers = path, form, tuple(names), integers
-        self._most, self._seconds = rows_per_file, save_every
+        self.path = path
+        self._form = form
+        self._names = tuple(names)
+        self._integers = integers
+        self._most = rows_per_file
+        self._seconds = save_every
         self._rows: list[Values] = []
         self._saved = time.monotonic()
         self._settings = dict(settings)

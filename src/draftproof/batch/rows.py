@@ -118,7 +118,8 @@ class PromptRows(RowForm):
     """
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
-        self._engine, self._options = engine, options
+        self._engine = engine
+        self._options = options
         self._params = replace(engine.default_params, **dict(options.sampling))
         template = bool(getattr(engine.tokenizer, "chat_template", None))
         self._chats = options.system is not None or (template if options.chat is None else options.chat)

@@ -73,7 +73,8 @@ class Source:
     def _open(self) -> None:
         """Read all ids, and whatever else is the same for all rows."""
         seen: Counter[str] = Counter()
-        self.lines, self.integers = False, True
+        self.lines = False
+        self.integers = True
         for number, values in enumerate(self._values(("id", *LINE_KEYS, *PROMPT_KEYS))):
             if number == 0:
                 self.lines = "custom_id" in values and "url" in values
@@ -139,7 +140,9 @@ class _Unchanged:
     """
 
     def __init__(self, file: BinaryIO, digest: str, path: Path) -> None:
-        self._file, self._digest, self._path = file, digest, path
+        self._file = file
+        self._digest = digest
+        self._path = path
         self._seen: tuple[int, int] | None = None
         self.check()
 

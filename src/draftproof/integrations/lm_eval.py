@@ -78,9 +78,14 @@ class DraftproofLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, max_batch=batch, **options
         )
         self.tokenizer = load_tokenizer(models.obtain(name), trust_remote_code=trust_remote_code)
-        self._name, self._batch, self._device = name, batch, self.engine.target.device
+        self._name = name
+        self._batch = batch
+        self._device = self.engine.target.device
         self._length = max_length or self.engine.target.max_positions or _DEFAULT_LENGTH
-        self._most, self._bos, self._prefix, self._seed = max_gen_toks, add_bos_token, prefix_token_id, seed
+        self._most = max_gen_toks
+        self._bos = add_bos_token
+        self._prefix = prefix_token_id
+        self._seed = seed
 
     @property
     def eot_token_id(self) -> int:

@@ -155,8 +155,11 @@ class Processors(ScoreProcessor):
     """
 
     def __init__(self, processors: Any, prefix: Sequence[int], *, row: int, batch: int, device: torch.device) -> None:
-        self._processors, self._prefix, self._device = processors, list(prefix), device
-        self._row, self._batch = row, batch
+        self._processors = processors
+        self._prefix = list(prefix)
+        self._device = device
+        self._row = row
+        self._batch = batch
         self._alike = batch == 1 or all(
             type(each).__name__ in _ROW_BY_ROW and type(each).__module__.startswith("transformers.")
             for each in processors

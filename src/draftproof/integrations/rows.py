@@ -81,7 +81,9 @@ class CriteriaCutter(Cutter):
         self, params: SamplingParams, criteria: Sequence[Any], prefix: Sequence[int], device: torch.device
     ) -> None:
         super().__init__(params)
-        self._criteria, self._ids, self._device = criteria, list(prefix), device
+        self._criteria = criteria
+        self._ids = list(prefix)
+        self._device = device
 
     def _push(self, token: int) -> None:
         super()._push(token)
@@ -185,7 +187,9 @@ class Rows:
         ends: Ends,
         pad: int | None,
     ) -> None:
-        self._engine, self._input_ids, self._pad = engine, input_ids, pad
+        self._engine = engine
+        self._input_ids = input_ids
+        self._pad = pad
         _refuse_too_long(engine, prompts, ends.max_length - input_ids.shape[1])
         self._requests: list[Request] = []
         try:

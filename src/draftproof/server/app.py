@@ -56,7 +56,9 @@ class Server:
     """
 
     def __init__(self, engine: DecodingLoop, settings: Settings, model: str, hidden: Sequence[str] = ()) -> None:
-        self.engine, self.settings, self.model = engine, settings, model
+        self.engine = engine
+        self.settings = settings
+        self.model = model
         # a name without a place in a file system is no secret, and may be part of other words
         self._hidden = [name for name in hidden if name != model and {*name} & {"/", "\\", ":"}]
         self.metrics = Metrics(model)
@@ -294,7 +296,8 @@ class Stream(EventSourceResponse):
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None], *, seconds: float) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._ended, self._seconds = ended, seconds
+        self._ended = ended
+        self._seconds = seconds
 
     async def stream_response(self, send: Send) -> None:
         """Send the events; `ended` is called however this ends."""

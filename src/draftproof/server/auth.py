@@ -128,9 +128,12 @@ class Access:
         seconds: float,
         hosts: Sequence[str] | None = None,
     ) -> None:
-        self._app, self._max_body, self._hosts = app, max_body, hosts
+        self._app = app
+        self._max_body = max_body
+        self._hosts = hosts
         self._keys = keys if isinstance(keys, Keys) else Keys(keys)
-        self._at_once, self._seconds = at_once, seconds
+        self._at_once = at_once
+        self._seconds = seconds
         self._now = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -73,7 +73,9 @@ class Entrance:
         at_once: int,
         read_timeout: float,
     ) -> None:
-        self._passed, self._shown, self._max_body = passed, shown, max_body
+        self._passed = passed
+        self._shown = shown
+        self._max_body = max_body
         self._app = Access(self._run, keys, max_body=max_body, at_once=at_once, seconds=read_timeout)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -42,7 +42,10 @@ class ApiError(Exception):
         if len(message) > _LONGEST:
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 + 5 :]}"
         super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
 
     @property

@@ -89,7 +89,10 @@ class RequestParser:
         shown: Callable[[str], str],
         lock: AbstractContextManager[Any],
     ) -> None:
-        self._engine, self._settings, self._shown, self._lock = engine, settings, shown, lock
+        self._engine = engine
+        self._settings = settings
+        self._shown = shown
+        self._lock = lock
 
     def parse(self, body: SamplingFields) -> ParsedRequest:
         """Parse a request for completions.

@@ -70,7 +70,8 @@ class Continuation:
         if piece.origin is Origin.PREDICTION:
             self.predicted += piece.accepted
         if piece.finish_reason is not None:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+            self.finish_reason = piece.finish_reason
+            self.stop_reason = piece.stop_reason
 
 
 @dataclass

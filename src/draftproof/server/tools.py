@@ -394,7 +394,8 @@ class ToolReader:
             return said
         said, found, rest = self._rest.partition(marker)
         if found:
-            self._calls, self._rest = True, rest
+            self._calls = True
+            self._rest = rest
             return said
         held = 0 if last else overlap(said, marker)
         said, self._rest = said[: len(said) - held], said[len(said) - held :]
@@ -407,7 +408,8 @@ class ToolReader:
             return False
         self._part(CallPart(self.count, f"call_{uuid.uuid4().hex[:24]}", found[1]))
         self.count += 1
-        self._rest, self._depth = self._rest[found.end() + 1 :], 1
+        self._rest = self._rest[found.end() + 1 :]
+        self._depth = 1
         self._parts[self.count - 1].arguments = "{"
         return True
 
@@ -419,7 +421,8 @@ class ToolReader:
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
-                self._escaped, self._quoted = letter == "\\", letter != '"'
+                self._escaped = letter == "\\"
+                self._quoted = letter != '"'
             elif letter == '"':
                 self._quoted = True
             elif letter in "{}[]":

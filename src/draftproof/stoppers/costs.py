@@ -60,7 +60,9 @@ class Line:
         self.assumed = (start, slope)
         self.kept = kept
         self.doubts = 0  # newest figures in a row that contradict the line
-        self.unit, self._least, self._floor = unit, least, floor
+        self.unit = unit
+        self._least = least
+        self._floor = floor
         self._size = size
         self.figures: list[tuple[Mean, Mean, float]] = []  # x, number of drafted tokens, y
         self._fitted: tuple[float, float] | None = (start, slope)

@@ -97,7 +97,8 @@ class Entropy(StopperBase):
     ) -> None:
         check_threshold("entropy", threshold)
         super().__init__(f"entropy:{threshold:g}", limit)
-        self._gamma, self._goal = gamma, goal
+        self._gamma = gamma
+        self._goal = goal
         self._start = (threshold, goal)
         self._moving: dict[int, tuple[float, float]] = {}
 

@@ -174,7 +174,10 @@ class _Pool:
     def __init__(
         self, make: Callable[[], Any], engine: Mapping[str, Any], options: RowOptions, pieces: Iterator[_Piece]
     ) -> None:
-        self._make, self._engine, self._options, self._pieces = make, engine, options, pieces
+        self._make = make
+        self._engine = engine
+        self._options = options
+        self._pieces = pieces
         self._again: deque[_Piece] = deque()
         self._tasks: dict[Any, tuple[Any, _Piece | None]] = {}  # by the reference of the result; None while it loads
         self._idle: list[Any] = []

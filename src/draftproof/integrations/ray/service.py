@@ -95,7 +95,8 @@ class Front:
 
     def __init__(self, replicas: Any, settings: Settings, keys: Keys, at_once: int) -> None:
         start_logging(as_json=settings.json_logs)
-        self._replicas, self._answer = replicas, replicas.options(stream=True).answer
+        self._replicas = replicas
+        self._answer = replicas.options(stream=True).answer
         self._entrance = Entrance(
             self._passed,
             self._metrics,
