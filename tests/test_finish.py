@@ -259,14 +259,14 @@ def test_a_stop_at_the_last_token_is_a_stop():
 def test_nothing_comes_after_the_end():
     ending = cutter(max_tokens=1)
     ending.cut(encode("x"))
-    with pytest.raises(ValueError, match="3 tokens came after the end"):
+    with pytest.raises(ValueError, match=r"expected no token after the end .*, got 3"):
         ending.cut([1, 2, 3])
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="no tokenizer"):
+    with pytest.raises(ValueError, match="without a tokenizer"):
         Cutter(SamplingParams(stop="x"))
-    with pytest.raises(ValueError, match="room for 0 tokens"):
+    with pytest.raises(ValueError, match="expected room for 1 or more tokens after the prompt, got 0"):
         Cutter(SamplingParams(), context_left=0)
 
 

@@ -464,9 +464,9 @@ def test_json_of_any_kind_and_lark(engine):
 @pytest.mark.parametrize(
     ("grammar", "message"),
     [
-        ("xml", "legal is json_object"),
-        ("regex:", "legal is json_object"),
-        (5, "legal is json_object"),
+        ("xml", "expected json_object"),
+        ("regex:", "expected json_object"),
+        (5, "expected json_object"),
         ("regex:a(", "grammar regex cannot be read"),
         ("lark:nothing", "grammar lark cannot be read"),
         ("json_schema:{", "grammar json_schema cannot be read"),
@@ -481,9 +481,9 @@ def test_grammars_that_are_none(engine, grammar, message):
 
 
 def test_what_does_not_go_with_a_grammar():
-    with pytest.raises(UserError, match="ignore_eos is True"):
+    with pytest.raises(UserError, match=r"ignore_eos: expected off with a grammar.*, got True"):
         SamplingParams(grammar="json_object", ignore_eos=True)
-    with pytest.raises(UserError, match="min_tokens is 3"):
+    with pytest.raises(UserError, match=r"min_tokens: expected off with a grammar.*, got 3"):
         SamplingParams(grammar="json_object", min_tokens=3)
     with pytest.raises(UserError, match="a tokenizer and an end token"):
         Engine(TableModel(3, 1)).add([0], SamplingParams(grammar="json_object"))

@@ -112,7 +112,10 @@ class Store:
     """
 
     def __init__(self, folder: str, version: object = "", *, most: int = 64, most_bytes: int = 1 << 30) -> None:
-        self._name, self._version, self._most, self._most_bytes = folder, version, most, most_bytes
+        self._name = folder
+        self._version = version
+        self._most = most
+        self._most_bytes = most_bytes
 
     @property
     def folder(self) -> Path:

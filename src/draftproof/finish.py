@@ -150,9 +150,9 @@ class Cutter:
         context_left: int | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
-            raise UserError(f"stop is {params.stop!r}, but there is no tokenizer to find it with: legal is ()")
+            raise UserError(f"stop: expected () without a tokenizer, got {params.stop!r}")
         if context_left is not None and context_left < 1:
-            raise UserError(f"the context has room for {context_left} tokens: legal is 1 or more; shorten the prompt")
+            raise UserError(f"expected room for 1 or more tokens after the prompt, got {context_left}: shorten it")
         self._params = params
         self._stops = tuple(params.stop)
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
@@ -176,7 +176,7 @@ class Cutter:
             ValueError: the generation has already ended.
         """
         if self.finish is not None:
-            raise ValueError(f"{len(emitted)} tokens came after the end ({self.finish}): no token may follow it")
+            raise ValueError(f"expected no token after the end ({self.finish}), got {len(emitted)}")
         before = self.count
         for token in emitted:
             self._push(token)
@@ -198,7 +198,8 @@ class Cutter:
         self._append(text + self._decoder.flush() if self.finish else text)
 
     def _end(self, finish: Finish, reason: int | str | None) -> None:
-        self.finish, self.stop_reason = finish, reason
+        self.finish = finish
+        self.stop_reason = reason
 
     def _append(self, fresh: str) -> None:
         """Add text, and end it at a stop string that the new text completes."""

@@ -1,7 +1,7 @@
 """Grammars that an answer must fit, by llguidance: one more transform, which masks the logits of every drafted context.
 
 A grammar is written as a text: `json_object`, `json_schema:SCHEMA`, `regex:PATTERN` or `lark:GRAMMAR`. After a context
-those tokens are legal that some fitting answer goes on with, and an end token where the answer is complete; where only
+the tokens are allowed with which some fitting answer goes on, and an end token where the answer is complete; where only
 one text can follow, the tokens that the tokenizer itself would write it with. The output distribution is that of the
 target with this mask, token by token, with and without drafts. JSON is written without blanks between its parts, unless
 the schema's own `x-guidance` says otherwise: small models would fill the answer with them.
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Bool
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.errors import NoTokenError, UserError, is_panic, reason
 from draftproof.grammar_check import BusyError, Checker, Cost
@@ -49,7 +50,9 @@ class _Compiled:
     """
 
     def __init__(self, make: Callable[[], Any], cost: Cost, forget: Callable[[], None] = lambda: None) -> None:
-        self._make, self.cost, self._forget = make, cost, forget
+        self._make = make
+        self.cost = cost
+        self._forget = forget
         self._matcher = make()
         self.users = 0  # requests
         self._growth = 0.0  # seconds of masks that were slow
@@ -78,7 +81,7 @@ class _Compiled:
             self._forget()
 
 
-class Matcher:
+class Matcher(Constraint):
     """Where an answer stands in a grammar; it is moved from context to context by taking tokens back.
 
     A grammar with `max_tokens` or `stop` cannot take tokens back. Its matcher is copied from one that has read the
@@ -91,30 +94,37 @@ class Matcher:
     """
 
     def __init__(self, grammar: _Compiled, vocab_size: int, ends: Sequence[int]) -> None:
-        self._grammar, self._vocab_size, self._ends = grammar, vocab_size, frozenset(ends)
+        self._grammar = grammar
+        self._vocab_size = vocab_size
+        self._ends = frozenset(ends)
         self._output: list[int] = []
         self._goes_back = True
         self._begin()
 
     def _begin(self) -> None:
-        self._matcher, self._read = self._grammar.matcher(), list[int]()
-        self._base, self._base_read = self._grammar.matcher(), list[int]()  # it never reads drafted tokens
+        self._matcher = self._grammar.matcher()
+        self._read = list[int]()
+        # it never reads drafted tokens
+        self._base = self._grammar.matcher()
+        self._base_read = list[int]()
         self._masks: dict[tuple[int, ...], Bool[Tensor, " vocab"]] = {}
 
+    @override
     def fresh(self) -> Matcher:
-        """See Constraint."""
         return Matcher(self._grammar, self._vocab_size, tuple(self._ends))
 
+    @override
     def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
-        """See Constraint.
+        """The rows after each path.
 
         Raises:
             NoTokenError: the committed tokens do not fit the grammar, or llguidance cannot follow it any further.
         """
         return self._followed(lambda: torch.stack([self._mask(output_ids, tuple(path)) for path in paths]), output_ids)
 
+    @override
     def forced(self, output_ids: Sequence[int]) -> list[int]:
-        """See Constraint.
+        """The tokens that must come next.
 
         Raises:
             NoTokenError: as `allowed`.
@@ -146,7 +156,7 @@ class Matcher:
         return self._masks[path]
 
     def _computed(self, context: list[int]) -> Bool[Tensor, " vocab"]:
-        """The mask after a context. Below a drafted token that is not legal, where no text gets, it is that above."""
+        """The mask after a context. Below a drafted token that is not allowed, it is the mask above."""
         taken = self._move(context)
         start = time.perf_counter()
         bias = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
@@ -160,7 +170,7 @@ class Matcher:
         if taken < len(context):
             refused = context[taken]
             if mask[refused] and refused not in self._ends:
-                raise _Stuck(f"token {refused} is legal, and cannot be read")
+                raise _Stuck(f"token {refused} is allowed but cannot be read")
             self._refuse_misfit(taken)
         return mask
 
@@ -173,7 +183,7 @@ class Matcher:
     def _refuse_misfit(self, taken: int) -> None:
         if taken < len(self._output):
             raise NoTokenError(
-                f"the answer does not fit its grammar: token {taken} of it is {self._output[taken]}, which is not legal"
+                f"the answer does not fit its grammar: its token {taken} is {self._output[taken]}, which is not allowed"
             )
 
     def _refuse_error(self) -> None:
@@ -198,11 +208,13 @@ class Matcher:
     def _restart(self, context: list[int]) -> None:
         """Begin anew from what was committed."""
         if _common(self._base_read, context) < len(self._base_read):  # a failed round took committed tokens back
-            self._base, self._base_read = self._grammar.matcher(), []
+            self._base = self._grammar.matcher()
+            self._base_read = []
         rest = self._output[len(self._base_read) : _common(self._output, context)]
         if rest:
             self._base_read += rest[: self._base.try_consume_tokens(rest)]
-        self._matcher, self._read = self._base.deep_copy(), list(self._base_read)
+        self._matcher = self._base.deep_copy()
+        self._read = list(self._base_read)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -243,7 +255,9 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, checker: Checker | None = None) -> None:
-        self._tokenizer, self._vocab_size, self._checker = tokenizer, vocab_size, checker
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._checker = checker
         self._lock = threading.Lock()
         self._compiled: dict[str, _Compiled] = {}
         self._held: weakref.WeakSet[_Compiled] = weakref.WeakSet()
@@ -296,7 +310,7 @@ class Grammars:
     def _new(self, spec: str) -> _Compiled:
         kind, _, text = spec.partition(":")
         if len(text) > MOST_CHARACTERS:
-            raise UserError(f"grammar {kind} has {len(text)} characters: legal are up to {MOST_CHARACTERS}")
+            raise UserError(f"grammar {kind}: expected at most {MOST_CHARACTERS} characters, got {len(text)}")
         cost = Cost(0.0, 0) if self._checker is None else self._checker.cost(kind, text)
         self._make_room(cost.size)
 

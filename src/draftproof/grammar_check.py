@@ -113,11 +113,11 @@ def _problem(told: dict[str, Any]) -> str:
     if "excess" in told:
         return f"used: {told['excess']}"
     if told["seconds"] > MOST_SECONDS:
-        return f"used: it takes {told['seconds']:.1f} s to compile, and legal are {MOST_SECONDS:g}"
+        return f"used: expected at most {MOST_SECONDS:g} s to compile it, got {told['seconds']:.1f} s"
     if told["mask"] > MOST_MASK_SECONDS:
-        return f"used: it takes {told['mask']:.2f} s to find the legal tokens, and legal are {MOST_MASK_SECONDS:g}"
+        return f"used: expected at most {MOST_MASK_SECONDS:g} s to find the allowed tokens, got {told['mask']:.2f} s"
     if told["bytes"] > MOST_MEMORY:
-        return f"used: it takes {told['bytes'] >> 20} MiB of memory, and legal are {MOST_MEMORY >> 20}"
+        return f"used: expected at most {MOST_MEMORY >> 20} MiB of memory, got {told['bytes'] >> 20} MiB"
     return ""
 
 

@@ -62,7 +62,7 @@ def begin(matcher: Any) -> None:
     """Compute a matcher's first mask; copies have its lexer, and with it the work that was done.
 
     Raises:
-        ValueError: no token is legal, or the mask is too much work.
+        ValueError: no token is allowed, or the mask is too much work.
     """
     matcher.compute_logit_bias()
     if matcher.is_error():
@@ -139,9 +139,9 @@ def _tried(tokenizer: Any, kind: str, text: str) -> dict[str, Any]:
         if matcher.is_error():
             break  # it is an answer's mistake if it gets here
         worst = max(worst, time.thread_time() - start)
-        legal = [token for token, allowed in enumerate(mask) if allowed]
+        allowed = [token for token, bit in enumerate(mask) if bit]
         start = time.thread_time()
-        matcher.try_consume_tokens([legal[(7919 * (steps + 1)) % len(legal)]])
+        matcher.try_consume_tokens([allowed[(7919 * (steps + 1)) % len(allowed)]])
         worst = max(worst, time.thread_time() - start)
         steps += 1
     return {"seconds": seconds, "mask": worst, "bytes": max(0, _status("VmRSS") - before)}

@@ -75,7 +75,9 @@ class _Lines:
 
     def __init__(self, console: object, title: str, total: int, done: int) -> None:
         self._console = console
-        self._title, self._total, self._first = title, total, done
+        self._title = title
+        self._total = total
+        self._first = done
         self._meter = _Meter()
         self._start = self._last = time.perf_counter()
 

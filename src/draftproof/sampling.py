@@ -34,60 +34,60 @@ _COLDEST, _HOTTEST = 1e-30, 1e30
 _GUESS = 256
 
 
-def _illegal(name: str, value: object, legal: str) -> UserError:
+def _invalid(name: str, value: object, expected: str) -> UserError:
     shown = repr(value)
-    return UserError(f"{name} is {shown if len(shown) <= 80 else shown[:77] + '...'}: legal is {legal}")
+    return UserError(f"{name}: expected {expected}, got {shown if len(shown) <= 80 else shown[:77] + '...'}")
 
 
-def _integer(name: str, value: object, low: int, high: int | None, legal: str) -> int:
+def _integer(name: str, value: object, low: int, high: int | None, expected: str) -> int:
     """`value` as an int of [low, high]; True and False are not numbers here."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _illegal(name, value, legal)
+        raise _invalid(name, value, expected)
     number = int(value)
     if number < low or (high is not None and number > high):
-        raise _illegal(name, value, legal)
+        raise _invalid(name, value, expected)
     return number
 
 
-def _real(name: str, value: object, fits: Callable[[float], bool], legal: str) -> float:
+def _real(name: str, value: object, fits: Callable[[float], bool], expected: str) -> float:
     """`value` as a finite float that `fits`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise _illegal(name, value, legal)
+        raise _invalid(name, value, expected)
     try:
         number = float(value)
     except OverflowError:
-        raise _illegal(name, value, legal) from None
+        raise _invalid(name, value, expected) from None
     if not math.isfinite(number) or not fits(number):
-        raise _illegal(name, value, legal)
+        raise _invalid(name, value, expected)
     return number
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
     """`value` as a tuple of non-empty strings that UTF-8 can carry."""
-    legal = "a sequence of non-empty strings"
+    expected = "a sequence of non-empty strings"
     if isinstance(value, str) or not isinstance(value, Collection):
-        raise _illegal(name, value, legal)
+        raise _invalid(name, value, expected)
     for text in value:
         if not isinstance(text, str) or not text or any("\ud800" <= char <= "\udfff" for char in text):
-            raise _illegal(name, value, legal)
+            raise _invalid(name, value, expected)
     return tuple(value)
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    legal = "a sequence of token ids, integers >= 0"
+    expected = "a sequence of token ids, integers >= 0"
     if isinstance(value, str | bytes) or not isinstance(value, Collection):
-        raise _illegal(name, value, legal)
-    return tuple(_integer(name, token, 0, None, legal) for token in value)
+        raise _invalid(name, value, expected)
+    return tuple(_integer(name, token, 0, None, expected) for token in value)
 
 
 def _bias(value: object) -> dict[int, float] | None:
-    legal = "a mapping from token ids >= 0 to numbers in [-100, 100]"
+    expected = "a mapping from token ids >= 0 to numbers in [-100, 100]"
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise _illegal("logit_bias", value, legal)
+        raise _invalid("logit_bias", value, expected)
     return {
-        _integer("logit_bias", token, 0, None, legal): _real("logit_bias", bias, lambda x: abs(x) <= 100, legal)
+        _integer("logit_bias", token, 0, None, expected): _real("logit_bias", bias, lambda x: abs(x) <= 100, expected)
         for token, bias in value.items()
     } or None
 
@@ -159,7 +159,7 @@ class SamplingParams:
             or lark:GRAMMAR (see `draftproof.grammar`).
 
     Raises:
-        UserError: a value of the wrong type or range; the message names field, value and what is legal.
+        UserError: a value of the wrong type or range; the message names the field, what is expected and the value.
     """
 
     n: int = 1
@@ -186,15 +186,15 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high, legal) in _INTEGERS.items():
+        for name, (low, high, expected) in _INTEGERS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                self._set(name, _integer(name, value, low, high, legal))
-        for name, (fits, legal) in _REALS.items():
-            self._set(name, _real(name, getattr(self, name), fits, legal))
+                self._set(name, _integer(name, value, low, high, expected))
+        for name, (fits, expected) in _REALS.items():
+            self._set(name, _real(name, getattr(self, name), fits, expected))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise _illegal(name, getattr(self, name), "True or False")
+                raise _invalid(name, getattr(self, name), "True or False")
         self._normalise()
 
     def _normalise(self) -> None:
@@ -209,17 +209,17 @@ class SamplingParams:
         if self.grammar is not None:
             self._check_grammar()
         if self.logprobs_mode not in LOGPROBS_MODES:
-            raise _illegal("logprobs_mode", self.logprobs_mode, " or ".join(LOGPROBS_MODES))
+            raise _invalid("logprobs_mode", self.logprobs_mode, " or ".join(LOGPROBS_MODES))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _illegal("min_tokens", self.min_tokens, f"0 <= min_tokens <= max_tokens, which is {self.max_tokens}")
+            raise _invalid("min_tokens", self.min_tokens, f"0 <= min_tokens <= max_tokens={self.max_tokens}")
 
     def _check_grammar(self) -> None:
         grammar: object = self.grammar
         if not isinstance(grammar, str) or not _GRAMMAR.match(grammar):
-            raise _illegal("grammar", grammar, "json_object, json_schema:SCHEMA, regex:PATTERN or lark:GRAMMAR")
+            raise _invalid("grammar", grammar, "json_object, json_schema:SCHEMA, regex:PATTERN or lark:GRAMMAR")
         for name in ("ignore_eos", "min_tokens"):
             if getattr(self, name):
-                raise _illegal(name, getattr(self, name), "with a grammar, which says itself where an answer ends, off")
+                raise _invalid(name, getattr(self, name), "off with a grammar, which decides where an answer ends")
 
     @property
     def form(self) -> re.Pattern[str] | None:
@@ -353,7 +353,7 @@ class Transforms:
         if not ids or (min(ids) >= 0 and max(ids) < self.vocab_size):  # much faster than a loop over a long prompt
             return
         token = next(token for token in ids if not 0 <= token < self.vocab_size)
-        raise UserError(f"{name} holds token id {token}: legal is 0 <= id < {self.vocab_size}")
+        raise UserError(f"{name}: expected token ids 0 <= id < {self.vocab_size}, got {token}")
 
     def placed(
         self, name: str, values: Collection[int] | Collection[float], like: Tensor, dtype: torch.dtype = torch.long
@@ -421,7 +421,7 @@ def probabilities(
         UserError: a wrong width or number of paths; a row in which every token is masked.
     """
     if logits.shape[-1] != transforms.vocab_size:
-        raise ValueError(f"logits are {logits.shape[-1]} wide: legal is the vocabulary's {transforms.vocab_size}")
+        raise ValueError(f"expected logits of width {transforms.vocab_size} (the vocabulary), got {logits.shape[-1]}")
     scores = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if transforms.edits:
         scores = scores.clone() if scores is logits else scores
@@ -448,7 +448,7 @@ def shaped(scores: Float[Tensor, "rows width"], params: SamplingParams) -> Float
 def _edit(scores: Tensor, transforms: Transforms, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
     """Everything that changes single logits, in place."""
     if transforms.path_dependent and len(paths) != len(scores):
-        raise ValueError(f"{len(scores)} rows of logits came with {len(paths)} paths: legal is one for each row")
+        raise ValueError(f"expected one path for each of {len(scores)} rows of logits, got {len(paths)}")
     masked = _mask(scores, transforms, output_ids, paths)
     bias = transforms.params.logit_bias
     if bias is not None:
@@ -543,9 +543,7 @@ def _check_alive(scores: Tensor, causes: Sequence[str]) -> None:
     dead = scores.amax(-1) == _NEVER
     if dead.any():
         row = int(dead.nonzero()[0, 0])
-        raise NoTokenError(
-            f"every token of row {row} is masked by {' and '.join(causes)}: leave at least one token legal"
-        )
+        raise NoTokenError(f"every token of row {row} is masked by {' and '.join(causes)}: allow at least one token")
 
 
 def _scale_by_temperature(scores: Tensor, temperature: float) -> Tensor:
@@ -640,7 +638,7 @@ def _likeliest(logprobs: Float[Tensor, "rows vocab"], k: int) -> list[tuple[tupl
 
 
 def check_logits(logits: Float[Tensor, "*rows vocab"], what: str) -> None:
-    """Refuses logits that no distribution follows from; -inf entries are legal.
+    """Refuses logits that no distribution follows from; -inf entries are allowed.
 
     Raises:
         UserError: `what` (whose logits they are) holds NaN or +inf, or a row has no finite value.
@@ -656,14 +654,14 @@ def _refuse_peaks(peaks: Sequence[float], what: str) -> None:
     if bad is not None:
         problem = "NaN" if math.isnan(bad) else "+inf" if bad > 0 else "no finite value"
         raise UserError(
-            f"the logits of {what} hold {problem}: legal is finite or -inf, and one finite value in each row"
+            f"the logits of {what} hold {problem}: expected finite values or -inf, with a finite one in each row"
         )
 
 
 class LogitsCheck:
     """`check_logits` for many requests: at once on a CPU, with one copy in `finish` where each look waits for a device.
 
-    Until then a row that is not legal goes through the transforms and the draws like any other: its draws are token ids
+    Until then an invalid row goes through the transforms and the draws like any other: its draws are token ids
     without meaning.
     """
 
@@ -690,7 +688,7 @@ class LogitsCheck:
         """Look at all rows that were added since the last time; waits for the device.
 
         Raises:
-            RequestError: of the first request with a row that is not legal.
+            RequestError: of the first request with an invalid row.
         """
         if not self._peaks:
             return

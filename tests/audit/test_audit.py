@@ -282,13 +282,13 @@ def test_the_audited_rule_leaves_the_global_generator_alone(rules_file):
 
 
 def test_transformers_is_audited_with_its_version():
-    report, *_ = objects(run("others", "--json"))
+    report, *_ = objects(run("packages", "--json"))
     assert report["version"] == transformers.__version__
     assert report["status"] == "ok"  # as of 5.23
     assert {line["method"] for line in report["float64"]} == {"enumeration"}
     assert max(line["total_variation"] for line in report["float64"]) < 1e-12
     assert max(line["total_variation"] for line in report["float32"]) < 1e-6
-    assert transformers.__version__ in run("others").stdout.splitlines()[0]
+    assert transformers.__version__ in run("packages").stdout.splitlines()[0]
     assert torch.rand_like(torch.zeros(3)).shape == (3,)
 
 
@@ -301,21 +301,27 @@ def test_a_wrong_rule_of_another_package_fails(monkeypatch):
         return whole(*args, assistant_ensemble_weight=0.5)
 
     monkeypatch.setattr(utils, "_speculative_sampling", lossy)
-    report, *_ = objects(run("others", "--json", code=1))
+    report, *_ = objects(run("packages", "--json", code=1))
     assert report["status"] == "FAIL"
+
+
+def test_others_is_the_old_name_of_packages_and_warns(monkeypatch, caplog):
+    monkeypatch.setattr(draftproof.audit.adapters, "ADAPTERS", {})
+    assert not objects(run("others", "--json"))
+    assert "audit others is now audit packages" in caplog.text
 
 
 def test_a_package_that_is_missing_or_has_moved_is_reported(monkeypatch):
     from transformers.generation import utils
 
     monkeypatch.delattr(utils, "_speculative_sampling")
-    assert "not audited: " in run("others").stdout
+    assert "not audited: " in run("packages").stdout
 
     def missing(name):
         raise draftproof.audit.adapters.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(draftproof.audit.adapters.importlib.metadata, "version", missing)
-    assert run("others").stdout.endswith("not installed\n")
+    assert run("packages").stdout.endswith("not installed\n")
 
 
 # --- parts of audits -------------------------------------------------------------------------------------------------

@@ -134,11 +134,11 @@ def test_continuations_are_rows_that_stay_together(engine):
         ({"prompt": "word " * 3000}, "the prompt has"),
         ({"prompt": ""}, "the row's prompt is empty"),
         ({"prompt": [1, 99999]}, "token 1 of the prompt is 99999"),
-        ({"prompt": 3}, "the row's prompt is no text"),
-        ({}, "the row has no prompt: legal is one of messages, prompt, text"),
-        ({"prompt": "a", "text": "b"}, "the row has prompt and text"),
-        ({"messages": "Hi"}, "the row's messages are no list"),
-        ({"prompt": "a", "prediction": 4}, "the row's prediction is no text"),
+        ({"prompt": 3}, "the row's prompt: expected a text or a list of token ids"),
+        ({}, "expected a row with one of messages, prompt, text, got no prompt"),
+        ({"prompt": "a", "text": "b"}, "expected a row with one of messages, prompt, text, got prompt and text"),
+        ({"messages": "Hi"}, "the row's messages: expected a list"),
+        ({"prompt": "a", "prediction": 4}, "the row's prediction: expected a text"),
         ({"prompt": "lone \ud800"}, "lone surrogate"),
     ],
 )
@@ -400,23 +400,27 @@ def test_a_signal_ends_a_run_with_all_results_on_the_disk(engine, tmp_path, numb
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("in.csv", "id,prompt\n", "legal are files whose names end in .jsonl or .parquet"),
-        ("in.jsonl", "", "holds no row"),
-        ("in.jsonl", "\n\n", "holds no row"),
+        ("in.csv", "id,prompt\n", "expected an input file that ends in .jsonl or .parquet"),
+        ("in.jsonl", "", "is empty"),
+        ("in.jsonl", "\n\n", "is empty"),
         ("in.jsonl", '{"id": 1, "prompt": "a"}\n{"id": 2,', "line 2: not JSON"),
         ("in.jsonl", "[" * 100_000, "line 1: not JSON"),
-        ("in.jsonl", "3\n", "line 1: legal is a JSON object"),
+        ("in.jsonl", "3\n", "line 1: expected a JSON object"),
         ("in.jsonl", b"\xff\n", "line 1: not UTF-8"),
-        ("in.jsonl", '{"id": "a", "prompt": "x"}\n{"prompt": "x"}\n', "row 2 has no usable id"),
+        (
+            "in.jsonl",
+            '{"id": "a", "prompt": "x"}\n{"prompt": "x"}\n',
+            "row 2: expected id to be a text or a",
+        ),
         (
             "in.jsonl",
             '{"prompt": "x"}\n{"id": "a", "prompt": "x"}\n',
             "row 2 has an id, and the rows before it have none",
         ),
-        ("in.jsonl", '{"id": "", "prompt": "x"}\n', "row 1 has no usable id"),
-        ("in.jsonl", '{"id": true, "prompt": "x"}\n', "row 1 has no usable id"),
-        ("in.jsonl", '{"id": 1e3, "prompt": "x"}\n', "row 1 has no usable id"),
-        ("in.jsonl", '{"id": "\\ud800", "prompt": "x"}\n', "row 1 has no usable id"),
+        ("in.jsonl", '{"id": "", "prompt": "x"}\n', "row 1: expected id to be a text or a 64-bit integer"),
+        ("in.jsonl", '{"id": true, "prompt": "x"}\n', "row 1: expected id to be a text or a 64-bit integer"),
+        ("in.jsonl", '{"id": 1e3, "prompt": "x"}\n', "row 1: expected id to be a text or a 64-bit integer"),
+        ("in.jsonl", '{"id": "\\ud800", "prompt": "x"}\n', "row 1: expected id to be a text or a 64-bit integer"),
         ("in.jsonl", '{"id": 1}\n{"id": "b"}\n{"id": "1"}\n{"id": "b"}\n', "2 ids that occur more than once: '1', 'b'"),
         ("in.parquet", "no parquet", "cannot read"),
     ],
@@ -513,7 +517,7 @@ def test_a_file_that_is_no_part_is_one_error(engine, tmp_path, name):
     source, out, options = Source(write(tmp_path / "in.jsonl", some_rows(2))), tmp_path / "out", RowOptions()
     answer_all(source, folder_of(source, out, options), Answerer(engine, options), run={})
     (out / name).write_text("{}")
-    message = rf"{re.escape(name)} is no file of this batch, which has names like part-000000\.jsonl: move it away"
+    message = rf"{re.escape(name)} is not a file of this batch \(expected names like part-000000\.jsonl\): move it away"
     with pytest.raises(UserError, match=message), folder_of(source, out, options).open({}):
         pass
 
@@ -614,7 +618,7 @@ def test_options_that_do_not_go_together(tmp_path):
     asked = ["--in", source, "--out", tmp_path / "out"]
     for more, message in (
         (["--workers", 2], "--workers is of a Ray cluster"),
-        (["--format", "csv"], "the format is 'csv'"),
+        (["--format", "csv"], "format: expected jsonl or parquet, got 'csv'"),
         (["--rows-per-file", 0], "rows per file is 0"),
         (["--no-chat", "--system", "x"], "needs the chat template"),
         (["--chat"], "no chat template"),

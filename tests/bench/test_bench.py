@@ -138,7 +138,7 @@ def test_a_key_depends_on_the_values_only():
         ({"drafter": "model", "stopper": "acceptance:/no/head"}, "/no/head"),
         ({"engine": "warp"}, "engine: expected one of draftproof"),
         ({"backend": "abacus"}, "got 'abacus'"),
-        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": -1}, "temperature: expected a finite number >= 0"),
     ],
 )
 def test_impossible_cells_are_refused(lists, words):

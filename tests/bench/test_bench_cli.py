@@ -73,10 +73,10 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
         (("--target", "embedded:nobody"), "no embedded model 'embedded:nobody'"),
         (("--drafter", "telepathy"), "drafter is 'telepathy'"),
         (("--stopper", "never"), "stopper is 'never'"),
-        (("--n", "0"), "legal"),
+        (("--n", "0"), "expected a draft length of 1 to 64, got 0"),
         (("--verifier", "perhaps"), "verifier is 'perhaps'"),
-        (("--temperature", "-1"), "temperature is -1"),
-        (("--top-p", "2"), "top_p is 2"),
+        (("--temperature", "-1"), "temperature: expected a finite number >= 0"),
+        (("--top-p", "2"), "top_p: expected 0 < top_p <= 1, got 2"),
         (("--dtype", "float7"), "float7"),
         (("--draft-dtype", "int2"), "draft_dtype: expected one of"),
         (("--device", "abacus"), "abacus"),
@@ -85,7 +85,7 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
         (("--profile", "instant"), "profile: expected one of quick, full, got 'instant'"),
         (("--questions", "0"), "0"),
         (("--repeats", "0"), "expected 1 repeat or more"),
-        (("--max-tokens", "0"), "max_tokens is 0"),
+        (("--max-tokens", "0"), "max_tokens: expected an integer >= 1"),
     ],
 )
 def test_errors_are_one_line(tmp_path, args, words):

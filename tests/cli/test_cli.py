@@ -283,15 +283,15 @@ def test_many_prompts_as_lines_and_as_json_lines(tmp_path):
     ("content", "said"),
     [
         (b'{"prompt": "a"}\n{broken\n', "line 2: not JSON"),
-        (b'{"prompt": "a"}\n\n{"question": "b"}\n', "line 3: legal is an object with one of prompt, text"),
-        (b"[1]\n", "line 1: legal is an object"),
-        (b'{"prompt": 7}\n', "line 1: prompt holds no text"),
-        (b'{"turns": []}\n', "line 1: turns holds no text"),
+        (b'{"prompt": "a"}\n\n{"question": "b"}\n', "line 3: expected an object with one of prompt, text"),
+        (b"[1]\n", "line 1: expected an object"),
+        (b'{"prompt": 7}\n', "line 1: expected text in prompt"),
+        (b'{"turns": []}\n', "line 1: expected text in turns"),
         (b'{"prompt": ""}\n', "line 1: the prompt is empty"),
         (b'{"prompt": "\\ud800"}\n', "line 1: the prompt is not valid Unicode"),
         (b'{"prompt": "a"}\n\xff\n', "line 2: not UTF-8"),
         (b"[" * 100_000, "line 1: not JSON"),
-        (b"\n \n", "holds no prompt"),
+        (b"\n \n", "expected one prompt per line"),
     ],
 )
 def test_broken_files_are_named_with_the_line(tmp_path, content, said):
@@ -313,13 +313,13 @@ def test_a_prompt_of_a_file_that_cannot_be_decoded_is_named(tmp_path):
     ("args", "code", "said"),
     [
         ([""], 1, "the prompt is empty"),
-        (["Once", "upon"], 2, "put it in quotes"),
+        (["Once", "upon"], 2, "put them in quotes"),
         (["Once", "--prompts", "x"], 2, "exclude each other"),
         (["--prompts", "/nowhere/p.txt"], 1, "cannot read /nowhere/p.txt"),
-        (["Once", "--top-p", "2"], 2, "top_p is 2.0"),
-        (["Once", "--max-tokens", "0"], 2, "max_tokens is 0"),
-        (["Once", "--max-tokens", "few"], 2, "neither a whole number nor none"),
-        (["Once", "--logit-bias", "3"], 2, "legal is ID=VALUE"),
+        (["Once", "--top-p", "2"], 2, "top_p: expected 0 < top_p <= 1, got 2.0"),
+        (["Once", "--max-tokens", "0"], 2, "max_tokens: expected an integer >= 1, or None for no limit, got 0"),
+        (["Once", "--max-tokens", "few"], 2, "expected an integer or none"),
+        (["Once", "--logit-bias", "3"], 2, "expected ID=VALUE"),
         (["Once", "--logit-bias", "3=1e9"], 2, "logit_bias"),
         (["Once", "--stop", ""], 2, "stop"),
         (["Once", "--system", "x", "--no-chat"], 2, "--system needs the chat template"),
@@ -445,7 +445,8 @@ def test_the_summary_names_defaults_of_the_model_that_are_in_effect(cool):
 
 
 def test_given_values_are_checked_with_those_of_the_model(cool):
-    assert "min_tokens is 9: legal is" in generate(STORY, *cool, "--min-tokens", "9", code=2).stderr
+    said = generate(STORY, *cool, "--min-tokens", "9", code=2).stderr
+    assert "min_tokens: expected 0 <= min_tokens <= max_tokens=5, got 9" in said
     assert generate(STORY, *cool, "--min-tokens", "200", "--max-tokens", "200", "--json").stdout
 
 

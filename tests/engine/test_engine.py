@@ -466,11 +466,11 @@ def test_parameters_that_do_not_fit_are_refused():
     under_test = engine()
     with pytest.raises(UserError, match="2 SamplingParams for 3 prompts"):
         under_test.generate(list(PROMPTS[:3]), [GREEDY, GREEDY])
-    with pytest.raises(ValueError, match="max_tokens is 0: legal is an integer >= 1"):
+    with pytest.raises(ValueError, match="max_tokens: expected an integer >= 1, or None for no limit, got 0"):
         SamplingParams(max_tokens=0)
     with pytest.raises(UserError, match="n is 2: a stream has one continuation"):
         next(under_test.stream(PROMPTS[0], SamplingParams(n=2)))
-    with pytest.raises(ValueError, match="logit_bias holds token id 512"):
+    with pytest.raises(ValueError, match="logit_bias: expected token ids 0 <= id < 512, got 512"):
         under_test.generate(PROMPTS[0], SamplingParams(logit_bias={512: 1.0}))
     with pytest.raises(UserError, match="max_batch: expected 1 or more"):
         engine(max_batch=0)

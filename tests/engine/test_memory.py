@@ -252,7 +252,7 @@ def test_the_command_prints_figures_or_json():
     ("args", "words"),
     [
         (["--batch", "0"], "batch is 0"),
-        (["--draft-length", "0"], "fixed draft length is 0"),
+        (["--draft-length", "0"], "stopper fixed: expected a draft length of 1 to 64, got 0"),
         (["--dtype", "int4"], "dtype: expected one of auto, float32, bfloat16, float16, got 'int4'"),
         (["--drafter", "feature_head:nowhere"], "no feature head in 'nowhere'"),
         (["--new-tokens", "100000"], "the context of embedded:stories"),

@@ -32,6 +32,73 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # The rooms of backends, likewise; "" is the contract.
 ROOMS = ({""}, {"cache"}, {"recurrent", "products"}, {"hf"}, {"lean"}, {"heads"}, {"heads.published"}, {"loading"})
 ROOM = {name: floor for floor, names in enumerate(ROOMS) for name in names}
+# Modules that still assign several attributes in one statement. This list may only become shorter.
+SEVERAL_ATTRIBUTES = {
+    "draftproof.audit.served.client",
+    "draftproof.audit.served.evidence",
+    "draftproof.audit.served.pairs",
+    "draftproof.audit.served.run",
+    "draftproof.audit.served.scoring",
+    "draftproof.backends.base",
+    "draftproof.backends.cache.prefix_cache",
+    "draftproof.backends.cache.sessions",
+    "draftproof.backends.cache.slot_backend",
+    "draftproof.backends.heads.base",
+    "draftproof.backends.heads.feature_head",
+    "draftproof.backends.heads.published.dflash",
+    "draftproof.backends.heads.published.eagle3",
+    "draftproof.backends.heads.published.mtp",
+    "draftproof.backends.heads.published.mtp_head",
+    "draftproof.backends.heads.published.parallel",
+    "draftproof.backends.heads.published.steps",
+    "draftproof.backends.heads.self_draft",
+    "draftproof.backends.hf.backend",
+    "draftproof.backends.hf.generate",
+    "draftproof.backends.hf.probe",
+    "draftproof.backends.hf.quantized_modules",
+    "draftproof.backends.hf.tensor_parallel",
+    "draftproof.backends.lean.attention",
+    "draftproof.backends.lean.backend",
+    "draftproof.backends.lean.layers",
+    "draftproof.backends.lean.native_layers",
+    "draftproof.backends.lean.rotary",
+    "draftproof.backends.lean.traits",
+    "draftproof.backends.loading.fast_tokenizer",
+    "draftproof.backends.loading.language_model",
+    "draftproof.backends.loading.verified",
+    "draftproof.backends.new_weights",
+    "draftproof.backends.products.calibration",
+    "draftproof.backends.products.packed_linear",
+    "draftproof.backends.recurrent.mixers",
+    "draftproof.backends.recurrent.states",
+    "draftproof.bench.competitors",
+    "draftproof.bench.model_cache",
+    "draftproof.bench.rules",
+    "draftproof.bench.run",
+    "draftproof.bench.worker",
+    "draftproof.drafters.auto",
+    "draftproof.drafters.self_draft",
+    "draftproof.drafters.suffix",
+    "draftproof.engine.cost_file",
+    "draftproof.engine.engine",
+    "draftproof.engine.intake",
+    "draftproof.engine.loop",
+    "draftproof.engine.memory",
+    "draftproof.engine.scheduler",
+    "draftproof.engine.stats",
+    "draftproof.engine.threads",
+    "draftproof.native.operations",
+    "draftproof.native.structures",
+    "draftproof.profiling.phases",
+    "draftproof.testing",
+    "draftproof.theory.decision",
+    "draftproof.training.eagle3_net",
+    "draftproof.training.feature_head",
+    "draftproof.training.feature_loss",
+    "draftproof.training.feature_rows",
+    "draftproof.training.loop",
+    "draftproof.training.peagle_net",
+}
 
 
 def part(path):
@@ -102,6 +169,22 @@ def test_no_import_cycle():
 @for_each(MODULES)
 def test_modules_say_what_they_are(name):
     assert ast.get_docstring(ast.parse(MODULES[name].read_text(encoding="utf-8"))), f"{name} has no docstring"
+
+
+def assigned_together(path):
+    """Lines that assign several attributes in one statement."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+            for target in node.targets:
+                if isinstance(target, ast.Tuple) and sum(isinstance(each, ast.Attribute) for each in target.elts) > 1:
+                    yield node.lineno
+
+
+@for_each(MODULES)
+def test_a_statement_assigns_one_attribute(name):
+    """A search for `self.name =` finds each assignment, and a change of one is a change of one line."""
+    together = list(assigned_together(MODULES[name]))
+    assert not together or name in SEVERAL_ATTRIBUTES, f"{name} assigns several attributes at once in lines {together}"
 
 
 def test_the_file_tree_is_true():

@@ -127,7 +127,7 @@ def test_what_a_cluster_cannot_do_is_one_line(cluster, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             list(cluster_answers(cluster.address, model, options)(source.rows()))
-    with pytest.raises(UserError, match="workers is 0"):
+    with pytest.raises(UserError, match="workers: expected 1 or more, got 0"):
         cluster_answers(cluster.address, MODEL, options, workers=0)
     with pytest.raises(UserError, match=r"cannot reach a Ray cluster at '127.0.0.1:1'"):
         list(cluster_answers("127.0.0.1:1", MODEL, options)(source.rows()))

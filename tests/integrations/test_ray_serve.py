@@ -139,7 +139,7 @@ def test_a_request_that_ends_replicas_is_not_passed_round(ends, more, status, as
     import asyncio
 
     from draftproof.integrations.ray.service import Front
-    from draftproof.server.access import Keys
+    from draftproof.server.auth import Keys
 
     async def post(key):
         app = Front(handle, Settings(), Keys(["a-key-of-some-length"]), 8).__serve_build_asgi_app__()
@@ -266,7 +266,7 @@ def test_replicas_come_with_running_requests(base, expected):
 
 
 def test_numbers_of_replicas_are_checked():
-    with pytest.raises(UserError, match="replicas is 0"):
+    with pytest.raises(UserError, match="got replicas=0"):
         small(replicas=0)
     with pytest.raises(UserError, match="max_replicas 1"):
         small(replicas=2, max_replicas=1)

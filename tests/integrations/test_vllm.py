@@ -256,7 +256,7 @@ def test_an_unknown_version_is_left_alone(models, tmp_path):
 
 def test_wrong_options_end_the_start_with_a_reason(models, tmp_path):
     root, _ = models
-    with pytest.raises(AssertionError, match=r"rule is 'spectr': legal are token, block, gumbel"):
+    with pytest.raises(AssertionError, match=r"rule: expected one of token, block, gumbel, got 'spectr'"):
         run(tmp_path, root, "wide", [SEEDED[-1:]], rule="spectr")
 
 

@@ -269,15 +269,15 @@ def test_options_are_read():
 @pytest.mark.parametrize(
     ("section", "method", "message"),
     [
-        ({"rules": "block"}, "standard", "has 'rules': legal are rule, drafter, stopper, shared"),
-        ({"rule": "spectr"}, "standard", "rule is 'spectr': legal are token, block, gumbel"),
+        ({"rules": "block"}, "standard", "expected options rule, drafter, stopper, shared, got 'rules'"),
+        ({"rule": "spectr"}, "standard", "rule: expected one of token, block, gumbel, got 'spectr'"),
         ({"rule": "token"}, "block", "contradict each other"),
         ({"rule": "block"}, "synthetic", "contradict each other"),
-        ({"drafter": "model"}, "standard", "drafter is 'model': legal are suffix, ngram, auto"),
-        ({"stopper": "entropy"}, "standard", "stopper is 'entropy': legal are fixed, schedule, auto"),
+        ({"drafter": "model"}, "standard", "drafter: expected one of suffix, ngram, auto, got 'model'"),
+        ({"stopper": "entropy"}, "standard", "stopper: expected one of fixed, schedule, auto"),
         ({"stopper": "auto", "drafter": "auto"}, "standard", "leave the stopper out"),
-        ({"shared": "no"}, "standard", "shared is 'no': legal are true and false"),
-        ("block", "standard", "legal is an object such as"),
+        ({"shared": "no"}, "standard", "shared: expected true or false, got 'no'"),
+        ("block", "standard", "expected an object such as"),
     ],
 )
 def test_wrong_options_are_refused(section, method, message):

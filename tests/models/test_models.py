@@ -187,7 +187,7 @@ def test_pull_of_a_derived_model_pulls_its_source(toy):
 
 @pytest.mark.usefixtures("toy")
 def test_pull_refuses_an_unknown_name():
-    with pytest.raises(UserError, match="'nothing' in the registry: legal are toy, toy-draft"):
+    with pytest.raises(UserError, match="'nothing' in the registry: expected one of toy, toy-draft"):
         models.pull("nothing")
 
 
@@ -529,10 +529,10 @@ def test_truncated_copy_reads_shards_and_cuts_layer_types(tmp_path):
 @pytest.mark.parametrize(
     ("keep", "said"),
     [
-        ([], "at least one"),
+        ([], "expected one or more layers"),
         ([1, 1], "ascending"),
         ([2, 1], "ascending"),
-        ([0, 5], "legal are 0 to 4"),
+        ([0, 5], "expected layers 0 to 4"),
         ([-1], "0 to 4"),
     ],
 )
@@ -560,7 +560,7 @@ def test_truncated_copy_refuses_other_directories(tmp_path):
 def test_parse_layers():
     assert parse_layers("0-2, 5,7 - 8") == [0, 1, 2, 5, 7, 8]
     for text in ("", "a", "1-", "1--2", "-1"):
-        with pytest.raises(UserError, match="no range of layers"):
+        with pytest.raises(UserError, match="expected ranges of layers"):
             parse_layers(text)
 
 
@@ -591,7 +591,7 @@ def test_command_pull_prints_the_directory_alone_on_stdout(toy):
 @pytest.mark.usefixtures("toy")
 def test_command_path_refuses_names_it_does_not_know():
     assert command("path", "embedded:draft").stdout == f"{draft_dir()}\n"
-    assert f"legal are {', '.join(models.EMBEDDED)}, toy" in str(command("path", "gpt9").exception)
+    assert f"expected one of {', '.join(models.EMBEDDED)}, toy" in str(command("path", "gpt9").exception)
     assert "models pull toy" in str(command("path", "toy").exception)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
 
-from draftproof.server.access import Keys
+from draftproof.server.auth import Keys
 from draftproof.server.entrance import Asked, Entrance, Lost, answered
 
 KEY = "a key of this test"

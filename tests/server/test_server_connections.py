@@ -19,11 +19,11 @@ from starlette.responses import Response
 
 from draftproof import SamplingParams, UserError
 from draftproof.engine import loop
-from draftproof.server import logs, reading, run
+from draftproof.server import logs, parse_request, run
 from draftproof.server.aside import Aside, TimeOver, time_limit
 from draftproof.server.errors import ApiError
 from draftproof.server.metrics import Metrics
-from draftproof.server.reading import Reader
+from draftproof.server.parse_request import RequestParser
 from draftproof.server.settings import Settings
 from draftproof.server.worker import EngineWorker, Job, Piece
 from support.raw_http import KEY, OTHER, Slow, address, connected, descriptors, raw, serve
@@ -96,7 +96,7 @@ def test_a_panic_while_a_request_is_read_is_an_answer_of_the_api(engine, monkeyp
         raise Panic("broken")
 
     with running(engine) as (base, _):
-        monkeypatch.setattr(Reader, "question", failing)
+        monkeypatch.setattr(RequestParser, "parse", failing)
         answer = post(base)
         assert answer.status_code == 500
         error_of(answer)
@@ -167,7 +167,7 @@ def test_an_answer_that_is_complete_is_not_too_late():
 
 
 def test_a_template_that_never_ends_holds_up_nobody(engine, monkeypatch):
-    monkeypatch.setattr(reading, "_TEMPLATE_SECONDS", 1.0)
+    monkeypatch.setattr(parse_request, "_TEMPLATE_SECONDS", 1.0)
     engine.tokenizer.chat_template = ENDLESS
     with running(engine) as (base, server), ThreadPoolExecutor(1) as pool:
         chat = pool.submit(post, base, "/v1/chat/completions", messages=HELLO)
@@ -184,7 +184,7 @@ def test_a_template_that_never_ends_holds_up_nobody(engine, monkeypatch):
 
 def test_the_time_of_a_request_counts_while_it_is_read(engine):
     engine.tokenizer.chat_template = ENDLESS
-    reading_ends = reading._TEMPLATE_SECONDS
+    reading_ends = parse_request._TEMPLATE_SECONDS
     with running(engine, request_timeout=0.4) as (base, server):
         start = time.monotonic()
         assert error_of(post(base, "/v1/chat/completions", messages=HELLO))["code"] == "timeout"
@@ -619,7 +619,7 @@ def test_lines_that_do_not_fit_are_counted():
 
 @pytest.mark.parametrize("name", ["max_per_key", "max_connections", "stuck_timeout"])
 def test_limits_out_of_range_are_refused(name):
-    with pytest.raises(UserError, match=f"{name} is -1"):
+    with pytest.raises(UserError, match=f"{name}: expected .* or more, got -1"):
         Settings(**{name: -1.0 if name == "stuck_timeout" else -1})
 
 

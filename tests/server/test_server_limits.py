@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.errors import RequestError
 from draftproof.server import schemas
-from draftproof.server.access import Keys, read_keys
-from draftproof.server.answers import CompletionForm
 from draftproof.server.app import Stream
+from draftproof.server.auth import Keys, read_keys
+from draftproof.server.responses import CompletionForm
 from draftproof.server.run import bind
 from draftproof.server.settings import Settings, served_name
 from support.raw_http import KEY, OTHER, Slow, address, connected, descriptors, raw, serve
@@ -34,6 +34,11 @@ BODIES = {
     "/detokenize": schemas.DetokenizeBody,
 }
 FIELDS = {"type", "text", "content", "role", "regex", "schema", "json_schema", "include_usage", "1"}
+
+
+@pytest.fixture
+def engine():
+    return small_engine(max_batch=2)
 
 
 def events_of(answer):
@@ -365,7 +370,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
     compared = []
     compare = hmac.compare_digest
     monkeypatch.setattr(
-        "draftproof.server.access.hmac.compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b)
+        "draftproof.server.auth.hmac.compare_digest", lambda a, b: compared.append((a, b)) or compare(a, b)
     )
     assert Keys([KEY, OTHER]).allow(f"Bearer {KEY}")
     assert len(compared) == 2, "every key is compared, also after the one that fits"
@@ -378,10 +383,10 @@ def test_keys_come_from_a_file_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTPROOF_KEYS", f" {OTHER} ")
     assert read_keys(file) == (OTHER, KEY)
     file.write_text("\n")
-    with pytest.raises(UserError, match="holds no API key"):
+    with pytest.raises(UserError, match="expected one API key per line"):
         read_keys(file)
     file.write_text("short")
-    with pytest.raises(UserError, match="less than 16"):
+    with pytest.raises(UserError, match="expected API keys of 16 or more characters"):
         read_keys(file)
     with pytest.raises(UserError, match="cannot read API keys"):
         read_keys(tmp_path / "none")
@@ -480,11 +485,11 @@ def test_ctrl_c_ends_it_with_the_usual_code():
     [
         (["--target", "no/such-model"], "no/such-model"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
-        (["--port", "99999"], "port is 99999"),
+        (["--port", "99999"], "port: expected 0 to 65535, got 99999"),
         (["--api-key-file", "/no/such/file"], "cannot read API keys"),
-        (["--max-waiting", "-1"], "max_waiting is -1"),
-        (["--max-body", "0"], "max_body is 0"),
-        (["--request-timeout", "-1"], "request_timeout is -1"),
+        (["--max-waiting", "-1"], "max_waiting: expected 0 or more, got -1"),
+        (["--max-body", "0"], "max_body: expected 1 or more, got 0"),
+        (["--request-timeout", "-1"], "request_timeout: expected 0 or more, got -1"),
     ],
 )
 def test_a_start_that_fails_says_why_in_one_line(options, cause):

@@ -98,7 +98,7 @@ def test_a_chat_goes_on_and_an_error_is_shown(tmp_path):
     )
     with running(small_engine(), extend=driven(script)) as (base, _):
         html = seen(base, tmp_path)
-    assert "top_p is 7" in text_of(html, 5)
+    assert "top_p: expected 0 < top_p <= 1, got 7" in text_of(html, 5)
     assert text_of(html, 4) == "More?"
     asked = [{"role": "system", "content": "Be <b>brief</b>."}, {"role": "user", "content": "Once upon a time"}]
     engine, params = small_engine(), SamplingParams(temperature=0, max_tokens=8)

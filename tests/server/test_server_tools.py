@@ -10,7 +10,7 @@ import pytest
 
 from draftproof import Engine, SamplingParams
 from draftproof.errors import UserError
-from draftproof.server.reading import messages_of
+from draftproof.server.parse_request import messages_of
 from draftproof.server.schemas import Function, Message
 from draftproof.server.settings import Settings
 from draftproof.server.tools import FORMATS, ToolReader, ToolSet, template_tools
@@ -322,7 +322,7 @@ def test_a_template_whose_format_is_unknown_needs_a_word_of_the_operator():
         assert "--tool-format" in error_of(post(base, CHAT, messages=ASK, tools=TOOLS))["message"]
     with with_template(template, tool_format="hermes") as (base, _):
         assert post(base, CHAT, messages=ASK, tools=TOOLS, max_tokens=4).status_code == 200
-    with pytest.raises(UserError, match="legal are auto, hermes"):
+    with pytest.raises(UserError, match="expected one of auto, hermes"):
         Settings(tool_format="morse")
 
 

@@ -344,7 +344,7 @@ def test_figures_of_another_form_are_refused(broken):
     with pytest.raises((KeyError, ValueError)):
         costs.restore(broken)
     assert costs.at(1) == LearnedCosts().at(1), "nothing of it is used"
-    with pytest.raises(ValueError, match="not probabilities"):
+    with pytest.raises(ValueError, match="expected rates from 0 to 1"):
         SharedRates().restore({"1": [0.5, 1.5]})
 
 
@@ -645,7 +645,7 @@ def test_the_stopper_by_name():
 def test_costs_that_are_none_are_refused(argument):
     with pytest.raises(UserError, match=r"auto:0\.1"):
         make_stopper(argument)
-    with pytest.raises(UserError, match="legal are 1 to"):
+    with pytest.raises(UserError, match="expected a limit of 1 to"):
         Auto(RoundCosts(1.0, 1.0), limit=0)
     assert FixedLength(1).length(0) == 1
 

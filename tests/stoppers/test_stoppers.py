@@ -174,11 +174,11 @@ def test_approximate_judges_the_newest_token_by_its_draw():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Confidence(1.0), "legal is 0 < threshold < 1"),
-        (lambda: Schedule(0), "legal are 1 to"),
-        (lambda: FixedLength(65), "legal are 1 to 64"),
+        (lambda: Confidence(1.0), "expected 0 < threshold < 1"),
+        (lambda: Schedule(0), "expected a first length of 1 to"),
+        (lambda: FixedLength(65), "expected a draft length of 1 to 64, got 65"),
         (lambda: Acceptance(head("verifier")), "takes a head of kind acceptance"),
-        (lambda: Approximate(head("verifier"), 1.5), "legal is 0 < threshold < 1"),
+        (lambda: Approximate(head("verifier"), 1.5), "expected 0 < threshold < 1"),
         (lambda: make_stopper("oracle"), "recorded run"),
         (lambda: make_stopper("acceptance:/no/such/place:0.5"), "no head in '/no/such/place'"),
         (lambda: make_stopper("schedule:many"), "whole number"),

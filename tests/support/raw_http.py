@@ -9,10 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
-from support.serving import small_engine
-
 
 class Slow:
     """Lets the rounds of an engine begin one at a time, when they may, or each after some time."""
@@ -27,11 +23,6 @@ class Slow:
         time.sleep(self.seconds)
         self.rounds += 1
         self.step()
-
-
-@pytest.fixture
-def engine():
-    return small_engine(max_batch=2)
 
 
 def connected(base):

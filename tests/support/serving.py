@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import httpx
 
 from draftproof import Engine
-from draftproof.server.access import legal_hosts
 from draftproof.server.app import Server, make_app
+from draftproof.server.auth import allowed_hosts
 from draftproof.server.run import bind, prepared
 from draftproof.server.settings import Settings
 
@@ -29,7 +29,7 @@ def running(engine, *, keys=(), hidden=(), extend=None, **settings):
     settings = Settings(port=0, **settings)
     server = Server(engine, settings, "story", hidden)
     listener = bind(settings)
-    app = make_app(server, keys, legal_hosts(settings, keys))
+    app = make_app(server, keys, allowed_hosts(settings, keys))
     if extend is not None:
         extend(app)
     speaks = prepared(app, settings)

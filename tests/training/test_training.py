@@ -601,6 +601,7 @@ def test_different_models_have_different_fingerprints():
 # --- the command --------------------------------------------------------------------------------------------------
 
 PAIR = ["--target", "embedded:target", "--draft", "embedded:draft"]
+SPRINTER = ["head", "--kind", "sprinter"]
 
 
 @pytest.mark.parametrize("command", ["head", "verifier", "drafter", "feature-head"])
@@ -617,10 +618,17 @@ def test_every_option_has_a_help_text(command):
     ("words", "code", "message"),
     [
         (["head", *PAIR, "--data", "none.txt", "--out", "OUT"], 1, "cannot read none.txt"),
-        (["head", *PAIR, "--data", "DATA", "--out", "OUT", "--kind", "best"], 2, "legal are acceptance"),
+        (
+            ["head", *PAIR, "--data", "DATA", "--out", "OUT", "--kind", "best"],
+            2,
+            "expected acceptance, log_ratio or sprinter",
+        ),
+        (["head", *PAIR, "--data", "DATA", "--out", "OUT", "--reads-draw"], 2, "needs --kind sprinter"),
+        ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "OUT", "--mix", "0.1"], 2, "--mix does not go with"),
+        ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "OUT", "--sweep"], 2, "--sweep does not go with"),
         (["head", *PAIR, "--data", "DATA", "--out", "OUT", "--mix", "3"], 1, "mix is 3"),
-        (["verifier", *PAIR, "--data", "DATA", "--out", "OUT", "--lambda", "0"], 1, "legal is above 0"),
-        (["verifier", *PAIR, "--data", "DATA", "--out", "DATA"], 1, "exists already"),
+        ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "OUT", "--lambda", "0"], 1, "lambda"),
+        ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "DATA"], 1, "exists already"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, story_file, words, code, message):
@@ -629,6 +637,22 @@ def test_mistakes_are_one_line(tmp_path, story_file, words, code, message):
     assert result.exit_code == code
     assert message in " ".join(result.stderr.split())
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_command_verifier_is_head_of_kind_sprinter_with_a_warning(tmp_path, story_file, monkeypatch, caplog):
+    made = []
+    monkeypatch.setattr("draftproof.cli.train.run", lambda make, job, *_, **__: made.append((make, job)))
+    given = [*PAIR, "--data", str(story_file), "--out", str(tmp_path / "out"), "--reads-draw", "--lambda", "0.3"]
+    for words in (SPRINTER, ["verifier"]):
+        assert not caplog.records
+        result = CliRunner().invoke(app, ["train", *words, *given])
+        assert result.exit_code == 0, result.stderr
+    assert "train verifier is now train head --kind sprinter" in caplog.text
+    assert made[0] == made[1]
+    make, job = made[0]
+    assert make is make_verifier_head
+    assert (job.kind, job.depth, job.threshold, job.plan.steps) == ("verifier", 0, 0.5, 2000)
+    assert (job.labels.lam, job.reads_draw) == (0.3, True)
 
 
 @pytest.mark.slow

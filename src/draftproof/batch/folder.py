@@ -54,11 +54,15 @@ class AnswerFolder:
     ) -> None:
         refuse_below_one(rows_per_file=rows_per_file)
         if form not in FORMATS:
-            raise UserError(f"the format is {form!r}: legal are {' and '.join(FORMATS)}")
+            raise UserError(f"format: expected {' or '.join(FORMATS)}, got {form!r}")
         if form == "parquet":
             require_pyarrow("writing parquet")
-        self.path, self._form, self._names, self._integers = path, form, tuple(names), integers
-        self._most, self._seconds = rows_per_file, save_every
+        self.path = path
+        self._form = form
+        self._names = tuple(names)
+        self._integers = integers
+        self._most = rows_per_file
+        self._seconds = save_every
         self._rows: list[Values] = []
         self._saved = time.monotonic()
         self._settings = dict(settings)
@@ -150,7 +154,7 @@ class AnswerFolder:
         for file in found:
             if not re.fullmatch(rf"{_PART}[0-9]{{6,15}}\.{self._form}", file.name):
                 raise UserError(
-                    f"{file} is no file of this batch, which has names like {_PART}000000.{self._form}: move it away"
+                    f"{file} is not a file of this batch (expected names like {_PART}000000.{self._form}): move it away"
                 )
         return found
 

@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from draftproof.batch.rows import Asked, RowOptions, Values, row_seed
+from typing_extensions import override
+
+from draftproof.batch.rows import Asked, RowForm, RowOptions, Values, row_seed
 from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.provenance import digest
-from draftproof.server.answers import Answer, ChatForm, CompletionForm, Form, TokenText
 from draftproof.server.errors import ApiError
-from draftproof.server.reading import Reader, refuse_other_model, refuse_stream_options, validated
+from draftproof.server.parse_request import RequestParser, refuse_other_model, refuse_stream_options, validated
+from draftproof.server.responses import Answer, ChatForm, CompletionForm, Form, TokenText
 from draftproof.server.schemas import ChatBody, CompletionBody, SamplingFields
 from draftproof.server.settings import Settings
 from draftproof.server.worker import explained, pieces_of
@@ -26,7 +28,7 @@ _FORMS: dict[str, tuple[type[ChatBody | CompletionBody], type[ChatForm | Complet
 }
 
 
-class OpenAIRows:
+class OpenAIRows(RowForm):
     """Rows with custom_id, method, url and body, answered in the shape of OpenAI's output files.
 
     Args:
@@ -37,40 +39,41 @@ class OpenAIRows:
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._options = options
         settings = Settings(max_tokens_limit=options.max_tokens_limit, tool_format=options.tool_format)
-        self._reader = Reader(engine, settings, str, threading.RLock())
+        self._parser = RequestParser(engine, settings, str, threading.RLock())
         self._token_text = TokenText(engine.tokenizer)
 
+    @override
     def ask(self, row: Row) -> Asked:
-        """See RowForm."""
         method, url = row.values.get("method"), row.values.get("url")
         if method != "POST":
-            raise ApiError(f"method is {str(method)[:20]!r}: legal is POST", param="method")
+            raise ApiError(f"method: expected POST, got {str(method)[:20]!r}", param="method")
         if url not in _FORMS:
-            raise ApiError(f"url is {str(url)[:100]!r}: legal are {' and '.join(_FORMS)}", status=404, param="url")
+            raise ApiError(f"url: expected {' or '.join(_FORMS)}, got {str(url)[:100]!r}", status=404, param="url")
         kind, form, name = _FORMS[str(url)]
         body = _body(kind, row.values.get("body"))
         refuse_other_model(body.model, self._options.model)
         if body.stream:
             raise ApiError("stream is true: lines of a batch are answered whole, so leave it out", param="stream")
         refuse_stream_options(body)
-        question = self._reader.question(body)
+        parsed = self._parser.parse(body)
         if body.seed is None and self._options.seed is not None:
             seed = row_seed(self._options.seed, row.id)
-            question = replace(question, params=replace(question.params, seed=seed))
+            parsed = replace(parsed, params=replace(parsed.params, seed=seed))
         answer = Answer.to(
-            body, question, name=f"{name}-{self._name(row)}", model=self._options.model, token_text=self._token_text
+            body, parsed, name=f"{name}-{self._name(row)}", model=self._options.model, token_text=self._token_text
         )
         return Asked(
-            [list(each) for each in question.prompts],
-            question.params,
-            list(question.prediction) or None,
+            [list(each) for each in parsed.prompts],
+            parsed.params,
+            list(parsed.prediction) or None,
             body.speculation,
-            question.constraint,
+            parsed.constraint,
             more=(answer, form()),
         )
 
+    @override
     def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
-        """See RowForm: one row, whose choices are the continuations."""
+        """One row, whose choices are the continuations."""
         error = next((each.error for each in requests if each.error is not None), None)
         if error is not None:
             return [self.refused(row, error)], True
@@ -81,8 +84,8 @@ class OpenAIRows:
             answer.add(pieces_of(request, index))
         return [self._row(row, 200, form.whole(answer).model_dump(mode="json"))], False
 
+    @override
     def refused(self, row: Row, error: BaseException) -> Values:
-        """See RowForm."""
         told = error if isinstance(error, ApiError) else explained(error, str)
         return self._row(row, told.status, told.body())
 
@@ -108,5 +111,5 @@ def _body(kind: type[ChatBody | CompletionBody], given: Any) -> SamplingFields:
         except (ValueError, RecursionError):
             raise ApiError("the body is not JSON", param="body") from None
     if not isinstance(given, Mapping):
-        raise ApiError("the body is no JSON object", param="body")
+        raise ApiError("expected a JSON object as body", param="body")
     return validated(kind, dict(given))

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from draftproof.batch.source import PROMPT_KEYS, Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.prompts import Prompt
@@ -104,7 +106,7 @@ def row_seed(seed: int, name: str | int) -> int:
     return fold(seed, int.from_bytes(hashlib.sha256(str(name).encode()).digest()[:8])) >> 1
 
 
-class PromptRows:
+class PromptRows(RowForm):
     """Rows with a prompt: a text, token ids, or the messages of a chat.
 
     Args:
@@ -116,32 +118,33 @@ class PromptRows:
     """
 
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
-        self._engine, self._options = engine, options
+        self._engine = engine
+        self._options = options
         self._params = replace(engine.default_params, **dict(options.sampling))
         template = bool(getattr(engine.tokenizer, "chat_template", None))
         self._chats = options.system is not None or (template if options.chat is None else options.chat)
         if self._chats and not template:
             raise UserError("the model has no chat template: leave out --chat and --system, or name a --chat-template")
 
+    @override
     def ask(self, row: Row) -> Asked:
-        """See RowForm."""
         given = [key for key in PROMPT_KEYS if row.values.get(key) is not None]
         if len(given) != 1:
             raise UserError(
-                f"the row has {' and '.join(given) or 'no prompt'}: legal is one of {', '.join(PROMPT_KEYS)}"
+                f"expected a row with one of {', '.join(PROMPT_KEYS)}, got {' and '.join(given) or 'no prompt'}"
             )
         params, seed = self._params, self._options.seed
         if seed is not None:
             params = replace(params, seed=row_seed(seed, row.id))
         prediction = row.values.get("prediction")
         if prediction is not None and not isinstance(prediction, str):
-            raise UserError("the row's prediction is no text")
+            raise UserError("the row's prediction: expected a text")
         return Asked([self._prompt(given[0], row.values[given[0]])], params, prediction)
 
     def _prompt(self, key: str, value: Any) -> Prompt:
         if key == "messages":
             if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
-                raise UserError("the row's messages are no list of messages: legal are objects with role and content")
+                raise UserError("the row's messages: expected a list of objects with role and content")
             return [{name: part for name, part in each.items() if part is not None} for each in value]
         if isinstance(value, str):
             if not value:
@@ -150,10 +153,11 @@ class PromptRows:
             return [*first, {"role": "user", "content": value}] if self._chats else value
         if isinstance(value, list):
             return value
-        raise UserError(f"the row's {key} is no text: legal are a text and a list of token ids")
+        raise UserError(f"the row's {key}: expected a text or a list of token ids")
 
-    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:  # noqa: ARG002
-        """See RowForm: a row for each continuation."""
+    @override
+    def answer(self, row: Row, asked: Asked, requests: Sequence[Request]) -> tuple[list[Values], bool]:
+        """A row for each continuation."""
         return [self._output(row, each) for each in requests], any(each.error is not None for each in requests)
 
     def _output(self, row: Row, request: Request) -> Values:
@@ -177,8 +181,8 @@ class PromptRows:
             made["prompt_logprobs"] = [None, *map(_score, request.prompt_logprobs)]
         return made
 
+    @override
     def refused(self, row: Row, error: BaseException) -> Values:
-        """See RowForm."""
         return self._row(row, error=str(error) if isinstance(error, UserError) else f"unexpected {error!r}")
 
     def _row(self, row: Row, index: int = 0, **values: Any) -> Values:

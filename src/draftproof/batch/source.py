@@ -58,9 +58,9 @@ class Source:
         self.path = path
         self.form = path.suffix.lower().removeprefix(".")
         if self.form not in FORMATS:
-            raise UserError(f"the input is {path}: legal are files whose names end in .jsonl or .parquet")
+            raise UserError(f"expected an input file that ends in .jsonl or .parquet, got {path}")
         if not path.is_file():
-            raise UserError(f"cannot read {path}: {'it is no file' if path.exists() else 'it does not exist'}")
+            raise UserError(f"cannot read {path}: {'it is not a file' if path.exists() else 'it does not exist'}")
         if self.form == "parquet":
             require_pyarrow(f"reading {path.name}")
         self._id: str | None = None
@@ -73,7 +73,8 @@ class Source:
     def _open(self) -> None:
         """Read all ids, and whatever else is the same for all rows."""
         seen: Counter[str] = Counter()
-        self.lines, self.integers = False, True
+        self.lines = False
+        self.integers = True
         for number, values in enumerate(self._values(("id", *LINE_KEYS, *PROMPT_KEYS))):
             if number == 0:
                 self.lines = "custom_id" in values and "url" in values
@@ -83,7 +84,7 @@ class Source:
             self.integers = self.integers and isinstance(found, int)
         self.count = seen.total()
         if not self.count:
-            raise UserError(f"{self.path} holds no row: legal are rows with id and prompt, or an OpenAI batch file's")
+            raise UserError(f"{self.path} is empty: expected rows with id and prompt, or those of an OpenAI batch file")
         if twice := [name for name, times in seen.items() if times > 1]:
             named = ", ".join(repr(name) for name in twice[:_NAMED]) + (", ..." if len(twice) > _NAMED else "")
             raise UserError(
@@ -99,7 +100,7 @@ class Source:
         whole = isinstance(found, int) and not isinstance(found, bool) and abs(found) < 1 << 63
         text = isinstance(found, str) and found != "" and not any("\ud800" <= char <= "\udfff" for char in found)
         if not (whole or text):
-            raise UserError(f"{self._where(number)} has no usable {self._id}: legal are texts and numbers of 64 bits")
+            raise UserError(f"{self._where(number)}: expected {self._id} to be a text or a 64-bit integer")
         assert isinstance(found, str | int), "one of both"
         return found
 
@@ -139,7 +140,9 @@ class _Unchanged:
     """
 
     def __init__(self, file: BinaryIO, digest: str, path: Path) -> None:
-        self._file, self._digest, self._path = file, digest, path
+        self._file = file
+        self._digest = digest
+        self._path = path
         self._seen: tuple[int, int] | None = None
         self.check()
 
@@ -185,7 +188,7 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
     if not isinstance(found, dict):
-        raise UserError(f"{where}: legal is a JSON object, with id and prompt or as in an OpenAI batch file")
+        raise UserError(f"{where}: expected a JSON object, with id and prompt or as in an OpenAI batch file")
     return found
 
 
@@ -199,7 +202,7 @@ def _parquet_rows(opened: BinaryIO, path: Path, columns: tuple[str, ...]) -> Ite
             wanted = [name for name in file.schema_arrow.names if name in columns]
             if not wanted:
                 names = ", ".join(file.schema_arrow.names[:20]) or "none"
-                raise UserError(f"{path} has the columns {names}: legal are id and prompt, or {', '.join(LINE_KEYS)}")
+                raise UserError(f"{path}: expected columns id and prompt, or {', '.join(LINE_KEYS)}; got {names}")
             for batch in file.iter_batches(_AT_ONCE, columns=wanted):
                 yield from batch.to_pylist()
     except (OSError, pa.ArrowException) as cause:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from draftproof.backends.loading.by_name import BACKENDS
+from draftproof.backends.loading.by_name import BACKENDS, current_name
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.registry import (
     DEFAULT_CONSTANT_STOPPER,
@@ -81,6 +81,7 @@ class Cell:
         read_draft_dtype(self.draft_dtype, self.dtype)
         if self.engine not in ENGINES:
             raise UserError(f"engine: expected one of {', '.join(ENGINES)}, got {self.engine!r}")
+        object.__setattr__(self, "backend", current_name(self.backend))
         if self.backend not in BACKENDS:
             raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {self.backend!r}")
         for name in _REAL:  # 1 and 1.0 are one cell

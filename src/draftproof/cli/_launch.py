@@ -29,7 +29,7 @@ def divide(processes: int) -> None:
         UserError: another number of processes was started, or one of them ended before the others.
     """
     if processes < 2:
-        raise UserError(f"--tensor-parallel is {processes}: legal are 1 (one process) and more")
+        raise UserError(f"--tensor-parallel: expected 1 (one process) or more, got {processes}")
     if parallel.is_launched():
         with quiet_libraries():
             take_part(processes)

@@ -141,7 +141,7 @@ def _whole_or_none(text: Any) -> Any:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is neither a whole number nor none") from None
+        raise typer.BadParameter(f"expected an integer or none, got {text!r}") from None
 
 
 def _shape(text: Any) -> Any:

@@ -55,7 +55,7 @@ def read_prompts(file: Path) -> list[PromptText]:
     lines = enumerate(_decode(_bytes(file), str(file)).split("\n"), 1)
     places = [(f"{file}, line {number}", line.removesuffix("\r")) for number, line in lines if line.strip()]
     if not places:
-        raise UserError(f"{file} holds no prompt: legal is one a line, or objects with {', '.join(_KEYS)} in .jsonl")
+        raise UserError(f"{file}: expected one prompt per line, or objects with {', '.join(_KEYS)} in .jsonl; got none")
     json_lines = file.suffix == ".jsonl"
     return [_checked(_of_json(line, where) if json_lines else line, where) for where, line in places]
 
@@ -92,12 +92,12 @@ def _of_json(line: str, where: str) -> str:
         raise UserError(f"{where}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
     key = next((key for key in _KEYS if isinstance(record, dict) and key in record), None)
     if key is None:
-        raise UserError(f"{where}: legal is an object with one of {', '.join(_KEYS)}")
+        raise UserError(f"{where}: expected an object with one of {', '.join(_KEYS)}")
     value: Any = record[key]
     if key == "turns":
         value = value[0] if isinstance(value, list) and value else None
     if not isinstance(value, str):
-        raise UserError(f"{where}: {key} holds no text")
+        raise UserError(f"{where}: expected text in {key}")
     return value
 
 

@@ -48,7 +48,7 @@ def given_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams from the values of the options.
 
     Raises:
-        typer.BadParameter: a value out of range; the message names it and what is legal.
+        typer.BadParameter: a value out of range; the message names it and what is expected.
     """
     given = dict(values)
     if "logit_bias" in given:
@@ -61,7 +61,7 @@ def merged_params(given: Mapping[str, Any], defaults: SamplingParams) -> Samplin
     """The given values over a model's defaults.
 
     Raises:
-        typer.BadParameter: a value out of range; the message names it and what is legal.
+        typer.BadParameter: a value out of range; the message names it and what is expected.
     """
     try:
         return replace(defaults, **given)
@@ -77,5 +77,5 @@ def _bias(entries: Sequence[str]) -> dict[int, float]:
         try:
             found[int(token)] = float(value)
         except ValueError:
-            raise typer.BadParameter(f"--logit-bias is {entry!r}: legal is ID=VALUE, for example 42=-5") from None
+            raise typer.BadParameter(f"--logit-bias: expected ID=VALUE, for example 42=-5, got {entry!r}") from None
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -33,6 +34,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 app.command()(_audit_server.server)
+_log = logging.getLogger(__name__)
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on each line.")]
 Full = Annotated[bool, typer.Option("--full/--quick", help="More models, in minutes; or fewer, in half a minute.")]
 EXACT = 1e-12
@@ -208,7 +210,7 @@ def check(
 
 
 @app.command()
-def others(*, full: Full = False, as_json: Json = False) -> None:
+def packages(*, full: Full = False, as_json: Json = False) -> None:
     """Check the rules of other packages, as installed here; exit code 1 if one is not lossless.
 
     transformers is enumerated. vLLM and SGLang are tested by statistics, in an environment in which they are installed.
@@ -226,6 +228,13 @@ def others(*, full: Full = False, as_json: Json = False) -> None:
             _print_report(report)
     if any(report.status == "FAIL" for report in reports):
         raise typer.Exit(1)
+
+
+@app.command(hidden=True)
+def others(*, full: Full = False, as_json: Json = False) -> None:
+    """Check the rules of other packages: the old name of `packages`."""
+    _log.warning("audit others is now audit packages: the old name will be removed in the next version")
+    packages(full=full, as_json=as_json)
 
 
 def _method(candidate: Candidate, samples: int) -> str:

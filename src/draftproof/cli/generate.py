@@ -53,7 +53,7 @@ def generate(
     Without a target, smollm2-135m is downloaded at the first use, or a tiny model of the package takes its place.
     """
     if prompt and len(prompt) > 1:  # typer would refuse them too, and show them
-        raise typer.BadParameter(f"PROMPT is {len(prompt)} words: put it in quotes")
+        raise typer.BadParameter(f"expected one PROMPT, got {len(prompt)} words: put them in quotes")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     predicted = read_text(prediction)

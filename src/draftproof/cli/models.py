@@ -52,7 +52,7 @@ def path(name: Name, *, as_json: Json = False) -> None:
     from draftproof import models
 
     if name not in models.EMBEDDED and name not in models.REGISTRY:
-        raise UserError(f"no model {name!r}: legal are {', '.join([*models.EMBEDDED, *models.REGISTRY])}")
+        raise UserError(f"no model {name!r}: expected one of {', '.join([*models.EMBEDDED, *models.REGISTRY])}")
     _print_place(name, models.resolve(name), as_json=as_json)
 
 

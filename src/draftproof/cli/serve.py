@@ -39,8 +39,8 @@ def serve(
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'draftproof[serve]'")
-    from draftproof.server.access import legal_hosts, read_keys
     from draftproof.server.app import Server, make_app
+    from draftproof.server.auth import allowed_hosts, read_keys
     from draftproof.server.logs import start_logging
     from draftproof.server.run import address, bind, use_template
     from draftproof.server.run import serve as serve_app
@@ -56,7 +56,7 @@ def serve(
                 use_template(loaded, settings.chat_template)
         name = served_name(target, settings.served_model_name)
         answering = Server(loaded, settings, name, hidden=[target, engine["draft"] or target])
-        made = make_app(answering, keys, legal_hosts(settings, keys))
+        made = make_app(answering, keys, allowed_hosts(settings, keys))
         start_logging(as_json=settings.json_logs)
         if str(engine["drafter"]).startswith("suffix") and not (keys or settings.share_between_clients):
             _terminal.note(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
 from typing import Any
 
 import typer
@@ -18,6 +18,7 @@ from draftproof.training.head_options import HeadJob, Material
 from draftproof.training.heads import Labels
 from draftproof.training.loop import TrainingPlan
 
+_log = logging.getLogger(__name__)
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -45,34 +46,65 @@ SAMPLING = Options(
     },
 )
 PLAN = Options(
-    TrainingPlan, "Training", only=("steps", "learning_rate"), defaults={"steps": 4000, "learning_rate": 3e-3}
+    TrainingPlan,
+    "Training",
+    only=("steps", "learning_rate"),
+    defaults={"steps": None, "learning_rate": 3e-3},
+    help={"steps": "Number of optimiser steps; by default 4000, and 2000 for kind sprinter."},
+    partial=True,
+)
+LABELS = Options(
+    Labels,
+    "Training",
+    only=("w_rej", "lam"),
+    names={"lam": "lambda"},
+    help={
+        "w_rej": "Weight of rejections in the cross-entropy; kind acceptance only.",
+        "lam": "Factor lambda: a token is acceptable if q <= lambda p; kind sprinter only.",
+    },
 )
 OUT = Options(HeadJob, only=("out",))
-HEAD = Options(HeadJob, "Training", only=("kind", "depth", "shared_blocks", "mix", "batch"), metavars={"mix": "R"})
-HEAD_TRIALS = Options(
+HEAD = Options(
+    HeadJob,
+    "Training",
+    only=("depth", "shared_blocks", "reads_draw", "mix", "batch"),
+    defaults={"depth": None},
+    help={
+        "depth": "Number of residual SiLU blocks before the output; by default 3, and 0 (a linear head) for kind "
+        "sprinter.",
+        "reads_draw": "Also read log q of the drawn token, which the hidden state lacks; kind sprinter only.",
+    },
+    metavars={"mix": "R"},
+    partial=True,
+)
+KIND = Options(
+    HeadJob,
+    "Training",
+    only=("kind",),
+    help={
+        "kind": "What the head predicts: acceptance is Pr(accepted), for the stopper acceptance; log_ratio is "
+        "log(p/q), for the stopper ratio; sprinter is SPRINTER's small verifier, for the stopper approximate. With the "
+        "rule last_token it is LOSSY: it changes the output distribution."
+    },
+)
+TRIALS = Options(
     HeadJob,
     "Trials in the engine",
     only=("threshold", "sweep", "cost_ratio", "trial_prompts"),
+    help={
+        "threshold": "Threshold of the stopper; by default the one with the least time per token in the trials, by the "
+        "cost model, and 0.5 for kind sprinter."
+    },
     metavars={"cost_ratio": "R"},
 )
-VERIFIER = Options(
-    HeadJob,
-    "Training",
-    only=("depth", "shared_blocks", "reads_draw", "threshold", "batch"),
-    defaults={"depth": 0, "threshold": 0.5},
-    help={"threshold": "Threshold tau: the verifier accepts a token if its probability is above it."},
-)
-VERIFIER_TRIALS = Options(HeadJob, "Trials in the engine", only=("trial_prompts",))
+KINDS = ("acceptance", "log_ratio", "sprinter")
+_SPRINTER = "verifier"  # what files of heads call kind sprinter
+_NOT_OF_SPRINTER = {"mix": None, "sweep": False, "cost_ratio": None}  # options of the other kinds, where not given
+_OPTIONS: dict[str, Any] = {"material": MATERIAL, "sampling": (SAMPLING,), "plan": (PLAN,), "labels": (LABELS,)}
 
 
 @app.command()
-@with_options(
-    material=MATERIAL,
-    sampling=(SAMPLING,),
-    plan=(PLAN,),
-    labels=(Options(Labels, "Training", only=("w_rej",)),),
-    job=(OUT, HEAD, HEAD_TRIALS),
-)
+@with_options(**_OPTIONS, job=(OUT, KIND, HEAD, TRIALS))
 def head(
     *,
     material: dict[str, Any],
@@ -83,22 +115,23 @@ def head(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a head that predicts acceptance or log(p/q), for a stopper that ends drafts."""
-    if job["kind"] not in ("acceptance", "log_ratio"):
-        raise typer.BadParameter(f"--kind is {job['kind']!r}: legal are acceptance and log_ratio")
+    """Train a head that reads the draft model's hidden state, for a stopper that ends drafts."""
+    kind = job["kind"]
+    if kind not in KINDS:
+        raise typer.BadParameter(f"--kind: expected {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {kind!r}")
     if job["sweep"] and job["threshold"] is not None:
         raise typer.BadParameter("--sweep chooses the threshold: leave out --threshold")
-    run(make_head, _job(material, sampling, plan, labels, job), _models(material), as_json=as_json, quiet=quiet)
+    if kind == "sprinter":
+        _train_sprinter(material, sampling, plan, labels, job, as_json=as_json, quiet=quiet)
+        return
+    if job["reads_draw"]:
+        raise typer.BadParameter("--reads-draw needs --kind sprinter")
+    made = _job(material, sampling, {"steps": 4000, **plan}, labels, job)
+    run(make_head, made, _models(material), as_json=as_json, quiet=quiet)
 
 
-@app.command()
-@with_options(
-    material=MATERIAL,
-    sampling=(SAMPLING,),
-    plan=(replace(PLAN, defaults={"steps": 2000, "learning_rate": 3e-3}),),
-    labels=(Options(Labels, "Training", only=("lam",), names={"lam": "lambda"}),),
-    job=(OUT, VERIFIER, VERIFIER_TRIALS),
-)
+@app.command(hidden=True)
+@with_options(**_OPTIONS, job=(OUT, HEAD, TRIALS))
 def verifier(
     *,
     material: dict[str, Any],
@@ -109,11 +142,28 @@ def verifier(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train SPRINTER's small verifier. With the rule last_token it is LOSSY: it changes the output distribution."""
-    job["kind"] = "verifier"
-    run(
-        make_verifier_head, _job(material, sampling, plan, labels, job), _models(material), as_json=as_json, quiet=quiet
-    )
+    """Train SPRINTER's small verifier: the old name of `head --kind sprinter`."""
+    _log.warning("train verifier is now train head --kind sprinter: the old name will be removed in the next version")
+    _train_sprinter(material, sampling, plan, labels, job, as_json=as_json, quiet=quiet)
+
+
+def _train_sprinter(
+    material: dict[str, Any],
+    sampling: dict[str, Any],
+    plan: dict[str, Any],
+    labels: dict[str, Any],
+    job: dict[str, Any],
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    for name, default in _NOT_OF_SPRINTER.items():
+        if job.get(name) != default:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} does not go with --kind sprinter: leave it out")
+    threshold = 0.5 if job["threshold"] is None else job["threshold"]
+    job = {"depth": 0, **job, "kind": _SPRINTER, "threshold": threshold}
+    made = _job(material, sampling, {"steps": 2000, **plan}, labels, job)
+    run(make_verifier_head, made, _models(material), as_json=as_json, quiet=quiet)
 
 
 def _models(material: dict[str, Any]) -> tuple[str, str]:
@@ -127,7 +177,7 @@ def _job(
     labels: dict[str, Any],
     job: dict[str, Any],
 ) -> HeadJob:
-    """The job of either command from the values of its options."""
+    """The job from the values of its options."""
     return HeadJob(
         material=Material(**material, params=SamplingParams(**sampling)),
         labels=Labels(**labels),

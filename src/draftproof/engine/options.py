@@ -39,8 +39,8 @@ class EngineOptions:
         device: where both models are: cpu, cuda, cuda:1; without it an accelerator if there is one. "auto", or in
             Python a device or "disk" for each part by its name, spreads the target (needs accelerate).
         backend: implementation of the forward pass, a name of BACKENDS. "auto" takes "lean" where the model allows it,
-            "snapshot" where it has recurrent layers, else "hf"; and "plain", without drafts, for a target whose drafts
-            cannot be taken back.
+            "snapshot" where it has recurrent layers, else "hf"; and "generate", without drafts, for a target whose
+            drafts cannot be taken back.
         adapter: a PEFT adapter (LoRA) for the target, a directory or hub id: merged into its weights where that gives
             the same logits, else computed beside them.
         attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.

@@ -78,9 +78,14 @@ class DraftproofLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, max_batch=batch, **options
         )
         self.tokenizer = load_tokenizer(models.obtain(name), trust_remote_code=trust_remote_code)
-        self._name, self._batch, self._device = name, batch, self.engine.target.device
+        self._name = name
+        self._batch = batch
+        self._device = self.engine.target.device
         self._length = max_length or self.engine.target.max_positions or _DEFAULT_LENGTH
-        self._most, self._bos, self._prefix, self._seed = max_gen_toks, add_bos_token, prefix_token_id, seed
+        self._most = max_gen_toks
+        self._bos = add_bos_token
+        self._prefix = prefix_token_id
+        self._seed = seed
 
     @property
     def eot_token_id(self) -> int:
@@ -201,12 +206,12 @@ class DraftproofLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         unknown = sorted(kwargs.keys() - set(_SAMPLING) - set(_SILENT))
         if unknown:
             raise UserError(
-                f"generation argument {unknown[0]} is {kwargs[unknown[0]]!r}: legal are {', '.join(_SAMPLING)}, "
-                "do_sample, until and max_gen_toks"
+                f"unknown generation argument {unknown[0]}={kwargs[unknown[0]]!r}: expected {', '.join(_SAMPLING)}, "
+                "do_sample, until or max_gen_toks"
             )
         most = int(kwargs["max_gen_toks"])
         if most >= self.max_length:
-            raise UserError(f"max_gen_toks is {most}, and the model reads {self.max_length}: legal are fewer")
+            raise UserError(f"max_gen_toks: expected less than the context of {self.max_length} tokens, got {most}")
         named = {name: kwargs[name] for name in _SAMPLING if kwargs.get(name) is not None}
         if not kwargs.get("do_sample"):
             named["temperature"] = 0.0

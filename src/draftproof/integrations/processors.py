@@ -14,9 +14,10 @@ from typing import Any, no_type_check
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.errors import UserError
-from draftproof.sampling import SamplingParams, Transforms
+from draftproof.sampling import SamplingParams, ScoreProcessor, Transforms
 
 _STATEFUL = (  # those of transformers that keep something from call to call
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
@@ -137,12 +138,12 @@ class ProcessedParams(SamplingParams):
 
     processor: Any = None
 
+    @override
     def bind(self, **context: Any) -> Transforms:
-        """See SamplingParams."""
         return replace(super().bind(**context), processor=self.processor)
 
 
-class Processors:
+class Processors(ScoreProcessor):
     """Logits processors as the engine calls them for one request.
 
     Args:
@@ -154,20 +155,24 @@ class Processors:
     """
 
     def __init__(self, processors: Any, prefix: Sequence[int], *, row: int, batch: int, device: torch.device) -> None:
-        self._processors, self._prefix, self._device = processors, list(prefix), device
-        self._row, self._batch = row, batch
+        self._processors = processors
+        self._prefix = list(prefix)
+        self._device = device
+        self._row = row
+        self._batch = batch
         self._alike = batch == 1 or all(
             type(each).__name__ in _ROW_BY_ROW and type(each).__module__.startswith("transformers.")
             for each in processors
         )
 
+    @override
     def __call__(
         self,
         scores: Float[Tensor, "rows vocab"],
         output_ids: Sequence[int],
         paths: Sequence[Sequence[int]],
     ) -> Float[Tensor, "rows vocab"]:
-        """See ScoreProcessor. A context that the scores above it exclude is left alone: no processor expects it."""
+        """Run the processors on each row, except on contexts that the scores above exclude: none expects those."""
         made = scores.clone()
         reached: dict[tuple[int, ...], int] = {}
         before = [*self._prefix, *output_ids]

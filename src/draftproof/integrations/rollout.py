@@ -59,8 +59,8 @@ class Rollouts:
         for rule in filter(None, (engine.verifier, engine.seeded_verifier)):
             if not rule.lossless:
                 raise UserError(
-                    f"verifier {rule.name} changes the output distribution, so its samples are not the policy's: legal "
-                    "for rollouts are lossless rules, for example block"
+                    f"verifier {rule.name} changes the output distribution, so its samples are not the policy's: use a "
+                    "lossless rule, for example block"
                 )
         self.engine = engine
         self.params = params or engine.default_params

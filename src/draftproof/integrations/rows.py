@@ -81,7 +81,9 @@ class CriteriaCutter(Cutter):
         self, params: SamplingParams, criteria: Sequence[Any], prefix: Sequence[int], device: torch.device
     ) -> None:
         super().__init__(params)
-        self._criteria, self._ids, self._device = criteria, list(prefix), device
+        self._criteria = criteria
+        self._ids = list(prefix)
+        self._device = device
 
     def _push(self, token: int) -> None:
         super()._push(token)
@@ -106,8 +108,8 @@ def prompts_of(
     else:
         if mask.shape != input_ids.shape:
             raise UserError(
-                f"attention_mask is {list(mask.shape)}, and input_ids are {list(input_ids.shape)}: legal is one number "
-                "for each token (a mask for a cache of earlier tokens needs that cache, which is the engine's own)"
+                f"attention_mask: expected the shape of input_ids, {list(input_ids.shape)}, got {list(mask.shape)} (a "
+                "mask that covers a cache of earlier tokens cannot be used: the engine has its own cache)"
             )
         on = mask.bool()
         pads = (~on).sum(-1).tolist()
@@ -185,7 +187,9 @@ class Rows:
         ends: Ends,
         pad: int | None,
     ) -> None:
-        self._engine, self._input_ids, self._pad = engine, input_ids, pad
+        self._engine = engine
+        self._input_ids = input_ids
+        self._pad = pad
         _refuse_too_long(engine, prompts, ends.max_length - input_ids.shape[1])
         self._requests: list[Request] = []
         try:
@@ -255,6 +259,6 @@ def _refuse_too_long(engine: Engine, prompts: Sequence[Sequence[int]], most: int
         why = getattr(engine.target, "bounded_by", "") or "its max_position_embeddings"
         kept = f", of which rule {engine.verifier.name} needs {spare} for drafts" if spare else ""
         raise UserError(
-            f"max_new_tokens is {most} after a prompt of {longest} tokens, and {engine.target.name} is read up to "
-            f"{reads} positions ({why}){kept}: legal here are at most {max(reads - longest - spare, 0)}"
+            f"max_new_tokens: expected at most {max(reads - longest - spare, 0)}, got {most} after a prompt of "
+            f"{longest} tokens: {engine.target.name} reads up to {reads} positions ({why}){kept}"
         )

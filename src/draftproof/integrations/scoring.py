@@ -83,12 +83,12 @@ def _groups(backend: Backend, pairs: Sequence[tuple[Sequence[int], Sequence[int]
     found: dict[tuple[int, ...], _Group] = {}
     for place, (context, tail) in enumerate(pairs):
         if not context or not tail:
-            raise UserError(f"pair {place} has {len(context)} and {len(tail)} tokens: legal are 1 or more of each")
+            raise UserError(f"pair {place}: expected 1 or more tokens in each half, got {len(context)} and {len(tail)}")
         most = backend.max_positions
         if most is not None and len(context) + len(tail) - 1 > most:
             raise UserError(
-                f"pair {place} has {len(context)} and {len(tail)} tokens: {backend.name} reads at most {most}, so that "
-                f"{most + 1} together are legal"
+                f"pair {place}: expected at most {most + 1} tokens together ({backend.name} reads {most}), got "
+                f"{len(context)} and {len(tail)}"
             )
         key = tuple(context)
         found.setdefault(key, _Group(key)).tails[tuple(tail)].append(place)

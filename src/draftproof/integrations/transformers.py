@@ -44,7 +44,9 @@ class Speculative:
     """
 
     def __init__(self, composition: Composition, stop_strings: Sequence[str] = (), tokenizer: Any = None) -> None:
-        self.composition, self._stop_strings, self._tokenizer = composition, tuple(stop_strings), tokenizer
+        self.composition = composition
+        self._stop_strings = tuple(stop_strings)
+        self._tokenizer = tokenizer
         self.stats: Stats | None = None
 
     @torch.no_grad()

@@ -134,7 +134,7 @@ def resolve(name_or_path: str | Path) -> str:
     if name in EMBEDDED:
         return str(EMBEDDED[name]())
     if name.startswith("embedded:"):
-        raise UserError(f"no embedded model {name!r}: legal are {', '.join(EMBEDDED)}")
+        raise UserError(f"no embedded model {name!r}: expected one of {', '.join(EMBEDDED)}")
     if name not in REGISTRY:
         return _existing(name)
     if (problem := why_distrusted(name)) is not None:
@@ -152,8 +152,8 @@ def _existing(name: str) -> str:
     if _HUB_ID.fullmatch(name) and path.suffix not in {".gguf", ".safetensors"}:
         return name
     raise UserError(
-        f"no such file or directory: {name!r}; legal are a directory, a .gguf file, a hub id "
-        f"and {', '.join((*EMBEDDED, *REGISTRY))}"
+        f"no such file or directory: {name!r}; expected a directory, a .gguf file, a hub id "
+        f"or one of {', '.join((*EMBEDDED, *REGISTRY))}"
     )
 
 
@@ -257,7 +257,7 @@ def _make_home() -> None:
 
 def _known(name: str) -> str:
     if name not in REGISTRY:
-        raise UserError(f"no model {name!r} in the registry: legal are {', '.join(REGISTRY)}")
+        raise UserError(f"no model {name!r} in the registry: expected one of {', '.join(REGISTRY)}")
     return name
 
 

@@ -47,7 +47,7 @@ def parse_layers(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
         if match is None:
-            raise UserError(f"{part!r} in {text!r} is no range of layers: write them as in 0-11,18-29")
+            raise UserError(f"expected ranges of layers such as 0-11,18-29, got {part!r} in {text!r}")
         layers += range(int(match[1]), int(match[2] or match[1]) + 1)
     return layers
 
@@ -72,9 +72,9 @@ def _read_config(source: Path) -> dict[str, Any]:
 
 def _check_layers(keep: Sequence[int], depth: int) -> None:
     if not keep or any(b <= a for a, b in itertools.pairwise(keep)):
-        raise UserError(f"keep_layers is {list(keep)}: name at least one layer, in ascending order, each once")
+        raise UserError(f"keep_layers: expected one or more layers in ascending order, each once, got {list(keep)}")
     if keep[0] < 0 or keep[-1] >= depth:
-        raise UserError(f"keep_layers is {list(keep)}: the source has {depth} layers, legal are 0 to {depth - 1}")
+        raise UserError(f"keep_layers: expected layers 0 to {depth - 1} (the source has {depth}), got {list(keep)}")
 
 
 def _read_tensors(source: Path) -> dict[str, Tensor]:

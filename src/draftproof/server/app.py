@@ -30,13 +30,13 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import LEAVING, UserError
 from draftproof.peak import release_freed_memory, resident
 from draftproof.server import schemas
-from draftproof.server.access import Access, Keys, note
-from draftproof.server.answers import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
 from draftproof.server.aside import Aside
+from draftproof.server.auth import Access, Keys, note
 from draftproof.server.body import body_of
 from draftproof.server.errors import ApiError, failed, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
-from draftproof.server.reading import Question, Reader, refuse_other_model, refuse_stream_options
+from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
+from draftproof.server.responses import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from draftproof.server.settings import Settings
 from draftproof.server.tools import format_of, template_tools
@@ -57,7 +57,9 @@ class Server:
     """
 
     def __init__(self, engine: DecodingLoop, settings: Settings, model: str, hidden: Sequence[str] = ()) -> None:
-        self.engine, self.settings, self.model = engine, settings, model
+        self.engine = engine
+        self.settings = settings
+        self.model = model
         # a name without a place in a file system is no secret, and may be part of other words
         self._hidden = [name for name in hidden if name != model and {*name} & {"/", "\\", ":"}]
         self.metrics = Metrics(model)
@@ -73,7 +75,7 @@ class Server:
         )
         self._aside = Aside(_ASIDE_AT_ONCE, "reading")
         self._reading = threading.RLock()  # tokenizers are not made for several threads
-        self._reader = Reader(engine, settings, self.shown, self._reading)
+        self._parser = RequestParser(engine, settings, self.shown, self._reading)
         self._compiling = Aside(_COMPILE_AT_ONCE, "compiling")
         self._making = anyio.CapacityLimiter(1)  # answers that hold log-probabilities of prompts
         self.token_text = TokenText(engine.tokenizer)
@@ -128,11 +130,11 @@ class Server:
 
         return await self._in_time(request, partial(self._aside.run, alone if locked else call))
 
-    async def question(self, request: Request, body: SamplingFields) -> Question:
+    async def parse(self, request: Request, body: SamplingFields) -> ParsedRequest:
         """What a request asks."""
         formed = body.response_format or body.structured_outputs or (isinstance(body, ChatBody) and body.tools)
         threads = self._compiling if formed else self._aside  # compiling takes long: others keep their threads
-        return await self._in_time(request, partial(threads.run, partial(self._reader.question, body)))
+        return await self._in_time(request, partial(threads.run, partial(self._parser.parse, body)))
 
     async def _in_time(self, request: Request, call: Callable[[], Awaitable[_Made]]) -> _Made:
         """What a call returns, unless the client leaves or its time is over before.
@@ -161,13 +163,13 @@ class Server:
                 format_of(self.engine.tokenizer, self.settings.tool_format)
             if body.add_special_tokens and "add_special_tokens" in body.model_fields_set:
                 raise ApiError("add_special_tokens needs prompt: a chat has those of its template", param="messages")
-            return list(self._reader.chat_prompt(body.messages, shown)[1])
+            return list(self._parser.chat_prompt(body.messages, shown)[1])
         if body.tools:
             raise ApiError("tools need messages", param="tools")
         text = body.prompt or ""
         if not body.add_special_tokens:
-            return list(self._reader.plain(text, "prompt"))
-        return list(self._reader.encode(text, "prompt")[1])
+            return list(self._parser.plain(text, "prompt"))
+        return list(self._parser.encode(text, "prompt")[1])
 
     def tokens(self, body: TokenizeBody) -> schemas.Tokens:
         """The answer to a request to /tokenize."""
@@ -180,10 +182,14 @@ class Server:
         """The answer to a request to /detokenize."""
         size, most = self.engine.target.vocab_size, self.context or _MOST_IDS
         if len(body.tokens) > most:
-            raise ApiError(f"tokens has {len(body.tokens)} ids: legal are up to {most} here", param="tokens")
+            raise ApiError(
+                f"tokens: expected at most {most} ids, got {len(body.tokens)}",
+                param="tokens",
+                code="context_length_exceeded" if self.context else None,
+            )
         bad = next((each for each in body.tokens if not 0 <= each < size), None)
         if bad is not None:
-            raise ApiError(f"tokens holds {bad}: legal ids are 0 to {size - 1}", param="tokens")
+            raise ApiError(f"tokens: expected ids from 0 to {size - 1}, got {bad}", param="tokens")
         return schemas.Text(prompt=self.token_text.joined(body.tokens))
 
     async def answer(self, request: Request, kind: type[SamplingFields], form: Form, name: str) -> Any:
@@ -216,26 +222,26 @@ class Server:
         refuse_stream_options(body)
         client, salt, share_text = self._sharing(request, body)
         self.worker.refuse_without_room(client=client)  # before the work of reading a long prompt
-        question = await self.question(request, body)
+        parsed = await self.parse(request, body)
         job = Job(
-            question.prompts,
-            question.params,
+            parsed.prompts,
+            parsed.params,
             self.settings.request_timeout or math.inf,
-            question.prediction,
+            parsed.prediction,
             body.stream,
             body.speculation,
             client,
             salt,
             share_text,
-            question.constraint,
+            parsed.constraint,
             arrival,
         )
         if job.size > self.worker.capacity:
             raise ApiError(
-                f"the request has {job.size} continuations: legal are up to {self.worker.capacity} here", param="n"
+                f"expected at most {self.worker.capacity} continuations in one request, got {job.size}", param="n"
             )
         full = f"{name}-{request.scope['state']['facts']['request_id']}"
-        asked = replace(question, constraint=None)  # which the job has, until the engine has it
+        asked = replace(parsed, constraint=None)  # which the job has, until the engine has it
         answer = Answer.to(body, asked, name=full, model=self.model, token_text=self.token_text)
         return job, answer, body.stream_options or schemas.StreamOptions()
 
@@ -253,7 +259,7 @@ class Server:
             self.worker.close(job)
         _note_usage(request, answer)
         # Log-probabilities of a long prompt take long and much memory: streams go on meanwhile, and others wait.
-        limiter = None if answer.question.params.prompt_logprobs is None else self._making
+        limiter = None if answer.parsed.params.prompt_logprobs is None else self._making
         return await run_sync(made, limiter=limiter)
 
     async def _events(
@@ -291,7 +297,8 @@ class Stream(EventSourceResponse):
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None], *, seconds: float) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        self._ended, self._seconds = ended, seconds
+        self._ended = ended
+        self._seconds = seconds
 
     async def stream_response(self, send: Send) -> None:
         """Send the events; `ended` is called however this ends."""
@@ -395,7 +402,7 @@ def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[st
     Args:
         server: what answers.
         keys: API keys; empty lets everybody in.
-        hosts: names that requests may be sent to, see `legal_hosts`; None for any.
+        hosts: names that requests may be sent to, see `allowed_hosts`; None for any.
     """
 
     @asynccontextmanager

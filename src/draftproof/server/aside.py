@@ -28,7 +28,8 @@ class Aside:
     """
 
     def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
+        self._most = most
+        self._name = name
         self._asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._threads = self._busy = 0
         self._lock = threading.Lock()
@@ -80,7 +81,8 @@ class _Watch:
 
     def __init__(self) -> None:
         self._ends: dict[int, float] = {}
-        self._lock, self._changed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from draftproof.server.errors import ApiError
-from draftproof.server.reading import validated
+from draftproof.server.parse_request import validated
 from draftproof.server.schemas import Body
 
 _Read = TypeVar("_Read", bound=Body)
@@ -40,7 +40,7 @@ async def _bytes_of(request: Request, most: int) -> bytes:
             parts.append(part)
             size += len(part)
             if size > most:
-                raise ApiError(f"the body has more than {most} bytes: legal are up to {most} here", status=413)
+                raise ApiError(f"expected a body of at most {most} bytes, got more", status=413)
     except ClientDisconnect:
         raise ApiError("the client closed the connection", status=499) from None
     return b"".join(parts)

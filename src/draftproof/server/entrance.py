@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from draftproof.server.access import Access, Keys
+from draftproof.server.auth import Access, Keys
 from draftproof.server.errors import ApiError, stopping
 
 _TRIES = 2  # servers that a request is sent to at most, where the first ends before it answers
@@ -73,7 +73,9 @@ class Entrance:
         at_once: int,
         read_timeout: float,
     ) -> None:
-        self._passed, self._shown, self._max_body = passed, shown, max_body
+        self._passed = passed
+        self._shown = shown
+        self._max_body = max_body
         self._app = Access(self._run, keys, max_body=max_body, at_once=at_once, seconds=read_timeout)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +137,7 @@ class Entrance:
                     raise ApiError("the client closed the connection", status=499)
                 body += message.get("body", b"")
                 if len(body) > self._max_body:
-                    raise ApiError(f"the body has more than {self._max_body} bytes, which is the limit", status=413)
+                    raise ApiError(f"expected a body of at most {self._max_body} bytes, got more", status=413)
                 if not message.get("more_body", False):
                     return bytes(body)
         except HTTPException as error:

@@ -21,8 +21,8 @@ class ApiError(Exception):
     """What a request is answered with when it cannot be served.
 
     Args:
-        message: for the client: cause, offending value, what is legal. The middle of a long one is left out, whatever
-            has made it, and the end of a long word.
+        message: for the client: what was expected, what was got, what to do. The middle of a long one is left out,
+            whatever has made it, and the end of a long word.
         status: of the HTTP answer.
         param: the field of the request that is to blame; None for none.
         code: a word for programs; None for none.
@@ -42,7 +42,10 @@ class ApiError(Exception):
         if len(message) > _LONGEST:
             message = f"{message[: _LONGEST // 2]} ... {message[-_LONGEST // 2 + 5 :]}"
         super().__init__(message)
-        self.message, self.status, self.param, self.code = message, status, param, code
+        self.message = message
+        self.status = status
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
 
     @property

@@ -56,7 +56,8 @@ class Unblocked(logging.Handler):
 
     def __init__(self, where: int, most: int = _MOST_LINES) -> None:
         super().__init__()
-        self._where, self._most = where, most
+        self._where = where
+        self._most = most
         self._lines: deque[str] = deque()
         self._dropped = 0
         self._writing = False

@@ -115,7 +115,8 @@ class _Together(Collector):
     """
 
     def __init__(self, pages: Mapping[str, str], label: str) -> None:
-        self._pages, self._label = pages, label
+        self._pages = pages
+        self._label = label
 
     def collect(self) -> Iterator[Metric]:
         """Each metric once, with the samples of all pages, as the format asks for."""
@@ -145,6 +146,9 @@ class Counted:
     __slots__ = ("accepted", "by_place", "calls", "draft_tokens", "drafts", "tokens")
 
     def __init__(self, stats: Stats) -> None:
-        self.tokens, self.calls, self.drafts = stats.num_tokens, stats.num_target_calls, stats.num_drafts
-        self.draft_tokens, self.accepted = stats.num_draft_tokens, stats.num_accepted_tokens
+        self.tokens = stats.num_tokens
+        self.calls = stats.num_target_calls
+        self.drafts = stats.num_drafts
+        self.draft_tokens = stats.num_draft_tokens
+        self.accepted = stats.num_accepted_tokens
         self.by_place = tuple(stats.num_accepted_tokens_per_pos)

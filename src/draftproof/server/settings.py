@@ -69,16 +69,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
-            raise UserError(f"port is {self.port}: legal are 0 to 65535")
+            raise UserError(f"port: expected 0 to 65535, got {self.port}")
         least = {"max_waiting": 0, "drain_timeout": 0, "max_body": 1, "max_prompt_tokens": 1, "max_tokens_limit": 1}
         if self.tool_format not in TOOL_FORMATS:
-            raise UserError(f"tool_format is {self.tool_format!r}: legal are {', '.join(TOOL_FORMATS)}")
+            raise UserError(f"tool_format: expected one of {', '.join(TOOL_FORMATS)}, got {self.tool_format!r}")
         least |= {"max_per_key": 1, "max_connections": 1}
         times = dict.fromkeys(("request_timeout", "stuck_timeout", "read_timeout", "write_timeout"), 0)
         for name, low in {**least, **times}.items():
             value = getattr(self, name)
             if value is not None and not low <= value < math.inf:
-                raise UserError(f"{name} is {value}: legal is {low} or more")
+                raise UserError(f"{name}: expected {low} or more, got {value}")
 
 
 def served_name(target: str, given: str | None) -> str:

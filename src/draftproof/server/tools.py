@@ -1,7 +1,7 @@
 """Tools: what a model writes to call one, the grammar that its answer fits then, and the calls in an answer.
 
 The format is the one that the model's chat template teaches it. Calls are made by a grammar, so that names and
-arguments are always legal; where the model may choose, the grammar lets it write any text, and takes over where a call
+arguments are always valid; where the model may choose, the grammar lets it write any text, and takes over where a call
 begins.
 """
 
@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, no_type_check
+
+from typing_extensions import override
 
 from draftproof.finish import overlap
 from draftproof.sampling import SamplingParams
@@ -112,7 +114,7 @@ def format_of(tokenizer: Any, given: str) -> ToolFormat:
     found = next((each for each in FORMATS.values() if any(sign in template for sign in each.signs)), None)
     if found is None:
         raise ApiError(
-            f"how this model calls tools is not known: the server's operator can say it by --tool-format, legal are "
+            "the format of this model's tool calls is unknown: start the server with --tool-format, one of "
             f"{', '.join(FORMATS)}",
             param="tools",
         )
@@ -211,8 +213,8 @@ class ToolParams(SamplingParams):
         return cls(**{each.name: getattr(params, each.name) for each in fields(SamplingParams)}, begins=begins)
 
     @property
+    @override
     def form(self) -> re.Pattern[str]:
-        """See SamplingParams."""
         return re.compile(self.begins)
 
 
@@ -268,10 +270,10 @@ def _checked(tools: Sequence[Tool]) -> list[Function]:
     """
     functions = [each.function for each in tools]
     if len({each.name for each in functions}) < len(functions):
-        raise ApiError("tools has two functions with one name: legal are different names", param="tools")
+        raise ApiError("tools: expected functions with different names, got one name twice", param="tools")
     for each in functions:
         if each.parameters.get("type", "object") != "object":
-            raise ApiError(f"the parameters of {each.name}: legal is a schema of type object", param="tools")
+            raise ApiError(f"the parameters of {each.name}: expected a schema of type object", param="tools")
     return functions
 
 
@@ -319,7 +321,7 @@ def template_calls(message: Message) -> list[dict[str, Any]]:
             arguments = None
         if not isinstance(arguments, dict):
             raise ApiError(
-                f"the arguments of a call of {quoted(call.function.name)} are no JSON object", param="messages"
+                f"the arguments of a call of {quoted(call.function.name)} are not a JSON object", param="messages"
             )
         function = {"name": call.function.name, "arguments": arguments}
         made.append({"id": call.id, "type": "function", "function": function})
@@ -392,7 +394,8 @@ class ToolReader:
             return said
         said, found, rest = self._rest.partition(marker)
         if found:
-            self._calls, self._rest = True, rest
+            self._calls = True
+            self._rest = rest
             return said
         held = 0 if last else overlap(said, marker)
         said, self._rest = said[: len(said) - held], said[len(said) - held :]
@@ -405,7 +408,8 @@ class ToolReader:
             return False
         self._part(CallPart(self.count, f"call_{uuid.uuid4().hex[:24]}", found[1]))
         self.count += 1
-        self._rest, self._depth = self._rest[found.end() + 1 :], 1
+        self._rest = self._rest[found.end() + 1 :]
+        self._depth = 1
         self._parts[self.count - 1].arguments = "{"
         return True
 
@@ -417,7 +421,8 @@ class ToolReader:
             if self._escaped:
                 self._escaped = False
             elif self._quoted:
-                self._escaped, self._quoted = letter == "\\", letter != '"'
+                self._escaped = letter == "\\"
+                self._quoted = letter != '"'
             elif letter == '"':
                 self._quoted = True
             elif letter in "{}[]":

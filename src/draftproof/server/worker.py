@@ -218,10 +218,14 @@ class EngineWorker:
         shown: Callable[[str], str] = str,
         died: Callable[[], None] = lambda: None,
     ) -> None:
-        self._engine, self._metrics, self._shown, self._died = engine, metrics, shown, died
+        self._engine = engine
+        self._metrics = metrics
+        self._shown = shown
+        self._died = died
         self.capacity = engine.max_batch + max_waiting
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._most, self._stuck_after = max_per_client, stuck_after
+        self._most = max_per_client
+        self._stuck_after = stuck_after
         self._open: dict[Job, asyncio.TimerHandle | None] = {}  # with their deadlines, in the event loop's thread
         self._open_size = 0  # continuations
         self._arrivals = 0.0  # sum over the open jobs
@@ -363,7 +367,9 @@ class EngineWorker:
         except BaseException:  # noqa: BLE001 - whatever it is, also a panic of a library, clients get an answer
             _log.exception("the engine's thread ended")
         finally:
-            self._since, self.failed, self.dead = None, failed, True
+            self._since = None
+            self.failed = failed
+            self.dead = True
             for job in [*self._queue, *self._jobs]:
                 with suppress(BaseException):
                     self._drop(job, "error")

@@ -87,7 +87,7 @@ class Auto(StopperBase):
         catches_up: bool = True,
     ) -> None:
         if not 1 <= limit <= MAX_LENGTH:
-            raise UserError(f"the limit of stopper auto is {limit}: legal are 1 to {MAX_LENGTH}")
+            raise UserError(f"stopper auto: expected a limit of 1 to {MAX_LENGTH}, got {limit}")
         super().__init__(name, limit)
         self.costs = LearnedCosts() if costs is None else costs
         self.assumed = assumed
@@ -96,14 +96,17 @@ class Auto(StopperBase):
         self.plan: Plan | None = None  # of the current round, where its requests decide together
         self._rows: dict[int, RequestRates] = {}
         self._best: dict[tuple[int, int, Rates], Plan] = {}  # by version of the costs, number of requests and rates
-        self._batch, self._most_drafts = 1, 1
+        self._batch = 1
+        self._most_drafts = 1
         self._drafts: dict[int, int] = {}  # number of drafts of each request in the current round
         self._widest = 1  # largest of these numbers; requests may end before the round's time is known
         self._credit = CREDIT
         self._preset: Plan | None = None
         self._accepted = 0  # tokens of the round
         self._again = 0  # rounds of a trial that are left
-        self._unused, self._stale = 0, STALE[0]  # rounds since the last draft, and after how many figures are old
+        # rounds since the last draft, and after how many figures are old
+        self._unused = 0
+        self._stale = STALE[0]
         self._reads_much = False
 
     @property
@@ -120,7 +123,9 @@ class Auto(StopperBase):
         plan, self._preset = self._preset, None
         if plan is None and self.costs.shared and rows:
             plan = self.planned(rows, most, len(rows))
-        self.plan, self._batch, self._most_drafts = plan, max(len(rows), 1), most
+        self.plan = plan
+        self._batch = max(len(rows), 1)
+        self._most_drafts = most
         self._drafts.clear()
         self._widest = 1
         self._accepted = 0
@@ -128,7 +133,8 @@ class Auto(StopperBase):
 
     def planned(self, rows: Sequence[int], most: int = 1, batch: int = 1) -> Plan:
         """The plan for a round of `batch` requests, of which these rows may draft together."""
-        self._batch, self._most_drafts = max(batch, 1), most
+        self._batch = max(batch, 1)
+        self._most_drafts = most
         members = [self._state(row) for row in rows]
         best = self._choice(members)
         learned = self.learned
@@ -147,7 +153,8 @@ class Auto(StopperBase):
         if costs.passes.is_old(batch) and best.length:
             return Plan(needed=True)
         if self._unused > self._stale:
-            self._unused, self._stale = 0, min(2 * self._stale, STALE[1])
+            self._unused = 0
+            self._stale = min(2 * self._stale, STALE[1])
             self._again = 1 + self._catches_up
         self._credit = min(self._credit + REGAIN, CREDIT)
         if self._again:

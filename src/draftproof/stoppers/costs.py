@@ -60,7 +60,9 @@ class Line:
         self.assumed = (start, slope)
         self.kept = kept
         self.doubts = 0  # newest figures in a row that contradict the line
-        self.unit, self._least, self._floor = unit, least, floor
+        self.unit = unit
+        self._least = least
+        self._floor = floor
         self._size = size
         self.figures: list[tuple[Mean, Mean, float]] = []  # x, number of drafted tokens, y
         self._fitted: tuple[float, float] | None = (start, slope)
@@ -411,7 +413,7 @@ def _kept_lines(found: dict[str, Any]) -> dict[int, tuple[float, float]]:
     made = {int(size): (float(start), float(slope)) for size, (start, slope) in found.items()}
     for size, line in made.items():
         if size < 1 or not all(0 <= figure < math.inf for figure in line):
-            raise ValueError(f"costs {line} for {size} requests: legal are finite numbers, 0 or more")
+            raise ValueError(f"expected finite costs, 0 or more, got {line} for {size} requests")
     return made
 
 

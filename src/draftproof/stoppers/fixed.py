@@ -22,5 +22,5 @@ class FixedLength(StopperBase):
 
     def __init__(self, length: int) -> None:
         if not 1 <= length <= MAX_LENGTH:
-            raise UserError(f"fixed draft length is {length}: legal are 1 to {MAX_LENGTH}")
+            raise UserError(f"stopper fixed: expected a draft length of 1 to {MAX_LENGTH}, got {length}")
         super().__init__(f"fixed:{length}", length)

@@ -26,7 +26,7 @@ class Schedule(StopperBase):
 
     def __init__(self, length: int = 5, limit: int = 20) -> None:
         if not 1 <= length <= limit <= MAX_LENGTH:
-            raise UserError(f"schedule starts with length {length}, and the longest is {limit}: legal are 1 to {limit}")
+            raise UserError(f"stopper schedule: expected a first length of 1 to {limit}, got {length}")
         super().__init__(f"schedule:{length}", limit)
         self._start = length
         self._lengths: dict[int, int] = {}

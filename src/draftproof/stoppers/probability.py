@@ -38,7 +38,7 @@ def check_threshold(name: str, threshold: float) -> None:
         UserError: naming the stopper and the value.
     """
     if not 0 < threshold < 1:
-        raise UserError(f"the threshold of stopper {name} is {threshold:g}: legal is 0 < threshold < 1")
+        raise UserError(f"stopper {name}: expected 0 < threshold < 1, got {threshold:g}")
 
 
 class Confidence(StopperBase):
@@ -97,7 +97,8 @@ class Entropy(StopperBase):
     ) -> None:
         check_threshold("entropy", threshold)
         super().__init__(f"entropy:{threshold:g}", limit)
-        self._gamma, self._goal = gamma, goal
+        self._gamma = gamma
+        self._goal = goal
         self._start = (threshold, goal)
         self._moving: dict[int, tuple[float, float]] = {}
 

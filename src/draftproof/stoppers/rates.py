@@ -91,7 +91,7 @@ class SharedRates:
         self.version += 1
         for kind, (first, later) in found.items():
             if not (0 <= first <= 1 and 0 <= later <= 1):
-                raise ValueError(f"rates {first} and {later} are not probabilities")
+                raise ValueError(f"expected rates from 0 to 1, got {first} and {later}")
             self.assumed[int(kind)] = AcceptanceRates(float(first), float(later))
 
 

@@ -1,4 +1,4 @@
-"""Options of `train head` and `train verifier`: the models and data, the head, and where it is written."""
+"""Options of `train head`: the models and data, the head, and where it is written."""
 
 from __future__ import annotations
 

@@ -57,4 +57,4 @@ def mentored_verifier(budget: float = 0.1) -> ChainVerifier:
 
 def _in_range(name: str, value: float, most: float) -> None:
     if not 0 <= value <= most:
-        raise UserError(f"verifier {name} was given {value:g}: legal are 0 to {most:g}")
+        raise UserError(f"verifier {name}: expected a number from 0 to {most:g}, got {value:g}")

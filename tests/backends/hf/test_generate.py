@@ -13,6 +13,7 @@ from draftproof.backends.base import Feed, unread
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.bench.cell import Cell
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.embedded import target_dir
 from draftproof.tree import TokenTree
@@ -139,7 +140,7 @@ def test_auto_takes_it_by_itself_and_says_so(saved, caplog):
     assert [
         record.getMessage() for record in caplog.records if "decoded plainly, without drafts" in record.getMessage()
     ]
-    assert (engine.target.kind, engine.drafter.name) == ("plain", "none")
+    assert (engine.target.kind, engine.drafter.name) == ("generate", "none")
     assert "keeps its past in its own form" in engine.plain_because
     (out,) = engine.generate("Once", GREEDY)
     model = transformers.AutoModelForCausalLM.from_pretrained(saved)
@@ -161,7 +162,13 @@ def test_only_a_target_is_decoded_plainly(saved):
         load_backend(str(saved))
     with pytest.raises(UserError, match="keeps its past in its own form"):
         Engine.load("embedded:target", str(saved))
-    assert load_backend(str(saved), backend="plain").kind == "plain"
+    assert load_backend(str(saved), backend="generate").kind == "generate"
+
+
+def test_the_name_of_the_version_before_works_with_a_warning(saved, caplog):
+    assert load_backend(str(saved), backend="plain").kind == "generate"
+    assert "backend plain is now called generate" in caplog.text
+    assert Cell(str(saved), backend="plain").backend == "generate"
 
 
 def test_the_command_says_it_in_a_line_and_in_json(saved):

@@ -118,7 +118,7 @@ def test_numbers_below_one_are_refused():
     with pytest.raises(UserError, match=r"tensor_parallel is 0: legal are 1 \(one process\) and more"):
         Engine.load(str(target_dir()), tensor_parallel=0)
     said = call("generate", "hi", "--tensor-parallel", "0", code=1).stderr
-    assert "--tensor-parallel is 0: legal are 1" in said
+    assert "--tensor-parallel: expected 1 (one process) or more, got 0" in said
 
 
 # --- benchmarks -------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def torchao(kind):
 
 
 METHODS = {  # package, function, its argument, and the backend that reads it
-    "bitsandbytes, 8 bits": ("bitsandbytes", bitsandbytes, 8, "plain"),
+    "bitsandbytes, 8 bits": ("bitsandbytes", bitsandbytes, 8, "generate"),
     "bitsandbytes, 4 bits": ("bitsandbytes", bitsandbytes, 4, "hf"),
     "torchao, int8 weights": ("torchao", torchao, "Int8WeightOnlyConfig", "hf"),
     "torchao, int8 products": ("torchao", torchao, "Int8DynamicActivationInt8WeightConfig", "hf"),

@@ -106,7 +106,7 @@ def mixed(numbers):
 
 
 METHODS = {  # package, function, its argument; the backend; whether `quantized` has something left to quantize
-    "bitsandbytes, 8 bits": ("bitsandbytes", bitsandbytes, 8, "plain", False),
+    "bitsandbytes, 8 bits": ("bitsandbytes", bitsandbytes, 8, "generate", False),
     "bitsandbytes, 4 bits": ("bitsandbytes", bitsandbytes, 4, "hf", False),
     "torchao, int8 weights": ("torchao", torchao, "Int8WeightOnlyConfig", "hf", False),
     "torchao, int8 products": ("torchao", torchao, "Int8DynamicActivationInt8WeightConfig", "hf", False),
@@ -130,10 +130,10 @@ def test_texts_are_what_transformers_generates(method, tmp_path):
         made = load_backend(str(tmp_path), dtype="float32", plainly=True)
         assert made.kind == backend, getattr(made, "because", "")
         expected = generated(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
-        drafters = [None] if backend == "plain" else [None, NgramDrafter(4)]
+        drafters = [None] if backend == "generate" else [None, NgramDrafter(4)]
         if left:
             drafters.append(make_drafter("quantized:8", target=made, draft=None, stopper="fixed:3"))
-        elif backend != "plain":
+        elif backend != "generate":
             with pytest.raises(
                 UserError, match=f"weights are quantized already .({package}|{argument}).*another drafter"
             ):

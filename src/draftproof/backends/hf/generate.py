@@ -79,13 +79,13 @@ class PlainBackend(SlotBackend):
         UserError: transformers cannot generate from it either, or something else.
     """
 
-    kind = "plain"
+    kind = "generate"
 
     def __init__(self, model: Any, *, name: str | None = None, check: bool = True, because: str = "") -> None:
         super().__init__(ModelInfo.loosely(model, name))
         self.model = model.eval()
         self.config = model.config.get_text_config()
-        self.because = because or "backend plain was asked for"
+        self.because = because or "backend generate was asked for"
         self.capabilities = Capabilities(trees=False, hidden=0, ragged=False, rollback=False, portions=False)
         self.embed = model.get_input_embeddings()
         self._latest: PlainSession | None = None

@@ -34,7 +34,7 @@ BACKENDS = {
     "snapshot": "transformers' own forward pass, for models with recurrent layers (linear attention, convolutions, "
     "state spaces): their states are kept, and accepted tokens read again where drafts are refused",
     "lean": "ours, for dense decoders: Llama, Mistral, Qwen2, Qwen3, Gemma 3, Phi-3 and others (docs/guide/models.md)",
-    "plain": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
+    "generate": "transformers' own generation step by step, without drafts; auto takes it for targets that cannot be "
     "drafted for",
     "compiled": "lean through torch.compile, which takes minutes in each process (docs/log.md says what it gains); "
     "on CUDA lean by CUDA graphs",
@@ -47,10 +47,19 @@ _BACKENDS: dict[str, Any] = {
     "hf": HFBackend,
     "snapshot": SnapshotBackend,
     "lean": LeanBackend,
-    "plain": PlainBackend,
+    "generate": PlainBackend,
     "compiled": CompiledBackend,
 }
+_RENAMED = {"plain": "generate"}  # names of the version before, which still work, with a warning
 _log = logging.getLogger(__name__)
+
+
+def current_name(backend: str) -> str:
+    """The name of a backend today; an older name is taken for one version, with a warning."""
+    name = _RENAMED.get(backend, backend)
+    if name != backend:
+        _log.warning("backend %s is now called %s: the old name will be removed in the next version", backend, name)
+    return name
 
 
 def load_backend(
@@ -69,12 +78,13 @@ def load_backend(
 ) -> Loaded:
     """A backend from a registered name, a hub id, a directory or a .gguf file; options as of `load_model`.
 
-    With `plainly`, backend `auto` takes `plain` for a model whose drafts cannot be taken back. With `tensor_parallel`,
-    only process 0 returns (see `take_part`).
+    With `plainly`, backend `auto` takes `generate` for a model whose drafts cannot be taken back. With
+    `tensor_parallel`, only process 0 returns (see `take_part`).
 
     Raises:
         UserError: not found, broken, unable to roll back, or a backend that is none or does not support the model.
     """
+    backend = current_name(backend)
     if backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
     if tensor_parallel != 1:

@@ -73,7 +73,7 @@ def cluster_answers(
         UserError: the cluster cannot be reached, or no worker can load the model.
     """
     if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}: legal is 1 or more")
+        raise UserError(f"workers: expected 1 or more, got {workers}")
 
     def answers(given: Iterable[Row]) -> Generator[list[Result], None, None]:
         with _connected(address):
@@ -174,7 +174,10 @@ class _Pool:
     def __init__(
         self, make: Callable[[], Any], engine: Mapping[str, Any], options: RowOptions, pieces: Iterator[_Piece]
     ) -> None:
-        self._make, self._engine, self._options, self._pieces = make, engine, options, pieces
+        self._make = make
+        self._engine = engine
+        self._options = options
+        self._pieces = pieces
         self._again: deque[_Piece] = deque()
         self._tasks: dict[Any, tuple[Any, _Piece | None]] = {}  # by the reference of the result; None while it loads
         self._idle: list[Any] = []

@@ -44,7 +44,8 @@ class Generate:
         options: RowOptions | None = None,
         keep: Sequence[str] | None = None,
     ) -> None:
-        self._options, self._keep = options or RowOptions(), keep
+        self._options = options or RowOptions()
+        self._keep = keep
         self._answer = Answerer(Engine.load(target, draft, **(engine or {})), self._options)
 
     def __call__(self, batch: pa.Table | Mapping[str, Any]) -> pa.Table:

@@ -17,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
-from draftproof.server.access import Keys
 from draftproof.server.app import Server, make_app
+from draftproof.server.auth import Keys
 from draftproof.server.entrance import Asked, Entrance, Lost, answered, refusal, whole
 from draftproof.server.logs import start_logging
 from draftproof.server.metrics import together
@@ -95,7 +95,8 @@ class Front:
 
     def __init__(self, replicas: Any, settings: Settings, keys: Keys, at_once: int) -> None:
         start_logging(as_json=settings.json_logs)
-        self._replicas, self._answer = replicas, replicas.options(stream=True).answer
+        self._replicas = replicas
+        self._answer = replicas.options(stream=True).answer
         self._entrance = Entrance(
             self._passed,
             self._metrics,
@@ -197,7 +198,7 @@ def deployment(
     """
     if replicas < 1 or (max_replicas is not None and max_replicas < replicas):
         raise UserError(
-            f"replicas is {replicas} and max_replicas {max_replicas}: legal is 1 <= replicas <= max_replicas"
+            f"expected 1 <= replicas <= max_replicas, got replicas={replicas} and max_replicas={max_replicas}"
         )
     settings, options = settings or Settings(), dict(engine or {})
     batch = int(options.get("max_batch", 8))

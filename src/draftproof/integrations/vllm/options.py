@@ -34,16 +34,16 @@ class Options:
         """The options in a `VllmConfig`; `rejection_sample_method: block` in its speculative config counts too.
 
         Raises:
-            UserError: an option that there is not, a value that is not legal, or two that contradict each other.
+            UserError: an unknown option, an invalid value, or two options that contradict each other.
         """
         whole = vllm_config.additional_config
         given = whole.get(_SECTION, {}) if isinstance(whole, dict) else {}
         if not isinstance(given, dict):
-            raise UserError(f"--additional-config: {_SECTION} is {given!r}: legal is an object such as {_EXAMPLE}")
+            raise UserError(f"--additional-config: {_SECTION}: expected an object such as {_EXAMPLE}, got {given!r}")
         names = [field.name for field in fields(cls)]
         for name, value in given.items():
             if name not in names:
-                raise UserError(f"--additional-config: {_SECTION} has {name!r}: legal are {', '.join(names)}")
+                raise UserError(f"--additional-config: {_SECTION}: expected options {', '.join(names)}, got {name!r}")
             _check(name, value)
         if given.get("stopper") is not None and given.get("drafter") == "auto":
             raise UserError(f"{_SECTION}: drafter auto decides itself how much to draft: leave the stopper out")
@@ -59,17 +59,17 @@ class Options:
 
 
 def _check(name: str, value: object) -> None:
-    """Refuse a value that is not legal."""
-    legal = {"rule": RULES, "drafter": DRAFTERS}.get(name)
-    if legal is not None and value not in legal and (name != "rule" or value is not None):
-        raise UserError(f"{_SECTION}: {name} is {value!r}: legal are {', '.join(legal)}")
+    """Refuse an invalid value."""
+    allowed = {"rule": RULES, "drafter": DRAFTERS}.get(name)
+    if allowed is not None and value not in allowed and (name != "rule" or value is not None):
+        raise UserError(f"{_SECTION}: {name}: expected one of {', '.join(allowed)}, got {value!r}")
     if name == "stopper" and value is not None and str(value).partition(":")[0] not in STOPPERS:
         raise UserError(
-            f"{_SECTION}: stopper is {value!r}: legal are {', '.join(STOPPERS)}, for example 'schedule:5'; others read "
-            "probabilities of a draft model"
+            f"{_SECTION}: stopper: expected one of {', '.join(STOPPERS)}, for example 'schedule:5', got {value!r} "
+            "(other stoppers need the probabilities of a draft model)"
         )
     if name == "shared" and not isinstance(value, bool):
-        raise UserError(f"{_SECTION}: shared is {value!r}: legal are true and false")
+        raise UserError(f"{_SECTION}: shared: expected true or false, got {value!r}")
 
 
 _EXAMPLE = '{"draftproof": {"rule": "block"}}'

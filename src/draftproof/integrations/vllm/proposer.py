@@ -35,7 +35,7 @@ class Proposer:
         vllm_config: vLLM's `VllmConfig`.
 
     Raises:
-        UserError: an option that is not legal, or a stopper that needs the probabilities of a draft model.
+        UserError: an invalid option, or a stopper that needs the probabilities of a draft model.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -151,7 +151,9 @@ class _Row:
     """A request that is decoded: its committed tokens, and what its last draft and round were."""
 
     def __init__(self, number: int, prompt_length: int, transforms: Transforms) -> None:
-        self.id, self.prompt_length, self.transforms = number, prompt_length, transforms
+        self.id = number
+        self.prompt_length = prompt_length
+        self.transforms = transforms
         self.tokens: list[int] = []
         self.drafted = self.emitted = 0
         self.fresh = True

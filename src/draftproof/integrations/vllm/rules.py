@@ -168,7 +168,7 @@ def matched_rows(
         drawn: the target's own token of each row; a request has one row more than drafted tokens.
         drafted: the token that each row has read; the first row of a request has read its last committed token.
         bounds: where the rows of each request begin, and where the last ones end.
-        width: tokens of the longest legal draft and one more.
+        width: tokens of the longest draft, plus one.
 
     Returns:
         The tokens of each request, of which those after its number of tokens mean nothing, and this number.

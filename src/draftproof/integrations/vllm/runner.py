@@ -117,7 +117,8 @@ def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, devi
     """Read options; let vLLM's drafters keep their probabilities for a block; for `gumbel`, draw with keyed noise."""
     original(self, vllm_config, device)
     self.draftproof_rule = rule = Options.of(vllm_config).rule
-    self.draftproof_seeds, self.draftproof_next = {}, None
+    self.draftproof_seeds = {}
+    self.draftproof_next = None
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.rejection_sample_method == "block":
         # vLLM's drafters keep their probabilities for its own rule only; without them a block gains nothing.

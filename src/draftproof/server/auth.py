@@ -50,16 +50,16 @@ def read_keys(file: Path | None) -> tuple[str, ...]:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read API keys from {file}: {getattr(error, 'strerror', None) or error}") from error
         if not found:
-            raise UserError(f"{file} holds no API key: legal is one a line")
+            raise UserError(f"{file}: expected one API key per line, got none")
         keys += found
     if not all(key.isascii() and key.isprintable() for key in keys):
         raise UserError(f"{where} holds an API key with other characters than those of ASCII: no header carries them")
     if any(len(key) < _SHORTEST for key in keys):
-        raise UserError(f"{where} holds an API key of less than {_SHORTEST} characters: legal are longer ones")
+        raise UserError(f"{where}: expected API keys of {_SHORTEST} or more characters, got a shorter one")
     return tuple(keys)
 
 
-def legal_hosts(settings: Settings, keys: Sequence[str]) -> tuple[str, ...] | None:
+def allowed_hosts(settings: Settings, keys: Sequence[str]) -> tuple[str, ...] | None:
     """Names besides this machine's own that requests may be sent to; None for any.
 
     A page of another site can make its own name point to 127.0.0.1. To a browser the server is that site then, and
@@ -78,7 +78,7 @@ def is_loopback(name: str) -> bool:
         return name == "localhost" or name.endswith(".localhost")
 
 
-def is_legal_host(given: str, allowed: Sequence[str]) -> bool:
+def is_allowed_host(given: str, allowed: Sequence[str]) -> bool:
     """Whether a header Host has a name of the machine itself or an allowed one; the port does not matter."""
     found = _HOST.fullmatch(given.strip().lower())
     name = "" if found is None else (found["address"] or found["name"]).removesuffix(".")
@@ -128,9 +128,12 @@ class Access:
         seconds: float,
         hosts: Sequence[str] | None = None,
     ) -> None:
-        self._app, self._max_body, self._hosts = app, max_body, hosts
+        self._app = app
+        self._max_body = max_body
+        self._hosts = hosts
         self._keys = keys if isinstance(keys, Keys) else Keys(keys)
-        self._at_once, self._seconds = at_once, seconds
+        self._at_once = at_once
+        self._seconds = seconds
         self._now = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -195,7 +198,7 @@ class Access:
         if state.get("spare") and path not in OPEN:
             return crowded()
         host = given.get("host", "")
-        if self._hosts is not None and not is_legal_host(host, self._hosts):
+        if self._hosts is not None and not is_allowed_host(host, self._hosts):
             return ApiError(
                 f"the request is to {quoted(host)}, and this server answers at its machine's own names: its operator "
                 "can allow others by --allowed-host, or give keys to clients",
@@ -212,7 +215,7 @@ class Access:
             return overloaded(1)
         length = given.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_body:
-            return ApiError(f"the body has {length} bytes: legal are up to {self._max_body} here", status=413)
+            return ApiError(f"expected a body of at most {self._max_body} bytes, got {length}", status=413)
         return None
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from fastapi.sse import format_sse_event
+from typing_extensions import override
 
 from draftproof.draft import Origin
 from draftproof.sampling import TokenLogprob
-from draftproof.server.reading import Question
+from draftproof.server.parse_request import ParsedRequest
 from draftproof.server.schemas import (
     AnswerCall,
     AnswerFunction,
@@ -69,7 +70,8 @@ class Continuation:
         if piece.origin is Origin.PREDICTION:
             self.predicted += piece.accepted
         if piece.finish_reason is not None:
-            self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+            self.finish_reason = piece.finish_reason
+            self.stop_reason = piece.stop_reason
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Answer:
     Attributes:
         id: of the answer.
         model: its name in the API.
-        question: what was asked.
+        parsed: what was asked.
         token_text: text of a token, for log-probabilities.
         with_ids: whether token ids are asked for.
         with_drafts: whether a stream's chunks say which tokens were drafted.
@@ -91,7 +93,7 @@ class Answer:
 
     id: str
     model: str
-    question: Question
+    parsed: ParsedRequest
     token_text: TokenText
     with_ids: bool
     with_drafts: bool = False
@@ -103,12 +105,12 @@ class Answer:
     prompts_shown: dict[int, PromptLogprobs] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def to(cls, body: SamplingFields, question: Question, *, name: str, model: str, token_text: TokenText) -> Answer:
+    def to(cls, body: SamplingFields, parsed: ParsedRequest, *, name: str, model: str, token_text: TokenText) -> Answer:
         """The answer to a body, empty yet."""
         return cls(
             name,
             model,
-            question,
+            parsed,
             token_text,
             body.return_token_ids,
             body.return_drafts,
@@ -118,10 +120,10 @@ class Answer:
         )
 
     def __post_init__(self) -> None:
-        tools = self.question.tools
+        tools = self.parsed.tools
         self.continuations = [
             Continuation(tools=None if tools is None else ToolReader(tools))
-            for _ in range(len(self.question.prompts) * self.question.params.n)
+            for _ in range(len(self.parsed.prompts) * self.parsed.params.n)
         ]
 
     def add(self, pieces: Sequence[Piece]) -> None:
@@ -132,7 +134,7 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        read = sum(map(len, self.question.prompts))
+        read = sum(map(len, self.parsed.prompts))
         made = sum(len(each.token_ids) for each in self.continuations)
         return Usage(
             prompt_tokens=read,
@@ -144,7 +146,7 @@ class Answer:
     @property
     def _details(self) -> CompletionDetails | None:
         """How much of the prediction came true, in all continuations together."""
-        size = len(self.question.prediction)
+        size = len(self.parsed.prediction)
         if not size:
             return None
         accepted = [each.predicted for each in self.continuations]
@@ -175,15 +177,15 @@ class Answer:
 
     def prompt_of(self, index: int) -> int:
         """The number of the prompt of a continuation."""
-        return index // self.question.params.n
+        return index // self.parsed.params.n
 
     def echoed(self, index: int) -> str:
         """What stands before a continuation's text."""
         place = self.prompt_of(index)
         if not self.echo:
             return ""
-        text = self.question.texts[place]
-        return self.token_text.joined(self.question.prompts[place]) if text is None else text
+        text = self.parsed.texts[place]
+        return self.token_text.joined(self.parsed.prompts[place]) if text is None else text
 
 
 class TokenText:
@@ -245,13 +247,13 @@ class Form(Protocol):
         ...
 
 
-class CompletionForm:
+class CompletionForm(Form):
     """Answers of /v1/completions."""
 
     object = "text_completion"
 
+    @override
     def whole(self, answer: Answer) -> CompletionAnswer:
-        """See Form."""
         choices = [
             CompletionChoice(
                 index=index,
@@ -260,7 +262,7 @@ class CompletionForm:
                 finish_reason=each.finish_reason,
                 stop_reason=each.stop_reason,
                 token_ids=each.token_ids if answer.with_ids else None,
-                prompt_token_ids=list(answer.question.prompts[answer.prompt_of(index)]) if answer.with_ids else None,
+                prompt_token_ids=list(answer.parsed.prompts[answer.prompt_of(index)]) if answer.with_ids else None,
                 prompt_logprobs=_prompt_logprobs(answer, index),
             )
             for index, each in enumerate(answer.continuations)
@@ -269,14 +271,14 @@ class CompletionForm:
             id=answer.id, created=answer.created, model=answer.model, choices=choices, usage=answer.usage
         )
 
+    @override
     def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """See Form."""
         for index in range(len(answer.continuations)):
             if answer.echo:
                 yield {"index": index, "text": answer.echoed(index), "logprobs": None, "finish_reason": None}
 
+    @override
     def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
-        """See Form."""
         each = answer.continuations[piece.index]
         found = _completion_logprobs(answer, piece.logprobs, each.characters)
         each.characters += sum(len(answer.token_text(one.token_id)) for one in piece.logprobs)
@@ -290,13 +292,13 @@ class CompletionForm:
         }
 
 
-class ChatForm:
+class ChatForm(Form):
     """Answers of /v1/chat/completions."""
 
     object = "chat.completion.chunk"
 
+    @override
     def whole(self, answer: Answer) -> ChatAnswer:
-        """See Form."""
         choices = []
         for index, each in enumerate(answer.continuations):
             text, calls = (each.text, []) if each.tools is None else each.tools.read(each.text, last=True)
@@ -316,19 +318,19 @@ class ChatForm:
             model=answer.model,
             choices=choices,
             usage=answer.usage,
-            prompt_token_ids=list(answer.question.prompts[0]) if answer.with_ids else None,
+            prompt_token_ids=list(answer.parsed.prompts[0]) if answer.with_ids else None,
             prompt_logprobs=_prompt_logprobs(answer, 0),
         )
 
+    @override
     def opening(self, answer: Answer) -> Iterator[dict[str, Any]]:
-        """See Form."""
         for index in range(len(answer.continuations)):
-            tools = answer.question.tools
+            tools = answer.parsed.tools
             delta = {"role": "assistant", "content": None if tools is not None and tools.must else ""}
             yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
+    @override
     def chunk(self, answer: Answer, piece: Piece) -> dict[str, Any]:
-        """See Form."""
         found = _chat_logprobs(answer, piece.logprobs)
         each = answer.continuations[piece.index]
         text, calls = piece.text, list[CallPart]()
@@ -400,7 +402,7 @@ def _asked_for(answer: Answer, piece: Piece) -> dict[str, Any]:
 
 
 def _completion_logprobs(answer: Answer, found: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs | None:
-    if answer.question.params.logprobs is None:
+    if answer.parsed.params.logprobs is None:
         return None
     texts = [answer.token_text(each.token_id) for each in found]
     offsets = [offset + sum(map(len, texts[:place])) for place in range(len(texts))]
@@ -421,10 +423,10 @@ def _best_of(answer: Answer, each: TokenLogprob) -> dict[str, float]:
 
 def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
     """Of the prompt and of what follows it, where the prompt is repeated."""
-    each, first = answer.continuations[index], answer.question.prompts[answer.prompt_of(index)][0]
-    if not answer.echo or answer.question.params.logprobs is None:
+    each, first = answer.continuations[index], answer.parsed.prompts[answer.prompt_of(index)][0]
+    if not answer.echo or answer.parsed.params.logprobs is None:
         return None
-    most = answer.question.params.logprobs
+    most = answer.parsed.params.logprobs
     of_prompt = [replace(one, top=one.top[:most]) for one in each.prompt_logprobs]
     found = _completion_logprobs(answer, [*of_prompt, *each.logprobs], len(answer.token_text(first)))
     assert found is not None, "logprobs are wanted"
@@ -458,7 +460,7 @@ def _prompt_logprobs(answer: Answer, index: int) -> PromptLogprobs | None:
 
 
 def _chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> ChatLogprobs | None:
-    if answer.question.params.logprobs is None:
+    if answer.parsed.params.logprobs is None:
         return None
     return ChatLogprobs(
         content=[

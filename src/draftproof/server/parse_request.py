@@ -50,7 +50,7 @@ _Read = TypeVar("_Read", bound=BaseModel)
 
 
 @dataclass(frozen=True)
-class Question:
+class ParsedRequest:
     """What a request asks of the engine.
 
     Attributes:
@@ -72,7 +72,7 @@ class Question:
     constraint: Constraint | None = None
 
 
-class Reader:
+class RequestParser:
     """Reads bodies for one engine.
 
     Args:
@@ -89,10 +89,13 @@ class Reader:
         shown: Callable[[str], str],
         lock: AbstractContextManager[Any],
     ) -> None:
-        self._engine, self._settings, self._shown, self._lock = engine, settings, shown, lock
+        self._engine = engine
+        self._settings = settings
+        self._shown = shown
+        self._lock = lock
 
-    def question(self, body: SamplingFields) -> Question:
-        """The question of a request for completions.
+    def parse(self, body: SamplingFields) -> ParsedRequest:
+        """Parse a request for completions.
 
         Raises:
             ApiError: see `completion` and `chat`.
@@ -102,8 +105,8 @@ class Reader:
         assert isinstance(body, CompletionBody), "the other one of two kinds"
         return self.completion(body)
 
-    def completion(self, body: CompletionBody) -> Question:
-        """The question of a request to /v1/completions.
+    def completion(self, body: CompletionBody) -> ParsedRequest:
+        """Parse a request to /v1/completions.
 
         Raises:
             ApiError: a value that cannot be used; it names the field.
@@ -118,10 +121,10 @@ class Reader:
         prompts = tuple(ids for _, ids in read)
         self._refuse_large(body, params, prompts, sum(map(len, prompts)) * params.n)
         prediction = self._prediction(body.prediction)
-        return Question(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
+        return ParsedRequest(prompts, texts, params, prediction, words=self._words(params), constraint=constraint)
 
-    def chat(self, body: ChatBody) -> Question:
-        """The question of a request to /v1/chat/completions.
+    def chat(self, body: ChatBody) -> ParsedRequest:
+        """Parse a request to /v1/chat/completions.
 
         Raises:
             ApiError: as above.
@@ -142,7 +145,7 @@ class Reader:
         _, ids = self.chat_prompt(body.messages, shown)
         self._refuse_large(body, params, (ids,), len(ids))
         prediction = self._prediction(body.prediction)
-        return Question((ids,), (None,), params, prediction, tools, self._words(params), constraint)
+        return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint)
 
     def chat_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
         """Text and token ids of a chat.
@@ -221,7 +224,7 @@ class Reader:
         most = self._most_tokens
         if most is not None and size > most:
             raise ApiError(
-                f"{_named(param)} has {size} tokens: legal are up to {most} here",
+                f"{_named(param)}: expected at most {most} tokens, got {size}",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -231,8 +234,7 @@ class Reader:
         most = self._most_tokens
         if most is not None and size > most * self._longest_token:
             raise ApiError(
-                f"{_named(param)} has {size} characters, which are more than {most} tokens: legal are up to {most} "
-                "tokens here",
+                f"{_named(param)}: expected at most {most} tokens, got more ({size} characters)",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -257,8 +259,8 @@ class Reader:
             if shown * each > _MOST_SHOWN:
                 least = f" and {name} {top}" if name == "prompt_logprobs" else ""
                 raise ApiError(
-                    f"{name} asks for {shown * each} entries, with {shown} tokens of prompts in all choices{least}: "
-                    f"legal are up to {_MOST_SHOWN} here, so ask for fewer prompts, choices or log-probabilities",
+                    f"{name}: expected at most {_MOST_SHOWN} entries, got {shown * each}, with {shown} tokens of "
+                    f"prompts in all choices{least}: ask for fewer prompts, choices or log-probabilities",
                     param=name,
                 )
         if params.logprobs is None:
@@ -268,8 +270,8 @@ class Reader:
         entries = params.n * sum(sizes) * (params.logprobs + 1)
         if entries > _MOST_LOGPROBS_MADE:
             raise ApiError(
-                f"logprobs asks for up to {entries} entries, which is max_tokens times the choices times "
-                f"{params.logprobs + 1}: legal are up to {_MOST_LOGPROBS_MADE} here, so give a smaller max_tokens or n",
+                f"logprobs: expected at most {_MOST_LOGPROBS_MADE} entries, got up to {entries} (max_tokens times the "
+                f"choices times {params.logprobs + 1}): lower max_tokens or n",
                 param="logprobs",
             )
 
@@ -319,7 +321,7 @@ class Reader:
             formed = not isinstance(body.response_format, TextFormat | None)
             return (params if tools is None else ToolParams.of(params, tools.form(formed=formed))), constraint
         except UserError as error:
-            name = str(error).partition(" ")[0]
+            name = str(error).partition(":")[0]  # of a field, in messages of SamplingParams
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
     def _check_sizes(
@@ -335,7 +337,7 @@ class Reader:
             ("bad_words", "texts", sum(map(len, body.bad_words or ())), _MOST_BAD_WORDS),
         ):
             if size > most:
-                raise ApiError(f"{name} is {kind} of {size} characters: legal are up to {most} here", param=name)
+                raise ApiError(f"{name}: expected {kind} of at most {most} characters, got {size}", param=name)
 
     def _constraint(self, given: dict[str, Any], grammar: str | None, param: str) -> Constraint | None:
         """A grammar, compiled here since the engine's thread has no time; it is put among the given parameters."""
@@ -361,7 +363,7 @@ def refuse_other_model(name: str | None, served: str) -> None:
     """
     if name not in (None, served):
         raise ApiError(
-            f"the model {quoted(name)} is not served: legal is {served!r}",
+            f"expected model {served!r}, got {quoted(name)}",
             status=404,
             param="model",
             code="model_not_found",
@@ -407,9 +409,9 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         param = str(first["loc"][-1])[:100]
         message = f"{'.'.join([*names, param])} is not supported: /openapi.json lists the fields that are"
     elif first["type"] == "union_tag_invalid":  # pydantic's own message repeats what was sent
-        message = f"{param}: legal for {first['ctx']['discriminator']} are {first['ctx']['expected_tags']}"
+        message = f"{param}: expected {first['ctx']['discriminator']} to be one of {first['ctx']['expected_tags']}"
     elif len(first["loc"]) == 1:
-        param, message = None, "the body is no JSON object, or the header Content-Type is not application/json"
+        param, message = None, "expected a JSON object as body, and the header Content-Type: application/json"
     else:
         message = f"{param or 'the body'}: {first['msg']}"
     return ApiError(message, param=param)
@@ -446,7 +448,7 @@ def _structured(asked: StructuredOutputs) -> str:
     if asked.grammar is not None:
         made.append(f"lark:{asked.grammar}")
     if len(made) != 1:
-        raise ApiError(f"structured_outputs has {len(made)} forms: legal is one", param=where)
+        raise ApiError(f"expected one form in structured_outputs, got {len(made)}", param=where)
     return made[0]
 
 
@@ -510,7 +512,7 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
         return {_token_id(token): value for token, value in given.items()}
     except ValueError:
         raise ApiError(
-            "logit_bias has a key that is no token id: legal are whole numbers", param="logit_bias"
+            "logit_bias: expected token ids as keys, got a key that is not an integer", param="logit_bias"
         ) from None
 
 
@@ -532,4 +534,4 @@ def _first(*values: int | None) -> int:
 
 def _refuse_above(name: str, value: int, most: int) -> None:
     if value > most:
-        raise ApiError(f"{name} is {value}: legal are up to {most} here", param=name)
+        raise ApiError(f"{name}: expected at most {most}, got {value}", param=name)
