@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from draftproof.errors import UserError, reason
-from draftproof.native.operations import BITS
+from draftproof.native.tensors import BITS
 
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
