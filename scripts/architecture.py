@@ -1,4 +1,4 @@
-"""Write the file tree in docs/architecture.md from the first line of every module: `python scripts/architecture.py`.
+"""Write the map of files in docs/architecture.md from the first line of every module: `python scripts/architecture.py`.
 
 With --check nothing is written, and the exit code is 1 if the page is out of date.
 """
@@ -19,26 +19,27 @@ def first_line(path: Path) -> str:
     return doc.partition("\n")[0].removesuffix(".")
 
 
-def tree() -> str:
-    """A line for each folder and module, with the first line of its docstring."""
-    rows = []
-    for path in sorted(PACKAGE.rglob("*.py"), key=lambda path: path.relative_to(PACKAGE).parts):
-        inside = path.relative_to(PACKAGE)
-        if inside.name == "__init__.py":
-            if inside.parent != Path():
-                rows.append((f"{inside.parent}/", first_line(path)))
-        else:
-            rows.append((str(inside), first_line(path)))
-    rows.sort(key=lambda row: [(part != "", part) for part in row[0].split("/")])
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {said}" for name, said in rows)
+def rooms() -> str:
+    """A heading for each folder with its sentence, and a line for each module with the first line of its docstring."""
+    folders: dict[Path, list[Path]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        folders.setdefault(path.parent.relative_to(PACKAGE), []).append(path)
+    parts = []
+    for folder, modules in sorted(folders.items(), key=lambda item: item[0].parts):
+        own = [path for path in modules if path.name != "__init__.py"]
+        title = f"{folder}/" if folder != Path() else "draftproof/"
+        said = first_line(PACKAGE / folder / "__init__.py")
+        width = max((len(path.name) for path in own), default=0)
+        lines = "\n".join(f"{path.name.ljust(width)}  {first_line(path)}" for path in own)
+        parts.append(f"### {title}\n\n{said}.\n" + (f"\n```text\n{lines}\n```\n" if own else ""))
+    return "\n".join(parts)
 
 
 def page_with_tree(text: str) -> str:
     """The page with a new tree."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n```text\n{tree()}\n```\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{rooms()}\n{END}{after}"
 
 
 def main() -> int:

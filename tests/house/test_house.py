@@ -1,6 +1,7 @@
 """The house keeps its order: imports point one way and form no cycle, the file tree is true, importing is light."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -185,6 +186,13 @@ def test_a_statement_assigns_one_attribute(name):
     """A search for `self.name =` finds each assignment, and a change of one is a change of one line."""
     together = list(assigned_together(MODULES[name]))
     assert not together or name in SEVERAL_ATTRIBUTES, f"{name} assigns several attributes at once in lines {together}"
+
+
+def test_files_on_the_architecture_page_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("<!-- tree")[0]
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text))
+    assert len(named) > 20
+    assert not [name for name in named if not (PACKAGE / name).exists()]
 
 
 def test_the_file_tree_is_true():
