@@ -19,7 +19,13 @@ from draftproof.cli import COMMANDS, app
 
 ROOT = Path(__file__).resolve().parent.parent
 # files of the repository that are pages of the site
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "THIRD_PARTY_NOTICES.md": "notices.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "THIRD_PARTY_NOTICES.md": "notices.md",
+}
 COMMAND_PAGES = "reference/cli"
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 # These are the same everywhere, and named on the first page.
