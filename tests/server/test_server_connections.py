@@ -330,7 +330,7 @@ def test_an_answer_that_nobody_reads_is_dropped(engine):
 
 def test_an_answer_that_is_read_slowly_comes_whole(engine):
     """More slowly than the time limit, but never nothing."""
-    with running(engine, extend=large, write_timeout=0.5) as (base, _), socket.socket() as slow:
+    with running(engine, extend=large, write_timeout=3.0) as (base, _), socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 17)
         slow.connect(("127.0.0.1", int(base.rpartition(":")[2])))
         slow.settimeout(20)
@@ -340,8 +340,8 @@ def test_an_answer_that_is_read_slowly_comes_whole(engine):
             made = slow.recv(1 << 20)
             assert made, f"the connection was closed after {size} bytes"
             size += len(made)
-            time.sleep(0.02)
-        assert time.monotonic() - start > 0.7
+            time.sleep(0.15 if time.monotonic() - start < 4 else 0)
+        assert time.monotonic() - start > 3
 
 
 def test_more_tokens_than_the_context_are_not_made_a_text(engine):

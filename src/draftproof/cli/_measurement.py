@@ -103,6 +103,7 @@ def measurement(
     ]
 
     def run(options: dict[str, Any], *, plots: bool, out: Any, as_json: bool, quiet: bool) -> None:
+        options = {**(defaults or {}), **options}  # lists that were not given are left out
         chosen = of(**(options if complete is None else complete(options)))
         with quiet_libraries():
             obtain(*_models(chosen), quiet=quiet)

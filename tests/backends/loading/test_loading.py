@@ -90,7 +90,9 @@ def test_a_generation_config_gives_defaults_and_nothing_else():
     )
     assert found == SamplingParams(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05, max_tokens=7)
     assert default_params({}) == SamplingParams()
-    with pytest.raises(UserError, match=r"the generation config of some model: temperature is -1.* generation_config"):
+    with pytest.raises(
+        UserError, match=r"the generation config of some model: temperature: expected .* got -1.* generation_config"
+    ):
         default_params({"temperature": -1}, "some model")
 
 
