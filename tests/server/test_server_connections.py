@@ -312,7 +312,7 @@ def read_all(connection):
     return size
 
 
-ASK = b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n"
+ASK = b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def test_an_answer_that_nobody_reads_is_dropped(engine):
