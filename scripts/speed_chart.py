@@ -52,7 +52,8 @@ def bars(temperature: float) -> list[tuple[str, float]]:
 
 def chart() -> str:
     """The chart as SVG."""
-    groups = [("Greedy (temperature 0)", bars(0.0)), ("Sampling (temperature 1)", bars(1.0))]
+    unit = "tokens a second; draftproof without drafts is 1"
+    groups = [(f"Temperature 0: {unit}", bars(0.0)), (f"Temperature 1: {unit}", bars(1.0))]
     scale = (WIDTH - LABELS - 60) / max(length for _, group in groups for _, length in group)
     lines, y = [], 8
     for title, group in groups:
