@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,30 @@ def test_the_distribution_is_the_targets_with_the_mask(name, rule, temperature):
     expected = by_hand(target, prompt, temperature, most)
     assert total_variation(found, expected) < 1e-9
     assert len(expected) > 5
+
+
+class Careless(ModelDrafter):
+    """Draws from a draft model that knows nothing of the grammar, and says so in its q."""
+
+    def propose(self, requests, rng):
+        return super().propose(
+            [replace(each, transforms=replace(each.transforms, constraint=None)) for each in requests], rng
+        )
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "match"])
+def test_what_was_drawn_outside_the_grammar_is_judged_and_not_taken_back(rule):
+    """To end a draft before a token that was drawn would shift the distribution by the share of such tokens."""
+    target, prompt = TableModel(4, 1), [0, 1, 0, 2]
+    params = SamplingParams(max_tokens=3, grammar=f"regex:{PATTERN}")
+
+    def make(round_rng):
+        drafter = Careless(DraftModel(TableModel(4, 9), vocab_size=4), FixedLength(2))
+        return toy(drafter, rule, round_rng, target)
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    assert total_variation(found, by_hand(target, prompt, 1.0, 3)) < 1e-9
 
 
 CALLS = """

@@ -409,19 +409,20 @@ class DecodingLoop(RequestIntake):
 
 
 def _legal_part(row: Request, draft: Draft) -> Draft:
-    """A drafted chain as far as it fits the request's grammar.
+    """A chain of point masses as far as it fits the request's grammar.
 
-    The rest has probability 0: a lossless rule would reject it, and a lossy one could accept it. It was looked up; what
-    draft models draw fits, since their logits are masked too.
+    The rest has probability 0: a lossless rule would reject it, and a lossy one could accept it. Only tokens that are a
+    function of the prefix may be dropped after a look at them. A chain that was drawn goes to the rule as it is: to end
+    it at a token that was drawn would shift the distribution.
     """
     constraint = row.transforms.constraint
-    if constraint is None or not draft.tree.is_chain or draft.draws is not None or row.rule.constant_length:
+    drawn = draft.probs is not None or draft.draws is not None
+    if constraint is None or drawn or not draft.tree.is_chain or row.rule.constant_length:
         return draft
     with blamed_on(row.id):
         for size, token in enumerate(draft.tree.ids):
             if not constraint.allowed(row.output_ids, [draft.tree.ids[:size]])[0, token]:
                 if not size:
                     return Draft.empty(draft.tree.tokens.device)
-                probs = None if draft.probs is None else draft.probs[:size]
-                return replace(draft, tree=TokenTree.chain(draft.tree.tokens[:size]), probs=probs)
+                return replace(draft, tree=TokenTree.chain(draft.tree.tokens[:size]))
     return draft
