@@ -105,7 +105,8 @@ class EngineOptions:
                 near = difflib.get_close_matches(name, known, 1)
                 meant = f"; did you mean {near[0]}?" if near else f": the options are {', '.join(known)}"
                 raise UserError(f"an engine has no option {name!r}{meant}")
-        return replace(self, **changes)
+        new = {name: value for name, value in changes.items() if getattr(self, name) != value}
+        return replace(self, **new) if new else self  # a check of the names may read a head from its files
 
     @property
     def rule(self) -> Verifier | None:
