@@ -11,8 +11,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DRAFTPROOF_TARGET", "embedded:stories")  # for `draftproof generate`
-os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/test_checked.py is about it
-os.environ.setdefault("DRAFTPROOF_CALIBRATION", "0")  # tests/test_kept_inputs.py is about it
+os.environ.setdefault("DRAFTPROOF_CHECKED", "0")  # tests/backends/loading/test_verified.py is about it
+os.environ.setdefault("DRAFTPROOF_CALIBRATION", "0")  # tests/backends/products/test_calibration_files.py is about it
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Read once, while triton is imported, which peft does too. Tests on a device shall use what its users get.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")

@@ -195,6 +195,19 @@ def test_files_on_the_architecture_page_exist():
     assert not [name for name in named if not (PACKAGE / name).exists()]
 
 
+def test_tests_that_are_named_exist():
+    """In sources, tests, scripts and pages; the log and the changelog speak of earlier states."""
+    files = [path for folder in ("src", "tests", "scripts", "docs") for path in (ROOT / folder).rglob("*")]
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in files
+        if path.suffix in (".py", ".md", ".c", ".h") and path.name != "log.md"
+        for name in re.findall(r"\btests/(?:[a-z_]+/)*[a-z_0-9]+\.py\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert not [each for each in sorted(named) if not (ROOT / each[1]).exists()]
+
+
 def test_the_file_tree_is_true():
     command = [sys.executable, str(ROOT / "scripts" / "architecture.py"), "--check"]
     found = subprocess.run(command, check=False)

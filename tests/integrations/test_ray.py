@@ -1,6 +1,6 @@
 """The engine on Ray: workers, nodes, drivers and replicas are killed, and nothing is lost or comes twice.
 
-Run it with `pytest -m slow tests/test_ray.py`, where Ray is installed (extra `ray`).
+Run it with `pytest -m slow tests/integrations/test_ray.py`, where Ray is installed (extra `ray`).
 """
 
 import json

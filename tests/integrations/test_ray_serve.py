@@ -1,6 +1,6 @@
 """The server on Ray Serve: replicas are killed and exchanged under load, and no request fails.
 
-Run it with `pytest -m slow tests/test_ray_serve.py`, where Ray is installed (extra `ray`).
+Run it with `pytest -m slow tests/integrations/test_ray_serve.py`, where Ray is installed (extra `ray`).
 """
 
 import os

@@ -1,6 +1,6 @@
 """The plug-in inside vLLM 0.32 on a CPU, with tiny random models; needs an environment with vLLM.
 
-    pytest -m slow tests/test_vllm.py
+    pytest -m slow tests/integrations/test_vllm.py
 
 Each engine runs in a process of its own. A chi-square test fails if a right rule would give such a statistic with
 probability ALPHA = 1e-6 or less; there are eight, so a right plug-in had a chance of 8e-6 to fail when the seeds were

@@ -273,7 +273,7 @@ def test_a_number_of_drafts_that_failed_is_tried_again():
 
 
 def test_the_number_of_drafts_changes_in_the_toys_that_are_enumerated(monkeypatch):
-    """Their output distributions are tested in tests/test_compositions.py."""
+    """Their output distributions are tested in tests/engine/test_compositions.py."""
     seen, drafts = set(), Auto.drafts
 
     def watched(self, row, most):

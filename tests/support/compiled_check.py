@@ -1,6 +1,6 @@
 """Compiled logits against lean ones, as a program: the compiler cannot see through the type checks that tests run with.
 
-python tests/compiled_check.py one|batch
+python tests/support/compiled_check.py one|batch
 """
 
 import sys

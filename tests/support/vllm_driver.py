@@ -1,4 +1,4 @@
-"""Run by tests/test_vllm.py in a process of its own: one vLLM engine, several lists of requests.
+"""Run by tests/integrations/test_vllm.py in a process of its own: one vLLM engine, several lists of requests.
 
     python vllm_driver.py JOB.json OUT.json
 

@@ -1,6 +1,6 @@
 """On a CUDA device: texts, graphs, kernels and draws against transformers and the CPU. Without a device: skipped.
 
-`pytest -m cuda` runs these tests alone. tests/test_pretended_cuda.py is about the same code without a device.
+`pytest -m cuda` runs these tests alone. tests/triton/test_pretended_cuda.py is about the same code without a device.
 """
 
 import functools
@@ -245,7 +245,7 @@ def test_other_samples_are_seen():
 
 
 def test_the_kernels_run_compiled():
-    """tests/test_kernels.py in a process of its own, since Triton decides once whether it compiles or interprets."""
+    """tests/triton/test_kernels.py in a process of its own: Triton decides once whether it compiles or interprets."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_kernels.py", "test_layer_kernels.py"],
         cwd=Path(__file__).parent,

@@ -1,6 +1,6 @@
 """Products with rounded weights on a device: through Triton's interpreter, beside float64; and they compile for CUDA.
 
-Where there is a GPU, tests/test_cuda.py runs them on it. As a script this file compiles every kernel.
+Where there is a GPU, tests/triton/test_cuda.py runs them on it. As a script this file compiles every kernel.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 """Kernels agree with the torch functions, keep the distributions exact, and compile for CUDA: without a GPU.
 
-They run through Triton's interpreter. Where there is a GPU, `TRITON_INTERPRET=0 pytest tests/test_kernels.py` runs the
-comparisons on it. As a script this file compiles every kernel, since Triton decides once a process whether it compiles
-or interprets.
+They run through Triton's interpreter. Where there is a GPU, `TRITON_INTERPRET=0 pytest tests/triton/test_kernels.py`
+runs the comparisons on it. As a script this file compiles every kernel, since Triton decides once a process whether it
+compiles or interprets.
 """
 
 import contextlib

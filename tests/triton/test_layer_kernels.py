@@ -1,6 +1,6 @@
 """Kernels of what stands between two products of a layer, beside torch's operations.
 
-They run through Triton's interpreter, or where there is a GPU on it, as in tests/test_kernels.py.
+They run through Triton's interpreter, or where there is a GPU on it, as in tests/triton/test_kernels.py.
 """
 
 import importlib.util
