@@ -38,6 +38,35 @@ def release_freed_memory() -> None:
         trim(0)
 
 
+class ReleaseTimes:
+    """When freed memory is handed back: while the process is larger than it was, and less often where that is no use.
+
+    What a process has grown by may be freed long after it was taken, without a change of its size. So growth since the
+    last time says nothing.
+    """
+
+    worth, most = 32 << 20, 12  # bytes above the smallest size; looks that are left out at most
+
+    def __init__(self) -> None:
+        self._smallest: int | None = None
+        self._pause = self._left = 0
+
+    def due(self, size: int) -> bool:
+        """Whether to hand memory back now, with a process of this size in bytes."""
+        self._smallest = size if self._smallest is None else min(self._smallest, size)
+        if size <= self._smallest + self.worth:
+            self._pause = self._left = 0
+            return False
+        self._left -= 1
+        return self._left < 0
+
+    def released(self, before: int, after: int) -> None:
+        """Note what it brought."""
+        useless = before - after < self.worth // 8
+        self._pause = min(max(2 * self._pause, 1), self.most) if useless else 0
+        self._left = self._pause
+
+
 class Peak:
     """Peak memory from its construction to `stop`.
 

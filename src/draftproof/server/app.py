@@ -28,7 +28,7 @@ from starlette.types import Send
 from draftproof._version import __version__
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import LEAVING, UserError
-from draftproof.peak import release_freed_memory, resident
+from draftproof.peak import ReleaseTimes, release_freed_memory, resident
 from draftproof.server import schemas
 from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
@@ -375,7 +375,7 @@ _READ_AT_ONCE = 64  # requests beyond those that the engine takes whose bodies a
 _MOST_IDS = 131_072  # that are decoded at once, where the model's context has no end
 _COMPILE_AT_ONCE = 64  # requests with a grammar that are read; most of them wait for a process that compiles it
 _ASIDE_AT_ONCE = 32  # others
-_RELEASE_EVERY, _RELEASE_FROM = 5.0, 32 << 20  # seconds between looks; bytes that the process has grown by
+_RELEASE_EVERY = 5.0  # seconds between two looks at the memory
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 _Served = Annotated[Server, Depends(_server)]
 
@@ -386,14 +386,13 @@ async def _release_memory() -> None:
     Grammars are compiled in threads of their own and leave large free blocks in their parts of the heap, which the C
     library would keep: after hundreds of heavy grammars 400 MB.
     """
-    known = resident() or 0
+    looks = ReleaseTimes()
     while True:
         await asyncio.sleep(_RELEASE_EVERY)
-        now = resident() or 0
-        if now > known + _RELEASE_FROM:
+        before = resident() or 0
+        if looks.due(before):
             await run_sync(release_freed_memory)
-            known = resident() or 0
-        known = min(known, now)
+            looks.released(before, resident() or 0)
 
 
 def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[str] | None = None) -> FastAPI:
