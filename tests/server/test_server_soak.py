@@ -33,18 +33,20 @@ def test_broken_promises_are_found(monkeypatch):
     kept = {"pause of a stream": 900, "/health": 900, "any answer": 9000}
     slow = {"pause of a stream": 1100, "/health": 1100, "any answer": 21_000}
 
-    def broken(*, waits=kept, after=250, seen=(), answers=(), wrong=()):
+    def broken(*, waits=kept, after=250, cached=5, seen=(), answers=(), wrong=()):
         soak = object.__new__(hostile.HostileSoak)
         soak.busy = False
         soak.seen, soak.wrong = dict.fromkeys(seen, 1), list(wrong)
         report = {"with it": {"longest waits, ms": waits}, "beside what": dict.fromkeys(waits, "x")}
-        report |= {"memory, MiB": {"before": 100, "after": after}, "attacks": {"x": dict.fromkeys(answers, 1)}}
+        memory = {"before": 100, "after": after, "cached before": 5, "cached after": cached}
+        report |= {"memory, MiB": memory, "attacks": {"x": dict.fromkeys(answers, 1)}}
         return soak.broken(report)
 
     assert broken(seen=["/health 200", "status 429, asked again"], answers=["200", "400", "hung up"]) == []
     for name, seconds in slow.items():
         assert len(broken(waits={**kept, name: seconds})) == 1
     assert len(broken(after=350)) == 1
+    assert broken(after=350, cached=100) == [], "keys and values that are cached have a limit of their own"
     assert len(broken(seen=["/health 503"])) == 1
     assert len(broken(seen=["/health ReadTimeout"])) == 1
     assert len(broken(answers=["500"])) == 1
