@@ -9,20 +9,14 @@ that the model was trained with.
 from __future__ import annotations
 
 import logging
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from draftproof.errors import UserError, reason
+from draftproof.models.gguf_file import GGUFFile
 
 _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
-_BYTE_LEVEL = "gpt2"  # the model of byte-level tokenizers; others have no pre-tokenizer to name
-_MAGIC, _VERSIONS = b"GGUF", (2, 3)
-_STRING, _ARRAY = 8, 9
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
-_LONGEST = 1 << 20  # bytes of a name or a text that is read
+BYTE_LEVEL = "gpt2"  # the model of byte-level tokenizers; others have no pre-tokenizer to name
 _log = logging.getLogger(__name__)
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -80,24 +74,25 @@ def settle(tokenizer: Any, path: Path) -> None:
     Raises:
         UserError: the file cannot be read.
     """
-    found = names(path)
+    file = GGUFFile(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if found.get(_MODEL) != _BYTE_LEVEL or backend is None:
+    if file.get(_MODEL) != BYTE_LEVEL or backend is None:
         return
-    known = KNOWN.get(found.get(_PRE, ""))
+    known = KNOWN.get(file.get(_PRE, ""))
     if known is None:
         _log.warning(
             "%s names the pre-tokenizer %r, which is not known here: numbers, blanks and signs may get other tokens "
             "than the model was trained with; take the model's own directory or hub id where that matters",
             path,
-            found.get(_PRE, "none"),
+            file.get(_PRE, "none"),
         )
         return
-    backend.pre_tokenizer = _pre_tokenizer(known)
+    backend.pre_tokenizer = pre_tokenizer(known)
     backend.model.ignore_merges = known.whole_words
 
 
-def _pre_tokenizer(known: _Known) -> Any:
+def pre_tokenizer(known: _Known) -> Any:
+    """What splits a text, of the library `tokenizers`."""
     from tokenizers import Regex, pre_tokenizers
 
     if known.expression is None:
@@ -107,66 +102,3 @@ def _pre_tokenizer(known: _Known) -> Any:
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of_words])
     split = pre_tokenizers.Split(Regex(known.expression), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-def names(path: Path) -> dict[str, str]:
-    """The tokenizer's model and pre-tokenizer as a GGUF file names them, as far as it does.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    found: dict[str, str] = {}
-    try:
-        with path.open("rb") as file:
-            for name, value in _texts(file):
-                if name in (_MODEL, _PRE):
-                    found[name] = value
-                if len(found) == 2:
-                    break
-    except (OSError, ValueError, struct.error) as error:
-        raise UserError(f"cannot read the metadata of {path} ({reason(error)}): is it a whole GGUF file?") from error
-    return found
-
-
-def _texts(file: BinaryIO) -> Iterator[tuple[str, str]]:
-    """Names and values of the metadata that are texts."""
-    magic, version, _, count = struct.unpack("<4sIQQ", file.read(24))
-    if magic != _MAGIC or version not in _VERSIONS:
-        raise ValueError(f"it begins with {magic!r}, version {version}")
-    for _ in range(count):
-        name, kind = _text(file), _number(file, "<I")
-        if kind == _STRING:
-            yield name, _text(file)
-        else:
-            _skip(file, kind)
-
-
-def _skip(file: BinaryIO, kind: int) -> None:
-    if kind in _SIZES:
-        file.seek(_SIZES[kind], 1)
-        return
-    if kind != _ARRAY:
-        raise ValueError(f"its metadata have a value of type {kind}")
-    inner, length = _number(file, "<I"), _number(file, "<Q")
-    if inner in _SIZES:
-        file.seek(_SIZES[inner] * length, 1)
-        return
-    if inner != _STRING:
-        raise ValueError(f"its metadata have an array of type {inner}")
-    for _ in range(length):
-        file.seek(_number(file, "<Q"), 1)
-
-
-def _text(file: BinaryIO) -> str:
-    size = _number(file, "<Q")
-    if size > _LONGEST:
-        raise ValueError(f"a name or text of {size} bytes")
-    content = file.read(size)
-    if len(content) < size:
-        raise ValueError("it ends too early")
-    return content.decode("utf-8")
-
-
-def _number(file: BinaryIO, form: str) -> int:
-    found: int = struct.unpack(form, file.read(struct.calcsize(form)))[0]
-    return found

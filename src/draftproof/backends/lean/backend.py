@@ -117,7 +117,7 @@ class LeanForward(SlotBackend):
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
-        return self.lean.head.dense()[ids.to(self.device)]
+        return self.lean.head.rows(ids.to(self.device))
 
     @property
     def takes_weights(self) -> bool:

@@ -31,8 +31,9 @@ from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import Product, fuse
+from draftproof.backends.products.packed_linear import Product, fuse, product_of
 from draftproof.errors import UserError
+from draftproof.native.ggml import FileMatrix
 from draftproof.native.operations import MOST_DIM, Operations
 from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.peak import release_freed_memory
@@ -64,12 +65,12 @@ class Lean:
         inner = model.model
         tied = model.lm_head.weight is inner.embed_tokens.weight
         self.traits = traits
-        self.embed = Embedding(inner.embed_tokens.weight, traits.embedding)
+        self.embed = embedding_of(inner.embed_tokens.weight, traits.embedding)
         self.tied = tied
-        self.head = Product(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
-        weight = self.embed.weight
-        angles = [Rotary(torch.tensor(each, device=weight.device), scale) for each, scale in traits.angles]
-        self.rope = Rope(angles, weight)
+        self.head = product_of(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
+        like = inner.norm.weight
+        angles = [Rotary(torch.tensor(each, device=like.device), scale) for each, scale in traits.angles]
+        self.rope = Rope(angles, like)
         self.windows = windows
         kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
         assert kinds is not None, "a model with several kinds of layer says which is which"
@@ -233,6 +234,25 @@ class Embedding:
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
         return _scaled(F.embedding(ids, self.weight), self.factor)
+
+
+class FileEmbedding(Embedding):
+    """The same with a table in a GGUF file, whose rows are read from there."""
+
+    def __init__(self, weight: Any, factor: float = 1.0) -> None:
+        super().__init__(weight, factor)
+        operations = native.operations_for(weight)
+        assert operations is not None, "matrices of a file are read where native operations are"
+        self._operations = operations
+
+    def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
+        """The rows."""
+        return _scaled(self._operations.ggml_rows(self.weight, ids), self.factor)
+
+
+def embedding_of(weight: Any, factor: float) -> Embedding:
+    """The embedding with a table in memory, or in a file."""
+    return (FileEmbedding if isinstance(weight, FileMatrix) else Embedding)(weight, factor)
 
 
 def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:

@@ -14,10 +14,12 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.adapters import tokenizer_of
 from draftproof.backends.loading.by_name import load_backend, take_part
 from draftproof.backends.loading.fast_tokenizer import FastTokenizer
+from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.loading.verified import KeptCheck
 from draftproof.errors import reason
+from draftproof.models.gguf_file import GGUFFile
 
 _log = logging.getLogger(__name__)
 _Read = TypeVar("_Read")
@@ -69,6 +71,8 @@ class LoadedModel:
             UserError: it has none.
         """
         kept = self._from_check(lambda check: check.tokenizer(self._original_tokenizer))
+        if kept is None and Path(self._tokenizer_source).suffix == ".gguf":
+            kept = read_tokenizer(GGUFFile(Path(self._tokenizer_source)), functools.cache(self._original_tokenizer))
         return self._original_tokenizer() if kept is None else kept
 
     @functools.cached_property

@@ -80,6 +80,7 @@ INLINE floats capped(floats x, float cap) {
 }
 
 #include "quantize.h"
+#include "ggml.h"
 
 /* --- the largest of some numbers --------------------------------------------------------------------------------- */
 
