@@ -1,7 +1,7 @@
 """GGUF files: their metadata and their tensors, mapped; of a model that is split into several files, all of them.
 
-The format is described in ggml's docs/gguf.md. Metadata are read in one pass, without an object for each part of them: a
-vocabulary has hundreds of thousands of texts.
+The format is described in ggml's docs/gguf.md. Metadata are read in one pass, without an object for each part of them:
+a vocabulary has hundreds of thousands of texts.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from draftproof.errors import UserError, reason
 
@@ -33,8 +34,8 @@ _NUMBERS = {
     12: "<f8",
 }
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
-FLOATS = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype("<u2")}
-"""Types of tensors that are no blocks: float32, float16 and bfloat16 (its bits)."""
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Types of tensors that are no blocks, by ggml's number."""
 
 
 @dataclass(frozen=True)

@@ -171,7 +171,7 @@ class GGMLWeight:
 
     @property
     def arguments(self) -> tuple[int, int, int]:
-        """As `Interleaved.arguments`: the address of a ggml_matrix, which this object keeps, and -1 in place of bits."""
+        """As `Interleaved.arguments`: address of a ggml_matrix, which this object keeps, and -1 in place of bits."""
         return ctypes.addressof(self._given), -1, 0
 
     @classmethod

@@ -31,7 +31,7 @@ from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import Product, fuse, product_of
+from draftproof.backends.products.packed_linear import Product, fuse, operations_for_file, product_of
 from draftproof.errors import UserError
 from draftproof.native.ggml import FileMatrix
 from draftproof.native.operations import MOST_DIM, Operations
@@ -241,13 +241,11 @@ class FileEmbedding(Embedding):
 
     def __init__(self, weight: Any, factor: float = 1.0) -> None:
         super().__init__(weight, factor)
-        operations = native.operations_for(weight)
-        assert operations is not None, "matrices of a file are read where native operations are"
-        self._operations = operations
+        self._matrix, self._rows = weight, operations_for_file(weight).ggml_rows
 
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
-        return _scaled(self._operations.ggml_rows(self.weight, ids), self.factor)
+        return _scaled(self._rows(self._matrix, ids), self.factor)
 
 
 def embedding_of(weight: Any, factor: float) -> Embedding:

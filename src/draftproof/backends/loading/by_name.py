@@ -12,25 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftproof import models
 from draftproof.backends.hf import tensor_parallel as parallel
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.generate import PlainBackend
 from draftproof.backends.hf.snapshots import SnapshotBackend
-from draftproof.backends.lean.backend import LeanBackend, LeanForward, supports
+from draftproof.backends.lean.backend import LeanBackend, supports
 from draftproof.backends.lean.compiled import CompiledBackend
 from draftproof.backends.loading.adapters import base_of, with_adapter
-from draftproof.backends.lean.traits import UnreadError
-from draftproof.backends.loading.gguf_model import read_model
 from draftproof.backends.loading.language_model import reading_classes, text_part
 from draftproof.backends.loading.options import parse_device, parse_dtype
 from draftproof.backends.loading.quantization import packages_hint, quantization_for, refuse_unknown_quantization
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
-from draftproof.models.gguf_file import GGUFFile
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
@@ -47,7 +42,7 @@ BACKENDS = {
 
 LEAN_KINDS = (LeanBackend.kind, CompiledBackend.kind)  # a lean forward takes its model apart
 ATTENTION = ("eager", "sdpa")  # those that take the masks of trees and ragged batches
-Loaded = HFBackend | LeanForward | PlainBackend
+Loaded = HFBackend | LeanBackend | PlainBackend
 _BACKENDS: dict[str, Any] = {
     "hf": HFBackend,
     "snapshot": SnapshotBackend,
@@ -108,15 +103,9 @@ def load_backend(
             "tensor_parallel": tensor_parallel,
         }
         return take_part(tensor_parallel).load(source, options, _load_part)
-    where = models.resolve(source)
-    altered = adapter or attn_implementation or quantization_config is not None
-    if Path(where).suffix == ".gguf" and backend in ("auto", LeanBackend.kind) and not altered:
-        found = _in_own_numbers(Path(where), source, dtype=dtype, device=device, check=check)
-        if found is not None:
-            return found
     load = partial(
         load_model,
-        where,
+        models.resolve(source),
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
@@ -150,26 +139,6 @@ def load_backend(
     if not plainly:
         raise because
     return _plainly(model, source, because, check=check)
-
-
-def _in_own_numbers(
-    path: Path, source: str, *, dtype: str, device: str | Mapping[str, Any] | None, check: bool
-) -> LeanForward | None:
-    """The model in a GGUF file with the file's own numbers; None where transformers reads it, which is said."""
-    numbers = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    if not isinstance(device, str | None) or parse_device(device).type != "cpu" or dtype not in numbers:
-        return None
-    try:
-        return read_model(_opened(path), name=source, dtype=numbers[dtype], check=check)
-    except UnreadError as cause:
-        _log.warning("the weights of %s are read as full ones, by transformers: %s", source, cause)
-        return None
-
-
-def _opened(path: Path) -> GGUFFile:
-    if not path.is_file():
-        raise UserError(f"expected the path of an existing .gguf file, got {str(path)!r}")
-    return GGUFFile(path)
 
 
 def take_part(processes: int) -> parallel.Group:
@@ -447,7 +416,8 @@ def _place_of(name: str, places: Mapping[str, Any]) -> str:
 
 
 def _gguf_options(path: Path) -> dict[str, Any]:
-    _opened(path)
+    if not path.is_file():
+        raise UserError(f"expected the path of an existing .gguf file, got {str(path)!r}")
     if find_spec("gguf") is None:
         raise UserError(f"reading .gguf files needs the package gguf: install it with: {INSTALL_GGUF}")
     from transformers import GgufConfig

@@ -6,6 +6,7 @@ kind of rotary embedding or an architecture that is not known here is an `Unread
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,11 +20,14 @@ from draftproof import native
 from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
-from draftproof.backends.lean.traits import Traits, UnreadError
+from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
+from draftproof.backends.loading.options import LoadOptions, parse_device
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.products.packed_linear import dense
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
 from draftproof.native.ggml import TYPES, FileMatrix
+
+_log = logging.getLogger(__name__)
 
 _BEFORE, _BETWEEN = "input_layernorm", "post_attention_layernorm"
 _GEMMA_NORMS = (_BEFORE, _BETWEEN, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -62,7 +66,7 @@ class _Family:
         turns: whether a layer turns queries and keys, by its number.
     """
 
-    traits: Traits = Traits()
+    traits: Traits = LLAMA
     permuted: bool = False
     neighbours: bool = False
     names: tuple[tuple[str, str], ...] = ()
@@ -110,6 +114,28 @@ _CHECKED, _TOLERANCE = (
 ACTIVATIONS = ("int8", "float")
 
 
+def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForward | None:
+    """The model in a file with the file's own numbers; None where transformers reads it, which is said.
+
+    Args:
+        file: opened.
+        name: for errors and reports.
+        options: how it is loaded.
+    """
+    dtypes = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    altered = options.adapter or options.attn_implementation or options.quantization_config is not None
+    elsewhere = not isinstance(options.device, str | None) or parse_device(options.device).type != "cpu"
+    if altered or elsewhere or options.tensor_parallel != 1 or options.dtype not in dtypes:
+        return None
+    if options.backend not in ("auto", LeanForward.kind):
+        return None
+    try:
+        return read_model(file, name=name, dtype=dtypes[options.dtype], check=options.check)
+    except UnreadError as cause:
+        _log.warning("the weights of %s are read as full ones, by transformers: %s", name, cause)
+        return None
+
+
 def read_model(
     file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = "int8", check: bool = True
 ) -> LeanForward:
@@ -119,8 +145,8 @@ def read_model(
         file: opened.
         name: for errors and reports.
         dtype: of hidden states, keys and values: float32 or bfloat16.
-        activations: "int8" rounds the inputs of products to 8 bits, in groups of 32; "float" multiplies the same weights
-            without that, as a reference: they take the memory of `dtype` then.
+        activations: "int8" rounds the inputs of products to 8 bits, in groups of 32; "float" multiplies the same
+            weights without that, as a reference: they take the memory of `dtype` then.
         check: compare a product of each type with torch's now.
 
     Raises:
@@ -334,7 +360,8 @@ class _FileWeights:
 
     def optional(self, name: str) -> Any:
         """The tensor, if it is there."""
-        return self[name] if name in self else None
+        found = name in self
+        return self[name] if found else None
 
     def __getitem__(self, name: str) -> Any:
         """The tensor; a matrix of blocks stays in the file."""
@@ -354,10 +381,10 @@ class _FileWeights:
         entry = self._file.tensors[place]
         if entry.type not in FLOATS:
             raise UnreadError(f"its {place} is of ggml's type {entry.type}")
-        found = np.frombuffer(entry.map, FLOATS[entry.type], math.prod(entry.shape), entry.offset)
-        if entry.type == 30:
-            found = (found.astype(np.uint32) << 16).view(np.float32)
-        return torch.from_numpy(found.astype(np.float32)).view(entry.shape)
+        content = torch.frombuffer(
+            entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset
+        )
+        return content.to(torch.float32, copy=True).view(entry.shape)
 
     def _rows(self, name: str) -> Tensor | None:
         """Which rows of a tensor of the file are the outputs of queries or keys, in transformers' order."""

@@ -14,6 +14,7 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.adapters import tokenizer_of
 from draftproof.backends.loading.by_name import load_backend, take_part
 from draftproof.backends.loading.fast_tokenizer import FastTokenizer
+from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
@@ -62,6 +63,7 @@ class LoadedModel:
         where = models.obtain(name)
         self._tokenizer_source = tokenizer_of(where)
         self._check = KeptCheck.of(Path(where), options)
+        self._gguf = GGUFFile(Path(where)) if Path(where).suffix == ".gguf" else None
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -71,8 +73,8 @@ class LoadedModel:
             UserError: it has none.
         """
         kept = self._from_check(lambda check: check.tokenizer(self._original_tokenizer))
-        if kept is None and Path(self._tokenizer_source).suffix == ".gguf":
-            kept = read_tokenizer(GGUFFile(Path(self._tokenizer_source)), functools.cache(self._original_tokenizer))
+        if kept is None and self._gguf is not None:
+            kept = read_tokenizer(self._gguf, functools.cache(self._original_tokenizer))
         return self._original_tokenizer() if kept is None else kept
 
     @functools.cached_property
@@ -85,6 +87,8 @@ class LoadedModel:
         kept = self._from_check(lambda check: check.backend(self.name))
         if kept is not None:
             return kept
+        if self._gguf is not None and (own := in_own_numbers(self._gguf, self.name, self._options)) is not None:
+            return own
         made = load_backend(self.name, **vars(self._options))
         if self._check is not None and type(made) is LeanBackend:
             # a tokenizer without transformers is described by transformers' own

@@ -357,7 +357,7 @@ class FileProduct(Product):
     """
 
     def __init__(self, matrices: Sequence[FileMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
-        operations = _operations_for(matrices[0])
+        operations = operations_for_file(matrices[0])
         self.bias, self.layout, self._matrices, self._latest = bias, "native", matrices, None
         self._operations, self._multiply = operations, operations.ggml_product
         parts = []
@@ -380,7 +380,12 @@ class FileProduct(Product):
         return torch.cat([dense(each) for each in self._matrices])
 
 
-def _operations_for(matrix: FileMatrix) -> Operations:
+def operations_for_file(matrix: FileMatrix) -> Operations:
+    """The native operations that multiply a matrix of a GGUF file.
+
+    Raises:
+        UserError: they are off or not available.
+    """
     operations = native.operations_for(torch.empty(0, dtype=matrix.dtype))
     if operations is None:
         raise UserError(f"weights of a GGUF file in their own numbers need native operations ({native.VARIABLE})")
@@ -389,7 +394,7 @@ def _operations_for(matrix: FileMatrix) -> Operations:
 
 def dense(matrix: FileMatrix) -> Float[Tensor, "out in"]:
     """What the numbers of a matrix in a GGUF file stand for, in its dtype."""
-    made = _operations_for(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
+    made = operations_for_file(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
     matrix.release()
     return made
 
