@@ -78,7 +78,9 @@ class GGUFFile:
             try:
                 metadata, tensors = _read(part)
             except FileNotFoundError:
-                raise UserError(f"{part} is missing: {path} is the first of several files of one model") from None
+                if number:
+                    raise UserError(f"{part} is missing: {path} is the first of several files of a model") from None
+                raise UserError(f"expected the path of an existing .gguf file, got {str(path)!r}") from None
             except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
                 raise UserError(f"cannot read {part} ({reason(error)}): is it a whole GGUF file?") from error
             if not number:
@@ -133,7 +135,7 @@ class _Cursor:
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.at = content, 0
 
-    def numbers(self, form: str, count: int) -> np.ndarray[Any, Any]:
+    def numbers(self, form: str, count: int) -> Any:
         made = np.frombuffer(self.content, form, count, self.at).copy()  # a view would keep the map open
         self.at += made.nbytes
         return made

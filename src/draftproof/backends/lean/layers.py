@@ -228,8 +228,9 @@ class Embedding:
         factor: of the rows.
     """
 
-    def __init__(self, weight: Float[Tensor, "vocab dim"], factor: float = 1.0) -> None:
-        self.weight, self.factor = weight, factor
+    def __init__(self, weight: Float[Tensor, "vocab dim"] | FileMatrix, factor: float = 1.0) -> None:
+        self.weight: Any = weight
+        self.factor = factor
 
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
@@ -239,13 +240,13 @@ class Embedding:
 class FileEmbedding(Embedding):
     """The same with a table in a GGUF file, whose rows are read from there."""
 
-    def __init__(self, weight: Any, factor: float = 1.0) -> None:
+    def __init__(self, weight: FileMatrix, factor: float = 1.0) -> None:
         super().__init__(weight, factor)
-        self._matrix, self._rows = weight, operations_for_file(weight).ggml_rows
+        self._rows = operations_for_file(weight).ggml_rows
 
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
-        return _scaled(self._rows(self._matrix, ids), self.factor)
+        return _scaled(self._rows(self.weight, ids), self.factor)
 
 
 def embedding_of(weight: Any, factor: float) -> Embedding:

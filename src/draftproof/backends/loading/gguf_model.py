@@ -205,7 +205,8 @@ def _architecture(file: GGUFFile, weights: _FileWeights) -> Architecture:
     angles, angles_of = _angles(file, family, dim, windowed, weights)
     traits = replace(
         family.traits,
-        embedding=math.sqrt(width) if family.gemma else float(of("embedding_scale", 1.0)),
+        embedding=math.sqrt(width) if family.gemma else 1.0,
+        entering=float(of("embedding_scale", 1.0)),
         residual=float(of("residual_scale", 1.0)),
         divisor=float(of("logit_scale", 1.0)),
         logit_cap=float(of("final_logit_softcapping", 0.0)),

@@ -63,7 +63,7 @@ class LoadedModel:
         where = models.obtain(name)
         self._tokenizer_source = tokenizer_of(where)
         self._check = KeptCheck.of(Path(where), options)
-        self._gguf = GGUFFile(Path(where)) if Path(where).suffix == ".gguf" else None
+        self._where = Path(where)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -95,6 +95,10 @@ class LoadedModel:
             fast = isinstance(self.tokenizer, FastTokenizer)
             self._check.keep(self._original_tokenizer() if fast else self.tokenizer, made)
         return made
+
+    @functools.cached_property
+    def _gguf(self) -> GGUFFile | None:
+        return GGUFFile(self._where) if self._where.suffix == ".gguf" else None
 
     def _original_tokenizer(self) -> Any:
         return load_tokenizer(self._tokenizer_source, trust_remote_code=self._options.trust_remote_code)

@@ -307,11 +307,13 @@ static int ggml_tile_rows(long left) {
   return rows < GGML_ROWS ? rows : GGML_ROWS;
 }
 
-/* Inputs in 8 bits: numbers [rows, padded], a scale for each 32 of a row, and sums of the scaled numbers of each 32 and of
-   each 16. There are rows for a whole tile; ggml_inputs_size of structures.py is the size of their memory. */
+/* Inputs in 8 bits: numbers [rows, padded], a scale for each 32 of a row, and for each 32 and each 16 the sum of the numbers,
+   negated, and the sum times the scale. There are rows for a whole tile; ggml_inputs_size of structures.py is
+   the size of their memory. */
 typedef struct {
   int8_t *numbers;
   float *scales, *sums, *half_sums;
+  int32_t *less, *half_less;
   long rows, padded;
 } ggml_inputs;
 
@@ -324,6 +326,8 @@ static ggml_inputs ggml_inputs_in(void *memory, long rows, long ins) {
   made.scales = (float *)(made.numbers + made.rows * padded);
   made.sums = made.scales + made.rows * groups;
   made.half_sums = made.sums + made.rows * groups;
+  made.less = (int32_t *)(made.half_sums + made.rows * 2 * groups);
+  made.half_less = made.less + made.rows * groups;
   return made;
 }
 
@@ -333,6 +337,8 @@ static void ggml_clear_beyond(const ggml_inputs *x, long rows) {
   memset(x->scales + rows * (long)groups, 0, more * groups * sizeof(float));
   memset(x->sums + rows * (long)groups, 0, more * groups * sizeof(float));
   memset(x->half_sums + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(float));
+  memset(x->less + rows * (long)groups, 0, more * groups * sizeof(int32_t));
+  memset(x->half_less + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(int32_t));
 }
 
 /* Numbers 4 t to 4 t + 3 of a group of each output, from its lines. */
@@ -370,11 +376,18 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
       const uint8_t *body = steps + ggml_steps(f) + g * ggml_numbers(f);
       const int8_t *numbers = x->numbers + row * x->padded + piece * ggml_piece(f) + g * f.group;
       const long ahead = ahead_of(w + next - body - ggml_numbers(f), (blocks - 1) * next);
-      units dots[8][4];
+      const long of_row = piece * ggml_piece(f) / f.group + g;
+      units dots[8][4]; /* they begin with minus the offset times the sum of the inputs */
 #pragma GCC unroll 8
-      for (int m = 0; m < rows; m++)
+      for (int m = 0; m < rows; m++) {
+        units first = no_units();
+        if (f.offset) {
+          const int32_t *less = halves > 1 ? x->half_less + (row + m) * 2 * groups : x->less + (row + m) * groups;
+          first = shifted_up(splat_unit(less + of_row), __builtin_ctz((unsigned)f.offset));
+        }
 #pragma GCC unroll 4
-        for (int b = 0; b < blocks; b++) dots[m][b] = no_units();
+        for (int b = 0; b < blocks; b++) dots[m][b] = first;
+      }
       units higher[4];
       if (f.bits == 5 || f.bits == 6)
 #pragma GCC unroll 4
@@ -397,7 +410,6 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           }
         }
       }
-      const long of_row = piece * ggml_piece(f) / f.group + g;
 #pragma GCC unroll 4
       for (int b = 0; b < blocks; b++) {
         floats scale, least;
@@ -409,13 +421,12 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           scale = load_half(steps + b * next + 32 * g);
           if (f.has_least) least = load_half(steps + b * next + 32 * (f.groups + g));
         }
-        if (!f.has_least) least = mul(scale, splat((float)-f.offset));
 #pragma GCC unroll 8
         for (int m = 0; m < rows; m++) {
           const float *total = halves > 1 ? x->half_sums + (row + m) * 2 * groups : x->sums + (row + m) * groups;
           const floats whole = mul(from_units(dots[m][b]), splat(x->scales[(row + m) * groups + of_row / halves]));
           sum[m][b] = multiply_add(whole, scale, sum[m][b]);
-          sum[m][b] = multiply_add(least, splat(total[of_row]), sum[m][b]);
+          if (f.has_least) sum[m][b] = multiply_add(least, splat(total[of_row]), sum[m][b]);
         }
       }
     }
