@@ -133,7 +133,8 @@ class _Cursor:
     """Reads one value of a file after another."""
 
     def __init__(self, content: mmap.mmap) -> None:
-        self.content, self.at = content, 0
+        self.content = content
+        self.at = 0
 
     def numbers(self, form: str, count: int) -> Any:
         made = np.frombuffer(self.content, form, count, self.at).copy()  # a view would keep the map open

@@ -166,7 +166,9 @@ class GGMLWeight:
     def _given(self) -> GGMLArguments:
         made = GGMLArguments(len(self.segments))
         for place, each in zip(made.of, self.segments, strict=False):
-            place.weight, place.outs, place.type = each.blocks.data_ptr(), each.outs, each.type
+            place.weight = each.blocks.data_ptr()
+            place.outs = each.outs
+            place.type = each.type
         return made
 
     @property

@@ -299,7 +299,9 @@ class _FileWeights:
     """
 
     def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
-        self._file, self._dtype, self._dense = file, dtype, dense
+        self._file = file
+        self._dtype = dtype
+        self._dense = dense
         name = file.get("general.architecture")
         if name not in _FAMILIES:
             raise UnreadError(f"its architecture is {name!r}, not one of {', '.join(_FAMILIES)}")
