@@ -29,7 +29,9 @@ def write(path, tensors=(), **options):
 
 @pytest.fixture
 def path(tmp_path):
-    return write(tmp_path / "x.gguf", [("b", np.arange(6, dtype=np.float32).reshape(2, 3)), ("a", np.ones(1, np.float16))])
+    return write(
+        tmp_path / "x.gguf", [("b", np.arange(6, dtype=np.float32).reshape(2, 3)), ("a", np.ones(1, np.float16))]
+    )
 
 
 def test_metadata_and_tensors(path):

@@ -21,7 +21,7 @@ from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
-from draftproof.backends.loading.options import LoadOptions, parse_device
+from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions, parse_device
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.products.packed_linear import dense
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
@@ -111,9 +111,6 @@ _CHECKED, _TOLERANCE = (
 )  # outputs of a matrix that are compared; how far they may be off, as a share of their size
 
 
-ACTIVATIONS = ("int8", "float")
-
-
 def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForward | None:
     """The model in a file with the file's own numbers; None where transformers reads it, which is said.
 
@@ -130,14 +127,15 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForwa
     if options.backend not in ("auto", LeanForward.kind):
         return None
     try:
-        return read_model(file, name=name, dtype=dtypes[options.dtype], check=options.check)
+        dtype = dtypes[options.dtype]
+        return read_model(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
     except UnreadError as cause:
         _log.warning("the weights of %s are read as full ones, by transformers: %s", name, cause)
         return None
 
 
 def read_model(
-    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = "int8", check: bool = True
+    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
 ) -> LeanForward:
     """The model in a file, with its own numbers.
 

@@ -89,7 +89,7 @@ class LoadedModel:
             return kept
         if self._gguf is not None and (own := in_own_numbers(self._gguf, self.name, self._options)) is not None:
             return own
-        made = load_backend(self.name, **vars(self._options))
+        made = load_backend(self.name, **self._options.of_transformers)
         if self._check is not None and type(made) is LeanBackend:
             # a tokenizer without transformers is described by transformers' own
             fast = isinstance(self.tokenizer, FastTokenizer)

@@ -17,11 +17,16 @@ DTYPES: dict[str, torch.dtype | str] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+ACTIVATIONS = ("int8", "float")  # inputs of products with weights that a GGUF file holds in few bits
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded; the arguments of `by_name.load_backend`, which explains them."""
+    """How a model is loaded: the arguments of `by_name.load_backend`, which explains them, and `activations`.
+
+    Attributes:
+        activations: one of ACTIVATIONS; see `gguf_model.read_model`.
+    """
 
     dtype: str = "auto"
     device: str | Mapping[str, Any] | None = None
@@ -33,6 +38,12 @@ class LoadOptions:
     quantization_config: Any = None
     plainly: bool = False
     tensor_parallel: int = 1
+    activations: str = ACTIVATIONS[0]
+
+    @property
+    def of_transformers(self) -> dict[str, Any]:
+        """The arguments of `by_name.load_backend`."""
+        return {name: value for name, value in vars(self).items() if name != "activations"}
 
 
 def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:
