@@ -31,6 +31,7 @@ OF_LOADING = (
     "attn_implementation",
     "quantization_config",
     "activations",
+    "weights",
     "tensor_parallel",
 )
 

@@ -119,6 +119,7 @@ class Lean:
         write: Callable[[Lean, Collection[InputStatistics]], Iterator[None]],
         *,
         kept: bool = True,
+        head_bits: int | None = None,
     ) -> Iterator[Lean | None]:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
@@ -127,6 +128,7 @@ class Lean:
             name: the model's, for errors.
             write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`).
             kept: whether what is measured of inputs is kept in files (`kept_inputs.measure`).
+            head_bits: of the output layer; by default it has what is enough for a draft (`Product.quantized_output`).
 
         Raises:
             UserError: another number of bits, or layers that are not native; before the first step.
@@ -151,7 +153,10 @@ class Lean:
             made.layers.append(layer.quantized(bits, inputs))
             yield None
         table = self.embed.weight if self.tied else None
-        made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
+        if head_bits is None:
+            made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
+        else:
+            made.head = self.head.quantized(head_bits)
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         yield made
 

@@ -16,7 +16,7 @@ from draftproof.backends.loading.by_name import load_backend, take_part
 from draftproof.backends.loading.fast_tokenizer import FastTokenizer
 from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
-from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.loading.verified import KeptCheck
 from draftproof.errors import reason
@@ -84,6 +84,14 @@ class LoadedModel:
         Raises:
             UserError: as `load_backend`.
         """
+        made, bits = self._as_it_is(), WEIGHTS[self._options.weights]
+        if bits is None:
+            return made
+        _log.warning("the weights of %s are rounded to %d bits: texts are those of the rounded model", self.name, bits)
+        return made.rounded(bits)
+
+    def _as_it_is(self) -> SlotBackend:
+        """The model with the weights that it has."""
         kept = self._from_check(lambda check: check.backend(self.name))
         if kept is not None:
             return kept

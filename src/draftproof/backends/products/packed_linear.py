@@ -23,7 +23,7 @@ from draftproof import native
 from draftproof.errors import UserError
 from draftproof.native.ggml import TYPES, FileMatrix, GGMLWeight, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
-from draftproof.native.tensors import Interleaved, MeasuredInputs
+from draftproof.native.tensors import Interleaved, MeasuredInputs, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
@@ -103,6 +103,8 @@ class Product:
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
         """Why it has no quantized form here; None where it has one. Arguments as of `quantized`."""
+        if isinstance(self.weight, Quantized):
+            return f"its weights have {self.weight.bits} bits already"
         if self.layout == "native":
             return None
         if not isinstance(self.weight, Tensor) or self.weight.device.type != "cuda":
