@@ -38,6 +38,16 @@ FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of tensors that are no blocks, by ggml's number."""
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file: by its ending, or else by what the file begins with."""
+    if path.suffix == ".gguf":
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == _MAGIC
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Where a tensor lies.

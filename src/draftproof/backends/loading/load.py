@@ -20,7 +20,7 @@ from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.loading.verified import KeptCheck
 from draftproof.errors import reason
-from draftproof.models.gguf_file import GGUFFile
+from draftproof.models.gguf_file import GGUFFile, is_gguf
 
 _log = logging.getLogger(__name__)
 _Read = TypeVar("_Read")
@@ -106,7 +106,7 @@ class LoadedModel:
 
     @functools.cached_property
     def _gguf(self) -> GGUFFile | None:
-        return GGUFFile(self._where) if self._where.suffix == ".gguf" else None
+        return GGUFFile(self._where) if is_gguf(self._where) else None
 
     def _original_tokenizer(self) -> Any:
         return load_tokenizer(self._tokenizer_source, trust_remote_code=self._options.trust_remote_code)
