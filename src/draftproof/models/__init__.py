@@ -126,8 +126,8 @@ def resolve(name_or_path: str | Path) -> str:
     """What `from_pretrained` shall be given for a name: nothing is ever fetched here.
 
     The names of EMBEDDED and registered names become directories, `OWNER/NAME:Q4_K_M` and `ollama:NAME` files
-    (`found`); everything else, a directory, a .gguf file or a hub id, is returned as it is. A directory that is called like a
-    registered model can be named `./NAME`.
+    (`found`); everything else, a directory, a .gguf file or a hub id, is returned as it is. A directory that is called
+    like a registered model can be named `./NAME`.
 
     Raises:
         UserError: a registered name that was not pulled, an unknown `embedded:` name, a path that is not there.
