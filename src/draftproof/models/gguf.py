@@ -19,9 +19,9 @@ _MODEL, _PRE = "tokenizer.ggml.model", "tokenizer.ggml.pre"
 BYTE_LEVEL = "gpt2"  # the model of byte-level tokenizers; others have no pre-tokenizer to name
 _log = logging.getLogger(__name__)
 
-_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTIONS = "(?:'[sStTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL])"
 _BLANKS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def _words(digits: str) -> str:
@@ -31,8 +31,8 @@ def _words(digits: str) -> str:
 
 def _cases(digits: str, ending: str) -> str:
     """The expression of GPT-4o and its kin: words are cut where capitals begin."""
-    start = r"[^\r\n\p{L}\p{N}]?"
-    words = rf"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
+    start, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+    words = rf"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_BLANKS}"
 
 
@@ -41,25 +41,23 @@ class _Known:
     """What a name of a pre-tokenizer demands.
 
     Attributes:
-        expression: that splits a text; None for GPT-2's own.
-        single_digits: whether each digit stands alone before that.
+        expressions: that split a text, each the pieces of the one before.
         whole_words: whether a word that is a token is taken without looking at merges.
     """
 
-    expression: str | None = None
-    single_digits: bool = False
+    expressions: tuple[str, ...]
     whole_words: bool = False
 
 
-_LLAMA3, _QWEN2 = _Known(_words(r"\p{N}{1,3}"), whole_words=True), _Known(_words(r"\p{N}"))
+_THREES = _words(r"\p{N}{1,3}")
 KNOWN = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _Known()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Known(single_digits=True)),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _LLAMA3),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Known(_words(r"\p{N}{1,3}"))),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Known(_cases(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"))),
-    "tekken": _Known(_cases(r"\p{N}", ""), whole_words=True),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _Known((_GPT2,))),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Known((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), _Known((_THREES,), whole_words=True)),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Known((_THREES,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _Known((_words(r"\p{N}"),))),
+    **dict.fromkeys(("gpt-4o", "llama4"), _Known((_cases(r"\p{N}{1,3}", f"{_CONTRACTIONS}?"),))),
+    "tekken": _Known((_cases(r"\p{N}", ""),), whole_words=True),
 }
 """What names demand, as llama.cpp reads them; only names whose reading is certain."""
 
@@ -95,10 +93,5 @@ def pre_tokenizer(known: _Known) -> Any:
     """What splits a text, of the library `tokenizers`."""
     from tokenizers import Regex, pre_tokenizers
 
-    if known.expression is None:
-        bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        if not known.single_digits:
-            return bytes_of_words
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), bytes_of_words])
-    split = pre_tokenizers.Split(Regex(known.expression), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    splits = [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in known.expressions]
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
