@@ -12,7 +12,8 @@ neighbours, until each is one token. So a piece of llama.cpp's that is not one o
 that no merges make show which names take a word that is a token without looking at merges. With `--vocabulary` the
 tokens and merges are those of a file instead; many wrong splits do not show then.
 
-`--freeze` writes the pieces that llama.cpp makes of some strings, which tests/models/test_gguf.py holds.
+`--freeze` writes the pieces that llama.cpp makes of some strings, which tests/models/test_gguf.py holds, if no string
+differs.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ END = "<|end|>"
 WHOLE = ("wholly", " wholly", " \u4e2d\u6587wholly")  # made tokens without merges
 WIDTH = 32  # of the model with random weights
 SECONDS = 60.0  # until llama.cpp has read a file
+FROZEN = 80  # strings that `--freeze` writes
 SERVER = """
 import os, sys, xllamacpp
 params = xllamacpp.CommonParams()
@@ -69,13 +71,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "contractions": (
         "it's", "IT'S", "don't", "DON'T", "we're", "WE'RE", "I've", "I'VE", "I'm", "I'M", "he'll", "HE'LL", "she'd",
-        "SHE'D", "y'all'd've", "'s", "'S", "'tis", "'Re", "'vE", "'lL", "rock'n'roll", "it\u2019s", "'\u017f", "a'\u017f",
-        "O'Neil", "'D'", "''s", " 's", "x'sy", "X'LLy",
+        "SHE'D", "y'all'd've", "'s", "'S", "'tis", "'Re", "'vE", "'lL", "rock'n'roll", "it\u2019s", "'\u017f",
+        "a'\u017f", "O'Neil", "'D'", "''s", " 's", "x'sy", "X'LLy",
     ),
     "digits": (
         "0", "7", "12", "123", "1234", "12345", "123456", "1234567", "12345678901", "1,234,567.89", "3.14", "1e-5",
-        "0x1F", "2024-01-31", "12:30", "$5", "50%", "a1b22c333d4444", "v1.2.3", " 1", "  12", "\u0663\u0664\u0665\u0666",
-        "\u096a\u096b", "\u00bd", "\u00b2\u00b3", "\u2167", "\u2460\u2461", "\uff11\uff12\uff13\uff14", "1\u0663 2",
+        "0x1F", "2024-01-31", "12:30", "$5", "50%", "a1b22c333d4444", "v1.2.3", " 1", "  12",
+        "\u0663\u0664\u0665\u0666", "\u096a\u096b", "\u00bd", "\u00b2\u00b3", "\u2167", "\u2460\u2461",
+        "\uff11\uff12\uff13\uff14", "1\u0663 2",
         "\U0001d7d8\U0001d7d9", "1st", "A4", "\u4e8c\u3007",
     ),
     "blanks": (
@@ -86,27 +89,32 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "code": (
         "def f(x):\n    return x**2\n", "for (int i=0;i<10;++i) {\n\ta[i] += 1;\n}", "if x != y && !z: // no\r\n",
-        "<div class=\"a\">&nbsp;</div>", "SELECT * FROM t WHERE a>='b';", "#include <vector>\n", "x->y::z", "\\n\\t",
-        "/* c */", "a/b/c.py", "https://example.com/?q=a&b=c#d", "user@host", "{'k': [1, 2]}", "#!/bin/sh\n", "f\"{x}\"",
-        "let s = `a${b}`;\n\n", "end\n/\n", "//\n/\r\n",
+        '<div class="a">&nbsp;</div>', "SELECT * FROM t WHERE a>='b';", "#include <vector>\n", "x->y::z", "\\n\\t",
+        "/* c */", "a/b/c.py", "https://example.com/?q=a&b=c#d", "user@host", "{'k': [1, 2]}", "#!/bin/sh\n",
+        'f"{x}"', "let s = `a${b}`;\n\n", "end\n/\n", "//\n/\r\n",
     ),
     "scripts": (
         "\u4f60\u597d\uff0c\u4e16\u754c\u3002", "\u4e2d\u6587abc", "\u65e5\u672c\u8a9e\u306e\u30c6\u30ad\u30b9\u30c8",
         "\uff76\uff9e\u30fc", "\ud55c\uad6d\uc5b4 \ubb38\uc7a5", "\u0645\u0631\u062d\u0628\u0627 \u0628\u0643",
-        "\u0627\u0644\u0633\u0651\u064e\u0644\u0627\u0645\u064f\u060c", "\u0939\u093f\u0928\u094d\u0926\u0940 \u0915\u094d\u0937\u093f",
-        "\u0928\u092e\u0938\u094d\u0924\u0947\u0964", "\u0e20\u0e32\u0e29\u0e32\u0e44\u0e17\u0e22", "\u05e9\u05dc\u05d5\u05dd",
-        "\u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd", "\u1019\u103c\u1014\u103a\u1019\u102c", "\u1781\u17d2\u1798\u17c2\u179a",
+        "\u0627\u0644\u0633\u0651\u064e\u0644\u0627\u0645\u064f\u060c",
+        "\u0939\u093f\u0928\u094d\u0926\u0940 \u0915\u094d\u0937\u093f",
+        "\u0928\u092e\u0938\u094d\u0924\u0947\u0964", "\u0e20\u0e32\u0e29\u0e32\u0e44\u0e17\u0e22",
+        "\u05e9\u05dc\u05d5\u05dd",
+        "\u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd",
+        "\u1019\u103c\u1014\u103a\u1019\u102c", "\u1781\u17d2\u1798\u17c2\u179a",
         "\u0baf\u0bbe\u0bb4\u0bcd", "\u10e5\u10d0\u10e0\u10d7", "\u0531\u0580\u0574", "\ud55c\u4e2d1\u6587",
         "\U00020000\U0002a6d6", "\u3400\u4dbf", "\uf900", "\u2f00", "\u3005\u3006", "\u1100\u1161", "\u31f0", "\u06d4",
         "\u4e2d\u6587\uff01\uff1f", "\u2026\u2026", "\u3001", "\u0e51\u0e52",
     ),
     "pictures": (
-        "\U0001f600", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\u2764\ufe0f", "\U0001f1e9\U0001f1ea",
+        "\U0001f600", "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f44d\U0001f3fd", "\u2764\ufe0f",
+        "\U0001f1e9\U0001f1ea",
         "1\ufe0f\u20e3", "\u2192", "\u221e", "\u20ac5", "\u00a9", "\u00b0C", "\U0001d400\U0001d401", "\u2500\u2500",
     ),
     "signs": (
-        "!", "?", "...", "!!!", "?!", ",", ";", ":", "-", "--", "\u2014", "(", ")", "[", "]", "{", "}", "<", ">", "=", "==",
-        "+", "*", "**", "/", "//", "\\", "|", "||", "&", "^", "~", "`", "```", "@", "#", "$", "%", "_", "__", "'", '"',
+        "!", "?", "...", "!!!", "?!", ",", ";", ":", "-", "--", "\u2014", "(", ")", "[", "]", "{", "}", "<", ">", "=",
+        "==", "+", "*", "**", "/", "//", "\\", "|", "||", "&", "^", "~", "`", "```", "@", "#", "$", "%", "_",
+        "__", "'", '"',
         "\u201cq\u201d", "\u00bf", "\u00a7", "\u2022", "(a)", "[b]", "a.b", "!\n", ".\n\n", "?\r\n", "/\n", "!/", " !",
         " (", ".,", "\u0301", "\u0301a", " \u0301", "\u00b4", "^^", "$$", "<=>", "+=",
     ),
@@ -218,7 +226,7 @@ def write_model(path: Path, pre: str, vocabulary: Vocabulary) -> None:
 
 
 def theirs(path: Path, texts: Sequence[str]) -> list[list[int]] | None:
-    """The tokens of llama.cpp; None where it refuses the file."""
+    """The tokens of llama.cpp, last those of the first text with special tokens; None where it refuses the file."""
     child = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -230,8 +238,8 @@ def theirs(path: Path, texts: Sequence[str]) -> list[list[int]] | None:
             return None
         found = []
         with httpx.Client(timeout=SECONDS) as client:
-            for text in texts:
-                asked = {"content": text, "add_special": False, "parse_special": False}
+            for text, special in [*((text, False) for text in texts), (texts[0], True)]:
+                asked = {"content": text, "add_special": special, "parse_special": False}
                 found.append(client.post(f"{address}/tokenize", json=asked).raise_for_status().json()["tokens"])
         return found
     finally:
@@ -240,15 +248,16 @@ def theirs(path: Path, texts: Sequence[str]) -> list[list[int]] | None:
 
 
 def ours(path: Path, texts: Sequence[str]) -> list[list[int]]:
-    """The tokens of draftproof."""
+    """The tokens of draftproof, last those of the first text with special tokens."""
     made = read_tokenizer(GGUFFile(path), lambda: None)
     assert made is not None
-    return [list(made(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    return [*(made(text, add_special_tokens=False)["input_ids"] for text in texts), made(texts[0])["input_ids"]]
 
 
 def shown(tokens: Sequence[int], vocabulary: Vocabulary) -> list[str]:
     """The tokens as texts; a part of a character is shown as an escape."""
-    words = (bytes(BYTES[letter] for letter in vocabulary.tokens[each]) for each in tokens)
+    texts = [vocabulary.tokens[each] for each in tokens]
+    words = (text.encode() if text == END else bytes(BYTES[letter] for letter in text) for text in texts)
     return [word.decode(errors="backslashreplace") for word in words]
 
 
@@ -260,26 +269,51 @@ def compare(name: str, texts: Sequence[str], vocabulary: Vocabulary, folder: Pat
     if right is None:
         return {"name": name, "differ": len(texts), "refused": True}
     found = ours(path, texts)
-    wrong = [at for at in range(len(texts)) if right[at] != found[at]]
+    wrong = [at for at in range(len(right)) if right[at] != found[at]]
     made: dict[str, Any] = {"name": name, "differ": len(wrong)}
     if wrong:
-        splits = [{"llama.cpp": shown(right[at], vocabulary), "draftproof": shown(found[at], vocabulary)} for at in wrong]
-        made |= {"first": {"text": texts[wrong[0]], **splits[0]}, "all": splits}
-    return {**made, "pieces": [shown(each, vocabulary) for each in right]}
+        splits = {"llama.cpp": shown(right[wrong[0]], vocabulary), "draftproof": shown(found[wrong[0]], vocabulary)}
+        made["first"] = {"text": [*texts, texts[0]][wrong[0]], **splits}
+    return {**made, "bos": len(right[-1]) > len(right[0]), "pieces": [shown(each, vocabulary) for each in right[:-1]]}
 
 
-def alike(found: Sequence[dict[str, Any]], texts: Sequence[str]) -> dict[str, Any]:
-    """The pieces of all names as a small file: names whose pieces are the same share them."""
-    groups: dict[str, list[str]] = {}
+def frozen(found: Sequence[dict[str, Any]], texts: Sequence[str]) -> dict[str, Any]:
+    """The pieces of all names in some short strings, as a small file: names whose pieces are the same share them.
+
+    The strings are first those that tell names apart that all before them do not, then those that follow in length.
+    """
+    groups: dict[str, list[dict[str, Any]]] = {}
     for each in found:
-        groups.setdefault(json.dumps(each["pieces"]), []).append(each["name"])
+        kept = [pieces for text, pieces in zip(texts, each["pieces"], strict=True) if not _whole(text)]
+        groups.setdefault(json.dumps(kept), []).append(each)
+    every = [group[0]["pieces"] for group in groups.values()]
+    order = sorted((at for at, text in enumerate(texts) if not _whole(text)), key=lambda at: len(texts[at]))
+    chosen, classes = [], [""] * len(every)
+    for at in order:
+        finer = [before + json.dumps(pieces[at]) for before, pieces in zip(classes, every, strict=True)]
+        if len(set(finer)) > len(set(classes)):
+            chosen.append(at)
+            classes = finer
+    chosen += [at for at in order if len(texts[at]) > 12 and at not in chosen][: FROZEN - len(chosen)]
     splits = []
-    for at, text in enumerate(texts):
+    for at in chosen:
         ways: dict[str, list[int]] = {}
-        for group, every in enumerate(groups):
-            ways.setdefault(json.dumps(json.loads(every)[at]), []).append(group)
-        splits.append({"text": text, "ways": [{"pieces": json.loads(way), "groups": of} for way, of in ways.items()]})
-    return {"made_by": made_by(), "groups": list(groups.values()), "splits": splits}
+        for group, pieces in enumerate(every):
+            ways.setdefault(json.dumps(pieces[at]), []).append(group)
+        splits.append([{"pieces": json.loads(way), "groups": of} for way, of in ways.items()])
+    whole = texts.index(WHOLE[1])
+    return {
+        "made_by": made_by(),
+        "groups": [[each["name"] for each in group] for group in groups.values()],
+        "whole_words": [each["name"] for each in found if len(each["pieces"][whole]) == 1],
+        "bos": [each["name"] for each in found if each["bos"]],
+        "splits": splits,
+    }
+
+
+def _whole(text: str) -> bool:
+    """Whether a text holds one of the tokens that no merges make, whose tokens are no pieces."""
+    return any(word.strip() in text for word in WHOLE)
 
 
 def made_by() -> str:
@@ -318,10 +352,11 @@ def main() -> int:
                 print(line(found[-1]), flush=True)
     if options.json:
         print(json.dumps({"llama.cpp": made_by(), "names": [{**each, "pieces": None} for each in found]}))
-    if options.freeze is not None:
-        with whole_file(options.freeze) as file:
-            file.write(json.dumps(alike(found, texts)).encode())
-    return int(any(each["differ"] for each in found))
+    differ = any(each["differ"] for each in found)
+    if options.freeze is not None and not differ:
+        with whole_file(options.freeze) as path:
+            path.write_text(json.dumps(frozen(found, texts), indent=None, separators=(",", ":")) + "\n")
+    return int(differ)
 
 
 def line(found: dict[str, Any]) -> str:
@@ -329,7 +364,11 @@ def line(found: dict[str, Any]) -> str:
     if found.get("refused"):
         return f"{found['name']}: llama.cpp does not load it"
     said = f"{found['name']}: {found['differ']} differ"
-    return said if not found["differ"] else said + "".join(f"\n    {key}: {found['first'][key]!r}" for key in found["first"])
+    return (
+        said
+        if not found["differ"]
+        else said + "".join(f"\n    {key}: {found['first'][key]!r}" for key in found["first"])
+    )
 
 
 if __name__ == "__main__":

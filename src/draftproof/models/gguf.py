@@ -63,14 +63,16 @@ class _Known:
     Attributes:
         expressions: that split a text, each the pieces of the one before.
         whole_words: whether a word that is a token is taken without looking at merges.
+        bos: whether a text begins with the token for that where the file does not say.
     """
 
     expressions: tuple[str, ...]
     whole_words: bool = False
+    bos: bool = False
 
 
-def _known(*expressions: str, whole_words: bool = False) -> _Known:
-    return _Known(expressions, whole_words)
+def _known(*expressions: str, whole_words: bool = False, bos: bool = False) -> _Known:
+    return _Known(expressions, whole_words, bos)
 
 
 _ONES, _THREES = _words(r"\p{N}"), _words(r"\p{N}{1,3}")
@@ -84,7 +86,7 @@ _BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 # DeepSeek's. The letters of its first model are a list: those with cases of an early Unicode, without the Georgian and
 # some others. Its signs have the letters A to Z among them, and its Chinese ones most alphabets of Asia.
 _DEEPSEEK_LETTERS = (
-    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab6f\uff01-\uff5e"
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab6f"
     r"\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{16e7f}\x{1d400}-\x{1dfff}]]"
 )
 _DEEPSEEK_SIGNS = r"[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3001-\u3002]+"
@@ -101,8 +103,8 @@ def _deepseek3(no_word: str) -> str:
 
 # Scripts without blanks between words, as Trinity (afmoe) takes them apart.
 _WITHOUT_BLANKS = (
-    r"[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
-    r"\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+"
+    r"[\u4e00-\ufaff\u3400-\u4dbf\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f\u0e80-\u0eff"
+    r"\u1780-\u17ff\u1000-\u109f\u1100-\u11ff]+"
 )
 _YOUTU = (
     r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
@@ -127,10 +129,10 @@ KNOWN = {
     **dict.fromkeys(
         (
             "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano",
-            "glm4", "glm5",
         ),
-        _known(_THREES, whole_words=True),
+        _known(_THREES, whole_words=True, bos=True),
     ),
+    **dict.fromkeys(("glm4", "glm5"), _known(_THREES, whole_words=True)),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _known(_THREES)),
     "minicpm5": _known(r"\p{N}{1,3}", _THREES, whole_words=True),
     "jais-2": _known(_words(r"\p{N}{1,3}", blanks=rf"\s*[\r\n]+|{_JAIS_BLANKS}")),
@@ -148,7 +150,7 @@ KNOWN = {
     "exaone-moe": _known(_words(r"\p{N}", letters=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+", ends=r"[\r\n/]?")),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _known(_cases(r"\p{N}{1,3}"))),
     "granite-embed-multi-97m": _known(_cases(r"\p{N}{1,3}", letters=r"\p{L}\p{M}"), whole_words=True),
-    "tekken": _known(_cases(r"\p{N}", ""), whole_words=True),
+    "tekken": _known(_cases(r"\p{N}", ""), whole_words=True, bos=True),
     **dict.fromkeys(
         ("tiny_aya", "cohere2moe"),
         _known(_words(r"\p{N}+", before="", letters=f"{_MARKED}{_CONTRACTIONS}?", ends=r"[\r\n/]*"), _FROM_RIGHT),
@@ -179,21 +181,20 @@ KNOWN = {
         "(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
         r"([\t\n]|    |  )",
         r"\p{N}",
-        rf"[\p{{P}}!-/:-@\[-`{{-~]",
+        r"[\p{P}!-/:-@\[-`{-~]",
         _GPT2,
+        bos=True,
     ),
 }  # fmt: skip
 """What names demand, as llama.cpp reads them, also where the model's own tokenizer splits some text otherwise."""
 
 
-def known_of(file: GGUFFile) -> _Known | None:
-    """What the name in a file demands; None where its tokenizer is not byte-level, so that no name is needed.
+def known_of(file: GGUFFile) -> _Known:
+    """What the name in a file with a byte-level tokenizer demands.
 
     Raises:
         UserError: the name is not known.
     """
-    if file.get("tokenizer.ggml.model") != BYTE_LEVEL:
-        return None
     name = file.get("tokenizer.ggml.pre", UNNAMED)
     if name not in KNOWN:
         raise UserError(
@@ -214,10 +215,11 @@ def settle(tokenizer: Any, path: Path) -> None:
     Raises:
         UserError: the file cannot be read, or the name is not known.
     """
-    known = known_of(GGUFFile(path))
+    file = GGUFFile(path)
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if known is None or backend is None:
+    if file.get("tokenizer.ggml.model") != BYTE_LEVEL or backend is None:
         return
+    known = known_of(file)
     backend.pre_tokenizer = pre_tokenizer(known)
     backend.model.ignore_merges = known.whole_words
 
