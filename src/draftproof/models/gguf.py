@@ -16,7 +16,7 @@ from draftproof.errors import UserError
 from draftproof.models.gguf_file import GGUFFile
 
 BYTE_LEVEL = "gpt2"  # the model of byte-level tokenizers; others have no pre-tokenizer to name
-UNNAMED = "default"  # what llama.cpp takes where a file has no name
+UNNAMED = "default"  # what llama.cpp takes where a file has no name, or an empty one
 
 _CONTRACTIONS = "(?:'[sStTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL])"
 _NO_WORD = r"[^\r\n\p{L}\p{N}]?"
@@ -195,7 +195,7 @@ def known_of(file: GGUFFile) -> _Known:
     Raises:
         UserError: the name is not known.
     """
-    name = file.get("tokenizer.ggml.pre", UNNAMED)
+    name = file.get("tokenizer.ggml.pre") or UNNAMED
     if name not in KNOWN:
         raise UserError(
             f"{file.path} names the pre-tokenizer {name!r} (tokenizer.ggml.pre), which is not known here: its numbers, "

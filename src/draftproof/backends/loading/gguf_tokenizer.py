@@ -96,9 +96,7 @@ def _described(made: Tokenizer, file: GGUFFile, original: Callable[[], Any]) -> 
     made.add_tokens([AddedToken(tokens[each], normalized=False) for each in np.flatnonzero(kinds == _USER_DEFINED)])
     roles = {role: file.get(f"tokenizer.ggml.{role}_token_id") for role in _ROLES}
     texts = {_NAMES.get(role, role): tokens[number] for role, number in roles.items() if number is not None}
-    begins = file.get(
-        "tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.model") == _SCORED or known_of(file).bos
-    )
+    begins = file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.model") == _SCORED or known_of(file).bos)
     if begins and "bos" in texts:
         bos = texts["bos"], roles["bos"]
         made.post_processor = processors.TemplateProcessing(
