@@ -1,6 +1,6 @@
 """Tokens of GGUF files beside those of llama.cpp, for each pre-tokenizer that draftproof knows.
 
-    python scripts/compare_tokenizers.py [NAME ...] [--vocabulary GGUF] [--freeze PATH] [--json]
+    python scripts/compare_tokenizers.py [NAME ...] [--vocabulary GGUF | --characters] [--freeze PATH] [--json]
 
 For each name in the table of `draftproof.models.gguf` it writes a GGUF file with random weights, whose metadata names
 that pre-tokenizer, and has the same strings split by llama.cpp (the wheel xllamacpp, which must be importable) and by
@@ -10,7 +10,8 @@ Exits with 1 if any string differs.
 The vocabulary is made for this: merges are learnt without a pre-tokenizer on all pieces of all names and on each two
 neighbours, until each is one token. So a piece of llama.cpp's that is not one of ours has other tokens. A few tokens
 that no merges make show which names take a word that is a token without looking at merges. With `--vocabulary` the
-tokens and merges are those of a file instead; many wrong splits do not show then.
+tokens and merges are those of a file instead; many wrong splits do not show then. With `--characters` the strings are
+the characters of all Unicode, each after nine others, and merges join a character's first byte with the one before it.
 
 `--freeze` writes the pieces that llama.cpp makes of some strings, which tests/models/test_gguf.py holds, if no string
 differs.
@@ -50,6 +51,10 @@ END = "<|end|>"
 WHOLE = ("wholly", " wholly", " \u4e2d\u6587wholly")  # made tokens without merges
 WIDTH = 32  # of the model with random weights
 SECONDS = 60.0  # until llama.cpp has read a file
+BEFORE = ("a", "A", "1", "!", " ", "\n", "\u4e00", "\u00e9", "\u0301")  # what `--characters` puts before each
+LARGE = (
+    (0x3400, 0x9FFF), (0xAC00, 0xD7A3), (0x12000, 0x146FF), (0x17000, 0x18CFF), (0x20000, 0x31FFF),
+)  # fmt: skip
 FROZEN = 80  # strings that `--freeze` writes
 SERVER = """
 import os, sys, xllamacpp
@@ -154,6 +159,25 @@ def _character(dice: random.Random) -> str:
         number = dice.randrange(0x3000) if dice.random() < 0.5 else dice.randrange(0x32000)
         if unicodedata.category(chr(number)) not in {"Cn", "Cs", "Co"}:
             return chr(number)
+
+
+def characters() -> tuple[list[str], Vocabulary]:
+    """Strings in which each character stands after each of `BEFORE`, and a vocabulary that shows where they are cut.
+
+    Of alphabets of thousands of characters, whose characters are alike, one of 61 is taken.
+    """
+    assigned = [
+        chr(number)
+        for number in range(0x80, 0x32000)
+        if unicodedata.category(chr(number)) not in {"Cn", "Cs", "Co"}
+        and (number % 61 == 0 or not any(first <= number <= last for first, last in LARGE))
+    ]
+    pairs = [before + each for before in BEFORE for each in assigned]
+    texts = ["\n@\n".join(part) for part in (pairs[at : at + 16] for at in range(0, len(pairs), 16))]
+    firsts = sorted({LETTERS[each.encode()[0]] for each in assigned})
+    lasts = sorted({LETTERS[before.encode()[-1]] for before in BEFORE})
+    joined = [last + first for last in lasts for first in firsts]
+    return texts, Vocabulary([*sorted(BYTES), *joined, END], [" ".join(each) for each in joined])
 
 
 def pieces(name: str, text: str) -> list[str]:
@@ -328,6 +352,7 @@ def main() -> int:
     parser.add_argument("--strings", type=int, default=2000, metavar="N", help="how many are compared")
     parser.add_argument("--seed", type=int, default=0, help="of the strings")
     parser.add_argument("--vocabulary", type=Path, metavar="GGUF", help="takes the tokens and merges of this file")
+    parser.add_argument("--characters", action="store_true", help="compares characters of all Unicode")
     parser.add_argument("--freeze", type=Path, metavar="PATH", help="writes the pieces of some strings of each kind")
     parser.add_argument("--json", action="store_true", help="prints the figures as JSON")
     parser.add_argument("-q", "--quiet", action="store_true", help="prints no progress")
@@ -336,7 +361,11 @@ def main() -> int:
     if unknown := [name for name in names if name not in KNOWN]:
         parser.error(f"not known: {', '.join(unknown)}; known are {', '.join(sorted(KNOWN))}")
     texts = strings(options.strings, options.seed)
-    if options.vocabulary is None:
+    if options.characters:
+        if options.freeze or options.vocabulary:
+            parser.error("--characters has strings and a vocabulary of its own: leave out --freeze and --vocabulary")
+        texts, vocabulary = characters()
+    elif options.vocabulary is None:
         say(options, "learning merges")
         made = [pieces(name, text) for name in {KNOWN[name]: name for name in names}.values() for text in texts]
         words = {each for every in made for each in (*every, *map("".join, itertools.pairwise(every)))}
