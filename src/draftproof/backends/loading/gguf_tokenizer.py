@@ -9,7 +9,7 @@ import numpy as np
 
 from draftproof.backends.loading.fast_tokenizer import LEFT_TO_TRANSFORMERS, Description, FastTokenizer
 from draftproof.errors import UserError, reason
-from draftproof.models.gguf import BYTE_LEVEL, KNOWN, pre_tokenizer
+from draftproof.models.gguf import BYTE_LEVEL, known_of, pre_tokenizer
 from draftproof.models.gguf_file import GGUFFile
 
 if TYPE_CHECKING:
@@ -23,31 +23,31 @@ _NAMES = {"unknown": "unk", "padding": "pad"}  # of roles in chat templates
 
 
 def read_tokenizer(file: GGUFFile, original: Callable[[], Any]) -> FastTokenizer | None:
-    """The tokenizer of a file; None where it is of a kind, or splits texts in a way, that is not known here.
+    """The tokenizer of a file; None where it is of a kind that is not read here.
 
     Args:
         file: opened.
         original: loads transformers' own, for what is asked seldom.
 
     Raises:
-        UserError: its tokens and merges do not fit together.
+        UserError: its tokens and merges do not fit together, or it names a pre-tokenizer that is not known.
     """
     kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored}
     make = kinds.get(file.get("tokenizer.ggml.model"))
     try:
         made = None if make is None else make(file)
+    except UserError:
+        raise
     except Exception as cause:  # the library raises no narrower one
         raise UserError(f"cannot make the tokenizer of {file.path}: {reason(cause)}") from cause
     return None if made is None else _described(made, file, original)
 
 
-def _byte_level(file: GGUFFile) -> Tokenizer | None:
+def _byte_level(file: GGUFFile) -> Tokenizer:
     """Byte-pair encoding of bytes, whose texts are split by an expression that the file names."""
     from tokenizers import Tokenizer, decoders, models
 
-    known = KNOWN.get(file.get("tokenizer.ggml.pre", ""))
-    if known is None:
-        return None
+    known = known_of(file)
     merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")]
     vocab = {token: number for number, token in enumerate(file.get("tokenizer.ggml.tokens"))}
     made = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=known.whole_words))
@@ -96,7 +96,7 @@ def _described(made: Tokenizer, file: GGUFFile, original: Callable[[], Any]) -> 
     made.add_tokens([AddedToken(tokens[each], normalized=False) for each in np.flatnonzero(kinds == _USER_DEFINED)])
     roles = {role: file.get(f"tokenizer.ggml.{role}_token_id") for role in _ROLES}
     texts = {_NAMES.get(role, role): tokens[number] for role, number in roles.items() if number is not None}
-    begins = file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.model") == _SCORED)
+    begins = file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.model") == _SCORED or known_of(file).bos)
     if begins and "bos" in texts:
         bos = texts["bos"], roles["bos"]
         made.post_processor = processors.TemplateProcessing(
