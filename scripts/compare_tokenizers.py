@@ -380,7 +380,8 @@ def main() -> int:
             if not options.json:
                 print(line(found[-1]), flush=True)
     if options.json:
-        print(json.dumps({"llama.cpp": made_by(), "names": [{**each, "pieces": None} for each in found]}))
+        shorter = [{key: value for key, value in each.items() if key != "pieces"} for each in found]
+        print(json.dumps({"llama.cpp": made_by(), "names": shorter}))
     differ = any(each["differ"] for each in found)
     if options.freeze is not None and not differ:
         with whole_file(options.freeze) as path:
