@@ -32,6 +32,7 @@ EMULATED = {
 INCLUDE = f"-I{ROOT / 'scripts' / 'emulate'}"
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
 KINDS = ("sanitize", "emulate")
+FILES = ("native/test_native.py", "native/test_ggml.py", "native/test_rows.py", "backends/products/test_quantized.py")
 NOT_OF_CODE = {"GenuineIntel", "amx_tile", "amx_bf16"}  # without these a level's code runs all the same
 LIBRARY, LEVEL = "DRAFTPROOF_CHECK_LIBRARY", "DRAFTPROOF_CHECK_LEVEL"
 
@@ -95,7 +96,7 @@ def run(arguments: list[str]) -> int:
 
     library.choose, library.load = choose, functools.cache(lambda _: loaded)
     sys.path.insert(0, str(ROOT / "tests"))
-    files = [str(ROOT / "tests" / name) for name in ("test_native.py", "test_quantized.py", "test_rows.py")]
+    files = [str(ROOT / "tests" / name) for name in FILES]
     return int(pytest.main(["-q", "-W", "ignore", "-m", "not builds", *files, *arguments]))
 
 

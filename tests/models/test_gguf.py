@@ -1,7 +1,8 @@
-"""Tokenizers of GGUF files: each known pre-tokenizer gives the original's tokens, an unknown one a warning."""
+"""Tokenizers of GGUF files: each known pre-tokenizer splits as llama.cpp does, an unknown one is an error."""
 
-import logging
+import json
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -11,11 +12,12 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.errors import UserError
-from draftproof.models.gguf import KNOWN, names
+from draftproof.models.gguf import KNOWN, pre_tokenizer
+from draftproof.models.gguf_file import GGUFFile
 
 BYTES = list(bytes_to_unicode().values())
 SPACE = bytes_to_unicode()[32]
@@ -31,7 +33,7 @@ TEXTS = (
 )  # fmt: skip
 
 
-def file_of(folder, pre, model="gpt2"):
+def file_of(folder, pre, model="gpt2", bos=None):
     path = folder / f"{pre or 'none'}.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -47,8 +49,12 @@ def file_of(folder, pre, model="gpt2"):
     writer.add_token_types([TokenType.NORMAL] * (len(TOKENS) - 1) + [TokenType.CONTROL])
     writer.add_token_merges([" ".join(pair) for pair in MERGES])
     writer.add_eos_token_id(len(TOKENS) - 1)
+    if bos is not None or pre in {"llama-bpe", "qwen2"}:
+        writer.add_bos_token_id(len(TOKENS) - 1)
     if pre is not None:
         writer.add_tokenizer_pre(pre)
+    if bos is not None:
+        writer.add_add_bos_token(bos)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -99,33 +105,83 @@ def ids(tokenizer):
 
 
 @pytest.mark.parametrize("pre", ORIGINALS)
-def test_a_known_name_gives_the_originals_tokens(pre, tmp_path, caplog):
+def test_a_known_name_gives_the_originals_tokens(pre, tmp_path):
     path, right = file_of(tmp_path, pre), ORIGINALS[pre]()
     expected = [right.encode(text).ids for text in TEXTS]
     assert ids(load_tokenizer(str(path))) == expected
-    assert "pre-tokenizer" not in caplog.text
+    own = read_tokenizer(GGUFFile(path), lambda: None)
+    assert [list(own(text, add_special_tokens=False)["input_ids"]) for text in TEXTS] == expected
     alone = ids(AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name))
     assert (alone != expected) == (pre in WRONG), "a control"
 
 
-@pytest.mark.parametrize("pre", [None, "default", "deepseek-llm", "a-new-one"])
-def test_an_unknown_name_is_a_warning_that_says_what_to_do(pre, tmp_path, caplog):
+# --- what llama.cpp makes of each name ----------------------------------------------------------------------------
+
+# Which build of llama.cpp made the pieces is in the file ("made_by"). To make them anew:
+# python scripts/compare_tokenizers.py --freeze tests/models/llama_cpp_splits.json
+FROZEN = json.loads(Path(__file__).with_name("llama_cpp_splits.json").read_text(encoding="utf-8"))
+GROUP = {name: number for number, group in enumerate(FROZEN["groups"]) for name in group}
+
+
+def pieces_of(name):
+    """The pieces that llama.cpp makes of each string."""
+    return [next(way["pieces"] for way in ways if GROUP[name] in way["groups"]) for ways in FROZEN["splits"]]
+
+
+def split(name, text):
+    return [text[start:end] for _, (start, end) in pre_tokenizer(KNOWN[name]).pre_tokenize_str(text)]
+
+
+def test_every_known_name_is_frozen():
+    assert GROUP.keys() == KNOWN.keys()
+    assert FROZEN["made_by"].startswith("llama.cpp in xllamacpp 2026.")
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_a_name_splits_as_llama_cpp_does(name):
+    for pieces in pieces_of(name):
+        assert split(name, "".join(pieces)) == pieces
+    assert KNOWN[name].whole_words == (name in FROZEN["whole_words"])
+    assert KNOWN[name].bos == (name in FROZEN["bos"])
+
+
+def test_the_strings_tell_all_expressions_apart():
+    made = {tuple(map(tuple, pieces_of(name))): KNOWN[name].expressions for name in KNOWN}
+    assert len(made) == len({known.expressions for known in KNOWN.values()})
+
+
+@pytest.mark.parametrize(("pre", "said", "begins"), [
+    ("llama-bpe", None, True), ("llama-bpe", False, False), ("qwen2", None, False), ("qwen2", True, True),
+])  # fmt: skip
+def test_a_text_begins_as_the_file_or_else_the_name_says(pre, said, begins, tmp_path):
+    path = file_of(tmp_path, pre, bos=said)
+    tokens = list(read_tokenizer(GGUFFile(path), lambda: None)("a")["input_ids"])
+    assert tokens == [len(TOKENS) - 1] * begins + [TOKENS.index("a")]
+
+
+# --- other names ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pre", ["a-new-one", "whitespace"])
+def test_an_unknown_name_is_an_error_that_says_what_to_do(pre, tmp_path):
     path = file_of(tmp_path, pre)
-    with caplog.at_level(logging.WARNING, "draftproof"):
-        load_tokenizer(str(path))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "draftproof.models.gguf"]
-    assert repr(pre or "none") in line
-    assert "take the model's own directory or hub id" in line
+    for load in (lambda: load_tokenizer(str(path)), lambda: read_tokenizer(GGUFFile(path), lambda: None)):
+        with pytest.raises(UserError, match=r"take the model's own directory or hub id$") as caught:
+            load()
+        line = str(caught.value)
+        assert f"the pre-tokenizer {pre!r}" in line
+        assert str(path) in line
+        assert all(name in line for name in KNOWN)
+        assert "\n" not in line
 
 
-@pytest.mark.parametrize("pre", sorted(KNOWN.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
-def test_expressions_are_those_that_transformers_has_too(pre):
-    assert KNOWN[pre].expression == GGUF_PRE_TOKENIZER_SPLITS[pre]
+def test_no_name_is_llama_cpps_default(tmp_path):
+    unnamed, default = (read_tokenizer(GGUFFile(file_of(tmp_path, pre)), lambda: None) for pre in (None, "default"))
+    assert [list(unnamed(text)["input_ids"]) for text in TEXTS] == [list(default(text)["input_ids"]) for text in TEXTS]
 
 
-def test_the_names_are_read_wherever_they_stand(tmp_path):
-    assert names(file_of(tmp_path, "smollm")) == {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
-    assert names(file_of(tmp_path, None, "llama")) == {"tokenizer.ggml.model": "llama"}
+def test_a_tokenizer_of_another_kind_needs_no_name(tmp_path):
+    assert read_tokenizer(GGUFFile(file_of(tmp_path, "a-new-one", "t5")), lambda: None) is None
 
 
 DAMAGED = {
@@ -142,5 +198,5 @@ DAMAGED = {
 def test_a_damaged_file_is_one_error(how, tmp_path):
     path = file_of(tmp_path, None)
     path.write_bytes(DAMAGED[how](path.read_bytes()))
-    with pytest.raises(UserError, match=r"cannot read the metadata of .*: is it a whole GGUF file"):
-        names(path)
+    with pytest.raises(UserError, match=r"cannot read .*: is it a whole GGUF file"):
+        GGUFFile(path)

@@ -1,4 +1,4 @@
-"""`draftproof profile round | forward | rules`: the time of a round, of a forward pass and of verification rules."""
+"""`draftproof profile round | forward | rules | divergence`: times of a round, and how far models are apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from draftproof import models
 from draftproof.cli._measurement import measurement
 from draftproof.cli._parts import VERIFIER_HELP, default_draft
+from draftproof.profiling.divergence import DivergenceOptions, measure_divergence
 from draftproof.profiling.forward import ForwardOptions, measure_forward
 from draftproof.profiling.round import RoundOptions, measure_round
 from draftproof.profiling.rules import RuleSizes, measure_rules
@@ -44,4 +45,10 @@ rules = measurement(
     measure_rules,
     "Measure the time and memory of each verification rule, beside one softmax over the target's rows.",
     names={"length": "n"},
+)
+divergence = measurement(
+    DivergenceOptions,
+    measure_divergence,
+    "Measure how far a model with rounded weights or inputs is from the model itself, or two models are apart.",
+    texts={"against": "What it is compared with; without it the same model as it is, with inputs in floats."},
 )

@@ -10,6 +10,7 @@ import typer
 
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._pulling import obtain, shown_pull
+from draftproof.cli._terminal import note
 from draftproof.errors import UserError
 
 app = typer.Typer(
@@ -22,10 +23,19 @@ Name = Annotated[str, typer.Argument(help="A name that `draftproof models list` 
 
 
 @app.command("list")
-def list_models(*, as_json: Json = False) -> None:
+def list_models(
+    *,
+    found: Annotated[
+        bool, typer.Option("--found", help="Show the .gguf files that Ollama, LM Studio and the hub's cache hold here.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Show the models that have names, and which of them are on this machine."""
     from draftproof import models
 
+    if found:
+        _print_found(as_json=as_json)
+        return
     rows = [_row(name, models.resolve(name), *models.ABOUT_EMBEDDED[name]) for name in models.EMBEDDED]
     for name, entry in models.REGISTRY.items():
         where = models.resolve(name) if models.pulled(name) else None
@@ -86,6 +96,21 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         table.add_row(row["name"], "yes" if row["here"] else "no", row["licence"], row["about"])
     Console().print(table)
+
+
+def _print_found(*, as_json: bool) -> None:
+    from draftproof.models.found import found_files
+
+    files = found_files()
+    if as_json:
+        rows = [
+            {"name": each.name, "path": str(each.path), "keeper": each.keeper, "bytes": each.nbytes} for each in files
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+    for each in () if as_json else files:
+        typer.echo(f"{each.name}  ({each.keeper}, {each.nbytes / 1e9:.2f} GB)")
+    if not files and not as_json:
+        note("no .gguf files in the folders of Ollama and LM Studio and in the hub's cache")
 
 
 def _print_place(name: str, where: str, *, as_json: bool) -> None:

@@ -10,7 +10,7 @@ import typer
 from draftproof import models
 from draftproof.cli._libraries import quiet_libraries
 from draftproof.cli._parts import BACKEND_HELP, DRAFTER_HELP, VERIFIER_HELP, default_draft
-from draftproof.cli._profile_time import forward, round_, rules
+from draftproof.cli._profile_time import divergence, forward, round_, rules
 from draftproof.cli._pulling import obtain
 from draftproof.cli._results import Json, Out, show
 from draftproof.engine.engine import Engine
@@ -83,3 +83,4 @@ def memory(
 app.command("round")(round_)
 app.command("forward")(forward)
 app.command("rules")(rules)
+app.command("divergence")(divergence)

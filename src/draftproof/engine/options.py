@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.options import ACTIVATIONS, WEIGHTS, LoadOptions
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.engine.memory import read_bytes
 from draftproof.engine.registry import make_stopper, make_verifier
@@ -46,6 +46,10 @@ class EngineOptions:
         attn_implementation: attention of backend hf: eager or sdpa; without it transformers' choice.
         quantization_config: quantizes the target by transformers: JSON of one of its configs, or a .json file; in
             Python also such a config.
+        activations: how weights that a .gguf file holds in few bits are multiplied: int8 rounds their inputs to 8 bits
+            in groups of 32; float, a reference, does not, and takes the memory of the full weights.
+        weights: int8 or int4 round the target's weights when it is loaded: another model, which is read in half or a
+            quarter of the time; what is written is exact for the rounded one. auto leaves them.
         max_model_len: longest sequence, prompt and text together; without it the target's own context.
         max_batch: sequences decoded together.
         kv_memory: memory for keys, values and states of both models, in bytes or like 2GiB. Requests wait for it, and
@@ -73,6 +77,8 @@ class EngineOptions:
     adapter: str | None = None
     attn_implementation: str | None = None
     quantization_config: Any = None
+    activations: str = "int8"
+    weights: str = "auto"
     max_model_len: int | None = None
     max_batch: int = 8
     kv_memory: int | str | None = None
@@ -86,6 +92,10 @@ class EngineOptions:
         """Read the names before any model is loaded."""
         if self.generation_config not in ("auto", "none"):
             raise UserError(f"generation_config: expected auto or none, got {self.generation_config!r}")
+        if self.activations not in ACTIVATIONS:
+            raise UserError(f"activations: expected one of {', '.join(ACTIVATIONS)}, got {self.activations!r}")
+        if self.weights not in WEIGHTS:
+            raise UserError(f"weights: expected one of {', '.join(WEIGHTS)}, got {self.weights!r}")
         read_bytes(self.kv_memory)
         if self.verifier is not None:
             make_verifier(self.verifier)
@@ -137,6 +147,7 @@ class EngineOptions:
             quantization_config=self.quantization_config,
             plainly=True,
             tensor_parallel=self.tensor_parallel,
+            weights=self.weights,
         )
 
     def of_draft(self) -> LoadOptions:
@@ -153,6 +164,7 @@ class EngineOptions:
             check=self.check,
             backend=self.backend,
             attn_implementation=self.attn_implementation,
+            activations=self.activations,
         )
 
 

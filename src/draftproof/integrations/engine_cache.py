@@ -24,7 +24,16 @@ _MOST = 4  # compositions that are kept for a model
 
 
 # Options of EngineOptions that a model in memory has decided already.
-OF_LOADING = ("dtype", "device", "adapter", "attn_implementation", "quantization_config", "tensor_parallel")
+OF_LOADING = (
+    "dtype",
+    "device",
+    "adapter",
+    "attn_implementation",
+    "quantization_config",
+    "activations",
+    "weights",
+    "tensor_parallel",
+)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from draftproof import files
 from draftproof.embedded import draft_dir, fast_draft_dir, stories_draft_dir, stories_target_dir, target_dir
 from draftproof.errors import UserError, reason
 from draftproof.models.download import Packaged, Progress, Report, fetch, refuse_without_gguf
+from draftproof.models.found import is_file_name, obtain_file, resolve_file
 from draftproof.models.layers import PROVENANCE, write_json, write_truncated
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -124,8 +125,9 @@ def why_distrusted(name: str) -> str | None:
 def resolve(name_or_path: str | Path) -> str:
     """What `from_pretrained` shall be given for a name: nothing is ever fetched here.
 
-    The names of EMBEDDED and registered names become directories; everything else, a directory, a .gguf
-    file or a hub id, is returned as it is. A directory that is called like a registered model can be named `./NAME`.
+    The names of EMBEDDED and registered names become directories, `OWNER/NAME:Q4_K_M` and `ollama:NAME` files
+    (`found`); everything else, a directory, a .gguf file or a hub id, is returned as it is. A directory that is called
+    like a registered model can be named `./NAME`.
 
     Raises:
         UserError: a registered name that was not pulled, an unknown `embedded:` name, a path that is not there.
@@ -136,7 +138,7 @@ def resolve(name_or_path: str | Path) -> str:
     if name.startswith("embedded:"):
         raise UserError(f"no embedded model {name!r}: expected one of {', '.join(EMBEDDED)}")
     if name not in REGISTRY:
-        return _existing(name)
+        return resolve_file(name) if is_file_name(name) else _existing(name)
     if (problem := why_distrusted(name)) is not None:
         raise UserError(problem)
     if not pulled(name):
@@ -164,7 +166,7 @@ def obtain(
     report: Report = _log.info,
     progress: Progress = _ignore,
 ) -> str:
-    """As `resolve`, but a registered model that is not on this machine is pulled first.
+    """As `resolve`, but a registered model, or a named GGUF file of the hub, that is not here is downloaded first.
 
     Args:
         name_or_path: as for `resolve`.
@@ -176,6 +178,8 @@ def obtain(
         UserError: as for `resolve` and `pull`.
     """
     name = str(name_or_path)
+    if is_file_name(name) and name not in EMBEDDED:
+        return obtain_file(name, offline=hub_is_offline() if offline is None else offline)
     if name in REGISTRY and not pulled(name):
         pull(name, offline=offline, report=report, progress=progress)
     return resolve(name)

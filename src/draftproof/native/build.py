@@ -70,7 +70,7 @@ LEVELS = (  # best first
     _level("x86-64-v4-fma", *_V4, "avx512vnni", "avx512bf16", vendor="GenuineIntel", defined=("WIDE_PRODUCTS",)),
     _level("x86-64-v4-bf16", *_V4, "avx512vnni", "avx512bf16"),
     _level("x86-64-v4", *_V4),
-    _level("x86-64-v3", "avx2", "fma"),
+    _level("x86-64-v3", "avx2", "fma", "f16c"),
     Level("portable", frozenset(), ("-ffp-contract=fast",), None),
 )
 

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 
-from draftproof.native.structures import AttentionArguments, LayerArguments, quantized_inputs_size
+from draftproof.native.ggml import FileMatrix, GGMLWeight, Segment
+from draftproof.native.structures import AttentionArguments, LayerArguments, ggml_inputs_size, quantized_inputs_size
 from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
 
 MOST_DIM, BLOCK, PIECE = 256, 512, 1 << 14  # as in native.c
@@ -61,6 +62,9 @@ class Operations:
         self._quantized_product = function(
             f"quantized_product_{suffix}", [pointer] * 5 + [number] * 5 + [pointer, number]
         )
+        self._ggml_product = function(f"ggml_product_{suffix}", [pointer] * 5 + [number] * 3 + [pointer, number])
+        self._ggml_rows = function("ggml_rows", [pointer] * 3 + [number] * 3)
+        self._ggml_repack = function("ggml_repack", [pointer] * 3 + [number] * 4)
         self._rows_product = function(f"rows_product_{suffix}", [pointer] * 6 + [number] * 6)
         self._quantized_rows_product = function(
             f"quantized_rows_product_{suffix}", [pointer] * 5 + [number] * 6 + [pointer, number]
@@ -252,6 +256,63 @@ class Operations:
         addresses = x.data_ptr(), weight.blocks.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
         self._quantized_rows_product(*addresses, given, *sizes, memory.data_ptr(), torch.get_num_threads())
         return y
+
+    def ggml_product(
+        self,
+        x: Float[Tensor, "*rows in"],
+        weight: GGMLWeight,
+        bias: Float[Tensor, " out"] | None = None,
+        onto: Float[Tensor, "*rows out"] | None = None,
+    ) -> Float[Tensor, "*rows out"]:
+        """`product` with weights of a GGUF file; inputs are rounded to 8 bits, with a scale for each 32 of a row.
+
+        Raises:
+            ValueError: an argument of another type, device or shape.
+        """
+        x, (outs, ins) = x.contiguous(), (weight.outs, weight.ins)
+        require("x", x, self.dtype, (*x.shape[:-1], ins))
+        if bias is not None:
+            require("bias", bias, self.dtype, (outs,))
+        y = x.new_empty((*x.shape[:-1], outs))
+        if onto is not None:
+            require("onto", onto, self.dtype, y.shape)
+        rows = x.numel() // ins
+        memory = torch.empty(ggml_inputs_size(rows, ins), dtype=torch.uint8)
+        bias_at, onto_at = (None if each is None else each.data_ptr() for each in (bias, onto))
+        addresses = x.data_ptr(), weight.arguments[0], bias_at, onto_at, y.data_ptr()
+        self._ggml_product(*addresses, rows, outs, ins, memory.data_ptr(), torch.get_num_threads())
+        return y
+
+    def ggml_repacked(self, matrix: FileMatrix) -> GGMLWeight:
+        """A matrix of a GGUF file in the order in which `ggml_product` reads it.
+
+        Raises:
+            ValueError: a type that is not known, or another shape.
+        """
+        blocks = torch.empty(matrix.repacked_shape, dtype=torch.uint8)
+        rows = None
+        if matrix.rows is not None:
+            require("rows", matrix.rows, torch.int64, (matrix.outs,))
+            rows = matrix.rows.data_ptr()
+        sizes = matrix.outs, matrix.ins, matrix.type
+        self._ggml_repack(matrix.content.data_ptr(), rows, blocks.data_ptr(), *sizes, torch.get_num_threads())
+        return GGMLWeight((Segment(blocks, matrix.outs, matrix.type),), matrix.ins)
+
+    def ggml_rows(self, matrix: FileMatrix, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
+        """Rows of a matrix of a GGUF file, in this type.
+
+        Raises:
+            ValueError: a row that is not there.
+        """
+        ids = ids.to(torch.int64).contiguous()
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.outs:
+            raise ValueError(f"rows {ids.flatten().tolist()[:3]}... are not all of 0 to {matrix.outs - 1}")
+        if matrix.rows is not None:
+            ids = matrix.rows[ids]
+        made = torch.empty((*ids.shape, matrix.ins), dtype=torch.float32)
+        sizes = ids.numel(), matrix.ins, matrix.type
+        self._ggml_rows(matrix.content.data_ptr(), ids.data_ptr(), made.data_ptr(), *sizes)
+        return made.to(self.dtype)
 
     def rescore(
         self,

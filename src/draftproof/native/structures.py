@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftproof.native.tensors import GROUPS, LANES, require
 
+GGML_SEGMENTS, GGML_PAD, GGML_ROWS = 4, 256, 8  # as in ggml.h
 _WHOLE = 2 * LANES  # numbers of a head are copied in so many at once
 _NEAR = 1 << 17  # float32 scores that are kept near the processor
 _WORTH_DIVIDING = 1 << 16  # products of queries and keys in a tile; threads wait for one another twice
@@ -186,6 +187,10 @@ def _require_fitting(cos: Tensor, sin: Tensor, shape: Sequence[int], mask: PassM
         require("mask", mask.mask, cos.dtype)
 
 
+class _GGMLSegment(ctypes.Structure):
+    _fields_: ClassVar = [("weight", ctypes.c_void_p), ("outs", ctypes.c_long), ("type", ctypes.c_long)]
+
+
 class LinearArguments(ctypes.Structure):
     """The C structure `linear` of typed.h: a linear layer's weight and bias."""
 
@@ -193,6 +198,12 @@ class LinearArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
         *((name, ctypes.c_long) for name in ("bits", "group")),
     ]
+
+
+class GGMLArguments(ctypes.Structure):
+    """The C structure `ggml_matrix` of ggml.h: a matrix, or several whose outputs follow one another."""
+
+    _fields_: ClassVar = [("count", ctypes.c_long), ("of", _GGMLSegment * GGML_SEGMENTS)]
 
 
 class LayerArguments(ctypes.Structure):
@@ -211,7 +222,8 @@ class LayerArguments(ctypes.Structure):
         heads, tokens = given.heads + given.key_heads, given.tokens
         inputs = 0  # bytes, which are no fewer elements
         if any(getattr(self, name).bits for name in ("qkv", "out", "gate_up", "down")):
-            inputs = quantized_inputs_size(tokens, max(self.size, self.inner, given.heads * given.dim))
+            widest = max(self.size, self.inner, given.heads * given.dim)
+            inputs = max(quantized_inputs_size(tokens, widest), ggml_inputs_size(tokens, widest))
         return int(tokens * (self.size + 2 * heads * given.dim + 3 * self.inner) + inputs)
 
 
@@ -219,3 +231,9 @@ def quantized_inputs_size(rows: int, ins: int) -> int:
     """Bytes that suffice for the inputs of a quantized product: numbers, padded, and two float32 for each group."""
     least, most = GROUPS[0], GROUPS[-1]
     return 64 + rows * (ins + most + 8 * -(-ins // least))
+
+
+def ggml_inputs_size(rows: int, ins: int) -> int:
+    """Bytes that suffice for the inputs of a product with weights of a GGUF file: numbers, and seven more for 32."""
+    padded = -(-ins // GGML_PAD) * GGML_PAD
+    return 64 + max(rows, GGML_ROWS) * (padded + padded // 32 * 28)

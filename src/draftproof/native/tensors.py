@@ -14,7 +14,7 @@ LANES = 16  # neighbouring outputs
 BITS, GROUPS = (4, 8), (16, 32, 64, 128)  # of quantized weights: bits, and inputs that share a scale
 STORED_BITS = (2, *BITS)  # 2 bits are enough for an output layer whose largest outputs are computed again
 UNITS = {torch.float32: 1, torch.bfloat16: 2}  # elements in four bytes, by type of rows
-_CPU = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 def require(
@@ -32,7 +32,7 @@ def require(
     Raises:
         ValueError: with the argument's name, what it is and what it must be.
     """
-    if found.device == _CPU and found.dtype == dtype and (shape is None or tuple(found.shape) == tuple(shape)):
+    if found.device == CPU and found.dtype == dtype and (shape is None or tuple(found.shape) == tuple(shape)):
         if not packed or found.is_contiguous():
             return
         raise ValueError(f"expected {name} to be contiguous, got strides {found.stride()}")

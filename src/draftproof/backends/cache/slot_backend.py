@@ -170,6 +170,20 @@ class SlotBackend(ABC):
         assert made is not None, "the last step gives the model"
         return made
 
+    def rounded(self, bits: int) -> SlotBackend:
+        """The model with linear weights of 4 or 8 bits as a target, and an empty cache; this backend is used up.
+
+        Args:
+            bits: of a weight; the output layer always has 8.
+
+        Raises:
+            UserError: as `quantizing`, or a backend that has no such form.
+        """
+        raise UserError(
+            f"weights of {bits} bits: {self.name} is read by backend {self.kind}, and legal is backend lean (a dense "
+            "decoder in float32 or bfloat16), or a checkpoint that is quantized already"
+        )
+
     @abstractmethod
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""

@@ -27,6 +27,7 @@ from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import EMBEDDING, HEAD, StateWeights, refuse_misfits, state_of
 from draftproof.backends.products.calibration import InputStatistics, write
 from draftproof.errors import UserError
+from draftproof.native.tensors import BITS
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -117,12 +118,12 @@ class LeanForward(SlotBackend):
 
     def output_rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids dim"]:
         """Rows of the output layer's weight."""
-        return self.lean.head.dense()[ids.to(self.device)]
+        return self.lean.head.rows(ids.to(self.device))
 
     @property
     def takes_weights(self) -> bool:
         """Whether `with_weights` works."""
-        return True
+        return self.facts.bits is None
 
     def around(self, facts: ModelInfo, lean: Lean, cache: SlotCache | None = None) -> LeanForward:
         """A part or a form of the model that makes its passes as this one does; arguments as of the class."""
@@ -136,13 +137,7 @@ class LeanForward(SlotBackend):
 
     def quantizing(self, bits: int) -> Iterator[LeanForward | None]:
         """See `SlotBackend.quantizing`; embeddings and norms are shared."""
-
-        def written(lean: Lean, statistics: Collection[InputStatistics]) -> Iterator[None]:
-            reader = LeanForward(self.facts, lean)
-            reader.max_positions, reader.capabilities = self.max_positions, self.capabilities
-            return write(reader, statistics)
-
-        steps = self.lean.quantizing(bits, self.name, written, kept=self.keeps)
+        steps = self.lean.quantizing(bits, self.name, self._written, kept=self.keeps)
         made = None
         while made is None:
             with self._cache.lock:  # the passes share parts with those of the model
@@ -151,6 +146,21 @@ class LeanForward(SlotBackend):
                 made = self.around(replace(self.facts, bits=bits), lean, self._cache)
                 made.capabilities = self.capabilities
             yield made
+
+    def _written(self, lean: Lean, statistics: Collection[InputStatistics]) -> Iterator[None]:
+        """Let a form of the model write a text; see `calibration.write`."""
+        reader = LeanForward(self.facts, lean)
+        reader.max_positions, reader.capabilities = self.max_positions, self.capabilities
+        return write(reader, statistics)
+
+    def rounded(self, bits: int) -> LeanForward:
+        """See `SlotBackend.rounded`."""
+        *_, lean = self.lean.quantizing(bits, self.name, self._written, kept=self.keeps, head_bits=BITS[-1])
+        assert lean is not None, "the last step gives the model"
+        made = self.around(replace(self.facts, bits=bits), lean)
+        made.max_positions, made.bounded_by = self.max_positions, self.bounded_by
+        made.capabilities, made.prefill = self.capabilities, self.prefill
+        return made
 
     def with_weights(self, weights: nn.Module | Mapping[str, Tensor]) -> SlotBackend:
         """See `SlotBackend.with_weights`; the weights are copied into a layout for this processor, as when loading."""

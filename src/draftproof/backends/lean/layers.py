@@ -31,8 +31,9 @@ from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import Product, fuse
+from draftproof.backends.products.packed_linear import Product, fuse, operations_for_file, product_of
 from draftproof.errors import UserError
+from draftproof.native.ggml import FileMatrix
 from draftproof.native.operations import MOST_DIM, Operations
 from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.peak import release_freed_memory
@@ -64,12 +65,12 @@ class Lean:
         inner = model.model
         tied = model.lm_head.weight is inner.embed_tokens.weight
         self.traits = traits
-        self.embed = Embedding(inner.embed_tokens.weight, traits.embedding)
+        self.embed = embedding_of(inner.embed_tokens.weight, traits.embedding)
         self.tied = tied
-        self.head = Product(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
-        weight = self.embed.weight
-        angles = [Rotary(torch.tensor(each, device=weight.device), scale) for each, scale in traits.angles]
-        self.rope = Rope(angles, weight)
+        self.head = product_of(self.embed.weight, pack=pack) if tied else fuse(model, ["lm_head"], pack=pack)
+        like = inner.norm.weight
+        angles = [Rotary(torch.tensor(each, device=like.device), scale) for each, scale in traits.angles]
+        self.rope = Rope(angles, like)
         self.windows = windows
         kinds = [next(iter(windows.kinds))] * len(inner.layers) if len(windows.kinds) == 1 else layer_kinds
         assert kinds is not None, "a model with several kinds of layer says which is which"
@@ -118,6 +119,7 @@ class Lean:
         write: Callable[[Lean, Collection[InputStatistics]], Iterator[None]],
         *,
         kept: bool = True,
+        head_bits: int | None = None,
     ) -> Iterator[Lean | None]:
         """The same with quantized weights, made in steps: None after each step, and at last the result.
 
@@ -126,6 +128,7 @@ class Lean:
             name: the model's, for errors.
             write: lets a form of the model that measures its inputs write a text, in steps (`calibration.write`).
             kept: whether what is measured of inputs is kept in files (`kept_inputs.measure`).
+            head_bits: of the output layer; by default it has what is enough for a draft (`Product.quantized_output`).
 
         Raises:
             UserError: another number of bits, or layers that are not native; before the first step.
@@ -150,7 +153,10 @@ class Lean:
             made.layers.append(layer.quantized(bits, inputs))
             yield None
         table = self.embed.weight if self.tied else None
-        made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
+        if head_bits is None:
+            made.head = self.head.quantized_output(bits, table, statistics[_HEAD].found())
+        else:
+            made.head = self.head.quantized(head_bits)
         made.run_layers, made._pieces = in_order(made.layers), {}  # noqa: SLF001 - of this class
         yield made
 
@@ -227,12 +233,30 @@ class Embedding:
         factor: of the rows.
     """
 
-    def __init__(self, weight: Float[Tensor, "vocab dim"], factor: float = 1.0) -> None:
-        self.weight, self.factor = weight, factor
+    def __init__(self, weight: Float[Tensor, "vocab dim"] | FileMatrix, factor: float = 1.0) -> None:
+        self.weight: Any = weight
+        self.factor = factor
 
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
         return _scaled(F.embedding(ids, self.weight), self.factor)
+
+
+class FileEmbedding(Embedding):
+    """The same with a table in a GGUF file, whose rows are read from there."""
+
+    def __init__(self, weight: FileMatrix, factor: float = 1.0) -> None:
+        super().__init__(weight, factor)
+        self._rows = operations_for_file(weight).ggml_rows
+
+    def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
+        """The rows."""
+        return _scaled(self._rows(self.weight, ids), self.factor)
+
+
+def embedding_of(weight: Any, factor: float) -> Embedding:
+    """The embedding with a table in memory, or in a file."""
+    return (FileEmbedding if isinstance(weight, FileMatrix) else Embedding)(weight, factor)
 
 
 def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:

@@ -26,6 +26,7 @@ from draftproof.backends.loading.quantization import packages_hint, quantization
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
+from draftproof.models.gguf_file import is_gguf
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
@@ -172,7 +173,7 @@ def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
         if options[name] is not None:
             raise UserError(f"{what}, which does not go with {name} {options[name]!r}: leave one of them out")
     where = Path(models.resolve(source))
-    if where.suffix == ".gguf" or base_of(str(where)) is not None:
+    if is_gguf(where) or base_of(str(where)) is not None:
         raise UserError(
             f"{what}, and {source!r} is {'a GGUF file' if where.suffix else 'an adapter'}: only checkpoints in "
             "safetensors are divided among processes"
@@ -276,7 +277,7 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
     device = options.get("device")
     options = {name: value for name, value in options.items() if name != "device"}
     where = Path(source)
-    if where.suffix == ".gguf":
+    if is_gguf(where):
         if "quantization_config" in options:
             raise UserError(
                 f"quantization_config does not go with {str(where)!r}: weights of a .gguf file are quantized already, "

@@ -29,7 +29,7 @@ _CHATS: tuple[list[dict[str, str]], ...] = (
         {"role": "user", "content": "Who?"},
     ],
 )
-_LEFT_TO_TRANSFORMERS = ("strftime_now", "tojson", "generation %", "generation-%")  # in chat templates
+LEFT_TO_TRANSFORMERS = ("strftime_now", "tojson", "generation %", "generation-%")  # in chat templates
 _IDS = 200  # how many single ids `describe` compares
 
 
@@ -188,7 +188,7 @@ def _agrees(ours: FastTokenizer, theirs: Any) -> bool:
 
 def _renders(found: Description, tokenizer: Any) -> bool:
     """Whether the chat template makes the same text with and without transformers."""
-    if any(word in (found.chat_template or "") for word in _LEFT_TO_TRANSFORMERS):
+    if any(word in (found.chat_template or "") for word in LEFT_TO_TRANSFORMERS):
         return False
     return all(
         _outcome(functools.partial(_render, found, chat))

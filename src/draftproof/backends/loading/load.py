@@ -14,10 +14,13 @@ from draftproof.backends.lean.backend import LeanBackend
 from draftproof.backends.loading.adapters import tokenizer_of
 from draftproof.backends.loading.by_name import load_backend, take_part
 from draftproof.backends.loading.fast_tokenizer import FastTokenizer
-from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.gguf_model import in_own_numbers
+from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
+from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.loading.verified import KeptCheck
 from draftproof.errors import reason
+from draftproof.models.gguf_file import GGUFFile, is_gguf
 
 _log = logging.getLogger(__name__)
 _Read = TypeVar("_Read")
@@ -60,6 +63,7 @@ class LoadedModel:
         where = models.obtain(name)
         self._tokenizer_source = tokenizer_of(where)
         self._check = KeptCheck.of(Path(where), options)
+        self._where = Path(where)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -69,6 +73,8 @@ class LoadedModel:
             UserError: it has none.
         """
         kept = self._from_check(lambda check: check.tokenizer(self._original_tokenizer))
+        if kept is None and self._gguf is not None:
+            kept = read_tokenizer(self._gguf, functools.cache(self._original_tokenizer))
         return self._original_tokenizer() if kept is None else kept
 
     @functools.cached_property
@@ -78,15 +84,29 @@ class LoadedModel:
         Raises:
             UserError: as `load_backend`.
         """
+        made, bits = self._as_it_is(), WEIGHTS[self._options.weights]
+        if bits is None:
+            return made
+        _log.warning("the weights of %s are rounded to %d bits: texts are those of the rounded model", self.name, bits)
+        return made.rounded(bits)
+
+    def _as_it_is(self) -> SlotBackend:
+        """The model with the weights that it has."""
         kept = self._from_check(lambda check: check.backend(self.name))
         if kept is not None:
             return kept
-        made = load_backend(self.name, **vars(self._options))
+        if self._gguf is not None and (own := in_own_numbers(self._gguf, self.name, self._options)) is not None:
+            return own
+        made = load_backend(self.name, **self._options.of_transformers)
         if self._check is not None and type(made) is LeanBackend:
             # a tokenizer without transformers is described by transformers' own
             fast = isinstance(self.tokenizer, FastTokenizer)
             self._check.keep(self._original_tokenizer() if fast else self.tokenizer, made)
         return made
+
+    @functools.cached_property
+    def _gguf(self) -> GGUFFile | None:
+        return GGUFFile(self._where) if is_gguf(self._where) else None
 
     def _original_tokenizer(self) -> Any:
         return load_tokenizer(self._tokenizer_source, trust_remote_code=self._options.trust_remote_code)

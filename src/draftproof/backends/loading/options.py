@@ -17,11 +17,18 @@ DTYPES: dict[str, torch.dtype | str] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+ACTIVATIONS = ("int8", "float")  # inputs of products with weights that a GGUF file holds in few bits
+WEIGHTS: dict[str, int | None] = {"auto": None, **{f"int{bits}": bits for bits in BITS}}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a model is loaded; the arguments of `by_name.load_backend`, which explains them."""
+    """How a model is loaded: the arguments of `by_name.load_backend`, which explains them, and some more.
+
+    Attributes:
+        activations: one of ACTIVATIONS; see `gguf_model.read_model`.
+        weights: one of WEIGHTS: the model is rounded to so many bits when it has been read.
+    """
 
     dtype: str = "auto"
     device: str | Mapping[str, Any] | None = None
@@ -33,6 +40,13 @@ class LoadOptions:
     quantization_config: Any = None
     plainly: bool = False
     tensor_parallel: int = 1
+    activations: str = ACTIVATIONS[0]
+    weights: str = "auto"
+
+    @property
+    def of_transformers(self) -> dict[str, Any]:
+        """The arguments of `by_name.load_backend`."""
+        return {name: value for name, value in vars(self).items() if name not in ("activations", "weights")}
 
 
 def draft_dtype(name: str, dtype: str) -> tuple[str, int | None]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from draftproof.errors import UserError, reason
 from draftproof.models.gguf import settle
+from draftproof.models.gguf_file import is_gguf
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
@@ -23,13 +24,13 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
 
     where = Path(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if where.suffix == ".gguf":
+    if is_gguf(where):
         source, options = str(where.parent), {**options, "gguf_file": where.name}
     try:
         made = AutoTokenizer.from_pretrained(source, **options)
     except Exception as cause:
         raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
-    if where.suffix == ".gguf":
+    if is_gguf(where):
         settle(made, where)
     return made
 

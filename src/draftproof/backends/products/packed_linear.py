@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,8 +20,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from draftproof import native
-from draftproof.native.operations import NEIGHBOURS
-from draftproof.native.tensors import Interleaved, MeasuredInputs
+from draftproof.errors import UserError
+from draftproof.native.ggml import TYPES, FileMatrix, GGMLWeight, why_not_joined
+from draftproof.native.operations import NEIGHBOURS, Operations
+from draftproof.native.tensors import Interleaved, MeasuredInputs, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
 
 RESCORED = 64  # largest outputs of a quantized output layer that are computed again with whole weights
@@ -100,6 +103,8 @@ class Product:
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:
         """Why it has no quantized form here; None where it has one. Arguments as of `quantized`."""
+        if isinstance(self.weight, Quantized):
+            return f"its weights have {self.weight.bits} bits already"
         if self.layout == "native":
             return None
         if not isinstance(self.weight, Tensor) or self.weight.device.type != "cuda":
@@ -167,6 +172,10 @@ class Product:
     def dense(self) -> Float[Tensor, "out in"]:
         """The weight in its plain layout; a copy where it is packed."""
         return self.weight if isinstance(self.weight, Tensor) and not self.weight.is_mkldnn else self.weight.to_dense()
+
+    def rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids in"]:
+        """Plain rows of the weight, by output."""
+        return self.dense()[ids]
 
     def onto(self, x: Float[Tensor, "*rows in"], rows: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows out"]:
         """The product with every row, rounded and then added to `rows`."""
@@ -293,10 +302,14 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
         pack: see `Product`.
     """
     layers = [getattr(owner, name) for name in names]
-    weight, bias = _joined([layer.weight for layer in layers]), None
+    weights, bias = [layer.weight for layer in layers], None
     if any(layer.bias is not None for layer in layers):
-        each = (layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
+        like = next(layer.bias for layer in layers if layer.bias is not None)
+        each = (like.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
         bias = _joined(list(each))
+    if any(isinstance(weight, FileMatrix) for weight in weights):
+        return of_file(weights, bias, rows=rows)
+    weight = _joined(weights)
     if rows is not None:
         rows = rows.to(weight.device)
         weight, bias = weight[rows], None if bias is None else bias[rows]
@@ -311,6 +324,81 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
             layer.bias = None if bias is None else nn.Parameter(bias[start:stop], requires_grad=False)
         start = stop
     return product
+
+
+def product_of(weight: FileMatrix | Tensor, *, pack: bool = True) -> Product:
+    """The product with one matrix, in memory or in a GGUF file."""
+    return of_file([weight], None) if isinstance(weight, FileMatrix) else Product(weight, pack=pack)
+
+
+def of_file(
+    weights: Sequence[FileMatrix | Tensor], bias: Tensor | None, *, rows: Int[Tensor, " outs"] | None = None
+) -> Product:
+    """The product of matrices with the same inputs, some of which lie in a GGUF file; arguments as of `fuse`."""
+    matrices = [weight for weight in weights if isinstance(weight, FileMatrix)]
+    bias = bias if bias is None or rows is None else bias[rows]
+    if len(matrices) < len(weights) or why_not_joined(matrices) is not None:
+        plain = [weight if isinstance(weight, Tensor) else dense(weight) for weight in weights]
+        weight = _joined(plain)
+        return Product(weight if rows is None else weight[rows], bias)
+    if rows is not None:
+        starts = itertools.accumulate((len(each) for each in matrices), initial=0)
+        matrices = [
+            each.in_order(rows[start : start + len(each)] - start)
+            for each, start in zip(matrices, starts, strict=False)
+        ]
+    return FileProduct(matrices, bias)
+
+
+class FileProduct(Product):
+    """x W^T + b with the numbers of matrices in a GGUF file; inputs are rounded to 8 bits.
+
+    Args:
+        matrices: whose outputs follow one another (`ggml.why_not_joined`).
+        bias: if there is one.
+    """
+
+    def __init__(self, matrices: Sequence[FileMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
+        operations = operations_for_file(matrices[0])
+        self.bias, self.layout, self._matrices, self._latest = bias, "native", matrices, None
+        self._operations, self._multiply = operations, operations.ggml_product
+        parts = []
+        for each in matrices:
+            parts.append(operations.ggml_repacked(each))
+            each.release()
+        self.weight = GGMLWeight.joined(parts)
+
+    def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
+        """See `Product`."""
+        types = sorted({TYPES[each.type].name for each in self._matrices})
+        return f"its weights have few bits already ({', '.join(types)})"
+
+    def rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids in"]:
+        """See `Product`."""
+        return self.dense()[ids] if len(self._matrices) > 1 else self._operations.ggml_rows(self._matrices[0], ids)
+
+    def dense(self) -> Float[Tensor, "out in"]:
+        """See `Product`."""
+        return torch.cat([dense(each) for each in self._matrices])
+
+
+def operations_for_file(matrix: FileMatrix) -> Operations:
+    """The native operations that multiply a matrix of a GGUF file.
+
+    Raises:
+        UserError: they are off or not available.
+    """
+    operations = native.operations_for(torch.empty(0, dtype=matrix.dtype))
+    if operations is None:
+        raise UserError(f"weights of a GGUF file in their own numbers need native operations ({native.VARIABLE})")
+    return operations
+
+
+def dense(matrix: FileMatrix) -> Float[Tensor, "out in"]:
+    """What the numbers of a matrix in a GGUF file stand for, in its dtype."""
+    made = operations_for_file(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
+    matrix.release()
+    return made
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -170,6 +170,21 @@ INLINE units add_dot(units sum, units w, units x) {
   return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1)));
 #endif
 }
+/* The same with any bytes of w. */
+INLINE units add_byte_dot(units sum, units w, units x) {
+#if defined(__AVX512VNNI__) && !defined(EMULATE_AVX512)
+  return _mm512_dpbusd_epi32(sum, w, x);
+#else
+  return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
+#endif
+}
+INLINE units or_units(units a, units b) { return _mm512_or_si512(a, b); }
+/* Bits of each byte that a mask chooses after a shift up, or down where that is negative; none may cross bytes. */
+INLINE units chosen_bits(units v, const int up, const uint8_t mask) {
+  const units shifted = up < 0 ? _mm512_srli_epi32(v, (unsigned)-up) : _mm512_slli_epi32(v, (unsigned)up);
+  return _mm512_and_si512(shifted, _mm512_set1_epi8((char)mask));
+}
+INLINE floats load_half(const void *at) { return _mm512_cvtph_ps(_mm256_loadu_si256(at)); }
 /* One of the two bfloat16 numbers of each unit. */
 INLINE floats one_of_two(units v, const int number) {
   return _mm512_castsi512_ps(number ? _mm512_and_si512(v, _mm512_set1_epi32((int)0xffff0000)) : _mm512_slli_epi32(v, 16));
@@ -523,6 +538,33 @@ INLINE units add_dot(units sum, units w, units x) {
 #endif
   return sum;
 }
+/* The same with any bytes of w. */
+INLINE units add_byte_dot(units sum, units w, units x) {
+  return add_units(add_dot(sum, lower_halves(w), x), shifted_up(add_dot(no_units(), upper_halves(w), x), 4));
+}
+INLINE units or_units(units a, units b) {
+  EACH_PART a.p[i] |= b.p[i];
+  return a;
+}
+/* Bits of each byte that a mask chooses after a shift up, or down where that is negative; none may cross bytes. */
+INLINE units chosen_bits(units v, const int up, const uint8_t mask) {
+  EACH_PART v.p[i] = (up < 0 ? v.p[i] >> -up : v.p[i] << up) & (0x01010101u * mask);
+  return v;
+}
+/* Sixteen float16 numbers, none infinite. */
+INLINE floats load_half(const void *at) {
+  floats r;
+#if defined(__AVX2__) && defined(__F16C__)
+  EACH_PART r.p[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)((const char *)at + 2 * PART * i)));
+#else
+  EACH_PART {
+    const bits_part half = __builtin_convertvector(*(const half_part_at *)((const char *)at + 2 * PART * i), bits_part);
+    const float_part size = (float_part)((half & 0x7fff) << 13) * splat_part(0x1p112f);
+    r.p[i] = (float_part)((bits_part)size | (half & 0x8000) << 16);
+  }
+#endif
+  return r;
+}
 /* Two bfloat16 numbers of each unit. */
 INLINE void spread_bfloat16(floats *into, const void *at) {
   const units v = load_units(at);
@@ -568,6 +610,13 @@ INLINE void pair_up(units *into, const bfloat16 *one, const bfloat16 *two) {
 #endif
 
 INLINE floats zeros(void) { return splat(0); }
+/* A float16 number, not infinite. */
+INLINE float half_value(uint16_t half) {
+  const uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+  float size;
+  memcpy(&size, &bits, sizeof size);
+  return half & 0x8000 ? -(size * 0x1p112f) : size * 0x1p112f;
+}
 INLINE void spread_float(floats *into, const void *at) { into[0] = load_float(at); }
 
 /* Sixteen lanes' sums of sixteen vectors. */

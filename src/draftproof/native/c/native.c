@@ -73,13 +73,14 @@ INLINE void take_float(units *into, const float *one, const float *two) {
 }
 INLINE void take_bfloat16(units *into, const bfloat16 *one, const bfloat16 *two) { pair_up(into, one, two); }
 
-/* cap tanh(x / cap) */
+/* cap tanh(x / cap), in a form that is right where the exponential is infinite. */
 INLINE floats capped(floats x, float cap) {
-  const floats one = splat(1.0f), twice = exponential(mul(x, splat(2.0f / cap)));
-  return mul(splat(cap), quotient(sub(twice, one), add(twice, one)));
+  const floats twice = exponential(mul(x, splat(2.0f / cap)));
+  return sub(splat(cap), quotient(splat(2.0f * cap), add(twice, splat(1.0f))));
 }
 
 #include "quantize.h"
+#include "ggml.h"
 
 /* --- the largest of some numbers --------------------------------------------------------------------------------- */
 

@@ -150,6 +150,7 @@ void NAME(draftproof_product)(const ELEM *x, const ELEM *w, const ELEM *bias, co
 }
 
 #include "quantized.h"
+#include "ggml_product.h"
 
 /* --- rows -------------------------------------------------------------------------------------------------------- */
 
@@ -718,14 +719,16 @@ void NAME(draftproof_attend)(NAME(attention) * a, long threads) {
 /* --- layers ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-  const void *weight; /* as `product` reads it, or `quantized_product` where `bits` is not 0 */
+  const void *weight; /* as `product` reads it, or `quantized_product` where `bits` is not 0; a ggml_matrix where it is below */
   const ELEM *bias;
   long bits, group;
 } NAME(linear);
 
 static void NAME(apply)(const NAME(linear) * l, const ELEM *x, const ELEM *onto, ELEM *y, long rows, long outs, long ins,
                         void *memory, long threads) {
-  if (l->bits)
+  if (l->bits < 0)
+    NAME(draftproof_ggml_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, memory, threads);
+  else if (l->bits)
     NAME(draftproof_quantized_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, l->bits, l->group, memory, threads);
   else
     NAME(draftproof_product)(x, l->weight, l->bias, onto, y, rows, outs, ins, threads);

@@ -1,0 +1,283 @@
+"""Measure models in GGUF files in their own numbers, in turns with llama.cpp where the package xllamacpp is installed.
+
+    python scripts/measure_gguf.py [FILE ...] [--shape 1.5b ...] [--repeats 5] [--python OTHER] [--out OUT]
+
+A shape is written with random blocks of the types that stand in a Q4_K_M file: what a pass costs does not depend on
+what weights say. Tokens a second after the prompt are those of 64 tokens less those of one, with the same prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import common
+import numpy as np
+import torch
+
+from draftproof.backends.base import Feed
+from draftproof.backends.loading.gguf_model import read_model
+from draftproof.engine.engine import Engine
+from draftproof.models.gguf_file import GGUFFile
+from draftproof.native.ggml import TYPES
+from draftproof.provenance import run_facts
+from draftproof.results import Results, median_and_range, table
+from draftproof.sampling import SamplingParams
+from draftproof.tree import TokenTree
+
+# layers, width, inner width, heads, key heads, head size
+SHAPES = {
+    "0.5b": (24, 896, 4864, 14, 2, 64),
+    "1.5b": (28, 1536, 8960, 12, 2, 128),
+    "3b": (36, 2048, 11008, 16, 2, 128),
+    "7b": (28, 3584, 18944, 28, 4, 128),
+}
+VOCAB = 151936
+ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 896), 64
+Q5_0, Q8_0, Q4_K, Q6_K = 6, 8, 12, 14
+_HALVES = {Q5_0: (0,), Q8_0: (0,), Q4_K: (0, 2), Q6_K: (208,)}  # where the float16 numbers of a block stand
+_SCALES = {Q5_0: 5e-3, Q8_0: 7e-4, Q4_K: 1e-4, Q6_K: 4e-5}
+
+
+def blocks(kind: int, outs: int, ins: int) -> np.ndarray[Any, Any]:
+    """Random blocks of a matrix, [outs, bytes]."""
+    generator, count = np.random.default_rng(outs + ins), outs * (ins // TYPES[kind].elements)
+    made = generator.integers(0, 256, (count, TYPES[kind].size), dtype=np.uint8)
+    for at in _HALVES[kind]:
+        halves = (generator.standard_normal(count) * _SCALES[kind]).astype(np.float16)
+        made[:, at : at + 2] = halves[:, None].view(np.uint8)
+    return made.reshape(outs, -1)
+
+
+def write_shape(path: Path, name: str) -> None:
+    """A file with the shape of a Qwen2.5 model and the types of tensors that a Q4_K_M file of it has."""
+    import gguf
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    layers, width, inner, heads, keys, dim = SHAPES[name]
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_block_count(layers)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(width)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(keys)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, letters[0] + letters[1]]
+    writer.add_token_list(tokens + [f"token {number}" for number in range(len(tokens), VOCAB)])
+    writer.add_token_types([1] * VOCAB)
+    writer.add_token_merges([f"{letters[0]} {letters[1]}"])
+    writer.add_eos_token_id(VOCAB - 1)
+
+    def matrix(name: str, outs: int, ins: int, kind: int) -> None:
+        kind = kind if ins % TYPES[kind].elements == 0 else {Q4_K: Q5_0, Q6_K: Q8_0}[kind]
+        writer.add_tensor(f"{name}.weight", blocks(kind, outs, ins), raw_dtype=gguf.GGMLQuantizationType(kind))
+
+    def vector(name: str, size: int, value: float) -> None:
+        writer.add_tensor(name, np.full(size, value, np.float32))
+
+    matrix("output", VOCAB, width, Q6_K)
+    matrix("token_embd", VOCAB, width, Q4_K)
+    vector("output_norm.weight", width, 1.0)
+    for layer in range(layers):
+        at, eighth = f"blk.{layer}.", layers // 8
+        more = Q6_K if layer < eighth or layer >= 7 * eighth or (layer - eighth) % 3 == 2 else Q4_K
+        for norm in ("attn_norm", "ffn_norm"):
+            vector(f"{at}{norm}.weight", width, 1.0)
+        for part, outs, kind in (("q", heads * dim, Q4_K), ("k", keys * dim, Q4_K), ("v", keys * dim, more)):
+            matrix(f"{at}attn_{part}", outs, width, kind)
+            vector(f"{at}attn_{part}.bias", outs, 0.0)
+        matrix(f"{at}attn_output", width, heads * dim, Q4_K)
+        matrix(f"{at}ffn_gate", inner, width, Q4_K)
+        matrix(f"{at}ffn_up", inner, width, Q4_K)
+        matrix(f"{at}ffn_down", width, inner, more)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# --- ours, in a process of its own ------------------------------------------------------------------------------------
+
+
+def ids_of(count: int) -> list[int]:
+    """A prompt that does not repeat itself."""
+    return [1 + number * 7919 % 5000 for number in range(count)]
+
+
+def serve(path: str) -> None:
+    """Load a file, and time what is asked for on stdin: a pass of some rows, or a text."""
+    start = time.perf_counter()
+    backend = read_model(GGUFFile(Path(path)), name="file", dtype=torch.float32)
+    session = backend.open()
+    backend.forward([Feed(session, ids_of(128))])
+    loaded = time.perf_counter() - start
+    status = Path("/proc/self/status").read_text(encoding="utf-8")  # getrusage counts what the parent had, too
+    peak = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) >> 10  # type: ignore[index] # Linux has it
+    engine = Engine(backend, prefix_reuse=False)
+    print(json.dumps({"load": loaded, "peak": peak}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        start = time.perf_counter()
+        if "rows" in asked:
+            tree = TokenTree.chain(torch.tensor([5] * (asked["rows"] - 1))) if asked["rows"] > 1 else None
+            backend.forward([Feed(session, [7], tree)])
+        else:
+            params = SamplingParams(max_tokens=asked["tokens"], temperature=0, ignore_eos=True)
+            engine.generate(asked["prompts"][0], params)
+        print(json.dumps(time.perf_counter() - start), flush=True)
+        session.keep(128)
+
+
+class Worker:
+    """A process that loads an engine and answers with seconds.
+
+    Args:
+        command: that starts it; its first line says that it is ready.
+        without: variables of the environment that it does not get.
+    """
+
+    def __init__(self, command: list[str], without: Collection[str] = ()) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in without}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=environment
+        )
+        self.first = self._line()
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None, "piped"
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"an engine ended with code {self._process.wait()}")
+        return line
+
+    def seconds(self, **asked: Any) -> float:
+        """What it took."""
+        assert self._process.stdin is not None, "piped"
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return float(json.loads(self._line()))
+
+    def end(self) -> None:
+        """Stop it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def speeds(seconds: Callable[..., float]) -> dict[str, float]:
+    """Tokens a second of prompts, and after one."""
+    made: dict[str, float] = {}
+    for size in PROMPTS:
+        one = seconds(prompts=[ids_of(size)], tokens=1, temperature=0.0)
+        made[f"prompt {size}"] = size / one
+        if size == PROMPTS[0]:
+            made["after it"] = TOKENS / (seconds(prompts=[ids_of(size)], tokens=TOKENS + 1, temperature=0.0) - one)
+    return made
+
+
+def measure(path: Path, options: Any) -> dict[str, Any]:
+    """All figures of one file."""
+    ours = Worker([sys.executable, __file__, "--serve", str(path)])
+    other = None
+    if options.python:
+        command = [options.python, "-m", "draftproof.bench.worker", "llama.cpp", str(path), "auto", "1"]
+        other = Worker(
+            command, without=["GOMP_SPINCOUNT"]
+        )  # its threads meet often: it is a third slower without spinning
+    found: dict[str, Any] = {
+        **json.loads(ours.first),
+        "bytes": path.stat().st_size,
+        "rows": {},
+        "ours": [],
+        "llama.cpp": [],
+    }
+    times: dict[int, list[float]] = {rows: [] for rows in ROWS}
+    for _ in range(options.repeats):
+        ours.seconds(rows=ROWS[-1])  # the other engine was at work
+        for rows in ROWS:
+            times[rows].append(ours.seconds(rows=rows))
+        found["ours"].append(speeds(ours.seconds))
+        if other is not None:
+            found["llama.cpp"].append(speeds(other.seconds))
+    found["rows"] = {str(rows): 1000 * median(each) for rows, each in times.items()}
+    ours.end()
+    if other is not None:
+        other.end()
+    return found
+
+
+def page(rows: dict[str, Any], options: Any) -> Results:
+    """The results as a page."""
+    parts = ("prompt 128", "prompt 896", "after it")
+    speed = [
+        [name, engine, *(median_and_range([each[part] for each in found[engine]], 1) for part in parts)]
+        for name, found in rows.items()
+        for engine in ("llama.cpp", "ours")
+        if found[engine]
+    ]
+    passes = [
+        [name, f"{found['rows']['1']:.1f}", *(f"{found['rows'][str(n)] / found['rows']['1']:.2f}" for n in ROWS[1:])]
+        for name, found in rows.items()
+    ]
+    memory = [
+        [name, f"{found['bytes'] / 2**20:.0f}", f"{found['peak']}", f"{found['load']:.1f}"]
+        for name, found in rows.items()
+    ]
+    heads = ["file", "engine", *(f"{part} tokens" if "prompt" in part else "after the prompt" for part in parts)]
+    lines = [
+        f"Tokens a second, median of {options.repeats} turns [least, greatest], {torch.get_num_threads()} threads;",
+        "nothing is drafted:",
+        "",
+        *table(heads, speed),
+        "",
+        "A pass over several rows, as a multiple of one (context 128):",
+        "",
+        *table(["file", "one row, ms", *(f"{n} rows" for n in ROWS[1:])], passes),
+        "",
+        "Memory, and seconds until a prompt of 128 tokens is read, in a process that has imported the library:",
+        "",
+        *table(["file", "file, MiB", "peak, MiB", "load, s"], memory),
+    ]
+    return Results("Models in GGUF files, in their own numbers", lines, rows, run_facts())
+
+
+def main() -> None:
+    """Measure files and shapes."""
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2])
+        return
+    parser = common.parser(__doc__)
+    parser.add_argument("files", nargs="*", type=Path)
+    parser.add_argument("--shape", nargs="*", choices=SHAPES, default=[])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--python", help="an interpreter with xllamacpp, for llama.cpp in turns")
+    options = parser.parse_args()
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.shape:
+            path = Path(folder) / f"{name}.gguf"
+            write_shape(path, name)
+            common.say(options, "measuring", name)
+            rows[f"random {name}, Q4_K_M's types"] = measure(path, options)
+            path.unlink()
+        for path in options.files:
+            common.say(options, "measuring", path.name)
+            rows[path.name] = measure(path, options)
+    common.deliver(options, page(rows, options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,399 @@
+"""Models in GGUF files, read by the lean forward in the file's own numbers, without transformers.
+
+Metadata say what a config says elsewhere, under other names; what they leave out is in `_FAMILIES`. A type of tensor, a
+kind of rotary embedding or an architecture that is not known here is an `UnreadError`, and transformers reads the file.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftproof import native
+from draftproof.backends.cache.windows import FULL, SLIDING
+from draftproof.backends.lean.backend import LeanForward
+from draftproof.backends.lean.checkpoint import Architecture
+from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
+from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions, parse_device
+from draftproof.backends.model_info import ModelInfo
+from draftproof.backends.products.packed_linear import dense
+from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
+from draftproof.native.ggml import TYPES, FileMatrix
+
+_log = logging.getLogger(__name__)
+
+_BEFORE, _BETWEEN = "input_layernorm", "post_attention_layernorm"
+_GEMMA_NORMS = (_BEFORE, _BETWEEN, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_IN_LAYER = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    _BEFORE: "attn_norm",
+    _BETWEEN: "ffn_norm",
+}
+_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+"""Texts of tokens that end an answer, as llama.cpp collects them, besides those that metadata name."""
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What an architecture's metadata do not say.
+
+    Attributes:
+        traits: how layers are read; factors and angles come from the metadata.
+        permuted: whether rows of queries and keys are stored so that numbers that are turned together are neighbours.
+        neighbours: whether numbers that are turned together are neighbours in the weights themselves.
+        names: of tensors in a layer, where they differ from `_IN_LAYER`.
+        gemma: embeddings are scaled by the root of their width, and norms are stored with 1 added.
+        window_of: whether a layer has a window, by its number.
+        local_base: base of the angles in layers with a window, where it is another one.
+        turns: whether a layer turns queries and keys, by its number.
+    """
+
+    traits: Traits = LLAMA
+    permuted: bool = False
+    neighbours: bool = False
+    names: tuple[tuple[str, str], ...] = ()
+    gemma: bool = False
+    window_of: Callable[[int], bool] | None = None
+    local_base: float | None = None
+    turns: Callable[[int], bool] | None = None
+
+
+_TURNED = ("q_norm", "k_norm")
+_POST = ((_BETWEEN, "post_attention_norm"), (_GEMMA_NORMS[2], "ffn_norm"), (_GEMMA_NORMS[3], "post_ffw_norm"))
+_GEMMA = Traits(norms=_GEMMA_NORMS, activation="gelu_tanh", offset=1.0)
+_FAMILIES = {
+    "llama": _Family(permuted=True),
+    "qwen2": _Family(),
+    "qwen3": _Family(Traits(turned=_TURNED)),
+    "gemma2": _Family(_GEMMA, names=_POST, gemma=True, window_of=lambda number: number % 2 == 0),
+    "gemma3": _Family(
+        replace(_GEMMA, turned=_TURNED),
+        names=_POST,
+        gemma=True,
+        window_of=lambda number: number % 6 != 5,
+        local_base=10000.0,
+    ),
+    "granite": _Family(permuted=True),
+    "smollm3": _Family(permuted=True, turns=lambda number: number % 4 != 3),
+    "olmo2": _Family(
+        Traits(norms=(None, _BETWEEN, None, _GEMMA_NORMS[3]), turned=_TURNED, whole=True),
+        names=((_BETWEEN, "post_attention_norm"), (_GEMMA_NORMS[3], "post_ffw_norm")),
+    ),
+    "phi3": _Family(Traits(qkv=("qkv_proj",), gate_up=("gate_up_proj",)), window_of=lambda _: True),
+    "glm4": _Family(
+        Traits(norms=(_BEFORE, "post_self_attn_layernorm", _BETWEEN, "post_mlp_layernorm"), gate_up=("gate_up_proj",)),
+        neighbours=True,
+        names=(("post_self_attn_layernorm", "post_attention_norm"), ("post_mlp_layernorm", "post_ffw_norm")),
+    ),
+}
+FAMILIES = tuple(_FAMILIES)
+_CHECKED, _TOLERANCE = (
+    64,
+    0.02,
+)  # outputs of a matrix that are compared; how far they may be off, as a share of their size
+
+
+def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForward | None:
+    """The model in a file with the file's own numbers; None where transformers reads it, which is said.
+
+    Args:
+        file: opened.
+        name: for errors and reports.
+        options: how it is loaded.
+    """
+    dtypes = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    altered = options.adapter or options.attn_implementation or options.quantization_config is not None
+    elsewhere = not isinstance(options.device, str | None) or parse_device(options.device).type != "cpu"
+    if altered or elsewhere or options.tensor_parallel != 1 or options.dtype not in dtypes:
+        return None
+    if options.backend not in ("auto", LeanForward.kind):
+        return None
+    try:
+        dtype = dtypes[options.dtype]
+        return read_model(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
+    except UnreadError as cause:
+        _log.warning("the weights of %s are read as full ones, by transformers: %s", name, cause)
+        return None
+
+
+def read_model(
+    file: GGUFFile, *, name: str, dtype: torch.dtype, activations: str = ACTIVATIONS[0], check: bool = True
+) -> LeanForward:
+    """The model in a file, with its own numbers.
+
+    Args:
+        file: opened.
+        name: for errors and reports.
+        dtype: of hidden states, keys and values: float32 or bfloat16.
+        activations: "int8" rounds the inputs of products to 8 bits, in groups of 32; "float" multiplies the same
+            weights without that, as a reference: they take the memory of `dtype` then.
+        check: compare a product of each type with torch's now.
+
+    Raises:
+        UnreadError: an architecture, a type or a kind of angle that is not known here, or native operations are off.
+    """
+    if native.operations_for(torch.empty(0, dtype=dtype)) is None:
+        raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
+    weights = _FileWeights(file, dtype, dense=activations == "float")
+    if check:
+        weights.check()
+    architecture = _architecture(file, weights)
+    vocab, hidden = weights.entry("model.embed_tokens.weight").shape
+    facts = ModelInfo(
+        name=name,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=architecture.layers,
+        max_positions=file.of_architecture("context_length"),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        bits=weights.bits,
+        eos_token_ids=end_tokens(file),
+        bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+    )
+    try:
+        return LeanForward(facts, architecture.lean_from(weights))
+    except KeyError as cause:
+        raise UnreadError(f"it has no tensor {cause}") from cause
+
+
+def end_tokens(file: GGUFFile) -> tuple[int, ...]:
+    """Ids of the tokens that end a text: those that metadata name, and those with a text that is known for it."""
+    named = (file.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom"))
+    found = [int(each) for each in named if each is not None]
+    tokens, kinds = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type")
+    if kinds is not None:
+        special = {tokens[index]: int(index) for index in np.flatnonzero(np.asarray(kinds) == 3)}
+        found += [special[text] for text in _ENDS if text in special]
+    return tuple(dict.fromkeys(found))
+
+
+def _architecture(file: GGUFFile, weights: _FileWeights) -> Architecture:
+    of = file.of_architecture
+    family = weights.family
+    layers, width = of("block_count"), of("embedding_length")
+    heads = _single(of("attention.head_count"), "heads")
+    keys = _single(of("attention.head_count_kv", heads), "key heads")
+    dim = of("attention.key_length", width // heads)
+    if of("attention.value_length", dim) != dim:
+        raise UnreadError("its values have another size than its keys")
+    if of("expert_count"):
+        raise UnreadError("its feed-forward parts are experts")
+    eps = of("attention.layer_norm_rms_epsilon")
+    window = of("attention.sliding_window")
+    windowed = [bool(window and family.window_of and family.window_of(number)) for number in range(layers)]
+    angles, angles_of = _angles(file, family, dim, windowed, weights)
+    traits = replace(
+        family.traits,
+        embedding=math.sqrt(width) if family.gemma else 1.0,
+        entering=float(of("embedding_scale", 1.0)),
+        residual=float(of("residual_scale", 1.0)),
+        divisor=float(of("logit_scale", 1.0)),
+        logit_cap=float(of("final_logit_softcapping", 0.0)),
+        cap=float(of("attn_logit_softcapping", 0.0)),
+        order=_order(dim, of("rope.dimension_count", dim), neighbours=family.neighbours),
+        angles=angles,
+        angles_of=angles_of,
+    )
+    kinds = [SLIDING if each else FULL for each in windowed]
+    return Architecture(
+        layers=layers,
+        heads=heads,
+        key_heads=keys,
+        head_dim=dim,
+        scaling=float(of("attention.scale", 0.0)) or _scaling(family, dim, width, heads, layers),
+        eps=eps,
+        traits=traits,
+        kinds=tuple(sorted(set(kinds))),
+        window=window if any(windowed) else None,
+        layer_kinds=tuple(kinds) if len(set(kinds)) > 1 else None,
+    )
+
+
+def _single(value: Any, what: str) -> int:
+    """One number for all layers."""
+    found = {int(each) for each in np.atleast_1d(np.asarray(value))}
+    if len(found) != 1:
+        raise UnreadError(f"its layers have {sorted(found)} {what}")
+    return found.pop()
+
+
+def _scaling(family: _Family, dim: int, width: int, heads: int, layers: int) -> float:
+    """The factor of scores: Gemma's models of 27 B, which only their depth tells, have one of their own."""
+    big = family.gemma and layers == {True: 62, False: 46}[family.local_base is not None]
+    return float((width // heads if big else dim) ** -0.5)
+
+
+def _angles(
+    file: GGUFFile, family: _Family, dim: int, windowed: list[bool], weights: _FileWeights
+) -> tuple[tuple[tuple[tuple[float, ...], float], ...], tuple[int, ...]]:
+    """Frequencies of each kind of rotary embedding, and the kind of each layer."""
+    of = file.of_architecture
+    kind, factor = of("rope.scaling.type", "none"), float(of("rope.scaling.factor", 1.0) or 1.0)
+    if kind not in ("none", "linear") or {"rope_factors_long.weight", "rope_factors_short.weight"} & set(file.tensors):
+        raise UnreadError(f"its rotary embedding is {kind if kind not in ('none', 'linear') else 'longrope'}")
+    turned = of("rope.dimension_count", dim)
+    base = float(of("rope.freq_base", 10000.0))
+    whole = _frequencies(base, turned, dim) / (factor if kind == "linear" else 1.0)
+    if "rope_freqs.weight" in file.tensors:
+        whole[: turned // 2] /= weights.floats("rope_freqs.weight")[: turned // 2]
+    found = [(tuple(whole.tolist()), 1.0)]
+    angles_of = [0] * len(windowed)
+    if family.local_base is not None:
+        local = float(of("rope.freq_base_swa", family.local_base))
+        found.append((tuple(_frequencies(local, turned, dim).tolist()), 1.0))
+        angles_of = [int(each) for each in windowed]
+    if family.turns is not None:
+        found.append(((0.0,) * (dim // 2), 1.0))
+        angles_of = [0 if family.turns(number) else len(found) - 1 for number in range(len(windowed))]
+    used = sorted(set(angles_of))
+    return tuple(found[each] for each in used), tuple(used.index(each) for each in angles_of)
+
+
+def _frequencies(base: float, turned: int, dim: int) -> Tensor:
+    """Radians for a position, zeros for numbers that are not turned."""
+    made = torch.zeros(dim // 2)
+    made[: turned // 2] = 1.0 / (base ** (torch.arange(0, turned, 2).float() / turned))
+    return made
+
+
+def _order(dim: int, turned: int, *, neighbours: bool) -> tuple[int, ...]:
+    """See `Traits.order`."""
+    low = range(0, turned, 2) if neighbours else range(turned // 2)
+    high = range(1, turned, 2) if neighbours else range(turned // 2, turned)
+    rest = range(turned, dim)
+    made = (*low, *rest[: len(rest) // 2], *high, *rest[len(rest) // 2 :])
+    return () if made == tuple(range(dim)) else made
+
+
+class _FileWeights:
+    """The tensors of a file under transformers' names (`TensorsByName`).
+
+    Args:
+        file: opened.
+        dtype: of those that are no blocks.
+        dense: whether matrices are read into memory, as the numbers that they stand for.
+
+    Raises:
+        UnreadError: an architecture or a type that is not known here.
+    """
+
+    def __init__(self, file: GGUFFile, dtype: torch.dtype, *, dense: bool) -> None:
+        self._file = file
+        self._dtype = dtype
+        self._dense = dense
+        name = file.get("general.architecture")
+        if name not in _FAMILIES:
+            raise UnreadError(f"its architecture is {name!r}, not one of {', '.join(_FAMILIES)}")
+        self.family = _FAMILIES[name]
+        self._names = {**_IN_LAYER, **dict(self.family.names)}
+        unknown = {entry.type for entry in file.tensors.values()} - set(TYPES) - set(FLOATS)
+        if unknown:
+            raise UnreadError(f"it has tensors of ggml's types {sorted(unknown)}, which are not read here")
+        if not any(entry.type in TYPES for entry in file.tensors.values()):
+            raise UnreadError("its weights are not quantized")
+
+    @property
+    def bits(self) -> int:
+        """Of a weight, on the mean, rounded down."""
+        sizes = [
+            (math.prod(entry.shape), TYPES[entry.type].size * 8 / TYPES[entry.type].elements)
+            for entry in self._file.tensors.values()
+            if entry.type in TYPES
+        ]
+        return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes))
+
+    def check(self) -> None:
+        """Compare native products of some rows of each type with torch's.
+
+        Raises:
+            UnreadError: they differ by more than rounding the inputs to 8 bits allows.
+        """
+        some = {entry.type: entry for entry in self._file.tensors.values() if entry.type in TYPES}
+        operations = native.operations_for(torch.empty(0, dtype=self._dtype))
+        assert operations is not None, "asked for before"
+        for kind, entry in some.items():
+            outs, ins = min(entry.shape[0], _CHECKED), entry.shape[1]
+            matrix = FileMatrix(entry.map, entry.offset, outs, ins, kind, self._dtype)
+            x = torch.randn((3, ins), generator=torch.Generator().manual_seed(0)).to(self._dtype)
+            expected = x.double() @ dense(matrix).double().T
+            found = operations.ggml_product(x, operations.ggml_repacked(matrix)).double()
+            error = float((found - expected).norm() / expected.norm())
+            if not error < _TOLERANCE:
+                raise UnreadError(f"native products of {TYPES[kind].name} are off by {error:.2g}")
+
+    def _place(self, name: str) -> str:
+        """The name in the file."""
+        stem, _, suffix = name.rpartition(".")
+        if stem in _TOP:
+            return f"{_TOP[stem]}.{suffix}"
+        _, _, number, part = stem.split(".", 3)
+        return f"blk.{number}.{self._names[part]}.{suffix}"
+
+    def entry(self, name: str) -> TensorEntry:
+        """Where a tensor lies.
+
+        Raises:
+            KeyError: it is not there.
+        """
+        return self._file.tensors[self._place(name)]
+
+    def __contains__(self, name: str) -> bool:
+        return self._place(name) in self._file.tensors
+
+    def optional(self, name: str) -> Any:
+        """The tensor, if it is there."""
+        found = name in self
+        return self[name] if found else None
+
+    def __getitem__(self, name: str) -> Any:
+        """The tensor; a matrix of blocks stays in the file."""
+        entry, rows = self.entry(name), self._rows(name)
+        if entry.type in TYPES:
+            outs, ins = entry.shape
+            matrix = FileMatrix(entry.map, entry.offset, outs, ins, entry.type, self._dtype)
+            matrix = matrix if rows is None else matrix.in_order(rows)
+            return dense(matrix) if self._dense else matrix
+        made = self.floats(self._place(name))
+        if self.family.gemma and name.endswith("norm.weight"):
+            made = made - 1.0  # `Traits.offset`
+        return (made if rows is None else made[rows]).to(self._dtype)
+
+    def floats(self, place: str) -> Tensor:
+        """A tensor of floats by its name in the file, in float32."""
+        entry = self._file.tensors[place]
+        if entry.type not in FLOATS:
+            raise UnreadError(f"its {place} is of ggml's type {entry.type}")
+        content = torch.frombuffer(
+            entry.map, dtype=FLOATS[entry.type], count=math.prod(entry.shape), offset=entry.offset
+        )
+        return content.to(torch.float32, copy=True).view(entry.shape)
+
+    def _rows(self, name: str) -> Tensor | None:
+        """Which rows of a tensor of the file are the outputs of queries or keys, in transformers' order."""
+        part = name.split(".")[-2]
+        if not self.family.permuted or part not in ("q_proj", "k_proj"):
+            return None
+        of = self._file.of_architecture
+        heads = of("attention.head_count")
+        count = heads if part == "q_proj" else of("attention.head_count_kv", heads)
+        outs = self.entry(name).shape[0]
+        return torch.arange(outs).view(count, outs // count // 2, 2).transpose(1, 2).flatten()

@@ -1,0 +1,214 @@
+"""GGUF files by the names that people use: `OWNER/NAME:Q4_K_M` of the hub, `ollama:NAME:TAG`; and what is here.
+
+Ollama keeps a model's file under its hash and the hash in a manifest; LM Studio keeps files under their own names; the
+hub's cache has folders for repositories.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from draftproof.errors import UserError, reason
+
+OLLAMA = "ollama:"
+_OF_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*):(\w[\w.-]*)")
+_FIRST_PART, _LATER_PART = re.compile(r"-00001-of-\d{5}$"), re.compile(r"-\d{5}-of-\d{5}$")
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+
+
+@dataclass(frozen=True)
+class FoundFile:
+    """A GGUF file on this disk.
+
+    Attributes:
+        name: that options take.
+        path: of the file.
+        keeper: the program whose folder it is in.
+        nbytes: its size.
+    """
+
+    name: str
+    path: Path
+    keeper: str
+    nbytes: int
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name is one of this module's."""
+    return name.startswith(OLLAMA) or _OF_HUB.fullmatch(name) is not None
+
+
+def resolve_file(name: str) -> str:
+    """The path of a file that is on this machine already.
+
+    Raises:
+        UserError: it is not, or several files fit.
+    """
+    if name.startswith(OLLAMA):
+        return str(_of_ollama(name.removeprefix(OLLAMA)))
+    repository, kind = _parts(name)
+    held = {str(path.relative_to(folder)): path for folder in _snapshots(repository) for path in _files_in(folder)}
+    chosen = _choose(held, kind)
+    if chosen is None:
+        raise UserError(
+            f"{name} is not on this machine: loading a model downloads it, unless HF_HUB_OFFLINE or --offline forbids "
+            f"that (files of {repository} that are here: {', '.join(sorted(held)) or 'none'})"
+        )
+    return str(held[chosen])
+
+
+def obtain_file(name: str, *, offline: bool) -> str:
+    """The same, but a file of the hub is downloaded first where that is allowed.
+
+    Raises:
+        UserError: as `resolve_file`, or no such repository or file.
+    """
+    if name.startswith(OLLAMA) or offline:
+        return resolve_file(name)
+    from huggingface_hub import HfApi, hf_hub_download
+
+    repository, kind = _parts(name)
+    try:
+        files = [file for file in HfApi().list_repo_files(repository) if file.endswith(".gguf")]
+    except Exception as cause:  # whatever the hub's library raises
+        raise UserError(f"cannot list the files of {repository} on the hub: {reason(cause)}") from cause
+    chosen = _choose(files, kind)
+    if chosen is None:
+        raise UserError(f"no file of {repository} is {kind!r}: legal are {', '.join(sorted(files)) or 'none'}")
+    try:
+        paths = [hf_hub_download(repository, file) for file in _with_parts(chosen, files)]
+    except Exception as cause:  # as above
+        raise UserError(f"cannot download {chosen} of {repository} from the hub: {reason(cause)}") from cause
+    return paths[0]
+
+
+def found_files() -> list[FoundFile]:
+    """The GGUF files that Ollama, LM Studio and the hub's cache hold here."""
+    return [*_found_of_ollama(), *_found_of_lm_studio(), *_found_of_hub()]
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+def _parts(name: str) -> tuple[str, str]:
+    found = _OF_HUB.fullmatch(name)
+    assert found is not None, "is_file_name is asked first"
+    return found[1], found[2]
+
+
+def _choose(files: Iterable[str], kind: str) -> str | None:
+    """The one file whose name has the kind as a word; of a model in several files the first part.
+
+    Raises:
+        UserError: several files have.
+    """
+    word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(kind)}(?![A-Za-z0-9_])", re.IGNORECASE)
+    stems = {file: PurePosixPath(file).name.removesuffix(".gguf") for file in files}
+    fitting = sorted(
+        file
+        for file, stem in stems.items()
+        if word.search(stem)
+        and not stem.lower().startswith("mmproj")
+        and (_FIRST_PART.search(stem) or not _LATER_PART.search(stem))
+    )
+    if len(fitting) > 1:
+        raise UserError(f"several files are {kind!r}: {', '.join(fitting)}; name one by its path")
+    return fitting[0] if fitting else None
+
+
+def _with_parts(first: str, files: Iterable[str]) -> list[str]:
+    """A file and its further parts."""
+    stem = first.removesuffix(".gguf")
+    found = _FIRST_PART.search(stem)
+    if found is None:
+        return [first]
+    ending = found[0][len("-00001") :]
+    parts = re.compile(rf"{re.escape(stem[: found.start()])}-\d{{5}}{re.escape(ending)}\.gguf")
+    return sorted(file for file in files if parts.fullmatch(file))
+
+
+def _hub_cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _snapshots(repository: str) -> list[Path]:
+    """The folders of a repository in the hub's cache, the newest first."""
+    folder = _hub_cache() / f"models--{repository.replace('/', '--')}" / "snapshots"
+    found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    return sorted(found, key=lambda path: path.stat().st_mtime)
+
+
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.gguf"))
+
+
+def _found_of_hub() -> Iterator[FoundFile]:
+    for folder in sorted(_hub_cache().glob("models--*--*")):
+        repository = folder.name.removeprefix("models--").replace("--", "/", 1)
+        for snapshot in _snapshots(repository)[-1:]:
+            for path in _files_in(snapshot):
+                if not _LATER_PART.search(path.stem) or _FIRST_PART.search(path.stem):
+                    yield FoundFile(str(path), path, "hub cache", path.stat().st_size)
+
+
+# --- other programs --------------------------------------------------------------------------------------------------
+
+
+def _ollama_folder() -> Path:
+    return Path(os.environ.get("OLLAMA_MODELS") or Path.home() / ".ollama" / "models")
+
+
+def _manifests() -> dict[str, Path]:
+    """Manifests by the name that Ollama's users write."""
+    folder = _ollama_folder() / "manifests"
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and len(parts) >= 3:
+            host, *names, tag = parts
+            shown = [name for name in names if name != "library"] if host == "registry.ollama.ai" else [host, *names]
+            found[f"{'/'.join(shown)}:{tag}"] = path
+    return found
+
+
+def _of_ollama(name: str) -> Path:
+    manifests, full = _manifests(), name if ":" in name else f"{name}:latest"
+    if full not in manifests:
+        raise UserError(
+            f"Ollama has no model {full!r} in {_ollama_folder()}: legal are {', '.join(sorted(manifests)) or 'none'}"
+        )
+    path = _blob(manifests[full])
+    if path is None:
+        raise UserError(f"Ollama's manifest {manifests[full]} names no model file that is there")
+    return path
+
+
+def _blob(manifest: Path) -> Path | None:
+    """The model's file that a manifest names; None where there is none."""
+    try:
+        layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
+        digests = [layer["digest"] for layer in layers if layer["mediaType"] == _MODEL_LAYER]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    paths = [_ollama_folder() / "blobs" / digest.replace(":", "-") for digest in digests]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _found_of_ollama() -> Iterator[FoundFile]:
+    for name, manifest in _manifests().items():
+        if (path := _blob(manifest)) is not None:
+            yield FoundFile(f"{OLLAMA}{name}", path, "Ollama", path.stat().st_size)
+
+
+def _found_of_lm_studio() -> Iterator[FoundFile]:
+    for folder in (Path.home() / ".lmstudio" / "models", Path.home() / ".cache" / "lm-studio" / "models"):
+        for path in _files_in(folder) if folder.is_dir() else ():
+            if not path.name.lower().startswith("mmproj"):
+                yield FoundFile(str(path), path, "LM Studio", path.stat().st_size)

@@ -1,0 +1,177 @@
+"""GGUF files: their metadata and their tensors, mapped; of a model that is split into several files, all of them.
+
+The format is described in ggml's docs/gguf.md. Metadata are read in one pass, without an object for each part of them:
+a vocabulary has hundreds of thousands of texts.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftproof.errors import UserError, reason
+
+_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Types of tensors that are no blocks, by ggml's number."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file: by its ending, or else by what the file begins with."""
+    if path.suffix == ".gguf":
+        return True
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == _MAGIC
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies.
+
+    Attributes:
+        map: of its file.
+        offset: in the map.
+        shape: outermost dimension first, as torch has it.
+        type: ggml's number of its type.
+    """
+
+    map: mmap.mmap
+    offset: int
+    shape: tuple[int, ...]
+    type: int
+
+
+class GGUFFile:
+    """The metadata and the tensors of a GGUF file.
+
+    Args:
+        path: the file; of a model in several files the first one.
+
+    Attributes:
+        path: as given.
+        metadata: by key; arrays of numbers are arrays of numpy.
+        tensors: by name.
+
+    Raises:
+        UserError: there is none, it is damaged, or a part of it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        for number, part in enumerate(_parts(path)):
+            try:
+                metadata, tensors = _read(part)
+            except FileNotFoundError:
+                if number:
+                    raise UserError(f"{part} is missing: {path} is the first of several files of a model") from None
+                raise UserError(f"expected the path of an existing .gguf file, got {str(path)!r}") from None
+            except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
+                raise UserError(f"cannot read {part} ({reason(error)}): is it a whole GGUF file?") from error
+            if not number:
+                self.metadata = metadata
+            self.tensors |= tensors
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata."""
+        return self.metadata.get(key, default)
+
+    def of_architecture(self, key: str, default: Any = None) -> Any:
+        """A value whose key begins with the name of the model's architecture."""
+        return self.get(f"{self.get('general.architecture')}.{key}", default)
+
+
+def _parts(path: Path) -> list[Path]:
+    """All files of a model."""
+    found = _PART.fullmatch(path.name)
+    if found is None:
+        return [path]
+    name, number, count = found.groups()
+    if int(number) != 1:
+        raise UserError(f"{path} is part {int(number)} of a model in {int(count)} files: name the first one")
+    return [path.with_name(f"{name}-{part:05}-of-{count}.gguf") for part in range(1, int(count) + 1)]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch takes no memory that cannot be written
+    cursor = _Cursor(content)
+    magic, version, tensors, count = struct.unpack_from("<4sIQQ", content)
+    if magic != _MAGIC or version not in _VERSIONS:
+        raise ValueError(f"it begins with {magic!r}, version {version}")
+    cursor.at = 24
+    metadata = {cursor.text(): cursor.value(cursor.number("<u4")) for _ in range(count)}
+    table = []
+    for _ in range(tensors):
+        name, dimensions = cursor.text(), cursor.number("<u4")
+        shape = tuple(int(size) for size in cursor.numbers("<u8", dimensions))
+        kind, offset = cursor.number("<u4"), cursor.number("<u8")
+        table.append((name, shape[::-1], kind, offset))
+    alignment = int(metadata.get("general.alignment", _ALIGNMENT))
+    start = -(-cursor.at // alignment) * alignment
+    if table and start + max(offset for *_, offset in table) >= len(content):
+        raise ValueError("it ends before its last tensor")
+    return metadata, {name: TensorEntry(content, start + offset, shape, kind) for name, shape, kind, offset in table}
+
+
+class _Cursor:
+    """Reads one value of a file after another."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content = content
+        self.at = 0
+
+    def numbers(self, form: str, count: int) -> Any:
+        made = np.frombuffer(self.content, form, count, self.at).copy()  # a view would keep the map open
+        self.at += made.nbytes
+        return made
+
+    def number(self, form: str) -> Any:
+        return self.numbers(form, 1)[0].item()
+
+    def text(self) -> str:
+        (size,) = struct.unpack_from("<Q", self.content, self.at)
+        start = self.at + 8
+        if size > len(self.content) - start:
+            raise ValueError(f"a text of {size} bytes")
+        self.at = start + size
+        return self.content[start : self.at].decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.text()
+        if kind in _NUMBERS:
+            return self.number(_NUMBERS[kind])
+        if kind != _ARRAY:
+            raise ValueError(f"its metadata have a value of type {kind}")
+        inner, length = self.number("<u4"), self.number("<u8")
+        if length > len(self.content) - self.at:
+            raise ValueError(f"an array of {length} entries")
+        if inner in _NUMBERS:
+            return self.numbers(_NUMBERS[inner], length)
+        return [self.value(inner) for _ in range(length)]

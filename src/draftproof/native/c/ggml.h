@@ -1,0 +1,453 @@
+/* Weights of GGUF files, in their own numbers: what does not depend on the type of rows.
+
+   A file keeps a row of a matrix in blocks, by one of ggml's types. Here sixteen rows lie side by side, in the order in which
+   products read them, and no number is rounded again: scales stay float16, or whole numbers times one. Source of the types:
+   ggml-common.h and ggml-quants.c of ggml.
+
+   A weight is scale * (number - offset), or scale * number + least. A matrix lies as [outs / 16][pieces]; a piece has the
+   `groups` groups of PIECE inputs of sixteen outputs:
+
+     steps    16 float16 for each group, then as many of least values where the form has these; or, with `by_byte`, 16 float16
+              and 16 more of least values, then 16 bytes for each group (times the float16), and so for least values
+     numbers  for each group, lines of 64 bytes, [16][4]: with 4, 5 and 6 bits input k of an output in the lower half of a
+              byte and input k + 4 in the upper one; behind them the higher bits, those of input k + 4 t in the bits t, or 2 t
+              and 2 t + 1, of a byte; with 8 bits a byte for each input
+
+   Steps are filled up to whole lines. Inputs are padded to whole pieces: with steps of zero. */
+
+enum { GGML_SEGMENTS = 4, GGML_GROUP = 32 /* inputs that share a scale when they are rounded to 8 bits */, GGML_PAD = 256 };
+
+typedef struct {
+  int bits, group, groups, by_byte, is_signed, has_least, offset;
+} ggml_form;
+
+/* Forms, and the type of file blocks that becomes each: numbers of GGMLQuantizationType. */
+#define GGML_FORMS(DO) \
+  DO(0, 4, 32, 2, 0, 0, 0, 8)    /* Q4_0 */ \
+  DO(1, 4, 32, 2, 0, 0, 1, 0)    /* Q4_1 */ \
+  DO(2, 5, 32, 2, 0, 0, 0, 16)   /* Q5_0 */ \
+  DO(3, 5, 32, 2, 0, 0, 1, 0)    /* Q5_1 */ \
+  DO(4, 8, 32, 2, 0, 0, 0, 128)  /* Q8_0, IQ4_NL */ \
+  DO(5, 4, 32, 8, 1, 0, 1, 0)    /* Q4_K */ \
+  DO(6, 5, 32, 8, 1, 0, 1, 0)    /* Q5_K */ \
+  DO(7, 6, 16, 16, 1, 1, 0, 32)  /* Q6_K, Q3_K */ \
+  DO(8, 4, 16, 16, 1, 0, 1, 0)   /* Q2_K */ \
+  DO(9, 8, 32, 8, 1, 1, 0, 128)  /* IQ4_XS */
+enum { GGML_FORM_COUNT = 10 };
+
+#define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset) \
+  {bits, group, groups, by_byte, is_signed, has_least, offset},
+static const ggml_form ggml_forms[GGML_FORM_COUNT] = {GGML_FORMS(FORM)};
+#undef FORM
+
+INLINE long ggml_piece(ggml_form f) { return (long)f.group * f.groups; }
+/* Bytes of a piece's steps, and of a group's numbers. */
+INLINE long ggml_steps(ggml_form f) {
+  const long sets = 1 + f.has_least, bytes = f.by_byte ? 32 * sets + LANES * f.groups * sets : 32 * f.groups * sets;
+  return (bytes + 63) / 64 * 64;
+}
+INLINE long ggml_numbers(ggml_form f) { return 2L * f.bits * f.group; }
+INLINE long ggml_piece_size(ggml_form f) { return ggml_steps(f) + f.groups * ggml_numbers(f); }
+INLINE long ggml_block_size(ggml_form f, long ins) {
+  return (ins + ggml_piece(f) - 1) / ggml_piece(f) * ggml_piece_size(f);
+}
+
+/* --- blocks of a file ---------------------------------------------------------------------------------------------- */
+
+typedef struct {
+  int type, form, elements, bytes;
+} ggml_type;
+
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
+       IQ4_XS = 23 };
+static const ggml_type ggml_types[] = {
+    {Q4_0, 0, 32, 18},   {Q4_1, 1, 32, 20},   {Q5_0, 2, 32, 22},   {Q5_1, 3, 32, 24},   {Q8_0, 4, 32, 34},  {IQ4_NL, 4, 32, 18},
+    {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 7, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136}};
+
+static const ggml_type *ggml_type_of(long type) {
+  for (unsigned i = 0; i < sizeof ggml_types / sizeof *ggml_types; i++)
+    if (ggml_types[i].type == type) return ggml_types + i;
+  return 0;
+}
+
+/* A block of a file as its form has it. `step` and `least` are float16; with `by_byte` scales are these times bytes. */
+typedef struct {
+  uint8_t numbers[256], steps[16], leasts[16];
+  uint16_t step, least;
+} ggml_decoded;
+
+INLINE uint16_t two_bytes(const uint8_t *at) { return (uint16_t)(at[0] | at[1] << 8); }
+INLINE uint16_t negated(uint16_t half) { return half ^ 0x8000; }
+
+static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+static void halves_of(const uint8_t *from, uint8_t *numbers) { /* 16 bytes: the lower halves, then the upper ones */
+  for (int i = 0; i < 16; i++) {
+    numbers[i] = from[i] & 15;
+    numbers[i + 16] = from[i] >> 4;
+  }
+}
+
+static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
+  uint8_t *numbers = to->numbers;
+  to->least = 0;
+  switch (type) {
+    case Q4_0:
+    case IQ4_NL:
+      to->step = two_bytes(b);
+      halves_of(b + 2, numbers);
+      if (type == IQ4_NL)
+        for (int i = 0; i < 32; i++) numbers[i] = (uint8_t)(IQ4_VALUES[numbers[i]] + 128);
+      break;
+    case Q4_1:
+      to->step = two_bytes(b);
+      to->least = two_bytes(b + 2);
+      halves_of(b + 4, numbers);
+      break;
+    case Q5_0:
+    case Q5_1: {
+      const uint8_t *high = b + (type == Q5_0 ? 2 : 4);
+      const uint32_t bits = two_bytes(high) | (uint32_t)two_bytes(high + 2) << 16;
+      to->step = two_bytes(b);
+      if (type == Q5_1) to->least = two_bytes(b + 2);
+      halves_of(high + 4, numbers);
+      for (int i = 0; i < 32; i++) numbers[i] |= (uint8_t)((bits >> i & 1) << 4);
+      break;
+    }
+    case Q8_0:
+      to->step = two_bytes(b);
+      for (int i = 0; i < 32; i++) numbers[i] = (uint8_t)(b[2 + i] ^ 128);
+      break;
+    case Q4_K:
+    case Q5_K: {
+      const uint8_t *s = b + 4, *high = b + 16, *low = b + (type == Q4_K ? 16 : 48);
+      to->step = two_bytes(b);
+      to->least = negated(two_bytes(b + 2));
+      for (int j = 0; j < 4; j++) {
+        to->steps[j] = s[j] & 63;
+        to->leasts[j] = s[j + 4] & 63;
+        to->steps[j + 4] = (uint8_t)((s[j + 8] & 15) | s[j] >> 6 << 4);
+        to->leasts[j + 4] = (uint8_t)(s[j + 8] >> 4 | s[j + 4] >> 6 << 4);
+      }
+      for (int c = 0; c < 4; c++)
+        for (int i = 0; i < 32; i++) {
+          numbers[64 * c + i] = low[32 * c + i] & 15;
+          numbers[64 * c + 32 + i] = low[32 * c + i] >> 4;
+        }
+      if (type == Q5_K)
+        for (int i = 0; i < 256; i++) numbers[i] |= (uint8_t)((high[i % 32] >> (i / 32) & 1) << 4);
+      break;
+    }
+    case Q6_K:
+      for (int i = 0; i < 256; i++) {
+        const int half = i / 128, k = i / 32 % 4, l = i % 32;
+        const uint8_t low = b[64 * half + l + 32 * (k & 1)], high = b[128 + 32 * half + l];
+        numbers[i] = (uint8_t)((k < 2 ? low & 15 : low >> 4) | (high >> 2 * k & 3) << 4);
+      }
+      memcpy(to->steps, b + 192, 16);
+      to->step = two_bytes(b + 208);
+      break;
+    case Q3_K: /* numbers less 4 are numbers and 28 less 32 */
+      for (int i = 0; i < 256; i++) {
+        const int half = i / 128, k = i / 32 % 4, l = i % 32;
+        const int two = b[32 + 32 * half + l] >> 2 * k & 3, set = b[l] >> (4 * half + k) & 1;
+        numbers[i] = (uint8_t)(two + 28 + 4 * set);
+      }
+      for (int j = 0; j < 16; j++) {
+        const uint8_t *s = b + 96;
+        const int low = j < 8 ? s[j] & 15 : s[j - 8] >> 4, high = s[8 + j % 4] >> 2 * (j / 4) & 3;
+        to->steps[j] = (uint8_t)(int8_t)((low | high << 4) - 32);
+      }
+      to->step = two_bytes(b + 108);
+      break;
+    case Q2_K:
+      for (int i = 0; i < 256; i++) numbers[i] = b[16 + 32 * (i / 128) + i % 32] >> 2 * (i / 32 % 4) & 3;
+      for (int j = 0; j < 16; j++) {
+        to->steps[j] = b[j] & 15;
+        to->leasts[j] = b[j] >> 4;
+      }
+      to->step = two_bytes(b + 80);
+      to->least = negated(two_bytes(b + 82));
+      break;
+    case IQ4_XS: {
+      const uint16_t high = two_bytes(b + 2);
+      to->step = two_bytes(b);
+      for (int k = 0; k < 8; k++) {
+        const int low = b[4 + k / 2] >> 4 * (k % 2) & 15;
+        to->steps[k] = (uint8_t)(int8_t)((low | (high >> 2 * k & 3) << 4) - 32);
+        halves_of(b + 8 + 16 * k, numbers + 32 * k);
+      }
+      for (int i = 0; i < 256; i++) numbers[i] = (uint8_t)(IQ4_VALUES[numbers[i]] + 128);
+      break;
+    }
+  }
+}
+
+/* The scale and the least value of a group of a decoded block, in float32: exact. */
+static void ggml_range(const ggml_decoded *b, ggml_form f, int group, float *scale, float *least) {
+  const float step = half_value(b->step), lowest = half_value(b->least);
+  const float byte = f.is_signed ? (float)(int8_t)b->steps[group] : (float)b->steps[group];
+  *scale = f.by_byte ? step * byte : step;
+  *least = f.by_byte ? lowest * (float)b->leasts[group] : lowest;
+}
+
+/* y [count, ins]: rows of a matrix in a file, as the file's numbers stand for. */
+void draftproof_ggml_rows(const uint8_t *from, const int64_t *ids, float *y, long count, long ins, long type) {
+  const ggml_type *t = ggml_type_of(type);
+  const ggml_form f = ggml_forms[t->form];
+  const long size = ins / t->elements * t->bytes;
+  ggml_decoded b;
+  for (long i = 0; i < count; i++)
+    for (long start = 0; start < ins; start += t->elements) {
+      ggml_decode(t->type, from + ids[i] * size + start / t->elements * t->bytes, &b);
+      for (int k = 0; k < t->elements; k++) {
+        float scale, least;
+        ggml_range(&b, f, k / f.group, &scale, &least);
+        y[i * ins + start + k] = scale * (float)(b.numbers[k] - f.offset) + (f.has_least ? least : 0);
+      }
+    }
+}
+
+typedef struct {
+  const uint8_t *from;
+  const int64_t *rows; /* which row of the file each output is; 0 where they are in order */
+  uint8_t *to;
+  long outs, ins;
+  const ggml_type *type;
+} ggml_repacking;
+
+static void share_repacking(void *given) {
+  const ggml_repacking *r = given;
+  const ggml_type *t = r->type;
+  const ggml_form f = ggml_forms[t->form];
+  const long blocks = (r->outs + LANES - 1) / LANES, number = thread_number(), count = thread_count();
+  const long size = r->ins / t->elements * t->bytes, next = ggml_block_size(f, r->ins), piece = ggml_piece(f);
+  const long of_block = t->elements / f.group; /* groups of a file's block */
+  ggml_decoded b;
+  for (long block = blocks * number / count; block < blocks * (number + 1) / count; block++) {
+    memset(r->to + block * next, 0, next);
+    for (long lane = 0; lane < LANES && block * LANES + lane < r->outs; lane++) {
+      const long out = block * LANES + lane;
+      const uint8_t *row = r->from + (r->rows ? r->rows[out] : out) * size;
+      for (long start = 0; start < r->ins; start += t->elements, row += t->bytes) {
+        uint8_t *at = r->to + block * next + start / piece * ggml_piece_size(f);
+        uint16_t *halves = (uint16_t *)at + lane;
+        ggml_decode(t->type, row, &b);
+        const long first = start % piece / f.group; /* group in the piece */
+        if (f.by_byte) {
+          uint8_t *bytes = at + 32 * (1 + f.has_least) + lane;
+          halves[0] = b.step;
+          if (f.has_least) halves[LANES] = b.least;
+          for (int g = 0; g < f.groups; g++) {
+            bytes[LANES * g] = b.steps[g];
+            if (f.has_least) bytes[LANES * (f.groups + g)] = b.leasts[g];
+          }
+        } else {
+          halves[LANES * first] = b.step;
+          if (f.has_least) halves[LANES * (f.groups + first)] = b.least;
+        }
+        for (long g = 0; g < of_block; g++) {
+          uint8_t *body = at + ggml_steps(f) + (first + g) * ggml_numbers(f) + 4 * lane;
+          uint8_t *higher = body + 8 * f.group;
+          for (int k = 0; k < f.group; k++) {
+            const uint8_t n = b.numbers[g * f.group + k];
+            if (f.bits == 8)
+              body[64 * (k / 4) + k % 4] = n;
+            else
+              body[64 * (k / 8) + k % 4] |= (uint8_t)((n & 15) << 4 * (k / 4 % 2));
+            if (f.bits == 5) higher[k % 4] |= (uint8_t)(n >> 4 << k / 4);
+            if (f.bits == 6) higher[k % 4] |= (uint8_t)(n >> 4 << 2 * (k / 4));
+          }
+        }
+      }
+    }
+  }
+}
+
+/* A matrix of a file in the order in which products read it; `to` has ggml_block_size bytes for each 16 outputs. */
+void draftproof_ggml_repack(const uint8_t *from, const int64_t *rows, uint8_t *to, long outs, long ins, long type,
+                            long threads) {
+  ggml_repacking r = {from, rows, to, outs, ins, ggml_type_of(type)};
+  parallel(share_repacking, &r, (unsigned)(threads > 1 ? threads : 1), 0);
+}
+
+/* Elements and bytes of a block of a type in a file, inputs of a piece here and its bytes; 0 where the type is not known. */
+int draftproof_ggml_sizes(long type, int64_t *made) {
+  const ggml_type *t = ggml_type_of(type);
+  if (!t) return 0;
+  const ggml_form f = ggml_forms[t->form];
+  made[0] = t->elements;
+  made[1] = t->bytes;
+  made[2] = ggml_piece(f);
+  made[3] = ggml_piece_size(f);
+  return 1;
+}
+
+/* --- products ------------------------------------------------------------------------------------------------------ */
+
+/* A matrix, or several whose outputs follow one another. Fields as `GGMLArguments` in native/structures.py. */
+typedef struct {
+  long count;
+  struct {
+    const uint8_t *w;
+    long outs, type; /* all outs but the last are multiples of 16 */
+  } of[GGML_SEGMENTS];
+} ggml_matrix;
+
+/* Rows of a tile by the rows that are left: where there is no tile of so many, of more. */
+#ifdef WITH_AVX512
+#define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 4) DO(form, 2, 1) DO(form, 2, 2) DO(form, 4, 1) DO(form, 6, 1) DO(form, 8, 1)
+enum { GGML_ROWS = 8, GGML_BLOCKS_OF_ONE = 4, GGML_BLOCKS_OF_TWO = 2 };
+#else
+#define GGML_TILES(DO, form) DO(form, 1, 1) DO(form, 1, 2) DO(form, 2, 1) DO(form, 4, 1)
+enum { GGML_ROWS = 4, GGML_BLOCKS_OF_ONE = 2, GGML_BLOCKS_OF_TWO = 1 };
+#endif
+static int ggml_tile_rows(long left) {
+  const int rows = left > 6 ? 8 : left > 4 ? 6 : left > 2 ? 4 : (int)left;
+  return rows < GGML_ROWS ? rows : GGML_ROWS;
+}
+
+/* Inputs in 8 bits: numbers [rows, padded], a scale for each 32 of a row, and for each 32 and each 16 the sum of the numbers,
+   negated, and the sum times the scale. There are rows for a whole tile; ggml_inputs_size of structures.py is
+   the size of their memory. */
+typedef struct {
+  int8_t *numbers;
+  float *scales, *sums, *half_sums;
+  int32_t *less, *half_less;
+  long rows, padded;
+} ggml_inputs;
+
+static ggml_inputs ggml_inputs_in(void *memory, long rows, long ins) {
+  const long padded = (ins + GGML_PAD - 1) / GGML_PAD * GGML_PAD, groups = padded / GGML_GROUP;
+  ggml_inputs made;
+  made.rows = rows > ggml_tile_rows(rows) ? rows : ggml_tile_rows(rows);
+  made.padded = padded;
+  made.numbers = (int8_t *)(((uintptr_t)memory + 63) / 64 * 64);
+  made.scales = (float *)(made.numbers + made.rows * padded);
+  made.sums = made.scales + made.rows * groups;
+  made.half_sums = made.sums + made.rows * groups;
+  made.less = (int32_t *)(made.half_sums + made.rows * 2 * groups);
+  made.half_less = made.less + made.rows * groups;
+  return made;
+}
+
+static void ggml_clear_beyond(const ggml_inputs *x, long rows) {
+  const size_t more = (size_t)(x->rows - rows), groups = (size_t)x->padded / GGML_GROUP;
+  memset(x->numbers + rows * x->padded, 0, more * (size_t)x->padded);
+  memset(x->scales + rows * (long)groups, 0, more * groups * sizeof(float));
+  memset(x->sums + rows * (long)groups, 0, more * groups * sizeof(float));
+  memset(x->half_sums + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(float));
+  memset(x->less + rows * (long)groups, 0, more * groups * sizeof(int32_t));
+  memset(x->half_less + rows * 2 * (long)groups, 0, more * 2 * groups * sizeof(int32_t));
+}
+
+/* Numbers 4 t to 4 t + 3 of a group of each output, from its lines. */
+INLINE units ggml_unit(ggml_form f, units halves, units higher, const int t) {
+  const units lower = t % 2 ? upper_halves(halves) : lower_halves(halves);
+  if (f.bits == 5) return or_units(lower, chosen_bits(higher, 4 - t, 0x10));
+  if (f.bits == 6) return or_units(lower, chosen_bits(higher, 4 - 2 * t, 0x30));
+  return lower;
+}
+
+/* Outputs of some rows of inputs and some neighbouring blocks of 16 outputs: sums [rows, blocks]. */
+INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
+                      const int blocks, const ggml_form f) {
+  const long next = ggml_block_size(f, ins), pieces = next / ggml_piece_size(f), groups = x->padded / GGML_GROUP;
+  const long halves = f.group < GGML_GROUP ? 2 : 1;
+  floats sum[8][4];
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sum[m][b] = zeros();
+  for (long piece = 0; piece < pieces; piece++) {
+    const uint8_t *steps = w + piece * ggml_piece_size(f);
+    for (long ahead = 0; ahead < ggml_steps(f); ahead += 64)
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++)
+        __builtin_prefetch(steps + b * next + ahead + ahead_of(w + next - steps - ahead, (blocks - 1) * next));
+    floats step[4], lowest[4];
+    if (f.by_byte)
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) {
+        step[b] = load_half(steps + b * next);
+        if (f.has_least) lowest[b] = load_half(steps + b * next + 32);
+      }
+    for (long g = 0; g < f.groups; g++) {
+      const uint8_t *body = steps + ggml_steps(f) + g * ggml_numbers(f);
+      const int8_t *numbers = x->numbers + row * x->padded + piece * ggml_piece(f) + g * f.group;
+      const long ahead = ahead_of(w + next - body - ggml_numbers(f), (blocks - 1) * next);
+      const long of_row = piece * ggml_piece(f) / f.group + g;
+      units dots[8][4]; /* they begin with minus the offset times the sum of the inputs */
+#pragma GCC unroll 8
+      for (int m = 0; m < rows; m++) {
+        units first = no_units();
+        if (f.offset) {
+          const int32_t *less = halves > 1 ? x->half_less + (row + m) * 2 * groups : x->less + (row + m) * groups;
+          first = shifted_up(splat_unit(less + of_row), __builtin_ctz((unsigned)f.offset));
+        }
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) dots[m][b] = first;
+      }
+      units higher[4];
+      if (f.bits == 5 || f.bits == 6)
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) {
+          higher[b] = load_units(body + b * next + 8 * f.group);
+          __builtin_prefetch(body + b * next + 8 * f.group + ahead);
+        }
+#pragma GCC unroll 8
+      for (int t = 0; t < f.group / 4; t++) {
+        const long line = 64 * (f.bits == 8 ? t : t / 2);
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) {
+          const units taken = load_units(body + b * next + line);
+          if (f.bits == 8 || t % 2 == 0) __builtin_prefetch(body + b * next + line + ahead);
+          const units weights = f.bits == 8 ? taken : ggml_unit(f, taken, higher[b], t);
+#pragma GCC unroll 8
+          for (int m = 0; m < rows; m++) {
+            const units input = splat_unit(numbers + m * x->padded + 4 * t);
+            dots[m][b] = f.bits == 8 ? add_byte_dot(dots[m][b], weights, input) : add_dot(dots[m][b], weights, input);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int b = 0; b < blocks; b++) {
+        floats scale, least;
+        if (f.by_byte) {
+          const uint8_t *bytes = steps + b * next + 32 * (1 + f.has_least) + LANES * g;
+          scale = mul(step[b], f.is_signed ? load_signed_bytes((const int8_t *)bytes) : load_bytes(bytes));
+          if (f.has_least) least = mul(lowest[b], load_bytes(bytes + LANES * f.groups));
+        } else {
+          scale = load_half(steps + b * next + 32 * g);
+          if (f.has_least) least = load_half(steps + b * next + 32 * (f.groups + g));
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) {
+          const float *total = halves > 1 ? x->half_sums + (row + m) * 2 * groups : x->sums + (row + m) * groups;
+          const floats whole = mul(from_units(dots[m][b]), splat(x->scales[(row + m) * groups + of_row / halves]));
+          sum[m][b] = multiply_add(whole, scale, sum[m][b]);
+          if (f.has_least) sum[m][b] = multiply_add(least, splat(total[of_row]), sum[m][b]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+    for (int b = 0; b < blocks; b++) sums[m * blocks + b] = sum[m][b];
+}
+
+typedef void (*ggml_tile_fn)(const ggml_inputs *, const uint8_t *, long, long, floats *);
+#define TILE(form, rows, blocks)                                                                                          \
+  static void ggml_tile_##form##_##rows##_##blocks(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums) { \
+    ggml_tile(x, w, ins, row, sums, rows, blocks, ggml_forms[form]);                                                      \
+  }
+#define TILES(form, ...) GGML_TILES(TILE, form)
+GGML_FORMS(TILES)
+#undef TILES
+#undef TILE
+#define NAMED(form, rows, blocks) [rows][blocks] = ggml_tile_##form##_##rows##_##blocks,
+#define TILES(form, ...) [form] = {GGML_TILES(NAMED, form)},
+static const ggml_tile_fn ggml_tiles[GGML_FORM_COUNT][GGML_ROWS + 1][5] = {GGML_FORMS(TILES)};
+#undef TILES
+#undef NAMED

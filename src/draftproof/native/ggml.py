@@ -1,0 +1,191 @@
+"""Matrices of GGUF files in their own numbers: as they lie in the file, and as C reads them (c/ggml.h).
+
+A file keeps a row in blocks of 32 or 256 numbers with scales of their own, by one of ggml's types. Nothing is rounded
+again here: a product reads the same numbers in another order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from mmap import MADV_DONTNEED, PAGESIZE, mmap
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+from draftproof.native.structures import GGML_SEGMENTS, GGMLArguments
+from draftproof.native.tensors import CPU, LANES
+
+
+@dataclass(frozen=True)
+class GGMLType:
+    """One of ggml's types of blocks.
+
+    Attributes:
+        name: as in ggml.
+        elements: numbers of a block in a file.
+        size: its bytes there.
+        piece: inputs of a piece in C's order; others are padded.
+        piece_size: bytes of the piece, for 16 outputs.
+    """
+
+    name: str
+    elements: int
+    size: int
+    piece: int
+    piece_size: int
+
+
+TYPES = {
+    2: GGMLType("Q4_0", 32, 18, 64, 576),
+    3: GGMLType("Q4_1", 32, 20, 64, 640),
+    6: GGMLType("Q5_0", 32, 22, 64, 704),
+    7: GGMLType("Q5_1", 32, 24, 64, 768),
+    8: GGMLType("Q8_0", 32, 34, 64, 1088),
+    10: GGMLType("Q2_K", 256, 84, 256, 2624),
+    11: GGMLType("Q3_K", 256, 110, 256, 3392),
+    12: GGMLType("Q4_K", 256, 144, 256, 2368),
+    13: GGMLType("Q5_K", 256, 176, 256, 2880),
+    14: GGMLType("Q6_K", 256, 210, 256, 3392),
+    20: GGMLType("IQ4_NL", 32, 18, 64, 1088),
+    23: GGMLType("IQ4_XS", 256, 136, 256, 4288),
+}
+"""By the number that files have for a type (gguf.GGMLQuantizationType)."""
+
+
+@dataclass(frozen=True, eq=False)
+class FileMatrix:
+    """A matrix as it lies in a GGUF file.
+
+    Attributes:
+        map: of the file; its pages are read when they are needed.
+        offset: of the matrix in the map.
+        outs: number of outputs.
+        ins: number of inputs.
+        type: a key of TYPES.
+        dtype: of what products make.
+        rows: which row of the file each output is; None where they are in order.
+    """
+
+    map: mmap
+    offset: int
+    outs: int
+    ins: int
+    type: int
+    dtype: torch.dtype
+    rows: Int64[Tensor, " outs"] | None = None
+
+    def __post_init__(self) -> None:
+        kind = TYPES.get(self.type)
+        if kind is None or self.ins % kind.elements or self.outs < 1 or self.ins < 1:
+            raise ValueError(f"no matrix of {self.outs} x {self.ins} of ggml's type {self.type} can be read")
+        if not 0 <= self.offset <= self.offset + self.nbytes <= len(self.map):
+            raise ValueError(f"a matrix from byte {self.offset} to {self.offset + self.nbytes} of {len(self.map)}")
+
+    def __len__(self) -> int:
+        return self.outs
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in the file."""
+        kind = TYPES[self.type]
+        return self.outs * (self.ins // kind.elements) * kind.size
+
+    @property
+    def shape(self) -> torch.Size:
+        """Outputs and inputs."""
+        return torch.Size((self.outs, self.ins))
+
+    @property
+    def device(self) -> torch.device:
+        """Where products with it are made."""
+        return CPU
+
+    @functools.cached_property
+    def content(self) -> UInt8[Tensor, " bytes"]:
+        """Its bytes in the map."""
+        return torch.frombuffer(self.map, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
+
+    @property
+    def repacked_shape(self) -> tuple[int, int]:
+        """Blocks of 16 outputs, and bytes of each, in C's order."""
+        kind = TYPES[self.type]
+        return -(-self.outs // LANES), -(-self.ins // kind.piece) * kind.piece_size
+
+    def in_order(self, rows: Int64[Tensor, " outs"]) -> FileMatrix:
+        """The same with its outputs in another order."""
+        return replace(self, rows=rows if self.rows is None else self.rows[rows])
+
+    def release(self) -> None:
+        """Let the pages of the file go that hold it; they are read again where they are needed."""
+        start = self.offset // PAGESIZE * PAGESIZE
+        self.map.madvise(MADV_DONTNEED, start, self.offset + self.nbytes - start)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Neighbouring outputs of a weight, of one type.
+
+    Attributes:
+        blocks: in C's order.
+        outs: their number.
+        type: a key of TYPES.
+    """
+
+    blocks: UInt8[Tensor, "blocks bytes"]
+    outs: int
+    type: int
+
+
+@dataclass(frozen=True, eq=False)
+class GGMLWeight:
+    """A weight of a GGUF file in the order in which C reads it.
+
+    Attributes:
+        segments: of outputs that follow one another; types may differ.
+        ins: number of inputs.
+    """
+
+    segments: tuple[Segment, ...]
+    ins: int
+
+    @property
+    def outs(self) -> int:
+        """Number of outputs."""
+        return sum(each.outs for each in self.segments)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(each.blocks.nbytes for each in self.segments)
+
+    @functools.cached_property
+    def _given(self) -> GGMLArguments:
+        made = GGMLArguments(len(self.segments))
+        for place, each in zip(made.of, self.segments, strict=False):
+            place.weight = each.blocks.data_ptr()
+            place.outs = each.outs
+            place.type = each.type
+        return made
+
+    @property
+    def arguments(self) -> tuple[int, int, int]:
+        """As `Interleaved.arguments`: address of a ggml_matrix, which this object keeps, and -1 in place of bits."""
+        return ctypes.addressof(self._given), -1, 0
+
+    @classmethod
+    def joined(cls, parts: Sequence[GGMLWeight]) -> GGMLWeight:
+        """Several weights with the same inputs as one; `why_not_joined` must be None."""
+        return cls(tuple(each for part in parts for each in part.segments), parts[0].ins)
+
+
+def why_not_joined(matrices: Sequence[FileMatrix]) -> str | None:
+    """Why some matrices cannot be one weight; None where they can."""
+    if len(matrices) > GGML_SEGMENTS:
+        return f"{len(matrices)} matrices, of at most {GGML_SEGMENTS}"
+    if any(each.outs % LANES for each in matrices[:-1]):
+        return f"a matrix before the last has a number of outputs that is no multiple of {LANES}"
+    return None

@@ -1,0 +1,244 @@
+"""Models in GGUF files, read natively: logits of every architecture equal transformers' over the same numbers."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed
+from draftproof.backends.heads.self_draft import EarlyExitBackend
+from draftproof.backends.lean.native_layers import NativeLayers
+from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.gguf_model import FAMILIES, in_own_numbers, read_model
+from draftproof.backends.loading.options import LoadOptions
+from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.model import ModelDrafter
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.engine.registry import make_verifier
+from draftproof.models.gguf_file import GGUFFile
+from draftproof.native.dispatch import VARIABLE
+from draftproof.stoppers.fixed import FixedLength
+from draftproof.tree import TokenTree
+from support.gguf_files import write_model
+from support.helpers import random_model
+
+BASE = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 50000.0}}
+GEMMA3 = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
+}
+SLIDES = {"sliding_window": 8, "query_pre_attn_scalar": 64, "head_dim": 64}
+METADATA = {
+    "block_count": 4,
+    "context_length": 512,
+    "embedding_length": 256,
+    "feed_forward_length": 512,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 50000.0,
+}
+SEVEN = {"num_hidden_layers": 7}
+CASES = {
+    "llama": (transformers.LlamaConfig(**BASE, **THETA, rms_norm_eps=1e-5), {}),
+    "llama, tied": (transformers.LlamaConfig(**{**BASE, "tie_word_embeddings": True}, **THETA, rms_norm_eps=1e-5), {}),
+    "qwen2": (transformers.Qwen2Config(**BASE, **THETA, rms_norm_eps=1e-5), {}),
+    "qwen3": (
+        transformers.Qwen3Config(**BASE, **THETA, rms_norm_eps=1e-5, head_dim=128),
+        {"attention.key_length": 128, "attention.value_length": 128},
+    ),
+    "gemma2": (
+        transformers.Gemma2Config(**BASE, **THETA, **SLIDES, rms_norm_eps=1e-5),
+        {"attention.sliding_window": 8, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig(**{**BASE, **SEVEN}, rope_parameters=GEMMA3, **SLIDES, rms_norm_eps=1e-5),
+        {"block_count": 7, "attention.sliding_window": 8, "attention.key_length": 64, "attention.value_length": 64},
+    ),
+    "granite": (
+        transformers.GraniteConfig(
+            **BASE,
+            **THETA,
+            rms_norm_eps=1e-5,
+            logits_scaling=8.0,
+            residual_multiplier=0.25,
+            embedding_multiplier=12.0,
+            attention_multiplier=0.015625,
+        ),
+        {"logit_scale": 8.0, "residual_scale": 0.25, "embedding_scale": 12.0, "attention.scale": 0.015625},
+    ),
+    "smollm3": (transformers.SmolLM3Config(**BASE, **THETA, rms_norm_eps=1e-5), {}),
+    "olmo2": (transformers.Olmo2Config(**BASE, **THETA, rms_norm_eps=1e-5), {}),
+    "phi3": (
+        transformers.Phi3Config(**BASE, **THETA, rms_norm_eps=1e-5, sliding_window=8),
+        {"attention.sliding_window": 8},
+    ),
+    "glm4": (
+        transformers.Glm4Config(
+            **BASE,
+            rope_parameters={**THETA["rope_parameters"], "partial_rotary_factor": 0.5},
+            rms_norm_eps=1e-5,
+            head_dim=64,
+            attention_bias=True,
+        ),
+        {"rope.dimension_count": 32},
+    ),
+}
+IDS = [5, 9, 2, 7, 11, 3, 300, 41, 17, 8, 260, 77, 30, 31, 32]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The model and the file of a case, made once."""
+    made, folder = {}, tmp_path_factory.mktemp("gguf")
+
+    def get(name):
+        if name not in made:
+            config, changes = CASES[name]
+            model = random_model(config, seed=3)
+            path = folder / f"{name.replace(', ', '-')}.gguf"
+            write_model(path, model, name.split(",")[0], {**METADATA, **changes})
+            made[name] = model, path
+        return made[name]
+
+    return get
+
+
+def logits_of(backend, ids=IDS):
+    session = backend.open()
+    try:
+        return backend.forward([Feed(session, ids[:1], TokenTree.chain(torch.tensor(ids[1:])))])[0].logits
+    finally:
+        session.close()
+
+
+def off(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_every_architecture_has_a_case():
+    assert {name.split(",")[0] for name in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_transformers_over_the_same_numbers(name, written):
+    model, path = written(name)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    exact = logits_of(read_model(GGUFFile(path), name=name, dtype=torch.float32, activations="float"))
+    assert off(exact, expected) < 1e-5
+    backend = read_model(GGUFFile(path), name=name, dtype=torch.float32)
+    assert isinstance(backend.lean.run_layers, NativeLayers)
+    assert backend.rounding == ""
+    assert 1e-5 < off(logits_of(backend), expected) < 0.05, "inputs have 8 bits"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "glm4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_alone_and_among_others(name, dtype, written):
+    backend = read_model(GGUFFile(written(name)[1]), name=name, dtype=dtype)
+    whole = logits_of(backend)
+    session = backend.open()
+    one_by_one = [backend.forward([Feed(session, [token])])[0].logits[-1] for token in IDS]
+    assert torch.equal(torch.stack(one_by_one), whole)
+    sessions = [backend.open() for _ in range(3)]
+    chain = TokenTree.chain(torch.tensor(IDS[1:]))
+    for output in backend.forward([Feed(each, IDS[:1], chain) for each in sessions]):
+        assert torch.equal(output.logits, whole)
+
+
+def test_texts_are_equal_with_and_without_drafts(written):
+    backend = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
+    model = DraftModel(EarlyExitBackend(backend, 2), vocab_size=320)
+    prompt = [5, 9, 2, 7] * 4
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(max_tokens=40, temperature=temperature, seed=4, ignore_eos=True)
+        texts, drafted = [], []
+        for drafter in (None, NgramDrafter(), ModelDrafter(model, FixedLength(3))):
+            engine = Engine(backend, drafter, make_verifier("gumbel"))
+            (made,) = engine.generate(prompt, params)
+            texts.append(made.token_ids)
+            drafted.append(made.stats.num_accepted_tokens)
+        assert texts[0] == texts[1] == texts[2]
+        assert drafted[1] + drafted[2] > 0
+
+
+def test_angles_of_llama_3_are_divided(tmp_path):
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "llama3", "rope_theta": 50000.0, **scaling}
+    model = random_model(transformers.LlamaConfig(**BASE, rope_parameters=rope, rms_norm_eps=1e-5))
+    plain = 1.0 / 50000.0 ** (torch.arange(0, 64, 2).float() / 64)
+    factors = (plain / model.model.rotary_emb.inv_freq).numpy()
+    assert factors.max() == pytest.approx(8.0)
+    path = tmp_path / "llama.gguf"
+    write_model(path, model, "llama", METADATA, extra=[("rope_freqs.weight", factors)])
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS * 5])).logits[0]
+    found = logits_of(read_model(GGUFFile(path), name="x", dtype=torch.float32, activations="float"), IDS * 5)
+    assert off(found, expected) < 1e-5
+
+
+def test_matrices_in_floats_stand_beside_blocks(tmp_path):
+    model, path = random_model(CASES["llama"][0]), tmp_path / "x.gguf"
+    write_model(path, model, "llama", METADATA, kinds=(None, 12, 6))
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    assert off(logits_of(read_model(GGUFFile(path), name="x", dtype=torch.float32)), expected) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rope.scaling.type": "yarn"}, "its rotary embedding is yarn"),
+        ({"expert_count": 8}, "experts"),
+        ({"attention.value_length": 32}, "another size than its keys"),
+    ],
+)
+def test_what_is_not_known_is_left_to_transformers_and_said(changes, why, tmp_path, caplog):
+    path = tmp_path / "x.gguf"
+    write_model(path, random_model(CASES["llama"][0]), "llama", {**METADATA, **changes})
+    with pytest.raises(UnreadError, match=why):
+        read_model(GGUFFile(path), name="x", dtype=torch.float32)
+    assert in_own_numbers(GGUFFile(path), "x.gguf", LoadOptions()) is None
+    (line,) = [record.getMessage() for record in caplog.records if "full ones" in record.getMessage()]
+    assert "x.gguf" in line
+    assert why in line
+
+
+def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatch):
+    file = GGUFFile(written("llama")[1])
+    for changes in ({"backend": "hf"}, {"dtype": "float16"}, {"device": "meta"}, {"quantization_config": {}}):
+        assert in_own_numbers(file, "x", dataclasses.replace(LoadOptions(), **changes)) is None
+    monkeypatch.setenv(VARIABLE, "0")
+    with pytest.raises(UnreadError, match="native operations are off"):
+        read_model(file, name="x", dtype=torch.float32)
+
+
+def test_it_cannot_be_quantized_again(written):
+    backend = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
+    with pytest.raises(UserError, match=r"few bits already \(Q4_K.*\)"):
+        backend.quantized(4)
+
+
+def test_output_rows_and_embeddings_are_the_files_numbers(written):
+    for name in ("llama", "llama, tied"):
+        model, path = written(name)
+        backend = read_model(GGUFFile(path), name="x", dtype=torch.float32)
+        ids = torch.tensor([3, 0, 319])
+        assert torch.equal(backend.output_rows(ids), model.lm_head.weight[ids])
+        assert torch.equal(backend.embed(ids), model.model.embed_tokens.weight[ids])

@@ -1,0 +1,138 @@
+"""GGUF files by name: in a hub repository, its cache, and the folders of Ollama and LM Studio."""
+
+import json
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from typer.testing import CliRunner
+
+from draftproof import UserError, models
+from draftproof.cli import app
+from draftproof.models.found import found_files, is_file_name, obtain_file, resolve_file
+from draftproof.models.gguf_file import is_gguf
+
+FILES = [
+    "x-Q4_K_M.gguf",
+    "x-Q4_K_S.gguf",
+    "x-q8_0-00001-of-00002.gguf",
+    "x-q8_0-00002-of-00002.gguf",
+    "mmproj-Q8_0.gguf",
+]
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("OLLAMA_MODELS", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path
+
+
+def put(path, content=b"GGUF and more"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def in_hub(home, *files, repository="models--bob--x-GGUF", snapshot="1"):
+    return [put(home / "hub" / repository / "snapshots" / snapshot / file) for file in files]
+
+
+def in_ollama(home, name="library/llama3.2/1b", digest="sha256:12", host="registry.ollama.ai", kind="model"):
+    layers = [{"mediaType": f"application/vnd.ollama.image.{kind}", "digest": digest}]
+    put(home / ".ollama/models/manifests" / host / name, json.dumps({"layers": layers}).encode())
+    return put(home / ".ollama/models/blobs" / digest.replace(":", "-"))
+
+
+def test_names():
+    for name in ("bob/x-GGUF:Q4_K_M", "bob/x:q8_0", "ollama:llama3.2", "ollama:bob/x:1b"):
+        assert is_file_name(name)
+    for name in ("bob/x", "embedded:target", "x.gguf", "./a/b.gguf", "C:/x", "gpt2"):
+        assert not is_file_name(name)
+
+
+def test_a_file_of_a_repository_in_the_cache(home):
+    paths = in_hub(home, *FILES)
+    assert resolve_file("bob/x-GGUF:Q4_K_M") == str(paths[0])
+    assert resolve_file("bob/x-GGUF:q4_k_s") == str(paths[1])
+    assert resolve_file("bob/x-GGUF:Q8_0") == str(paths[2]), "the first of two parts, and no projector"
+    assert models.resolve("bob/x-GGUF:Q4_K_M") == str(paths[0])
+    with pytest.raises(UserError, match=r"bob/x-GGUF:Q4 is not on this machine.*x-Q4_K_M\.gguf"):
+        resolve_file("bob/x-GGUF:Q4")
+    with pytest.raises(UserError, match=r"files of bob/y that are here: none"):
+        resolve_file("bob/y:Q4_K_M")
+    in_hub(home, "other-Q4_K_M.gguf")
+    with pytest.raises(UserError, match=r"several files are 'Q4_K_M': other-Q4_K_M\.gguf, x-Q4_K_M\.gguf"):
+        resolve_file("bob/x-GGUF:Q4_K_M")
+
+
+def test_a_file_of_the_hub_is_downloaded_with_its_parts(home, monkeypatch):
+    fetched = []
+
+    def fetch(repository, file):
+        fetched.append((repository, file))
+        return f"/cache/{file}"
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, __: [*FILES, "README.md"])
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    assert obtain_file("bob/x:Q8_0", offline=False) == f"/cache/{FILES[2]}"
+    assert fetched == [("bob/x", FILES[2]), ("bob/x", FILES[3])]
+    with pytest.raises(UserError, match="no file of bob/x is 'Q2_K': legal are "):
+        obtain_file("bob/x:Q2_K", offline=False)
+    with pytest.raises(UserError, match="is not on this machine"):
+        obtain_file("bob/x:Q8_0", offline=True)
+
+
+def test_what_the_hub_refuses_is_said(home, monkeypatch):
+    def refuse(*_):
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", refuse)
+    with pytest.raises(UserError, match=r"cannot list the files of bob/x on the hub: .*no route"):
+        obtain_file("bob/x:Q8_0", offline=False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda _, __: FILES)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(UserError, match=r"cannot download x-Q4_K_M\.gguf of bob/x from the hub: .*no route"):
+        obtain_file("bob/x:Q4_K_M", offline=False)
+
+
+def test_models_of_ollama(home):
+    blob = in_ollama(home)
+    other = in_ollama(home, "bob/y/latest", "sha256:34")
+    elsewhere = in_ollama(home, "a/z/7b", "sha256:56", host="hf.co")
+    in_ollama(home, "library/broken/latest", "sha256:78", kind="adapter")
+    put(home / ".ollama/models/manifests/registry.ollama.ai/library/odd/latest", b"[")
+    assert resolve_file("ollama:llama3.2:1b") == str(blob)
+    assert resolve_file("ollama:bob/y") == str(other)
+    assert resolve_file("ollama:hf.co/a/z:7b") == str(elsewhere)
+    assert is_gguf(blob)
+    assert not is_gguf(put(home / "plain", b"else"))
+    with pytest.raises(UserError, match=r"Ollama has no model 'llama3\.2:latest'.*llama3\.2:1b"):
+        models.resolve("ollama:llama3.2")
+    for name in ("broken", "odd"):
+        with pytest.raises(UserError, match="names no model file that is there"):
+            resolve_file(f"ollama:{name}")
+
+
+def test_what_is_on_this_disk(home):
+    blob = in_ollama(home)
+    (first, *_) = in_hub(home, *FILES[2:4])
+    studio = put(home / ".lmstudio/models/bob/x/y-Q4_0.gguf")
+    put(home / ".lmstudio/models/bob/x/mmproj-y.gguf")
+    found = {(each.keeper, each.name): each.path for each in found_files()}
+    assert found == {
+        ("Ollama", "ollama:llama3.2:1b"): blob,
+        ("LM Studio", str(studio)): studio,
+        ("hub cache", str(first)): first,
+    }
+    made = CliRunner().invoke(app, ["models", "list", "--found", "--json"])
+    assert {row["path"] for row in json.loads(made.stdout)} == {str(path) for path in found.values()}
+    assert "ollama:llama3.2:1b  (Ollama, 0.00 GB)" in CliRunner().invoke(app, ["models", "list", "--found"]).stdout
+
+
+def test_nothing_is_on_this_disk(home):
+    assert found_files() == []
+    made = CliRunner().invoke(app, ["models", "list", "--found"])
+    assert made.exit_code == 0
+    assert "no .gguf files" in made.output

@@ -1,0 +1,122 @@
+"""Weights of GGUF files: rows are the numbers of gguf-py, and products theirs with inputs in 8 bits."""
+
+import mmap
+
+import numpy as np
+import pytest
+import torch
+
+from draftproof.native.ggml import TYPES, FileMatrix, GGMLWeight, why_not_joined
+from support.gguf_files import random_blocks
+from support.native_levels import OPERATIONS, drawn
+
+quants = pytest.importorskip("gguf.quants", reason="the extra gguf is not installed")
+
+pytestmark = pytest.mark.usefixtures("level")
+EACH = pytest.mark.parametrize("kind", TYPES, ids=lambda kind: TYPES[kind].name)
+
+
+def matrix_of(kind, outs, ins, dtype=torch.float32, seed=0, offset=0):
+    """A matrix of random blocks in a map, from some byte on, and its numbers by gguf-py."""
+    blocks = random_blocks(kind, outs, ins, seed)
+    place = mmap.mmap(-1, offset + blocks.nbytes)
+    place[offset:] = blocks.tobytes()
+    numbers = quants.dequantize(blocks.reshape(outs, -1), kind).reshape(outs, ins)
+    return FileMatrix(place, offset, outs, ins, kind, dtype), torch.from_numpy(np.ascontiguousarray(numbers))
+
+
+def in_8_bits(x):
+    """Rows as products round them."""
+    groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    by = torch.where(scales > 0, 1 / scales, 0)
+    return ((groups * by).round().double() * scales.double()).flatten(1)[:, : x.shape[1]]
+
+
+@EACH
+def test_sizes_are_those_of_gguf(kind):
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    assert GGML_QUANT_SIZES[GGMLQuantizationType(kind)] == (TYPES[kind].elements, TYPES[kind].size)
+    assert GGMLQuantizationType(kind).name == TYPES[kind].name
+
+
+@EACH
+def test_rows_are_the_numbers_that_gguf_makes(kind):
+    matrix, numbers = matrix_of(kind, 40, 512, offset=3)
+    ids = torch.tensor([[0, 39], [7, 7]])
+    assert torch.equal(OPERATIONS[torch.float32].ggml_rows(matrix, ids), numbers[ids])
+    order = torch.randperm(40)
+    assert torch.equal(OPERATIONS[torch.float32].ggml_rows(matrix.in_order(order), ids), numbers[order][ids])
+    with pytest.raises(ValueError, match="are not all of 0 to 39"):
+        OPERATIONS[torch.float32].ggml_rows(matrix, torch.tensor([40]))
+
+
+@EACH
+@pytest.mark.parametrize(("outs", "blocks"), [(1, 1), (16, 3), (33, 2), (200, 5)])
+def test_products(kind, outs, blocks, dtype):
+    operations, ins = OPERATIONS[dtype], blocks * TYPES[kind].elements
+    matrix, numbers = matrix_of(kind, outs, ins, dtype)
+    weight = operations.ggml_repacked(matrix)
+    x, bias, onto = drawn(1, 13, ins, dtype=dtype), drawn(2, outs, dtype=dtype), drawn(3, 13, outs, dtype=dtype)
+    exact = in_8_bits(x) @ numbers.double().T
+    slack = 1e-5 * (in_8_bits(x).abs() @ numbers.double().abs().T) + torch.finfo(dtype).eps * exact.abs() + 1e-7
+    made, biased = operations.ggml_product(x, weight), operations.ggml_product(x, weight, bias)
+    assert ((made.double() - exact).abs() <= slack).all()
+    assert ((biased.double() - exact - bias).abs() <= slack + torch.finfo(dtype).eps * bias.abs()).all()
+    assert not ((made.double() - exact - bias).abs() <= slack).all(), "a bias left out is seen"
+    assert torch.equal(operations.ggml_product(x, weight, bias, onto), biased + onto)
+
+
+@EACH
+def test_a_rows_product_does_not_depend_on_the_rows_beside_it_or_the_threads(kind, dtype):
+    operations = OPERATIONS[dtype]
+    matrix, _ = matrix_of(kind, 400, 512, dtype)
+    weight, x = operations.ggml_repacked(matrix), drawn(1, 300, 512, dtype=dtype)
+    whole, threads = operations.ggml_product(x, weight), torch.get_num_threads()
+    for size in (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 15, 17, 120):
+        assert torch.equal(operations.ggml_product(x[7 : 7 + size], weight), whole[7 : 7 + size])
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(operations.ggml_product(x, weight), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_several_types_are_one_product(dtype):
+    operations = OPERATIONS[dtype]
+    matrices = [matrix_of(kind, outs, 256, dtype, seed=kind)[0] for kind, outs in ((12, 48), (14, 16), (8, 37))]
+    assert why_not_joined(matrices) is None
+    parts = [operations.ggml_repacked(each) for each in matrices]
+    for rows in (1, 3, 20):
+        x = drawn(1, rows, 256, dtype=dtype)
+        found = operations.ggml_product(x, GGMLWeight.joined(parts))
+        assert torch.equal(found, torch.cat([operations.ggml_product(x, part) for part in parts], -1))
+    assert "multiple of 16" in why_not_joined(matrices[::-1])
+    assert "at most 4" in why_not_joined(matrices[:1] * 5)
+
+
+@EACH
+def test_inputs_of_zero_and_large_ones(kind, dtype):
+    operations = OPERATIONS[dtype]
+    matrix, numbers = matrix_of(kind, 32, 256, dtype)
+    weight = operations.ggml_repacked(matrix)
+    x = torch.zeros(2, 256, dtype=dtype)
+    assert not operations.ggml_product(x, weight).any()
+    x[0, 3] = 1e30
+    exact = 1e30 * numbers[:, 3].double()
+    found = operations.ggml_product(x, weight)[0].double()
+    assert ((found - exact).abs() <= 1e-2 * exact.abs() + 1e23).all()
+
+
+def test_what_no_matrix_can_be_is_refused():
+    matrix, _ = matrix_of(12, 16, 256)
+    for change in ({"ins": 250}, {"type": 1}, {"outs": 0}, {"offset": 1}, {"offset": -1}, {"outs": 17}):
+        fields = {"map": matrix.map, "offset": 0, "outs": 16, "ins": 256, "type": 12, "dtype": torch.float32, **change}
+        with pytest.raises(ValueError, match="matrix"):
+            FileMatrix(**fields)
+    operations = OPERATIONS[torch.float32]
+    weight = operations.ggml_repacked(matrix)
+    for x in (torch.zeros(1, 255), torch.zeros(1, 256, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="expected x"):
+            operations.ggml_product(x, weight)

@@ -1,0 +1,106 @@
+"""GGUF files for tests: random blocks, and models of transformers with their weights in blocks."""
+
+import numpy as np
+
+HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2], 14: [208]}
+HALVES |= {20: [0], 23: [0]}
+"""Where the float16 numbers of a block stand, by type."""
+
+
+def random_blocks(kind, outs, ins, seed=0, scale=0.01):
+    """Bytes of random blocks, whose float16 numbers are small; [blocks, bytes]."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    generator, count = np.random.default_rng(seed), outs * (ins // elements)
+    blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        halves = (generator.standard_normal(count) * scale).astype(np.float16)
+        blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
+    return blocks
+
+
+SCALES = {6: 5e-3, 8: 7e-4, 12: 1e-4, 14: 4e-5}
+"""Of the float16 numbers of blocks, by type, so that weights are as large as those of models."""
+
+_TOP = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_POST = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+_OTHER_PARTS = {
+    "gemma2": {**_POST, "pre_feedforward_layernorm": "ffn_norm"},
+    "gemma3": {**_POST, "pre_feedforward_layernorm": "ffn_norm"},
+    "olmo2": _POST,
+    "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
+}
+PERMUTED = ("llama", "granite", "smollm3")
+
+
+def permuted(rows, heads):
+    """Rows of queries or keys as llama.cpp's converter stores them for some architectures."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def restored(rows, heads):
+    """The inverse of `permuted`."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()):
+    """Write a model of transformers as a GGUF file; its matrices become random blocks of some types in turn.
+
+    Args:
+        path: of the file.
+        model: its weights are replaced by those of the blocks.
+        architecture: name in GGUF.
+        metadata: without the architecture before the keys.
+        kinds: types of matrices; None keeps a matrix in float32.
+        extra: further tensors, by name.
+    """
+    import torch
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    writer = GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](key if "." in key and key.split(".")[0] == "tokenizer" else f"{architecture}.{key}", value)
+    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
+    names = {**_PARTS, **_OTHER_PARTS.get(architecture, {})}
+    tied, number = model.lm_head.weight is model.model.embed_tokens.weight, 0
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        stem, suffix = name.rsplit(".", 1)
+        place = _TOP.get(name) or "blk.{}.{}".format(stem.split(".")[2], names[".".join(stem.split(".")[3:])])
+        turned = heads.get(stem.split(".")[-1]) if architecture in PERMUTED else None
+        content = weight.numpy()
+        if weight.dim() == 2 and (kind := kinds[number % len(kinds)]) is not None:
+            blocks = random_blocks(kind, *weight.shape, seed=number, scale=SCALES[kind])
+            blocks = blocks.reshape(weight.shape[0], -1)
+            numbers = quants.dequantize(blocks, GGMLQuantizationType(kind)).reshape(weight.shape)
+            weight.copy_(torch.from_numpy(restored(numbers, turned) if turned else numbers))
+            writer.add_tensor(f"{place}.{suffix}", blocks, raw_dtype=GGMLQuantizationType(kind))
+        else:
+            if architecture.startswith("gemma") and "norm" in name:
+                content = content + 1
+            writer.add_tensor(f"{place}.{suffix}", permuted(content, turned) if turned else content)
+        number += weight.dim() == 2
+    for name, content in extra:
+        writer.add_tensor(name, content)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
