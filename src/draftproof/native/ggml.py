@@ -88,6 +88,9 @@ class FileMatrix:
     def __len__(self) -> int:
         return self.outs
 
+    def __deepcopy__(self, memo: object) -> FileMatrix:
+        return self  # a map cannot be copied, and nothing changes it
+
     @property
     def nbytes(self) -> int:
         """Its bytes in the file."""
@@ -151,6 +154,9 @@ class GGMLWeight:
 
     segments: tuple[Segment, ...]
     ins: int
+
+    def __deepcopy__(self, memo: object) -> GGMLWeight:
+        return self  # C has its addresses, and nothing changes it
 
     @property
     def outs(self) -> int:

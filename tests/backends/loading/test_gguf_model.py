@@ -1,7 +1,10 @@
 """Models in GGUF files, read natively: logits of every architecture equal transformers' over the same numbers."""
 
+import copy
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -193,6 +196,68 @@ def test_angles_of_llama_3_are_divided(tmp_path):
     assert off(found, expected) < 1e-5
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN_KEYS = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+
+
+@pytest.mark.parametrize(
+    ("rope", "keys"),
+    [
+        (YARN, YARN_KEYS),
+        (
+            {**YARN, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0},
+            {
+                **YARN_KEYS,
+                "rope.scaling.attn_factor": 1.5 / (0.1 * math.log(4.0) + 1.0),
+                "rope.scaling.yarn_beta_fast": 16.0,
+                "rope.scaling.yarn_beta_slow": 2.0,
+            },
+        ),
+        (
+            {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        ),
+    ],
+    ids=["yarn", "yarn, all named", "linear"],
+)
+def test_angles_of_scaled_embeddings(rope, keys, tmp_path):
+    model = random_model(transformers.Qwen2Config(**BASE, rope_parameters=rope, rms_norm_eps=1e-5))
+    path = tmp_path / "qwen2.gguf"
+    write_model(path, model, "qwen2", {**METADATA, **keys})
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS * 10])).logits[0]
+    found = logits_of(read_model(GGUFFile(path), name="x", dtype=torch.float32, activations="float"), IDS * 10)
+    assert off(found, expected) < 1e-5
+
+
+def test_angles_of_long_and_short_sequences_are_the_short_ones(tmp_path):
+    short, long = ([start + 0.1 * number for number in range(32)] for start in (1.0, 2.0))
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 50000.0,
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": 128,
+        "factor": 4.0,
+    }
+    config = transformers.Phi3Config(
+        **BASE, rope_parameters=rope, rms_norm_eps=1e-5, original_max_position_embeddings=128
+    )
+    model, path = random_model(config), tmp_path / "phi3.gguf"
+    scale = float(model.model.rotary_emb.attention_scaling)
+    assert scale > 1
+    keys = {"rope.scaling.original_context_length": 128, "rope.scaling.attn_factor": scale}
+    factors = [
+        (f"rope_factors_{name}.weight", np.array(each, np.float32)) for name, each in (("short", short), ("long", long))
+    ]
+    write_model(path, model, "phi3", {**METADATA, **keys}, extra=factors)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS * 8])).logits[0]
+    backend = read_model(GGUFFile(path), name="x", dtype=torch.float32, activations="float")
+    assert off(logits_of(backend, IDS * 8), expected) < 1e-5
+    assert backend.max_positions == 128
+
+
 def test_matrices_in_floats_stand_beside_blocks(tmp_path):
     model, path = random_model(CASES["llama"][0]), tmp_path / "x.gguf"
     write_model(path, model, "llama", METADATA, kinds=(None, 12, 6))
@@ -204,7 +269,8 @@ def test_matrices_in_floats_stand_beside_blocks(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"rope.scaling.type": "yarn"}, "its rotary embedding is yarn"),
+        ({"rope.scaling.type": "yarn"}, "the length of its training is not named"),
+        ({"rope.scaling.type": "other"}, "its rotary embedding is other"),
         ({"expert_count": 8}, "experts"),
         ({"attention.value_length": 32}, "another size than its keys"),
     ],
@@ -227,6 +293,13 @@ def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatc
     monkeypatch.setenv(VARIABLE, "0")
     with pytest.raises(UnreadError, match="native operations are off"):
         read_model(file, name="x", dtype=torch.float32)
+
+
+def test_a_copy_shares_the_file(written):
+    backend = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
+    twin = copy.deepcopy(backend.lean)
+    assert twin.layers[0].down.weight is backend.lean.layers[0].down.weight
+    assert twin.embed.weight is backend.embed.weight
 
 
 def test_it_cannot_be_quantized_again(written):

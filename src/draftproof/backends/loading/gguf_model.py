@@ -21,6 +21,7 @@ from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
+from draftproof.backends.loading.gguf_rotary import Frequencies, frequencies, longest, own_frequencies, padded
 from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions, parse_device
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.products.packed_linear import dense
@@ -162,7 +163,7 @@ def read_model(
         vocab_size=vocab,
         hidden_size=hidden,
         layers=architecture.layers,
-        max_positions=file.of_architecture("context_length"),
+        max_positions=longest(file),
         dtype=dtype,
         device=torch.device("cpu"),
         bits=weights.bits,
@@ -244,35 +245,19 @@ def _scaling(family: _Family, dim: int, width: int, heads: int, layers: int) -> 
 
 def _angles(
     file: GGUFFile, family: _Family, dim: int, windowed: list[bool], weights: _FileWeights
-) -> tuple[tuple[tuple[tuple[float, ...], float], ...], tuple[int, ...]]:
+) -> tuple[tuple[Frequencies, ...], tuple[int, ...]]:
     """Frequencies of each kind of rotary embedding, and the kind of each layer."""
     of = file.of_architecture
-    kind, factor = of("rope.scaling.type", "none"), float(of("rope.scaling.factor", 1.0) or 1.0)
-    if kind not in ("none", "linear") or {"rope_factors_long.weight", "rope_factors_short.weight"} & set(file.tensors):
-        raise UnreadError(f"its rotary embedding is {kind if kind not in ('none', 'linear') else 'longrope'}")
-    turned = of("rope.dimension_count", dim)
-    base = float(of("rope.freq_base", 10000.0))
-    whole = _frequencies(base, turned, dim) / (factor if kind == "linear" else 1.0)
-    if "rope_freqs.weight" in file.tensors:
-        whole[: turned // 2] /= weights.floats("rope_freqs.weight")[: turned // 2]
-    found = [(tuple(whole.tolist()), 1.0)]
-    angles_of = [0] * len(windowed)
+    found, angles_of = [frequencies(file, dim, weights.floats)], [0] * len(windowed)
     if family.local_base is not None:
         local = float(of("rope.freq_base_swa", family.local_base))
-        found.append((tuple(_frequencies(local, turned, dim).tolist()), 1.0))
+        found.append((padded(own_frequencies(local, of("rope.dimension_count", dim)), dim), 1.0))
         angles_of = [int(each) for each in windowed]
     if family.turns is not None:
         found.append(((0.0,) * (dim // 2), 1.0))
         angles_of = [0 if family.turns(number) else len(found) - 1 for number in range(len(windowed))]
     used = sorted(set(angles_of))
     return tuple(found[each] for each in used), tuple(used.index(each) for each in angles_of)
-
-
-def _frequencies(base: float, turned: int, dim: int) -> Tensor:
-    """Radians for a position, zeros for numbers that are not turned."""
-    made = torch.zeros(dim // 2)
-    made[: turned // 2] = 1.0 / (base ** (torch.arange(0, turned, 2).float() / turned))
-    return made
 
 
 def _order(dim: int, turned: int, *, neighbours: bool) -> tuple[int, ...]:

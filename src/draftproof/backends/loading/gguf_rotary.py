@@ -1,0 +1,84 @@
+"""Rotary angles as the metadata of a GGUF file name them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from draftproof.backends.lean.traits import UnreadError
+from draftproof.models.gguf_file import GGUFFile
+
+_FACTORS, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
+Frequencies = tuple[tuple[float, ...], float]  # radians for a position, and the factor of cosines and sines
+
+
+def frequencies(file: GGUFFile, dim: int, floats: Callable[[str], Tensor]) -> Frequencies:
+    """The angles of layers without a window of their own.
+
+    Args:
+        file: opened.
+        dim: numbers of a head; those that are not turned get the frequency 0.
+        floats: reads a tensor of floats by its name in the file.
+
+    Raises:
+        UnreadError: a kind that is not known here.
+
+    Source: YaRN, arXiv 2309.00071, equations 17 to 22; LongRoPE, arXiv 2402.13753 (the short factors).
+    """
+    of = file.of_architecture
+    turned, base = int(of("rope.dimension_count", dim)), float(of("rope.freq_base", 10000.0))
+    kind, factor = of("rope.scaling.type", "none"), float(of("rope.scaling.factor", 1.0) or 1.0)
+    plain, scale = own_frequencies(base, turned), 1.0
+    if _SHORT in file.tensors:
+        plain, scale = plain / floats(_SHORT)[: turned // 2], float(of("rope.scaling.attn_factor", 1.0))
+    elif kind == "linear":
+        plain = plain / factor
+    elif kind == "yarn":
+        plain, scale = _yarn(file, plain, base, factor)
+    elif kind != "none":
+        raise UnreadError(f"its rotary embedding is {kind}")
+    if _FACTORS in file.tensors:
+        plain = plain / floats(_FACTORS)[: turned // 2]
+    if scale != 1.0 and turned < dim:
+        raise UnreadError("its rotary embedding turns and scales only a part of each head")
+    return padded(plain, dim), scale
+
+
+def own_frequencies(base: float, turned: int) -> Tensor:
+    """Radians for a position of each pair of numbers."""
+    return 1.0 / (base ** (torch.arange(0, turned, 2).float() / turned))
+
+
+def padded(found: Tensor, dim: int) -> tuple[float, ...]:
+    """The same with zeros for numbers that are not turned."""
+    return (*found.tolist(), *[0.0] * (dim // 2 - len(found)))
+
+
+def longest(file: GGUFFile) -> int | None:
+    """The longest sequence that the angles are for: with factors for long ones and for short ones, the short ones'."""
+    found: int | None = file.of_architecture("context_length")
+    if _SHORT in file.tensors:
+        found = file.of_architecture("rope.scaling.original_context_length", found)
+    return found
+
+
+def _yarn(file: GGUFFile, plain: Tensor, base: float, factor: float) -> tuple[Tensor, float]:
+    """Low frequencies are divided by the factor, high ones stay, and those between are in between."""
+    of = file.of_architecture
+    trained, turned = of("rope.scaling.original_context_length"), 2 * len(plain)
+    if not trained:
+        raise UnreadError("its rotary embedding is yarn, and the length of its training is not named")
+
+    def pair(turns: float) -> float:
+        """The pair of numbers that turns so often in the length of the training."""
+        return turned * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = max(math.floor(pair(float(of("rope.scaling.yarn_beta_fast", 32.0)))), 0)
+    last = min(math.ceil(pair(float(of("rope.scaling.yarn_beta_slow", 1.0)))), turned - 1)
+    width = last - first or 0.001
+    divided = ((torch.arange(len(plain)).float() - first) / width).clamp(0, 1)
+    scale = float(of("rope.scaling.attn_factor", 1.0)) * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+    return plain / factor * divided + plain * (1 - divided), scale
