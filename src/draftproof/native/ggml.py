@@ -55,6 +55,17 @@ TYPES = {
 }
 """By the number that files have for a type (gguf.GGMLQuantizationType)."""
 
+WORDS = {32: 1032, 64: 1064, 128: 1128}
+"""Types of our own for GPTQ and AWQ, by the inputs of a group: 4 bits, a float16 scale, the number for 0."""
+
+LAYOUTS = {
+    **TYPES,
+    1032: GGMLType("4 bits in groups of 32", 32, 19, 32, 384),
+    1064: GGMLType("4 bits in groups of 64", 64, 35, 64, 640),
+    1128: GGMLType("4 bits in groups of 128", 128, 67, 128, 1216),
+}
+"""All that C reads."""
+
 
 @dataclass(frozen=True, eq=False)
 class FileMatrix:
@@ -65,9 +76,10 @@ class FileMatrix:
         offset: of the matrix in the map.
         outs: number of outputs.
         ins: number of inputs.
-        type: a key of TYPES.
+        type: a key of LAYOUTS.
         dtype: of what products make.
         rows: which row of the file each output is; None where they are in order.
+        stays: whether the map is that of a file, whose pages are read again where they are needed.
     """
 
     map: mmap
@@ -77,9 +89,10 @@ class FileMatrix:
     type: int
     dtype: torch.dtype
     rows: Int64[Tensor, " outs"] | None = None
+    stays: bool = True
 
     def __post_init__(self) -> None:
-        kind = TYPES.get(self.type)
+        kind = LAYOUTS.get(self.type)
         if kind is None or self.ins % kind.elements or self.outs < 1 or self.ins < 1:
             raise ValueError(f"no matrix of {self.outs} x {self.ins} of ggml's type {self.type} can be read")
         if not 0 <= self.offset <= self.offset + self.nbytes <= len(self.map):
@@ -94,7 +107,7 @@ class FileMatrix:
     @property
     def nbytes(self) -> int:
         """Its bytes in the file."""
-        kind = TYPES[self.type]
+        kind = LAYOUTS[self.type]
         return self.outs * (self.ins // kind.elements) * kind.size
 
     @property
@@ -115,7 +128,7 @@ class FileMatrix:
     @property
     def repacked_shape(self) -> tuple[int, int]:
         """Blocks of 16 outputs, and bytes of each, in C's order."""
-        kind = TYPES[self.type]
+        kind = LAYOUTS[self.type]
         return -(-self.outs // LANES), -(-self.ins // kind.piece) * kind.piece_size
 
     def in_order(self, rows: Int64[Tensor, " outs"]) -> FileMatrix:
@@ -123,7 +136,7 @@ class FileMatrix:
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
     def release(self) -> None:
-        """Let the pages of the file go that hold it; they are read again where they are needed."""
+        """Let the pages of the file go that hold it."""
         start = self.offset // PAGESIZE * PAGESIZE
         self.map.madvise(MADV_DONTNEED, start, self.offset + self.nbytes - start)
 
@@ -135,7 +148,7 @@ class Segment:
     Attributes:
         blocks: in C's order.
         outs: their number.
-        type: a key of TYPES.
+        type: a key of LAYOUTS.
     """
 
     blocks: UInt8[Tensor, "blocks bytes"]

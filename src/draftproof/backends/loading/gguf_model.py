@@ -21,7 +21,7 @@ from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
-from draftproof.backends.loading.gguf_rotary import Frequencies, frequencies, longest, own_frequencies, padded
+from draftproof.backends.loading.gguf_rotary import Frequencies, Keys, frequencies, longest, own_frequencies, padded
 from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions, parse_device
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.products.packed_linear import dense
@@ -53,7 +53,7 @@ _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "
 
 
 @dataclass(frozen=True)
-class _Family:
+class Family:
     """What an architecture's metadata do not say.
 
     Attributes:
@@ -81,25 +81,25 @@ _TURNED = ("q_norm", "k_norm")
 _POST = ((_BETWEEN, "post_attention_norm"), (_GEMMA_NORMS[2], "ffn_norm"), (_GEMMA_NORMS[3], "post_ffw_norm"))
 _GEMMA = Traits(norms=_GEMMA_NORMS, activation="gelu_tanh", offset=1.0)
 _FAMILIES = {
-    "llama": _Family(permuted=True),
-    "qwen2": _Family(),
-    "qwen3": _Family(Traits(turned=_TURNED)),
-    "gemma2": _Family(_GEMMA, names=_POST, gemma=True, window_of=lambda number: number % 2 == 0),
-    "gemma3": _Family(
+    "llama": Family(permuted=True),
+    "qwen2": Family(),
+    "qwen3": Family(Traits(turned=_TURNED)),
+    "gemma2": Family(_GEMMA, names=_POST, gemma=True, window_of=lambda number: number % 2 == 0),
+    "gemma3": Family(
         replace(_GEMMA, turned=_TURNED),
         names=_POST,
         gemma=True,
         window_of=lambda number: number % 6 != 5,
         local_base=10000.0,
     ),
-    "granite": _Family(permuted=True),
-    "smollm3": _Family(permuted=True, turns=lambda number: number % 4 != 3),
-    "olmo2": _Family(
+    "granite": Family(permuted=True),
+    "smollm3": Family(permuted=True, turns=lambda number: number % 4 != 3),
+    "olmo2": Family(
         Traits(norms=(None, _BETWEEN, None, _GEMMA_NORMS[3]), turned=_TURNED, whole=True),
         names=((_BETWEEN, "post_attention_norm"), (_GEMMA_NORMS[3], "post_ffw_norm")),
     ),
-    "phi3": _Family(Traits(qkv=("qkv_proj",), gate_up=("gate_up_proj",)), window_of=lambda _: True),
-    "glm4": _Family(
+    "phi3": Family(Traits(qkv=("qkv_proj",), gate_up=("gate_up_proj",)), window_of=lambda _: True),
+    "glm4": Family(
         Traits(norms=(_BEFORE, "post_self_attn_layernorm", _BETWEEN, "post_mlp_layernorm"), gate_up=("gate_up_proj",)),
         neighbours=True,
         names=(("post_self_attn_layernorm", "post_attention_norm"), ("post_mlp_layernorm", "post_ffw_norm")),
@@ -156,7 +156,7 @@ def read_model(
     weights = _FileWeights(file, dtype, dense=activations == "float")
     if check:
         weights.check()
-    architecture = _architecture(file, weights)
+    architecture = architecture_of(file, weights.family, weights.floats)
     vocab, hidden = weights.entry("model.embed_tokens.weight").shape
     facts = ModelInfo(
         name=name,
@@ -187,12 +187,26 @@ def end_tokens(file: GGUFFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _architecture(file: GGUFFile, weights: _FileWeights) -> Architecture:
-    of = file.of_architecture
-    family = weights.family
+def family_of(name: str) -> Family:
+    """What the metadata of an architecture do not say."""
+    return _FAMILIES[name]
+
+
+def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor]) -> Architecture:
+    """What the lean forward needs besides weights.
+
+    Args:
+        keys: of the model.
+        family: of its architecture.
+        floats: reads a tensor of floats by its name in the file.
+
+    Raises:
+        UnreadError: something that is not known here.
+    """
+    of = keys.of_architecture
     layers, width = of("block_count"), of("embedding_length")
     heads = _single(of("attention.head_count"), "heads")
-    keys = _single(of("attention.head_count_kv", heads), "key heads")
+    key_heads = _single(of("attention.head_count_kv", heads), "key heads")
     dim = of("attention.key_length", width // heads)
     if of("attention.value_length", dim) != dim:
         raise UnreadError("its values have another size than its keys")
@@ -201,7 +215,7 @@ def _architecture(file: GGUFFile, weights: _FileWeights) -> Architecture:
     eps = of("attention.layer_norm_rms_epsilon")
     window = of("attention.sliding_window")
     windowed = [bool(window and family.window_of and family.window_of(number)) for number in range(layers)]
-    angles, angles_of = _angles(file, family, dim, windowed, weights)
+    angles, angles_of = _angles(keys, family, dim, windowed, floats)
     traits = replace(
         family.traits,
         embedding=math.sqrt(width) if family.gemma else 1.0,
@@ -218,7 +232,7 @@ def _architecture(file: GGUFFile, weights: _FileWeights) -> Architecture:
     return Architecture(
         layers=layers,
         heads=heads,
-        key_heads=keys,
+        key_heads=key_heads,
         head_dim=dim,
         scaling=float(of("attention.scale", 0.0)) or _scaling(family, dim, width, heads, layers),
         eps=eps,
@@ -237,18 +251,18 @@ def _single(value: Any, what: str) -> int:
     return found.pop()
 
 
-def _scaling(family: _Family, dim: int, width: int, heads: int, layers: int) -> float:
+def _scaling(family: Family, dim: int, width: int, heads: int, layers: int) -> float:
     """The factor of scores: Gemma's models of 27 B, which only their depth tells, have one of their own."""
     big = family.gemma and layers == {True: 62, False: 46}[family.local_base is not None]
     return float((width // heads if big else dim) ** -0.5)
 
 
 def _angles(
-    file: GGUFFile, family: _Family, dim: int, windowed: list[bool], weights: _FileWeights
+    keys: Keys, family: Family, dim: int, windowed: list[bool], floats: Callable[[str], Tensor]
 ) -> tuple[tuple[Frequencies, ...], tuple[int, ...]]:
     """Frequencies of each kind of rotary embedding, and the kind of each layer."""
-    of = file.of_architecture
-    found, angles_of = [frequencies(file, dim, weights.floats)], [0] * len(windowed)
+    of = keys.of_architecture
+    found, angles_of = [frequencies(keys, dim, floats)], [0] * len(windowed)
     if family.local_base is not None:
         local = float(of("rope.freq_base_swa", family.local_base))
         found.append((padded(own_frequencies(local, of("rope.dimension_count", dim)), dim), 1.0))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,11 +16,25 @@ _FACTORS, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
 Frequencies = tuple[tuple[float, ...], float]  # radians for a position, and the factor of cosines and sines
 
 
-def frequencies(file: GGUFFile, dim: int, floats: Callable[[str], Tensor]) -> Frequencies:
+@runtime_checkable
+class Keys(Protocol):
+    """What is known of a model besides its weights, under the names of GGUF's metadata."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """Names of tensors; those of rotary factors are looked for."""
+        ...
+
+    def of_architecture(self, key: str, default: Any = None) -> Any:
+        """A value by its key without the architecture's name."""
+        ...
+
+
+def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor]) -> Frequencies:
     """The angles of layers without a window of their own.
 
     Args:
-        file: opened.
+        keys: of the model.
         dim: numbers of a head; those that are not turned get the frequency 0.
         floats: reads a tensor of floats by its name in the file.
 
@@ -28,19 +43,19 @@ def frequencies(file: GGUFFile, dim: int, floats: Callable[[str], Tensor]) -> Fr
 
     Source: YaRN, arXiv 2309.00071, equations 17 to 22; LongRoPE, arXiv 2402.13753 (the short factors).
     """
-    of = file.of_architecture
+    of = keys.of_architecture
     turned, base = int(of("rope.dimension_count", dim)), float(of("rope.freq_base", 10000.0))
     kind, factor = of("rope.scaling.type", "none"), float(of("rope.scaling.factor", 1.0) or 1.0)
     plain, scale = own_frequencies(base, turned), 1.0
-    if _SHORT in file.tensors:
+    if _SHORT in keys.tensors:
         plain, scale = plain / floats(_SHORT)[: turned // 2], float(of("rope.scaling.attn_factor", 1.0))
     elif kind == "linear":
         plain = plain / factor
     elif kind == "yarn":
-        plain, scale = _yarn(file, plain, base, factor)
+        plain, scale = _yarn(keys, plain, base, factor)
     elif kind != "none":
         raise UnreadError(f"its rotary embedding is {kind}")
-    if _FACTORS in file.tensors:
+    if _FACTORS in keys.tensors:
         plain = plain / floats(_FACTORS)[: turned // 2]
     if scale != 1.0 and turned < dim:
         raise UnreadError("its rotary embedding turns and scales only a part of each head")
@@ -65,9 +80,9 @@ def longest(file: GGUFFile) -> int | None:
     return found
 
 
-def _yarn(file: GGUFFile, plain: Tensor, base: float, factor: float) -> tuple[Tensor, float]:
+def _yarn(keys: Keys, plain: Tensor, base: float, factor: float) -> tuple[Tensor, float]:
     """Low frequencies are divided by the factor, high ones stay, and those between are in between."""
-    of = file.of_architecture
+    of = keys.of_architecture
     trained, turned = of("rope.scaling.original_context_length"), 2 * len(plain)
     if not trained:
         raise UnreadError("its rotary embedding is yarn, and the length of its training is not named")

@@ -17,6 +17,7 @@ from draftproof.backends.loading.fast_tokenizer import FastTokenizer
 from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
 from draftproof.backends.loading.options import WEIGHTS, LoadOptions
+from draftproof.backends.loading.packed_checkpoint import read_packed
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.loading.verified import KeptCheck
 from draftproof.errors import reason
@@ -96,6 +97,8 @@ class LoadedModel:
         if kept is not None:
             return kept
         if self._gguf is not None and (own := in_own_numbers(self._gguf, self.name, self._options)) is not None:
+            return own
+        if self._gguf is None and (own := read_packed(self._where, self.name, self._options)) is not None:
             return own
         made = load_backend(self.name, **self._options.of_transformers)
         if self._check is not None and type(made) is LeanBackend:

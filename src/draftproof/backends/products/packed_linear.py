@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.errors import UserError
-from draftproof.native.ggml import TYPES, FileMatrix, GGMLWeight, why_not_joined
+from draftproof.native.ggml import LAYOUTS, FileMatrix, GGMLWeight, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
 from draftproof.native.tensors import Interleaved, MeasuredInputs, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
@@ -360,25 +360,29 @@ class FileProduct(Product):
 
     def __init__(self, matrices: Sequence[FileMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
         operations = operations_for_file(matrices[0])
-        self.bias, self.layout, self._matrices, self._latest = bias, "native", matrices, None
+        self.bias, self.layout, self._latest = bias, "native", None
+        self._types = sorted({LAYOUTS[each.type].name for each in matrices})
+        self._matrices = matrices if all(each.stays for each in matrices) else ()
         self._operations, self._multiply = operations, operations.ggml_product
         parts = []
         for each in matrices:
             parts.append(operations.ggml_repacked(each))
-            each.release()
+            if each.stays:
+                each.release()
         self.weight = GGMLWeight.joined(parts)
 
     def why_not_quantized(self, bits: int, group: int = GROUP) -> str | None:  # noqa: ARG002 - of Product
         """See `Product`."""
-        types = sorted({TYPES[each.type].name for each in self._matrices})
-        return f"its weights have few bits already ({', '.join(types)})"
+        return f"its weights have few bits already ({', '.join(self._types)})"
 
     def rows(self, ids: Int[Tensor, " ids"]) -> Float[Tensor, "ids in"]:
         """See `Product`."""
-        return self.dense()[ids] if len(self._matrices) > 1 else self._operations.ggml_rows(self._matrices[0], ids)
+        return self._operations.ggml_rows(self._matrices[0], ids) if len(self._matrices) == 1 else self.dense()[ids]
 
     def dense(self) -> Float[Tensor, "out in"]:
         """See `Product`."""
+        if not self._matrices:  # outputs of inputs that are 1 once, which 8 bits hold
+            return self._multiply(torch.eye(self.weight.ins, dtype=self._operations.dtype), self.weight, None).t()
         return torch.cat([dense(each) for each in self._matrices])
 
 
@@ -397,7 +401,8 @@ def operations_for_file(matrix: FileMatrix) -> Operations:
 def dense(matrix: FileMatrix) -> Float[Tensor, "out in"]:
     """What the numbers of a matrix in a GGUF file stand for, in its dtype."""
     made = operations_for_file(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
-    matrix.release()
+    if matrix.stays:
+        matrix.release()
     return made
 
 

@@ -32,8 +32,11 @@ typedef struct {
   DO(6, 5, 32, 8, 1, 0, 1, 0)    /* Q5_K */ \
   DO(7, 6, 16, 16, 1, 1, 0, 32)  /* Q6_K, Q3_K */ \
   DO(8, 4, 16, 16, 1, 0, 1, 0)   /* Q2_K */ \
-  DO(9, 8, 32, 8, 1, 1, 0, 128)  /* IQ4_XS */
-enum { GGML_FORM_COUNT = 10 };
+  DO(9, 8, 32, 8, 1, 1, 0, 128)  /* IQ4_XS */ \
+  DO(10, 4, 32, 4, 1, 0, 1, 0)   /* WORDS_128 */ \
+  DO(11, 4, 32, 2, 1, 0, 1, 0)   /* WORDS_64 */ \
+  DO(12, 4, 32, 1, 1, 0, 1, 0)   /* WORDS_32 */
+enum { GGML_FORM_COUNT = 13 };
 
 #define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset) \
   {bits, group, groups, by_byte, is_signed, has_least, offset},
@@ -59,10 +62,14 @@ typedef struct {
 } ggml_type;
 
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
-       IQ4_XS = 23 };
+       IQ4_XS = 23,
+       /* None of ggml's: groups of GPTQ, AWQ and compressed-tensors (packed_checkpoint.py), a float16 scale, the number that
+          stands for 0, and 4 bits for each input, two neighbours in a byte. */
+       WORDS_32 = 1032, WORDS_64 = 1064, WORDS_128 = 1128 };
 static const ggml_type ggml_types[] = {
     {Q4_0, 0, 32, 18},   {Q4_1, 1, 32, 20},   {Q5_0, 2, 32, 22},   {Q5_1, 3, 32, 24},   {Q8_0, 4, 32, 34},  {IQ4_NL, 4, 32, 18},
-    {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 7, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136}};
+    {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 7, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136},
+    {WORDS_128, 10, 128, 67}, {WORDS_64, 11, 64, 35}, {WORDS_32, 12, 32, 19}};
 
 static const ggml_type *ggml_type_of(long type) {
   for (unsigned i = 0; i < sizeof ggml_types / sizeof *ggml_types; i++)
@@ -168,6 +175,17 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
       }
       to->step = two_bytes(b + 80);
       to->least = negated(two_bytes(b + 82));
+      break;
+    case WORDS_32:
+    case WORDS_64:
+    case WORDS_128:
+      to->step = two_bytes(b);
+      to->least = negated(to->step);
+      for (int g = 0; g < 4; g++) {
+        to->steps[g] = 1;
+        to->leasts[g] = b[2];
+      }
+      for (int i = 0; i < type - 1000; i++) numbers[i] = b[3 + i / 2] >> 4 * (i % 2) & 15;
       break;
     case IQ4_XS: {
       const uint16_t high = two_bytes(b + 2);

@@ -1,0 +1,294 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors with weights of 4 bits, read in their own numbers.
+
+Their words are unpacked once into groups of a float16 scale, the number that stands for 0, and 4 bits for each input
+(c/ggml.h): nothing is rounded again, and the packages of these methods are not needed. What is not known here (groups
+that are not in order, other bits, other architectures) is an `UnreadError`, and transformers reads the checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from safetensors import SafetensorError
+from torch import Tensor
+
+from draftproof import native
+from draftproof.backends.lean.backend import LeanForward
+from draftproof.backends.lean.checkpoint import Weights
+from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.gguf_model import Family, architecture_of, family_of
+from draftproof.backends.loading.gguf_rotary import own_frequencies
+from draftproof.backends.loading.options import LoadOptions, parse_device
+from draftproof.backends.model_info import ModelInfo, end_tokens
+from draftproof.native.ggml import WORDS, FileMatrix
+
+_log = logging.getLogger(__name__)
+_OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # places of a word's outputs 0 to 7
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+Unpack = Callable[["PackedWeights", str], tuple[Tensor, Tensor, Tensor]]
+
+
+def read_packed(folder: Path, name: str, options: LoadOptions) -> LeanForward | None:
+    """The model in a checkpoint of one of the methods; None where it is another kind, or transformers reads it.
+
+    Args:
+        folder: of the checkpoint.
+        name: for errors and reports.
+        options: how it is loaded.
+    """
+    dtypes = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    altered = options.adapter or options.attn_implementation or options.quantization_config is not None
+    config = _json(folder / "config.json")
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method not in _METHODS or altered or options.tensor_parallel != 1 or options.dtype not in dtypes:
+        return None
+    elsewhere = not isinstance(options.device, str | None) or parse_device(options.device).type != "cpu"
+    if elsewhere or options.backend not in ("auto", LeanForward.kind):
+        return None
+    try:
+        return _read(folder, name, config, dtypes[options.dtype])
+    except UnreadError as cause:
+        _log.warning("%s is read by transformers and the packages of %s: %s", name, method, cause)
+    except (KeyError, OSError, SafetensorError, TypeError, ValueError) as cause:
+        _log.warning("%s is read by transformers and the packages of %s: %s is missing or odd", name, method, cause)
+    return None
+
+
+def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype) -> LeanForward:
+    kind = config.get("model_type")
+    if kind not in _FAMILIES:
+        raise UnreadError(f"its architecture is {kind!r}, not one of {', '.join(_FAMILIES)}")
+    if native.operations_for(torch.empty(0, dtype=dtype)) is None:
+        raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
+    if config.get("use_sliding_window"):
+        raise UnreadError("some of its layers have a window")
+    weights = PackedWeights(folder, config["quantization_config"], dtype)
+    family = family_of("llama" if kind == "mistral" else kind)
+    keys = ConfigKeys({**config, "sliding_window": config.get("sliding_window") if kind == "mistral" else None})
+    architecture = architecture_of(keys, Family(family.traits, window_of=lambda _: True), keys.factors)
+    generation = _json(folder / "generation_config.json")
+    vocab, hidden = weights["model.embed_tokens.weight"].shape
+    facts = ModelInfo(
+        name=name,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        layers=architecture.layers,
+        max_positions=config.get("max_position_embeddings"),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        bits=4,
+        eos_token_ids=end_tokens(generation.get("eos_token_id")) or end_tokens(config.get("eos_token_id")),
+        bos_token_id=next(iter(end_tokens(config.get("bos_token_id"))), None),
+        sampling_defaults={key: value for key, value in generation.items() if key != "transformers_version"},
+    )
+    return LeanForward(facts, architecture.lean_from(weights))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file of a checkpoint; nothing where there is none, or another kind of file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class ConfigKeys:
+    """A config under the names that the metadata of GGUF files have (`gguf_model.Keys`).
+
+    Args:
+        config: of transformers.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._rope = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
+        self._rope |= config.get("rope_parameters") or {}
+        self._kind = self._rope.get("rope_type", self._rope.get("type", "default"))
+        self.tensors: dict[str, Any] = {"rope_freqs.weight": None} if self._kind == "llama3" else {}
+
+    def of_architecture(self, key: str, default: Any = None) -> Any:
+        """A value by its name in GGUF."""
+        rope = {
+            "rope.freq_base": self._rope["rope_theta"],
+            "rope.scaling.type": {"default": "none", "llama3": "none"}.get(self._kind, self._kind),
+            "rope.scaling.factor": self._rope.get("factor"),
+            "rope.scaling.original_context_length": self._rope.get("original_max_position_embeddings"),
+            "rope.scaling.yarn_beta_fast": self._rope.get("beta_fast"),
+            "rope.scaling.yarn_beta_slow": self._rope.get("beta_slow"),
+        }
+        named = {"attention_factor", "mscale", "partial_rotary_factor"} & set(self._rope)
+        if key == "rope.scaling.type" and named:
+            raise UnreadError(f"its rotary embedding names {', '.join(sorted(named))}")
+        found = rope[key] if key in rope else self._config.get(_KEYS.get(key, ""))
+        return default if found is None else found
+
+    def factors(self, _: str) -> Float[Tensor, " half"]:
+        """What frequencies are divided by in Llama 3.1 and later.
+
+        Source: transformers, modeling_rope_utils, the kind llama3.
+        """
+        width = self.of_architecture("embedding_length") // self.of_architecture("attention.head_count")
+        plain = own_frequencies(float(self._rope["rope_theta"]), self.of_architecture("attention.key_length", width))
+        low, high = float(self._rope["low_freq_factor"]), float(self._rope["high_freq_factor"])
+        turns = self._rope["original_max_position_embeddings"] * plain / (2 * torch.pi)
+        smooth = ((turns - low) / (high - low)).clamp(0, 1)
+        divided: Tensor = (1 - smooth) / float(self._rope["factor"]) + smooth
+        return 1 / divided
+
+
+class PackedWeights(Weights):
+    """The tensors of a checkpoint; matrices whose weights are packed have the layout of C.
+
+    Args:
+        folder: with safetensors files.
+        fields: its quantization_config.
+        dtype: of the other tensors.
+
+    Raises:
+        UnreadError: fields that are not known here.
+    """
+
+    def __init__(self, folder: Path, fields: Mapping[str, Any], dtype: torch.dtype) -> None:
+        super().__init__(folder, dtype, torch.device("cpu"))
+        self.fields = fields
+        self._suffix, check, self._unpack = _METHODS[fields["quant_method"]]
+        check(fields)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files or self._packed(name) in self._files
+
+    def __getitem__(self, name: str) -> Any:
+        """A tensor, or a matrix whose weights were packed."""
+        if name in self._files:
+            return super().__getitem__(name)
+        numbers, zeros, scales = self._unpack(self, name.removesuffix(".weight"))
+        return grouped(numbers, zeros, scales, self._dtype)
+
+    def plain(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        found: Tensor = self._files[name].get_tensor(name)
+        return found
+
+    def _packed(self, name: str) -> str:
+        return f"{name.removesuffix('.weight')}.{self._suffix}" if name.endswith(".weight") else name
+
+
+def grouped(
+    numbers: UInt8[Tensor, "out in"],
+    zeros: UInt8[Tensor, "out groups"],
+    scales: Float[Tensor, "out groups"],
+    dtype: torch.dtype,
+) -> FileMatrix:
+    """A matrix in groups as C reads it.
+
+    Args:
+        numbers: of 4 bits.
+        zeros: the number that stands for 0 in each group.
+        scales: of each group; float16 must hold them exactly.
+        dtype: of what products make.
+
+    Raises:
+        UnreadError: scales that float16 does not hold, or a size of groups that is not known.
+    """
+    outs, ins = numbers.shape
+    groups = scales.shape[1]
+    half = scales.to(torch.float16)
+    if not torch.equal(half.to(scales.dtype), scales):
+        raise UnreadError("float16 does not hold its scales exactly")
+    size = ins // groups
+    if size > max(WORDS) and size % max(WORDS) == 0:  # a scale for a whole row, or for larger groups
+        more = size // max(WORDS)
+        half, zeros, size = half.repeat_interleave(more, 1), zeros.repeat_interleave(more, 1), max(WORDS)
+    if size not in WORDS or ins % size:
+        raise UnreadError(f"its groups have {size} inputs, and legal are {', '.join(map(str, WORDS))}")
+    both = numbers.view(outs, -1, size // 2, 2)
+    bytes_of = both[..., 0] | both[..., 1] << 4
+    parts = (half.contiguous().view(torch.uint8).view(outs, -1, 2), zeros.unsqueeze(-1), bytes_of)
+    content = torch.cat(parts, -1)
+    place = mmap.mmap(-1, content.numel())
+    torch.frombuffer(place, dtype=torch.uint8).copy_(content.flatten())
+    return FileMatrix(place, 0, outs, ins, WORDS[size], dtype, stays=False)
+
+
+# --- the methods -----------------------------------------------------------------------------------------------------
+
+
+def _words(packed: Int[Tensor, "rows words"]) -> UInt8[Tensor, "rows numbers"]:
+    """Eight numbers of 4 bits from each word, the lowest first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    return ((packed.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def _check_gptq(fields: Mapping[str, Any]) -> None:
+    if fields.get("bits") != 4:
+        raise UnreadError(f"its weights have {fields.get('bits')} bits")
+
+
+def _unpack_gptq(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = _words(weights.plain(f"{stem}.qweight").t().contiguous())
+    scales = weights.plain(f"{stem}.scales").t().contiguous()
+    size = numbers.shape[1] // scales.shape[1]
+    places = f"{stem}.g_idx"
+    if places in weights and not torch.equal(weights.plain(places).long(), torch.arange(numbers.shape[1]) // size):
+        raise UnreadError("its groups are not in order (desc_act)")
+    missing = 0 if weights.fields.get("checkpoint_format") == "gptq_v2" else 1
+    zeros = _words(weights.plain(f"{stem}.qzeros")).t() + missing
+    return numbers, zeros, scales
+
+
+def _check_awq(fields: Mapping[str, Any]) -> None:
+    version = str(fields.get("version", "gemm")).lower()
+    if fields.get("bits") != 4 or version != "gemm":
+        raise UnreadError(f"its weights have {fields.get('bits')} bits in the form {version}")
+
+
+def _unpack_awq(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
+    def outputs(packed: Tensor) -> Tensor:
+        words = _words(packed).view(len(packed), -1, 8)
+        return words[..., list(_OF_AWQ)].flatten(1).t().contiguous()
+
+    scales = weights.plain(f"{stem}.scales").t().contiguous()
+    return outputs(weights.plain(f"{stem}.qweight")), outputs(weights.plain(f"{stem}.qzeros")), scales
+
+
+def _check_compressed(fields: Mapping[str, Any]) -> None:
+    groups = fields.get("config_groups") or {}
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        known = weights.get("num_bits") == 4 and weights.get("type") == "int" and weights.get("symmetric")
+        if not known or group.get("input_activations") or weights.get("actorder"):
+            raise UnreadError("its weights are not symmetric numbers of 4 bits beside inputs in floats")
+    if fields.get("format") != "pack-quantized" or not groups:
+        raise UnreadError(f"its form is {fields.get('format')!r}, not 'pack-quantized'")
+
+
+def _unpack_compressed(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = _words(weights.plain(f"{stem}.weight_packed"))
+    scales = weights.plain(f"{stem}.weight_scale")
+    ins = int(weights.plain(f"{stem}.weight_shape")[1])
+    return numbers[:, :ins].contiguous(), torch.full(scales.shape, 8, dtype=torch.uint8), scales
+
+
+_METHODS: dict[str, tuple[str, Callable[[Mapping[str, Any]], None], Unpack]] = {
+    "gptq": ("qweight", _check_gptq, _unpack_gptq),
+    "awq": ("qweight", _check_awq, _unpack_awq),
+    "compressed-tensors": ("weight_packed", _check_compressed, _unpack_compressed),
+}

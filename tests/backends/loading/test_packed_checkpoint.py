@@ -1,0 +1,222 @@
+"""Checkpoints of GPTQ, AWQ and compressed-tensors, read natively: logits over the numbers that their formats define."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from draftproof import Engine, SamplingParams
+from draftproof.backends.base import Feed
+from draftproof.backends.lean.native_layers import NativeLayers
+from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.load import load
+from draftproof.backends.loading.options import LoadOptions
+from draftproof.backends.loading.packed_checkpoint import grouped, read_packed
+from draftproof.backends.products.packed_linear import dense
+from draftproof.drafters.ngram import NgramDrafter
+from draftproof.tree import TokenTree
+from support.helpers import random_model
+
+IDS = [5, 9, 2, 7, 11, 3, 30, 41, 17, 8, 26, 77, 30, 31, 32]
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 640,
+    "eos_token_id": 3,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.06,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 50000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=6),
+    "qwen2": lambda: transformers.Qwen2Config(**SHAPE),
+    "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=64, tie_word_embeddings=True),
+}
+
+
+def words(numbers):
+    """Eight numbers of 4 bits in each int32, along the last axis."""
+    found = (numbers.to(torch.int64).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
+    return (found - ((found >> 31) << 32)).to(torch.int32)
+
+
+def mixed(numbers):
+    """AWQ's order of the outputs in a word."""
+    return numbers.unflatten(-1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(-2)
+
+
+def in_four_bits(weight, group, *, symmetric):
+    """Numbers [out, in], zeros and scales [out, groups] of a weight, and the weight that they stand for."""
+    grid = weight.unflatten(1, (-1, group))
+    low, high = grid.amin(-1).clamp(max=0), grid.amax(-1).clamp(min=0)
+    scales = (grid.abs().amax(-1) / 7 if symmetric else (high - low) / 15).half()
+    zeros = torch.full(scales.shape, 8.0) if symmetric else (-low / scales.float()).round().clamp(0, 15)
+    numbers = (grid / scales[..., None].float() + zeros[..., None]).round().clamp(0, 15)
+    exact = (numbers - zeros[..., None]) * scales[..., None].float()
+    return numbers.flatten(1), zeros, scales, exact.flatten(1)
+
+
+def stored(method, numbers, zeros, scales, group):
+    """Tensors of a matrix by a method."""
+    outs, ins = numbers.shape
+    if method in ("gptq", "gptq_v2"):
+        less = 1 if method == "gptq" else 0
+        places = (torch.arange(ins) // group).int()
+        made = {"qweight": words(numbers).t().contiguous(), "qzeros": words((zeros - less).t()), "g_idx": places}
+        return {**made, "scales": scales.t().contiguous()}
+    if method == "awq":
+        made = {"qweight": words(mixed(numbers.t())), "qzeros": words(mixed(zeros.t()))}
+        return {**made, "scales": scales.t().contiguous()}
+    return {"weight_packed": words(numbers), "weight_scale": scales, "weight_shape": torch.tensor([outs, ins])}
+
+
+def fields_of(method, group):
+    if method == "compressed-tensors":
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+        groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
+        return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
+    own = {"version": "gemm"} if method == "awq" else {"desc_act": False, "checkpoint_format": method}
+    return {"quant_method": method.removesuffix("_v2"), "bits": 4, "group_size": group, **own}
+
+
+def checkpoint(folder, method, group=128, kind="llama"):
+    """A checkpoint, and the model of transformers with the weights that it stands for."""
+    model = random_model(CONFIGS[kind](), seed=5)
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        if "_proj.weight" in name:
+            *parts, exact = in_four_bits(weight, group, symmetric=method == "compressed-tensors")
+            made = stored(method, *parts, group)
+            tensors |= {name.replace("weight", each): value for each, value in made.items()}
+            weight.copy_(exact)
+        elif name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            tensors[name] = weight.clone()
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.quantization_config = fields_of(method, group)
+    model.config.save_pretrained(folder)
+    del model.config.quantization_config
+    return model
+
+
+def logits_of(backend):
+    session = backend.open()
+    return backend.forward([Feed(session, IDS[:1], TokenTree.chain(torch.tensor(IDS[1:])))])[0].logits
+
+
+def off(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+def read(folder, **changes):
+    return read_packed(folder, "x", LoadOptions(**{"dtype": "float32", **changes}))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("method", ["gptq", "gptq_v2", "awq", "compressed-tensors"])
+def test_logits_are_those_of_the_numbers(method, group, tmp_path):
+    model = checkpoint(tmp_path, method, group)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    backend = read(tmp_path)
+    assert isinstance(backend.lean.run_layers, NativeLayers)
+    assert off(logits_of(backend), expected) < 0.03, "inputs have 8 bits"
+    for name in ("q_proj", "v_proj"):
+        part = getattr(model.model.layers[1].self_attn, name).weight
+        found = backend.lean.layers[1].qkv.dense()
+        start = 0 if name == "q_proj" else 4 * 64 + 2 * 64
+        assert off(found[start : start + len(part)], part) < 1e-6
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_architectures(kind, tmp_path):
+    model = checkpoint(tmp_path, "gptq", kind=kind)
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    backend = read(tmp_path)
+    assert off(logits_of(backend), expected) < 0.03
+    assert backend.eos_token_ids == (3,)
+    assert (backend.vocab_size, backend.max_positions, backend.facts.bits) == (97, 640, 4)
+    assert backend.rounding == ""
+
+
+def test_texts_are_equal_with_and_without_drafts(tmp_path):
+    checkpoint(tmp_path, "awq")
+    backend = load(str(tmp_path), LoadOptions(dtype="bfloat16")).backend
+    assert backend.facts.bits == 4
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    plain, drafted = (Engine(backend, drafter).generate(IDS * 2, params)[0] for drafter in (None, NgramDrafter()))
+    assert plain.token_ids == drafted.token_ids
+    session = backend.open()
+    alone = torch.stack([backend.forward([Feed(session, [token])])[0].logits[-1] for token in IDS])
+    assert torch.equal(alone, logits_of(backend))
+
+
+def changed(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= fields
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("method", "fields", "why"),
+    [
+        ("gptq", {"bits": 8}, "8 bits"),
+        ("awq", {"version": "gemv"}, "in the form gemv"),
+        ("compressed-tensors", {"format": "int-quantized"}, "its form is 'int-quantized'"),
+        ("compressed-tensors", {"config_groups": {"x": {"weights": {"num_bits": 8}}}}, "not symmetric numbers of 4"),
+    ],
+)
+def test_forms_that_are_not_known_are_left_to_transformers_and_said(method, fields, why, tmp_path, caplog):
+    checkpoint(tmp_path, method)
+    changed(tmp_path, **fields)
+    assert read(tmp_path) is None
+    assert why in caplog.text
+
+
+def test_groups_out_of_order_and_missing_tensors_are_said(tmp_path, caplog):
+    checkpoint(tmp_path, "gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    place = "model.layers.0.mlp.down_proj.g_idx"
+    save_file({**tensors, place: tensors[place].flip(0)}, tmp_path / "model.safetensors")
+    assert read(tmp_path) is None
+    assert "not in order (desc_act)" in caplog.text
+    del tensors["model.layers.0.mlp.down_proj.qzeros"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read(tmp_path) is None
+    assert "qzeros' is missing or odd" in caplog.text
+
+
+def test_it_is_left_to_transformers_where_that_was_asked_for_or_nothing_is_packed(tmp_path):
+    checkpoint(tmp_path, "gptq")
+    for changes in ({"backend": "hf"}, {"dtype": "float16"}, {"device": "meta"}):
+        assert read(tmp_path, **changes) is None
+    changed(tmp_path, quant_method="bitsandbytes")
+    assert read(tmp_path) is None
+    assert read(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 512])
+def test_rows_are_the_numbers_exactly(group):
+    weight = torch.randn(40, 1024, generator=torch.Generator().manual_seed(1)) / 50
+    numbers, zeros, scales, expected = in_four_bits(weight, group, symmetric=False)
+    matrix = grouped(numbers.to(torch.uint8), zeros.to(torch.uint8), scales, torch.float32)
+    assert torch.equal(dense(matrix), expected)
+
+
+def test_scales_and_groups_that_cannot_be_exact_are_refused():
+    numbers, zeros = torch.zeros(16, 64, dtype=torch.uint8), torch.zeros(16, 1, dtype=torch.uint8)
+    with pytest.raises(UnreadError, match="float16 does not hold its scales exactly"):
+        grouped(numbers, zeros, torch.full((16, 1), 1e-9, dtype=torch.bfloat16), torch.float32)
+    with pytest.raises(UnreadError, match="its groups have 16 inputs, and legal are 32, 64, 128"):
+        grouped(numbers, zeros.expand(16, 4), torch.ones(16, 4), torch.float32)
