@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from draftproof import Engine, SamplingParams
@@ -119,7 +120,7 @@ def off(found, expected):
 
 
 def read(folder, **changes):
-    return read_packed(folder, "x", LoadOptions(**{"dtype": "float32", **changes}))
+    return read_packed(str(folder), "x", LoadOptions(**{"dtype": "float32", **changes}))
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 256])
@@ -148,6 +149,19 @@ def test_architectures(kind, tmp_path):
     assert backend.eos_token_ids == (3,)
     assert (backend.vocab_size, backend.max_positions, backend.facts.bits) == (97, 640, 4)
     assert backend.rounding == ""
+
+
+def test_a_checkpoint_of_the_hub_is_read_likewise(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    held = tmp_path / "models--bob--x"
+    (held / "refs").mkdir(parents=True)
+    (held / "refs" / "main").write_text("0" * 40)
+    (held / "snapshots").mkdir()
+    model = checkpoint(held / "snapshots" / ("0" * 40), "gptq")
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    assert off(logits_of(read("bob/x")), expected) < 0.03
+    assert read("bob/y") is None
 
 
 def test_texts_are_equal_with_and_without_drafts(tmp_path):

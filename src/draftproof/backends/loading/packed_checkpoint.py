@@ -45,17 +45,17 @@ _KEYS = {
 Unpack = Callable[["PackedWeights", str], tuple[Tensor, Tensor, Tensor]]
 
 
-def read_packed(folder: Path, name: str, options: LoadOptions) -> LeanForward | None:
+def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | None:
     """The model in a checkpoint of one of the methods; None where it is another kind, or transformers reads it.
 
     Args:
-        folder: of the checkpoint.
+        where: directory or hub id of the checkpoint.
         name: for errors and reports.
         options: how it is loaded.
     """
     dtypes = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
     altered = options.adapter or options.attn_implementation or options.quantization_config is not None
-    config = _json(folder / "config.json")
+    config = _config(where)
     method = (config.get("quantization_config") or {}).get("quant_method")
     if method not in _METHODS or altered or options.tensor_parallel != 1 or options.dtype not in dtypes:
         return None
@@ -63,12 +63,37 @@ def read_packed(folder: Path, name: str, options: LoadOptions) -> LeanForward | 
     if elsewhere or options.backend not in ("auto", LeanForward.kind):
         return None
     try:
-        return _read(folder, name, config, dtypes[options.dtype])
+        return _read(_folder(where), name, config, dtypes[options.dtype])
     except UnreadError as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s", name, method, cause)
     except (KeyError, OSError, SafetensorError, TypeError, ValueError) as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s is missing or odd", name, method, cause)
     return None
+
+
+def _config(where: str) -> dict[str, Any]:
+    """The config of a checkpoint; nothing where there is none, which transformers says better."""
+    folder = Path(where)
+    if folder.is_dir():
+        return _json(folder / "config.json")
+    from huggingface_hub import constants
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(where, "config.json", cache_dir=constants.HF_HUB_CACHE)
+    except Exception:  # noqa: BLE001 - whatever the hub's library raises
+        return {}
+    return {} if found is None else _json(Path(found))
+
+
+def _folder(where: str) -> Path:
+    """The directory of a checkpoint, whose files are downloaded where it is a hub id."""
+    if Path(where).is_dir():
+        return Path(where)
+    from huggingface_hub import constants, snapshot_download
+
+    patterns = ["*.safetensors", "*.json"]
+    return Path(snapshot_download(where, allow_patterns=patterns, cache_dir=constants.HF_HUB_CACHE))
 
 
 def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype) -> LeanForward:
