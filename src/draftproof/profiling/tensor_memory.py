@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from draftproof.native.ggml import Segment
 from draftproof.native.tensors import Interleaved, Quantized
 
 _Key = tuple[str, int]
@@ -95,7 +96,7 @@ def tensor_memory(*roots: object) -> TensorMemory:
     packed: set[_Key] = set()
     for root in roots:
         for _, item in walk(root):
-            if isinstance(item, Interleaved | Quantized):
+            if isinstance(item, Interleaved | Quantized | Segment):
                 packed.add(_storage(item.blocks)[0])
             if not isinstance(item, Tensor):
                 continue

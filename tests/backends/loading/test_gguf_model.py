@@ -14,7 +14,7 @@ pytest.importorskip("gguf", reason="the extra gguf is not installed")
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import EarlyExitBackend
-from draftproof.backends.lean.native_layers import NativeLayers
+from draftproof.backends.lean.native_layers import PRODUCTS, NativeLayers
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.gguf_model import FAMILIES, in_own_numbers, read_model
 from draftproof.backends.loading.options import LoadOptions
@@ -24,6 +24,7 @@ from draftproof.drafters.ngram import NgramDrafter
 from draftproof.engine.registry import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.native.dispatch import VARIABLE
+from draftproof.profiling.tensor_memory import tensor_memory
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
 from support.gguf_files import write_model
@@ -315,3 +316,10 @@ def test_output_rows_and_embeddings_are_the_files_numbers(written):
         ids = torch.tensor([3, 0, 319])
         assert torch.equal(backend.output_rows(ids), model.lm_head.weight[ids])
         assert torch.equal(backend.embed(ids), model.model.embed_tokens.weight[ids])
+
+
+def test_its_memory_is_counted_as_packed(written):
+    backend = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
+    found = tensor_memory(backend.lean.layers)
+    weights = [getattr(layer, name).weight for layer in backend.lean.layers for name in PRODUCTS]
+    assert sum(found.nbytes[key] for key in found.packed) == sum(weight.nbytes for weight in weights)
