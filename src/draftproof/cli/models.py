@@ -67,6 +67,38 @@ def path(name: Name, *, as_json: Json = False) -> None:
 
 
 @app.command()
+def match(
+    target: Annotated[str, typer.Argument(help="The target: registered name, hub id, directory or .gguf file.")],
+    *,
+    folder: Annotated[
+        list[Path] | None, typer.Option("--in", metavar="DIR", help="Also search this directory; repeat for several.")
+    ] = None,
+    accepted: Annotated[
+        float, typer.Option(help="Share of drafted tokens that are accepted after an accepted one, for the gain.")
+    ] = 0.7,
+    as_json: Json = False,
+) -> None:
+    """Show which models on this disk can draft for a target, and what that gains by the bytes that they read."""
+    if not 0 < accepted < 1:
+        raise UserError(f"accepted: expected a number between 0 and 1, got {accepted}")
+    from draftproof.backends.loading.match import matches
+
+    obtain(target)
+    with quiet_libraries():
+        found = matches(target, folder or ())
+    if as_json:
+        rows = [{**vars(each), "gain": None if each.why_not else each.gain(accepted)[0]} for each in found]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    for each in found:
+        gain, length = each.gain(accepted)
+        fits = f"{each.share:.2f} of a token, {gain:.2f} times as fast with {length} drafted"
+        typer.echo(f"{each.name}  {fits if not each.why_not else f'no: {each.why_not}'}")
+    if not found:
+        note(f"no other models here; search further with --in DIR, or look for a small model of the family of {target}")
+
+
+@app.command()
 def derive(
     source: Annotated[str, typer.Argument(help="A model's name or directory.")],
     *,

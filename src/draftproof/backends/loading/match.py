@@ -1,0 +1,102 @@
+"""Which models on this disk can draft for a target: the same tokenizer, and how much of its weights a token reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftproof import models
+from draftproof.backends.lean.checkpoint import weight_files
+from draftproof.backends.loading.load import LoadedModel, load
+from draftproof.backends.loading.tokenization import refuse_different
+from draftproof.errors import UserError
+from draftproof.models.found import found_files
+from draftproof.models.gguf_file import FLOATS, GGUFFile, is_gguf
+from draftproof.native.ggml import TYPES
+from draftproof.theory.lengths import iid_block_efficiency
+
+VERIFIED = 1.05  # what a pass over five rows costs, of one row (docs/results/gguf.md)
+_MOST_DRAFTED = 8
+
+
+@dataclass(frozen=True)
+class Match:
+    """A model that may draft for a target.
+
+    Attributes:
+        name: that `--draft` takes.
+        nbytes: that are read for a token.
+        share: of the target's.
+        why_not: why it cannot draft; empty where it can.
+    """
+
+    name: str
+    nbytes: int
+    share: float
+    why_not: str
+
+    def gain(self, accepted: float) -> tuple[float, int]:
+        """Speed-up over plain decoding at the best length, and that length, by bytes alone.
+
+        A drafted token costs `share`, a verification VERIFIED.
+
+        Args:
+            accepted: share of drafted tokens that are accepted after an accepted one.
+        """
+        lengths = range(1, _MOST_DRAFTED + 1)
+        return max((iid_block_efficiency(accepted, n) / (n * self.share + VERIFIED), n) for n in lengths)
+
+
+def matches(target: str, folders: Iterable[Path] = ()) -> list[Match]:
+    """What can draft for a target, the smallest first, and after those what cannot.
+
+    Args:
+        target: its name.
+        folders: that are searched for .gguf files and directories of models, beside what `found_files` finds and the
+            registered models that are here.
+
+    Raises:
+        UserError: the target cannot be read.
+    """
+    right = load(target)
+    whole = _read_bytes(target)
+    names = [name for name in models.REGISTRY if models.pulled(name)]
+    names += [each.name for each in found_files()]
+    for folder in folders:
+        names += [str(path) for path in sorted(folder.rglob("*.gguf"))]
+        names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
+    own = models.resolve(target)
+    found = [_match(name, right, whole) for name in dict.fromkeys(names) if models.resolve(name) != own]
+    return sorted(found, key=lambda each: (bool(each.why_not), each.nbytes))
+
+
+def _match(name: str, right: LoadedModel, whole: int) -> Match:
+    try:
+        nbytes = _read_bytes(name)
+    except (UserError, OSError, KeyError, ValueError) as cause:
+        return Match(name, 0, math.inf, str(cause))
+    share = nbytes / whole
+    try:
+        refuse_different(right.tokenizer, load(name).tokenizer, target_name=right.name, draft_name=name)
+    except UserError as cause:
+        return Match(name, nbytes, share, str(cause))
+    return Match(name, nbytes, share, "" if share < 1 else "it is not smaller than the target")
+
+
+def _read_bytes(name: str) -> int:
+    """Bytes of weights that are read for a token: all but the embedding, where the output layer has a table of its own.
+
+    Raises:
+        OSError, KeyError, ValueError, UserError: it cannot be read.
+    """
+    where = Path(models.resolve(name))
+    if not is_gguf(where):
+        return sum(path.stat().st_size for path in weight_files(where))
+    tensors = GGUFFile(where).tensors
+    left = "token_embd.weight" if "output.weight" in tensors else ""
+    sizes = {kind: layout.size / layout.elements for kind, layout in TYPES.items()}
+    sizes |= {kind: float(dtype.itemsize) for kind, dtype in FLOATS.items()}
+    counted = (entry for key, entry in tensors.items() if key != left and entry.type in sizes)
+    return int(sum(math.prod(entry.shape) * sizes[entry.type] for entry in counted))

@@ -1,0 +1,63 @@
+"""What on a disk can draft for a target: by tokenizer and bytes."""
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from draftproof import UserError, models
+from draftproof.backends.loading.match import VERIFIED, Match, matches
+from draftproof.cli import app
+from draftproof.embedded import draft_dir, stories_target_dir, target_dir
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DRAFTPROOF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name, source in (("small", draft_dir()), ("same", target_dir()), ("other", stories_target_dir())):
+        shutil.copytree(source, tmp_path / "here" / name)
+    (tmp_path / "here" / "broken").mkdir()
+    (tmp_path / "here" / "broken" / "config.json").write_text("{}")
+    return tmp_path / "here"
+
+
+def test_what_fits_comes_first_and_what_does_not_says_why(folder):
+    found = {each.name.rsplit("/", 1)[-1]: each for each in matches("embedded:target", [folder])}
+    assert next(iter(found)) == "small"
+    assert found["small"].why_not == ""
+    assert 0 < found["small"].share < 1
+    assert "not smaller than the target" in found["same"].why_not
+    assert "tokenizer" in found["other"].why_not
+    assert found["broken"].why_not
+
+
+def test_the_gain_is_that_of_the_bytes():
+    one = Match("x", 1, 0.1, "")
+    gains = {g: (1 - 0.8 ** (g + 1)) / 0.2 / (g * 0.1 + VERIFIED) for g in range(1, 9)}
+    best = max(gains, key=gains.get)
+    assert one.gain(0.8) == (pytest.approx(gains[best]), best)
+    assert one.gain(0.5)[1] < best
+
+
+def test_the_command(folder):
+    shown = CliRunner().invoke(app, ["models", "match", "embedded:target", "--in", str(folder)])
+    assert shown.exit_code == 0, shown.output
+    first, *_ = shown.stdout.splitlines()
+    assert "small" in first
+    assert "times as fast" in first
+    made = CliRunner().invoke(app, ["models", "match", "embedded:target", "--in", str(folder), "--json"])
+    assert json.loads(made.stdout)[0]["gain"] > 0
+    alone = CliRunner().invoke(app, ["models", "match", "embedded:target"])
+    assert "no other models here" in alone.output
+    wrong = CliRunner().invoke(app, ["models", "match", "embedded:target", "--accepted", "1.5"])
+    assert wrong.exit_code == 1
+    assert "between 0 and 1" in wrong.output
+
+
+def test_a_target_that_is_not_there(folder):
+    with pytest.raises(UserError, match="no such file"):
+        matches("./nowhere", [folder])
+    assert models.resolve("embedded:target")
