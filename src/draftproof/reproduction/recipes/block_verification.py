@@ -89,7 +89,7 @@ def _times(
     found = {
         "WS token": resample(sums, speed(1, 0)),
         "WS block": resample(sums, speed(2, 0)),
-        "WS gain %": resample(sums, faster(2, 1, 100)),
+        "WS gain %": resample(sums, faster(2, 1, 100.0)),
         "BE token in runs": resample(sums, run_efficiency(1, 3)),
         "BE block in runs": resample(sums, run_efficiency(2, 3)),
     }
