@@ -12,9 +12,12 @@ from support.helpers import plain_rows
 
 
 class Program:
-    """Runs operations on several sessions of one backend and checks every row; a second record of what was read."""
+    """Runs operations on several sessions of one backend and checks every row; a second record of what was read.
 
-    def __init__(self, under_test, *, tolerance=2e-5):
+    The tolerance is for float32 sums in any order, at any level of processors: 2.2e-5 was seen at the portable one.
+    """
+
+    def __init__(self, under_test, *, tolerance=5e-5):
         self.backend = under_test
         self.tolerance = tolerance
         self.sessions = {}
@@ -125,7 +128,7 @@ def roll_back_somehow(program, draw, vocab):
         program.forward([(name, rest, [], [])])
 
 
-def run_program(seed, under_test, *, steps=8, names=4, tolerance=2e-5):
+def run_program(seed, under_test, *, steps=8, names=4, tolerance=5e-5):
     draw = random.Random(seed)
     program = Program(under_test, tolerance=tolerance)
     try:
