@@ -1,5 +1,6 @@
 """Random programs of session calls that every backend must get right, and the mistakes that they must find."""
 
+import copy
 import random
 
 import torch
@@ -11,13 +12,19 @@ from draftproof.tree import ROOT, TokenTree
 from support.helpers import plain_rows
 
 
+def off(found, expected):
+    """The largest difference, as a share of the largest number."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 class Program:
     """Runs operations on several sessions of one backend and checks every row; a second record of what was read.
 
-    The tolerance is for float32 sums in any order, at any level of processors: 2.2e-5 was seen at the portable one.
+    A row may be off by more than the tolerance only where transformers' own row is as far from float64's: two orders of
+    float32 sums cannot agree better than that.
     """
 
-    def __init__(self, under_test, *, tolerance=5e-5):
+    def __init__(self, under_test, *, tolerance=2e-5):
         self.backend = under_test
         self.tolerance = tolerance
         self.sessions = {}
@@ -47,19 +54,24 @@ class Program:
             ]
             expected.append(paths)
         outputs = self.backend.forward(made, hidden=hidden)
-        logits, states = plain_rows(self.backend.model, [path for paths in expected for path in paths])
-        self.close_to(torch.cat([output.logits for output in outputs]), logits)
+        sequences = [path for paths in expected for path in paths]
+        rows = plain_rows(self.backend.model, sequences)
+        self.close_to(torch.cat([output.logits for output in outputs]), rows, 0, sequences)
         if hidden:
-            self.close_to(torch.cat([output.hidden for output in outputs]), states)
+            self.close_to(torch.cat([output.hidden for output in outputs]), rows, 1, sequences)
         assert [len(output.logits) for output in outputs] == [len(paths) for paths in expected]
-        self.rows += len(logits)
+        self.rows += len(sequences)
         for name, *_ in feeds:
             self.agrees(name)
 
-    def close_to(self, found, expected):
+    def close_to(self, found, rows, which, sequences):
+        """Whether rows are those of transformers, of logits (0) or of hidden states (1)."""
+        expected = rows[which]
         assert found.shape == expected.shape
-        error = (found - expected).abs().max() / expected.abs().max()
-        assert error < self.tolerance, f"a row is off by {error:.2g}"
+        error = off(found, expected)
+        if error >= self.tolerance:
+            exact = plain_rows(copy.deepcopy(self.backend.model).double(), sequences)[which]
+            assert off(found, exact) < 1.5 * off(expected, exact), f"a row is off by {error:.2g}"
 
     def agrees(self, name):
         stem, tail, above = self.records[name]
@@ -128,7 +140,7 @@ def roll_back_somehow(program, draw, vocab):
         program.forward([(name, rest, [], [])])
 
 
-def run_program(seed, under_test, *, steps=8, names=4, tolerance=5e-5):
+def run_program(seed, under_test, *, steps=8, names=4, tolerance=2e-5):
     draw = random.Random(seed)
     program = Program(under_test, tolerance=tolerance)
     try:
