@@ -1,12 +1,15 @@
 """Weights of GGUF files: rows are the numbers of gguf-py, and products theirs with inputs in 8 bits."""
 
+import dataclasses
 import mmap
 
 import numpy as np
 import pytest
 import torch
 
-from draftproof.native.ggml import TYPES, FileMatrix, GGMLWeight, why_not_joined
+from draftproof import UserError
+from draftproof.native import dispatch
+from draftproof.native.ggml import LAYOUTS, TYPES, GGMLWeight, StoredMatrix, why_not_joined
 from support.gguf_files import random_blocks
 from support.native_levels import OPERATIONS, drawn
 
@@ -21,8 +24,9 @@ def matrix_of(kind, outs, ins, dtype=torch.float32, seed=0, offset=0):
     blocks = random_blocks(kind, outs, ins, seed)
     place = mmap.mmap(-1, offset + blocks.nbytes)
     place[offset:] = blocks.tobytes()
+    content = torch.frombuffer(place, dtype=torch.uint8, offset=offset)
     numbers = quants.dequantize(blocks.reshape(outs, -1), kind).reshape(outs, ins)
-    return FileMatrix(place, offset, outs, ins, kind, dtype), torch.from_numpy(np.ascontiguousarray(numbers))
+    return StoredMatrix(content, outs, ins, kind, dtype), torch.from_numpy(np.ascontiguousarray(numbers))
 
 
 def in_8_bits(x):
@@ -111,12 +115,28 @@ def test_inputs_of_zero_and_large_ones(kind, dtype):
 
 def test_what_no_matrix_can_be_is_refused():
     matrix, _ = matrix_of(12, 16, 256)
-    for change in ({"ins": 250}, {"type": 1}, {"outs": 0}, {"offset": 1}, {"offset": -1}, {"outs": 17}):
-        fields = {"map": matrix.map, "offset": 0, "outs": 16, "ins": 256, "type": 12, "dtype": torch.float32, **change}
-        with pytest.raises(ValueError, match="matrix"):
-            FileMatrix(**fields)
+    fields = {"content": matrix.content, "outs": 16, "ins": 256, "type": 12, "dtype": torch.float32}
+    beyond = {"rows": torch.arange(1, 17)}
+    for change in ({"ins": 250}, {"type": 1}, {"outs": 0}, {"content": matrix.content[1:]}, {"outs": 17}, beyond):
+        with pytest.raises(ValueError, match=r"matrix|content|rows"):
+            StoredMatrix(**{**fields, **change})
     operations = OPERATIONS[torch.float32]
     weight = operations.ggml_repacked(matrix)
     for x in (torch.zeros(1, 255), torch.zeros(1, 256, dtype=torch.float64)):
         with pytest.raises(ValueError, match="expected x"):
             operations.ggml_product(x, weight)
+    (segment,) = weight.segments
+    for segments, ins in (((segment,), 512), ((segment,) * 5, 256), ((), 256)):
+        with pytest.raises(ValueError, match=r"expected blocks|segments of"):
+            GGMLWeight(segments, ins)
+    with pytest.raises(ValueError, match="expected blocks"):
+        GGMLWeight((dataclasses.replace(segment, outs=17),), 256)
+
+
+def test_sizes_that_differ_from_those_of_c_are_found(monkeypatch):
+    layout = dataclasses.replace(LAYOUTS[12], piece_size=2369)
+    monkeypatch.setitem(LAYOUTS, 12, layout)
+    dispatch._operations.cache_clear()
+    with pytest.raises(UserError, match="sizes of Q4_K"):
+        dispatch._operations("1", torch.float32)
+    dispatch._operations.cache_clear()

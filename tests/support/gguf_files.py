@@ -59,7 +59,7 @@ def restored(rows, heads):
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()):
+def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=(), without=()):
     """Write a model of transformers as a GGUF file; its matrices become random blocks of some types in turn.
 
     Args:
@@ -69,6 +69,7 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
         metadata: without the architecture before the keys.
         kinds: types of matrices; None keeps a matrix in float32.
         extra: further tensors, by name.
+        without: names of tensors that are left out.
     """
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter, quants
@@ -76,6 +77,7 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
     writer = GGUFWriter(path, architecture)
     for key, value in metadata.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[list] = writer.add_array
         add[type(value)](key if "." in key and key.split(".")[0] == "tokenizer" else f"{architecture}.{key}", value)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     names = {**_PARTS, **_OTHER_PARTS.get(architecture, {})}
@@ -86,6 +88,8 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
         stem, suffix = name.rsplit(".", 1)
         place = _TOP.get(name) or "blk.{}.{}".format(stem.split(".")[2], names[".".join(stem.split(".")[3:])])
         turned = heads.get(stem.split(".")[-1]) if architecture in PERMUTED else None
+        if f"{place}.{suffix}" in without:
+            continue
         content = weight.numpy()
         if weight.dim() == 2 and (kind := kinds[number % len(kinds)]) is not None:
             blocks = random_blocks(kind, *weight.shape, seed=number, scale=SCALES[kind])

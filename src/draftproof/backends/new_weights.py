@@ -46,23 +46,33 @@ def refuse_misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
     Raises:
         UserError: naming the tensors.
     """
-    missing = sorted(shapes.keys() - state.keys())
-    strange = sorted(state.keys() - shapes.keys())
-    wrong = sorted(
-        f"{key} is {list(state[key].shape)}, not {list(shape)}"
-        for key, shape in shapes.items()
-        if key in state and tuple(state[key].shape) != shape
-    )
-    for problem, found in (("lack", missing), ("have too much:", strange), ("do not fit:", wrong)):
-        if found:
-            more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            raise UserError(
-                f"the new weights {problem} {', '.join(found[:_SHOWN])}{more}; legal is a whole state dict of {name}, "
-                "under transformers' names"
-            )
+    problem = misfit({key: tuple(tensor.shape) for key, tensor in state.items()}, shapes)
+    if problem is not None:
+        raise UserError(f"the new weights {problem}; legal is a whole state dict of {name}, under transformers' names")
     broken = [key for key in shapes if state[key].is_floating_point() and not bool(state[key].isfinite().all())]
     if broken:
         raise UserError(f"the new weights hold NaN or infinite numbers in {broken[0]}: the old ones stay in use")
+
+
+def misfit(found: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What is wrong with the tensors of a model: some are missing, too much, or of another shape; None where all fit.
+
+    Args:
+        found: their shapes.
+        shapes: of every tensor that the model has.
+    """
+    missing = sorted(shapes.keys() - found.keys())
+    strange = sorted(found.keys() - shapes.keys())
+    wrong = sorted(
+        f"{key} is {list(found[key])}, not {list(shape)}"
+        for key, shape in shapes.items()
+        if key in found and found[key] != shape
+    )
+    for problem, names in (("lack", missing), ("have too much:", strange), ("do not fit:", wrong)):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            return f"{problem} {', '.join(names[:_SHOWN])}{more}"
+    return None
 
 
 class StateWeights:

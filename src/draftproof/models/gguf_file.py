@@ -6,6 +6,7 @@ a vocabulary has hundreds of thousands of texts.
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 import struct
@@ -15,8 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import UInt8
+from torch import Tensor
 
 from draftproof.errors import UserError, reason
+from draftproof.native.ggml import TYPES
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -63,6 +67,25 @@ class TensorEntry:
     offset: int
     shape: tuple[int, ...]
     type: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes; 0 for a type that is not known here."""
+        count = math.prod(self.shape)
+        if self.type in FLOATS:
+            return count * FLOATS[self.type].itemsize
+        layout = TYPES.get(self.type)
+        return 0 if layout is None else count // layout.elements * layout.size
+
+    @property
+    def content(self) -> UInt8[Tensor, " bytes"]:
+        """Its bytes, in the map."""
+        return torch.frombuffer(self.map, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
+
+    def release(self) -> None:
+        """Let its pages go; they are read again where they are needed."""
+        start = self.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self.map.madvise(mmap.MADV_DONTNEED, start, self.offset + self.nbytes - start)
 
 
 class GGUFFile:
@@ -134,9 +157,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
         table.append((name, shape[::-1], kind, offset))
     alignment = int(metadata.get("general.alignment", _ALIGNMENT))
     start = -(-cursor.at // alignment) * alignment
-    if table and start + max(offset for *_, offset in table) >= len(content):
-        raise ValueError("it ends before its last tensor")
-    return metadata, {name: TensorEntry(content, start + offset, shape, kind) for name, shape, kind, offset in table}
+    found = {name: TensorEntry(content, start + offset, shape, kind) for name, shape, kind, offset in table}
+    for name, entry in found.items():
+        if entry.offset + max(entry.nbytes, 1) > len(content):
+            raise ValueError(f"it ends before its tensor {name} does")
+    return metadata, found
 
 
 class _Cursor:

@@ -1,23 +1,22 @@
-"""Matrices of GGUF files in their own numbers: as they lie in the file, and as C reads them (c/ggml.h).
+"""Matrices of few bits in their own numbers: as a checkpoint stores them, and as C reads them (c/ggml.h).
 
-A file keeps a row in blocks of 32 or 256 numbers with scales of their own, by one of ggml's types. Nothing is rounded
-again here: a product reads the same numbers in another order.
+A GGUF file keeps a row in blocks of 32 or 256 numbers with scales of their own, by one of ggml's types; GPTQ and AWQ
+keep groups with a scale. Nothing is rounded again here: a product reads the same numbers in another order.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from mmap import MADV_DONTNEED, PAGESIZE, mmap
 
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from draftproof.native.structures import GGML_SEGMENTS, GGMLArguments
-from draftproof.native.tensors import CPU, LANES
+from draftproof.native.tensors import CPU, LANES, require
 
 
 @dataclass(frozen=True)
@@ -68,47 +67,43 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True, eq=False)
-class FileMatrix:
-    """A matrix as it lies in a GGUF file.
+class StoredMatrix:
+    """A matrix of few bits as a checkpoint stores it.
 
     Attributes:
-        map: of the file; its pages are read when they are needed.
-        offset: of the matrix in the map.
+        content: its bytes, in memory or in the map of a file.
         outs: number of outputs.
         ins: number of inputs.
         type: a key of LAYOUTS.
         dtype: of what products make.
-        rows: which row of the file each output is; None where they are in order.
-        stays: whether the map is that of a file, whose pages are read again where they are needed.
+        rows: which stored row each output is; None where they are in order.
+        release: lets the pages of the file go that hold it, to be read again where they are needed; None where the
+            content is in memory only.
     """
 
-    map: mmap
-    offset: int
+    content: UInt8[Tensor, " bytes"]
     outs: int
     ins: int
     type: int
     dtype: torch.dtype
     rows: Int64[Tensor, " outs"] | None = None
-    stays: bool = True
+    release: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         kind = LAYOUTS.get(self.type)
         if kind is None or self.ins % kind.elements or self.outs < 1 or self.ins < 1:
             raise ValueError(f"no matrix of {self.outs} x {self.ins} of ggml's type {self.type} can be read")
-        if not 0 <= self.offset <= self.offset + self.nbytes <= len(self.map):
-            raise ValueError(f"a matrix from byte {self.offset} to {self.offset + self.nbytes} of {len(self.map)}")
+        require("content", self.content, torch.uint8, (self.outs * (self.ins // kind.elements) * kind.size,))
+        if self.rows is not None:
+            require("rows", self.rows, torch.int64, (self.outs,))
+            if not 0 <= int(self.rows.min()) <= int(self.rows.max()) < self.outs:
+                raise ValueError(f"an order of rows that are not all of 0 to {self.outs - 1}")
 
     def __len__(self) -> int:
         return self.outs
 
-    def __deepcopy__(self, memo: object) -> FileMatrix:
+    def __deepcopy__(self, memo: object) -> StoredMatrix:
         return self  # a map cannot be copied, and nothing changes it
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes in the file."""
-        kind = LAYOUTS[self.type]
-        return self.outs * (self.ins // kind.elements) * kind.size
 
     @property
     def shape(self) -> torch.Size:
@@ -120,25 +115,20 @@ class FileMatrix:
         """Where products with it are made."""
         return CPU
 
-    @functools.cached_property
-    def content(self) -> UInt8[Tensor, " bytes"]:
-        """Its bytes in the map."""
-        return torch.frombuffer(self.map, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
+    def first(self, outs: int) -> StoredMatrix:
+        """Its first stored rows, or all where there are fewer."""
+        outs = min(outs, self.outs)
+        return replace(self, content=self.content[: len(self.content) // self.outs * outs], outs=outs, rows=None)
 
-    @property
-    def repacked_shape(self) -> tuple[int, int]:
-        """Blocks of 16 outputs, and bytes of each, in C's order."""
-        kind = LAYOUTS[self.type]
-        return -(-self.outs // LANES), -(-self.ins // kind.piece) * kind.piece_size
-
-    def in_order(self, rows: Int64[Tensor, " outs"]) -> FileMatrix:
+    def in_order(self, rows: Int64[Tensor, " outs"]) -> StoredMatrix:
         """The same with its outputs in another order."""
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
-    def release(self) -> None:
-        """Let the pages of the file go that hold it."""
-        start = self.offset // PAGESIZE * PAGESIZE
-        self.map.madvise(MADV_DONTNEED, start, self.offset + self.nbytes - start)
+
+def repacked_shape(outs: int, ins: int, kind: int) -> tuple[int, int]:
+    """Blocks of 16 outputs, and bytes of each, of a matrix in C's order; `kind` is a key of LAYOUTS."""
+    layout = LAYOUTS[kind]
+    return -(-outs // LANES), -(-ins // layout.piece) * layout.piece_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,15 +148,21 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class GGMLWeight:
-    """A weight of a GGUF file in the order in which C reads it.
+    """A weight of few bits in the order in which C reads it.
 
     Attributes:
-        segments: of outputs that follow one another; types may differ.
+        segments: of outputs that follow one another; types may differ, and all but the last have multiples of 16.
         ins: number of inputs.
     """
 
     segments: tuple[Segment, ...]
     ins: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.segments) <= GGML_SEGMENTS or any(each.outs % LANES for each in self.segments[:-1]):
+            raise ValueError(f"{len(self.segments)} segments of {[each.outs for each in self.segments]} outputs")
+        for each in self.segments:
+            require("blocks", each.blocks, torch.uint8, repacked_shape(each.outs, self.ins, each.type))
 
     def __deepcopy__(self, memo: object) -> GGMLWeight:
         return self  # C has its addresses, and nothing changes it
@@ -201,7 +197,7 @@ class GGMLWeight:
         return cls(tuple(each for part in parts for each in part.segments), parts[0].ins)
 
 
-def why_not_joined(matrices: Sequence[FileMatrix]) -> str | None:
+def why_not_joined(matrices: Sequence[StoredMatrix]) -> str | None:
     """Why some matrices cannot be one weight; None where they can."""
     if len(matrices) > GGML_SEGMENTS:
         return f"{len(matrices)} matrices, of at most {GGML_SEGMENTS}"

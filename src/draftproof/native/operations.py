@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int, Int64
 from torch import Tensor
 
-from draftproof.native.ggml import FileMatrix, GGMLWeight, Segment
+from draftproof.native.ggml import LAYOUTS, GGMLWeight, Segment, StoredMatrix, repacked_shape
 from draftproof.native.structures import AttentionArguments, LayerArguments, ggml_inputs_size, quantized_inputs_size
 from draftproof.native.tensors import LANES, UNITS, Interleaved, MeasuredInputs, Quantized, require, require_quantizable
 
@@ -31,6 +31,19 @@ def _checked_groups(groups: Sequence[tuple[int, int, int]], matrices: int, rows:
         if not (0 <= matrix < matrices and first >= 0 and count >= 0 and first + count <= rows):
             raise ValueError(f"group {(matrix, first, count)}: there are {matrices} matrices and {rows} rows")
     return (ctypes.c_int64 * (3 * len(groups)))(*itertools.chain.from_iterable(groups))
+
+
+def _require_same_layouts(sizes: Any) -> None:
+    """Check that C knows every layout, and by the same sizes: it writes repacked matrices into memory made here.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for kind, layout in LAYOUTS.items():
+        found = (ctypes.c_int64 * 4)()
+        expected = layout.elements, layout.size, layout.piece, layout.piece_size
+        if not sizes(kind, found) or tuple(found) != expected:
+            raise ValueError(f"sizes of {layout.name}: {tuple(found)} in C, {expected} here")
 
 
 class Operations:
@@ -65,6 +78,7 @@ class Operations:
         self._ggml_product = function(f"ggml_product_{suffix}", [pointer] * 5 + [number] * 3 + [pointer, number])
         self._ggml_rows = function("ggml_rows", [pointer] * 3 + [number] * 3)
         self._ggml_repack = function("ggml_repack", [pointer] * 3 + [number] * 4)
+        _require_same_layouts(function("ggml_sizes", [number, pointer], ctypes.c_int))
         self._rows_product = function(f"rows_product_{suffix}", [pointer] * 6 + [number] * 6)
         self._quantized_rows_product = function(
             f"quantized_rows_product_{suffix}", [pointer] * 5 + [number] * 6 + [pointer, number]
@@ -264,7 +278,7 @@ class Operations:
         bias: Float[Tensor, " out"] | None = None,
         onto: Float[Tensor, "*rows out"] | None = None,
     ) -> Float[Tensor, "*rows out"]:
-        """`product` with weights of a GGUF file; inputs are rounded to 8 bits, with a scale for each 32 of a row.
+        """`product` with a weight of few bits; inputs are rounded to 8 bits, with a scale for each 32 of a row.
 
         Raises:
             ValueError: an argument of another type, device or shape.
@@ -283,23 +297,16 @@ class Operations:
         self._ggml_product(*addresses, rows, outs, ins, memory.data_ptr(), torch.get_num_threads())
         return y
 
-    def ggml_repacked(self, matrix: FileMatrix) -> GGMLWeight:
-        """A matrix of a GGUF file in the order in which `ggml_product` reads it.
-
-        Raises:
-            ValueError: a type that is not known, or another shape.
-        """
-        blocks = torch.empty(matrix.repacked_shape, dtype=torch.uint8)
-        rows = None
-        if matrix.rows is not None:
-            require("rows", matrix.rows, torch.int64, (matrix.outs,))
-            rows = matrix.rows.data_ptr()
+    def ggml_repacked(self, matrix: StoredMatrix) -> GGMLWeight:
+        """A stored matrix in the order in which `ggml_product` reads it."""
+        blocks = torch.empty(repacked_shape(matrix.outs, matrix.ins, matrix.type), dtype=torch.uint8)
+        rows = None if matrix.rows is None else matrix.rows.data_ptr()
         sizes = matrix.outs, matrix.ins, matrix.type
         self._ggml_repack(matrix.content.data_ptr(), rows, blocks.data_ptr(), *sizes, torch.get_num_threads())
         return GGMLWeight((Segment(blocks, matrix.outs, matrix.type),), matrix.ins)
 
-    def ggml_rows(self, matrix: FileMatrix, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
-        """Rows of a matrix of a GGUF file, in this type.
+    def ggml_rows(self, matrix: StoredMatrix, ids: Int[Tensor, "*some"]) -> Float[Tensor, "*some in"]:
+        """Rows of a stored matrix, in this type.
 
         Raises:
             ValueError: a row that is not there.

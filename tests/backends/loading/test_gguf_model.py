@@ -287,6 +287,38 @@ def test_what_is_not_known_is_left_to_transformers_and_said(changes, why, tmp_pa
     assert why in line
 
 
+SMALL = np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"extra": [("blk.1.attn_sub_norm.weight", SMALL)]}, "its tensors have too much: blk.1.attn_sub_norm.weight"),
+        ({"extra": [("blk.1.attn_q.bias", SMALL)]}, r"do not fit: model.layers.1.self_attn.q_proj.bias is \[4\]"),
+        ({"without": ["blk.2.ffn_up.weight"]}, "lack model.layers.2.mlp.up_proj.weight"),
+        ({"without": ["token_embd.weight"]}, "it has no token_embd.weight"),
+        ({"metadata": {**METADATA, "block_count": 3}}, "have too much: blk.3"),
+        ({"metadata": {"block_count": 4, "embedding_length": 256}}, "it does not name its attention.head_count"),
+        ({"metadata": {**METADATA, "attention.head_count_kv": [2, 2, 1, 2]}}, r"\[1, 2\] key heads"),
+    ],
+)
+def test_a_tensor_that_would_be_left_unread_and_one_that_is_missing_are_refused(options, why, tmp_path):
+    path, options = tmp_path / "x.gguf", {"metadata": METADATA, **options}
+    write_model(path, random_model(CASES["llama"][0]), "llama", **options)
+    with pytest.raises(UnreadError, match=why):
+        read_model(GGUFFile(path), name="x", dtype=torch.float32)
+
+
+def test_numbers_that_are_named_for_each_layer(written, tmp_path):
+    model, _ = written("llama")
+    path, lists = tmp_path / "x.gguf", {"attention.head_count": [4] * 4, "attention.head_count_kv": [2] * 4}
+    write_model(path, random_model(CASES["llama"][0], seed=3), "llama", {**METADATA, **lists})
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    found = read_model(GGUFFile(path), name="x", dtype=torch.float32, activations="float")
+    assert off(logits_of(found), expected) < 1e-5
+
+
 def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatch):
     file = GGUFFile(written("llama")[1])
     for changes in ({"backend": "hf"}, {"dtype": "float16"}, {"device": "meta"}, {"quantization_config": {}}):

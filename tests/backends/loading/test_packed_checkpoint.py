@@ -186,7 +186,9 @@ def changed(folder, **fields):
     ("method", "fields", "why"),
     [
         ("gptq", {"bits": 8}, "8 bits"),
+        ("gptq", {"dynamic": {"x": {}}}, "forms of their own"),
         ("awq", {"version": "gemv"}, "in the form gemv"),
+        ("compressed-tensors", {"kv_cache_scheme": {"num_bits": 8}}, "its keys and values are quantized"),
         ("compressed-tensors", {"format": "int-quantized"}, "its form is 'int-quantized'"),
         ("compressed-tensors", {"config_groups": {"x": {"weights": {"num_bits": 8}}}}, "not symmetric numbers of 4"),
     ],
@@ -208,7 +210,34 @@ def test_groups_out_of_order_and_missing_tensors_are_said(tmp_path, caplog):
     del tensors["model.layers.0.mlp.down_proj.qzeros"]
     save_file(tensors, tmp_path / "model.safetensors")
     assert read(tmp_path) is None
-    assert "qzeros' is missing or odd" in caplog.text
+    assert "qzeros" in caplog.text
+    assert "is missing or odd" in caplog.text
+
+
+def test_tensors_that_would_be_left_unread_and_a_config_of_another_kind_are_said(tmp_path, caplog):
+    checkpoint(tmp_path, "awq")
+    tensors, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    save_file({**tensors, "model.layers.0.mlp.other.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert read(tmp_path) is None
+    assert "have too much: model.layers.0.mlp.other.weight" in caplog.text
+    save_file(tensors, tmp_path / "model.safetensors")
+    for change, why in (
+        ({"hidden_act": "gelu"}, "its activation is gelu"),
+        ({"tie_word_embeddings": True}, "an output layer of its own"),
+        ({"intermediate_size": 256}, None),
+        ({"num_attention_heads": 8, "head_dim": None}, "do not fit: model.layers.0.self_attn.k_proj.weight"),
+        ({"model_type": "gpt2"}, "its architecture is 'gpt2'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        assert (read(tmp_path) is None) == (why is not None), change
+        assert why is None or why in caplog.text
+
+
+def test_inputs_in_floats_are_the_reference(tmp_path):
+    model = checkpoint(tmp_path, "gptq")
+    with torch.inference_mode():
+        expected = model(torch.tensor([IDS])).logits[0]
+    assert off(logits_of(read(tmp_path, activations="float")), expected) < 1e-5
 
 
 def test_it_is_left_to_transformers_where_that_was_asked_for_or_nothing_is_packed(tmp_path):

@@ -120,11 +120,11 @@ class Architecture:
         windows = Windows(frozenset(self.kinds), SimpleNamespace(sliding_window=self.window))
         return Lean(self._parts(weights), windows, self.traits, self.layer_kinds)
 
-    def shapes(self, weights: Mapping[str, Tensor], hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, weights: Mapping[str, Any], hidden: int, vocab: int) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor that these weights must hold: which layers have biases and norms, they say.
 
         Args:
-            weights: with the names; the width of the layers in between is read off them.
+            weights: what has a shape, by name; the width of the layers in between is read off them.
             hidden: width of a hidden state.
             vocab: tokens of the vocabulary.
         """

@@ -31,9 +31,9 @@ from draftproof.backends.lean.rotary import Rope, Rotary
 from draftproof.backends.lean.traits import ACTIVATIONS, LLAMA, Traits, eps_of
 from draftproof.backends.products.calibration import MEASURED_BITS, InputStatistics, MeasuredProduct
 from draftproof.backends.products.calibration_files import measure
-from draftproof.backends.products.packed_linear import Product, fuse, operations_for_file, product_of
+from draftproof.backends.products.packed_linear import Product, fuse, operations_for_stored, product_of
 from draftproof.errors import UserError
-from draftproof.native.ggml import FileMatrix
+from draftproof.native.ggml import StoredMatrix
 from draftproof.native.operations import MOST_DIM, Operations
 from draftproof.native.tensors import BITS, UNITS, MeasuredInputs
 from draftproof.peak import release_freed_memory
@@ -233,7 +233,7 @@ class Embedding:
         factor: of the rows.
     """
 
-    def __init__(self, weight: Float[Tensor, "vocab dim"] | FileMatrix, factor: float = 1.0) -> None:
+    def __init__(self, weight: Float[Tensor, "vocab dim"] | StoredMatrix, factor: float = 1.0) -> None:
         self.weight: Any = weight
         self.factor = factor
 
@@ -242,12 +242,12 @@ class Embedding:
         return _scaled(F.embedding(ids, self.weight), self.factor)
 
 
-class FileEmbedding(Embedding):
-    """The same with a table in a GGUF file, whose rows are read from there."""
+class StoredEmbedding(Embedding):
+    """The same with a table of few bits, whose rows are read as they are stored."""
 
-    def __init__(self, weight: FileMatrix, factor: float = 1.0) -> None:
+    def __init__(self, weight: StoredMatrix, factor: float = 1.0) -> None:
         super().__init__(weight, factor)
-        self._rows = operations_for_file(weight).ggml_rows
+        self._rows = operations_for_stored(weight).ggml_rows
 
     def __call__(self, ids: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape dim"]:
         """The rows."""
@@ -255,8 +255,8 @@ class FileEmbedding(Embedding):
 
 
 def embedding_of(weight: Any, factor: float) -> Embedding:
-    """The embedding with a table in memory, or in a file."""
-    return (FileEmbedding if isinstance(weight, FileMatrix) else Embedding)(weight, factor)
+    """The embedding with a plain table, or with one of few bits."""
+    return (StoredEmbedding if isinstance(weight, StoredMatrix) else Embedding)(weight, factor)
 
 
 def _scaled(x: Float[Tensor, "*shape"], factor: float) -> Float[Tensor, "*shape"]:

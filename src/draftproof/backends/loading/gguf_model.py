@@ -21,12 +21,21 @@ from draftproof.backends.cache.windows import FULL, SLIDING
 from draftproof.backends.lean.backend import LeanForward
 from draftproof.backends.lean.checkpoint import Architecture
 from draftproof.backends.lean.traits import LLAMA, Traits, UnreadError
-from draftproof.backends.loading.gguf_rotary import Frequencies, Keys, frequencies, longest, own_frequencies, padded
-from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions, parse_device
+from draftproof.backends.loading.gguf_rotary import (
+    FACTORS,
+    Frequencies,
+    Keys,
+    frequencies,
+    longest,
+    own_frequencies,
+    padded,
+)
+from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
-from draftproof.backends.products.packed_linear import dense
+from draftproof.backends.new_weights import misfit
+from draftproof.backends.products.packed_linear import dense, why_not_exact
 from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
-from draftproof.native.ggml import TYPES, FileMatrix
+from draftproof.native.ggml import TYPES, StoredMatrix
 
 _log = logging.getLogger(__name__)
 
@@ -106,10 +115,6 @@ _FAMILIES = {
     ),
 }
 FAMILIES = tuple(_FAMILIES)
-_CHECKED, _TOLERANCE = (
-    64,
-    0.02,
-)  # outputs of a matrix that are compared; how far they may be off, as a share of their size
 
 
 def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForward | None:
@@ -120,15 +125,10 @@ def in_own_numbers(file: GGUFFile, name: str, options: LoadOptions) -> LeanForwa
         name: for errors and reports.
         options: how it is loaded.
     """
-    dtypes = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    altered = options.adapter or options.attn_implementation or options.quantization_config is not None
-    elsewhere = not isinstance(options.device, str | None) or parse_device(options.device).type != "cpu"
-    if altered or elsewhere or options.tensor_parallel != 1 or options.dtype not in dtypes:
-        return None
-    if options.backend not in ("auto", LeanForward.kind):
+    dtype = options.own_dtype(torch.float32)
+    if dtype is None:
         return None
     try:
-        dtype = dtypes[options.dtype]
         return read_model(file, name=name, dtype=dtype, activations=options.activations, check=options.check)
     except UnreadError as cause:
         _log.warning("the weights of %s are read as full ones, by transformers: %s", name, cause)
@@ -154,10 +154,16 @@ def read_model(
     if native.operations_for(torch.empty(0, dtype=dtype)) is None:
         raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
     weights = _FileWeights(file, dtype, dense=activations == "float")
+    architecture = architecture_of(file, weights.family, weights.floats)
+    state = weights.state(architecture.layers)
+    if "model.embed_tokens.weight" not in state:
+        raise UnreadError("it has no token_embd.weight")
+    vocab, hidden = state["model.embed_tokens.weight"].shape
+    problem = misfit({key: entry.shape for key, entry in state.items()}, architecture.shapes(state, hidden, vocab))
+    if problem is not None:
+        raise UnreadError(f"its tensors {problem}")
     if check:
         weights.check()
-    architecture = architecture_of(file, weights.family, weights.floats)
-    vocab, hidden = weights.entry("model.embed_tokens.weight").shape
     facts = ModelInfo(
         name=name,
         vocab_size=vocab,
@@ -170,10 +176,7 @@ def read_model(
         eos_token_ids=end_tokens(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
     )
-    try:
-        return LeanForward(facts, architecture.lean_from(weights))
-    except KeyError as cause:
-        raise UnreadError(f"it has no tensor {cause}") from cause
+    return LeanForward(facts, architecture.lean_from(weights))
 
 
 def end_tokens(file: GGUFFile) -> tuple[int, ...]:
@@ -182,7 +185,8 @@ def end_tokens(file: GGUFFile) -> tuple[int, ...]:
     found = [int(each) for each in named if each is not None]
     tokens, kinds = file.get("tokenizer.ggml.tokens", []), file.get("tokenizer.ggml.token_type")
     if kinds is not None:
-        special = {tokens[index]: int(index) for index in np.flatnonzero(np.asarray(kinds) == 3)}
+        control = np.flatnonzero(np.asarray(kinds)[: len(tokens)] == 3)
+        special = {tokens[index]: int(index) for index in control}
         found += [special[text] for text in _ENDS if text in special]
     return tuple(dict.fromkeys(found))
 
@@ -204,15 +208,15 @@ def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor])
         UnreadError: something that is not known here.
     """
     of = keys.of_architecture
-    layers, width = of("block_count"), of("embedding_length")
-    heads = _single(of("attention.head_count"), "heads")
+    layers, width = _named(keys, "block_count"), _named(keys, "embedding_length")
+    heads = _single(_named(keys, "attention.head_count"), "heads")
     key_heads = _single(of("attention.head_count_kv", heads), "key heads")
     dim = of("attention.key_length", width // heads)
     if of("attention.value_length", dim) != dim:
         raise UnreadError("its values have another size than its keys")
     if of("expert_count"):
         raise UnreadError("its feed-forward parts are experts")
-    eps = of("attention.layer_norm_rms_epsilon")
+    eps = float(_named(keys, "attention.layer_norm_rms_epsilon"))
     window = of("attention.sliding_window")
     windowed = [bool(window and family.window_of and family.window_of(number)) for number in range(layers)]
     angles, angles_of = _angles(keys, family, dim, windowed, floats)
@@ -241,6 +245,14 @@ def architecture_of(keys: Keys, family: Family, floats: Callable[[str], Tensor])
         window=window if any(windowed) else None,
         layer_kinds=tuple(kinds) if len(set(kinds)) > 1 else None,
     )
+
+
+def _named(keys: Keys, key: str) -> Any:
+    """A value that must be there."""
+    found = keys.of_architecture(key)
+    if found is None:
+        raise UnreadError(f"it does not name its {key}")
+    return found
 
 
 def _single(value: Any, what: str) -> int:
@@ -320,6 +332,15 @@ class _FileWeights:
         ]
         return int(sum(count * bits for count, bits in sizes) / sum(count for count, _ in sizes))
 
+    def state(self, layers: int) -> dict[str, TensorEntry]:
+        """All tensors but those of rotary factors, under transformers' names where they have one."""
+        traits = self.family.traits
+        parts = [f"{part}.{name}" for part, names in traits.linear.items() for name in names]
+        parts += [*filter(None, traits.norms), *(f"self_attn.{name}" for name in traits.turned)]
+        stems = [*_TOP, *(f"model.layers.{number}.{part}" for number in range(layers) for part in parts)]
+        names = {self._place(f"{stem}.{kind}"): f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")}
+        return {names.get(place, place): entry for place, entry in self._file.tensors.items() if place not in FACTORS}
+
     def check(self) -> None:
         """Compare native products of some rows of each type with torch's.
 
@@ -327,17 +348,16 @@ class _FileWeights:
             UnreadError: they differ by more than rounding the inputs to 8 bits allows.
         """
         some = {entry.type: entry for entry in self._file.tensors.values() if entry.type in TYPES}
-        operations = native.operations_for(torch.empty(0, dtype=self._dtype))
-        assert operations is not None, "asked for before"
-        for kind, entry in some.items():
-            outs, ins = min(entry.shape[0], _CHECKED), entry.shape[1]
-            matrix = FileMatrix(entry.map, entry.offset, outs, ins, kind, self._dtype)
-            x = torch.randn((3, ins), generator=torch.Generator().manual_seed(0)).to(self._dtype)
-            expected = x.double() @ dense(matrix).double().T
-            found = operations.ggml_product(x, operations.ggml_repacked(matrix)).double()
-            error = float((found - expected).norm() / expected.norm())
-            if not error < _TOLERANCE:
-                raise UnreadError(f"native products of {TYPES[kind].name} are off by {error:.2g}")
+        for entry in some.values():
+            why = why_not_exact(self._stored(entry))
+            if why is not None:
+                raise UnreadError(why)
+
+    def _stored(self, entry: TensorEntry) -> StoredMatrix:
+        if len(entry.shape) != 2:
+            raise UnreadError(f"a tensor of {len(entry.shape)} dimensions has ggml's type {entry.type}")
+        outs, ins = entry.shape
+        return StoredMatrix(entry.content, outs, ins, entry.type, self._dtype, release=entry.release)
 
     def _place(self, name: str) -> str:
         """The name in the file."""
@@ -367,8 +387,7 @@ class _FileWeights:
         """The tensor; a matrix of blocks stays in the file."""
         entry, rows = self.entry(name), self._rows(name)
         if entry.type in TYPES:
-            outs, ins = entry.shape
-            matrix = FileMatrix(entry.map, entry.offset, outs, ins, entry.type, self._dtype)
+            matrix = self._stored(entry)
             matrix = matrix if rows is None else matrix.in_order(rows)
             return dense(matrix) if self._dense else matrix
         made = self.floats(self._place(name))
@@ -393,6 +412,6 @@ class _FileWeights:
             return None
         of = self._file.of_architecture
         heads = of("attention.head_count")
-        count = heads if part == "q_proj" else of("attention.head_count_kv", heads)
+        count = _single(heads if part == "q_proj" else of("attention.head_count_kv", heads), "heads")
         outs = self.entry(name).shape[0]
         return torch.arange(outs).view(count, outs // count // 2, 2).transpose(1, 2).flatten()

@@ -12,7 +12,10 @@ from torch import Tensor
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.models.gguf_file import GGUFFile
 
-_FACTORS, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
+_DIVIDED, _SHORT = "rope_freqs.weight", "rope_factors_short.weight"
+FACTORS = (_DIVIDED, _SHORT, "rope_factors_long.weight")
+"""Names of tensors of rotary factors."""
+
 Frequencies = tuple[tuple[float, ...], float]  # radians for a position, and the factor of cosines and sines
 
 
@@ -55,8 +58,8 @@ def frequencies(keys: Keys, dim: int, floats: Callable[[str], Tensor]) -> Freque
         plain, scale = _yarn(keys, plain, base, factor)
     elif kind != "none":
         raise UnreadError(f"its rotary embedding is {kind}")
-    if _FACTORS in keys.tensors:
-        plain = plain / floats(_FACTORS)[: turned // 2]
+    if _DIVIDED in keys.tensors:
+        plain = plain / floats(_DIVIDED)[: turned // 2]
     if scale != 1.0 and turned < dim:
         raise UnreadError("its rotary embedding turns and scales only a part of each head")
     return padded(plain, dim), scale

@@ -43,6 +43,19 @@ class LoadOptions:
     activations: str = ACTIVATIONS[0]
     weights: str = "auto"
 
+    def own_dtype(self, default: torch.dtype) -> torch.dtype | None:
+        """The dtype of hidden states where weights of few bits are read natively; None where transformers reads them.
+
+        Args:
+            default: that of dtype "auto".
+        """
+        dtypes = {"auto": default, "float32": torch.float32, "bfloat16": torch.bfloat16}
+        altered = self.adapter or self.attn_implementation or self.quantization_config is not None
+        if altered or self.tensor_parallel != 1 or self.backend not in ("auto", "lean"):
+            return None
+        on_cpu = isinstance(self.device, str | None) and parse_device(self.device).type == "cpu"
+        return dtypes.get(self.dtype) if on_cpu else None
+
     @property
     def of_transformers(self) -> dict[str, Any]:
         """The arguments of `by_name.load_backend`."""

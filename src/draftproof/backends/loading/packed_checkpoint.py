@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-import mmap
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,12 @@ from draftproof.backends.lean.checkpoint import Weights
 from draftproof.backends.lean.traits import UnreadError
 from draftproof.backends.loading.gguf_model import Family, architecture_of, family_of
 from draftproof.backends.loading.gguf_rotary import own_frequencies
-from draftproof.backends.loading.options import LoadOptions, parse_device
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.model_info import ModelInfo, end_tokens
-from draftproof.native.ggml import WORDS, FileMatrix
+from draftproof.backends.new_weights import misfit
+from draftproof.backends.products.packed_linear import dense as dense_of
+from draftproof.backends.products.packed_linear import why_not_exact
+from draftproof.native.ggml import WORDS, StoredMatrix
 
 _log = logging.getLogger(__name__)
 _OF_AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # places of a word's outputs 0 to 7
@@ -42,7 +45,6 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
 }
-Unpack = Callable[["PackedWeights", str], tuple[Tensor, Tensor, Tensor]]
 
 
 def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | None:
@@ -53,17 +55,13 @@ def read_packed(where: str, name: str, options: LoadOptions) -> LeanForward | No
         name: for errors and reports.
         options: how it is loaded.
     """
-    dtypes = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
-    altered = options.adapter or options.attn_implementation or options.quantization_config is not None
     config = _config(where)
     method = (config.get("quantization_config") or {}).get("quant_method")
-    if method not in _METHODS or altered or options.tensor_parallel != 1 or options.dtype not in dtypes:
-        return None
-    elsewhere = not isinstance(options.device, str | None) or parse_device(options.device).type != "cpu"
-    if elsewhere or options.backend not in ("auto", LeanForward.kind):
+    dtype = options.own_dtype(torch.bfloat16) if method in _METHODS else None
+    if dtype is None:
         return None
     try:
-        return _read(_folder(where), name, config, dtypes[options.dtype])
+        return _read(_folder(where), name, config, dtype, options)
     except UnreadError as cause:
         _log.warning("%s is read by transformers and the packages of %s: %s", name, method, cause)
     except (KeyError, OSError, SafetensorError, TypeError, ValueError) as cause:
@@ -96,7 +94,7 @@ def _folder(where: str) -> Path:
     return Path(snapshot_download(where, allow_patterns=patterns, cache_dir=constants.HF_HUB_CACHE))
 
 
-def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype) -> LeanForward:
+def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype, options: LoadOptions) -> LeanForward:
     kind = config.get("model_type")
     if kind not in _FAMILIES:
         raise UnreadError(f"its architecture is {kind!r}, not one of {', '.join(_FAMILIES)}")
@@ -104,12 +102,23 @@ def _read(folder: Path, name: str, config: Mapping[str, Any], dtype: torch.dtype
         raise UnreadError(f"native operations are off or not available for {dtype} ({native.VARIABLE})")
     if config.get("use_sliding_window"):
         raise UnreadError("some of its layers have a window")
-    weights = PackedWeights(folder, config["quantization_config"], dtype)
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnreadError(f"its activation is {config['hidden_act']}")
+    fields = config["quantization_config"]
+    weights = PackedWeights(folder, fields, dtype, dense=options.activations == "float")
     family = family_of("llama" if kind == "mistral" else kind)
     keys = ConfigKeys({**config, "sliding_window": config.get("sliding_window") if kind == "mistral" else None})
     architecture = architecture_of(keys, Family(family.traits, window_of=lambda _: True), keys.factors)
+    state = weights.state()
+    vocab, hidden = state["model.embed_tokens.weight"].shape
+    problem = misfit({key: each.shape for key, each in state.items()}, architecture.shapes(state, hidden, vocab))
+    if problem is None and ("lm_head.weight" in state) is bool(config.get("tie_word_embeddings")):
+        problem = "name an output layer of its own, or lack it, other than the config says"
+    if problem is not None:
+        raise UnreadError(f"its tensors {problem}")
+    if options.check and (why := weights.why_not_exact()) is not None:
+        raise UnreadError(why)
     generation = _json(folder / "generation_config.json")
-    vocab, hidden = weights["model.embed_tokens.weight"].shape
     facts = ModelInfo(
         name=name,
         vocab_size=vocab,
@@ -186,16 +195,18 @@ class PackedWeights(Weights):
         folder: with safetensors files.
         fields: its quantization_config.
         dtype: of the other tensors.
+        dense: whether packed matrices are read as the numbers that they stand for.
 
     Raises:
         UnreadError: fields that are not known here.
     """
 
-    def __init__(self, folder: Path, fields: Mapping[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, *, dense: bool) -> None:
         super().__init__(folder, dtype, torch.device("cpu"))
         self.fields = fields
-        self._suffix, check, self._unpack = _METHODS[fields["quant_method"]]
-        check(fields)
+        self._dense = dense
+        self._method = _METHODS[fields["quant_method"]]
+        self._method.check(fields)
 
     def __contains__(self, name: str) -> bool:
         return name in self._files or self._packed(name) in self._files
@@ -204,16 +215,41 @@ class PackedWeights(Weights):
         """A tensor, or a matrix whose weights were packed."""
         if name in self._files:
             return super().__getitem__(name)
-        numbers, zeros, scales = self._unpack(self, name.removesuffix(".weight"))
-        return grouped(numbers, zeros, scales, self._dtype)
+        made = self._matrix(name)
+        return dense_of(made) if self._dense else made
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Empty tensors with the shapes of all weights, under transformers' names."""
+        found = {}
+        for key in self._files:
+            stem, _, kind = key.rpartition(".")
+            if kind == self._method.packed:
+                found[f"{stem}.weight"] = torch.empty(self._method.shape(self, stem), device="meta")
+            elif kind not in self._method.beside and kind != "inv_freq":
+                found[key] = torch.empty(self.stored_shape(key), device="meta")
+        return found
+
+    def why_not_exact(self) -> str | None:
+        """Why native products with one of the packed matrices are not torch's; None where they are."""
+        packed = (key for key in self._files if key.endswith(f".{self._method.packed}"))
+        first = next(packed, None)
+        return None if first is None else why_not_exact(self._matrix(f"{first.rpartition('.')[0]}.weight"))
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor as it is stored."""
+        return tuple(self._files[name].get_slice(name).get_shape())
 
     def plain(self, name: str) -> Tensor:
         """A tensor as it is stored."""
         found: Tensor = self._files[name].get_tensor(name)
         return found
 
+    def _matrix(self, name: str) -> StoredMatrix:
+        numbers, zeros, scales = self._method.unpack(self, name.removesuffix(".weight"))
+        return grouped(numbers, zeros, scales, self._dtype)
+
     def _packed(self, name: str) -> str:
-        return f"{name.removesuffix('.weight')}.{self._suffix}" if name.endswith(".weight") else name
+        return f"{name.removesuffix('.weight')}.{self._method.packed}" if name.endswith(".weight") else name
 
 
 def grouped(
@@ -221,7 +257,7 @@ def grouped(
     zeros: UInt8[Tensor, "out groups"],
     scales: Float[Tensor, "out groups"],
     dtype: torch.dtype,
-) -> FileMatrix:
+) -> StoredMatrix:
     """A matrix in groups as C reads it.
 
     Args:
@@ -248,9 +284,7 @@ def grouped(
     bytes_of = both[..., 0] | both[..., 1] << 4
     parts = (half.contiguous().view(torch.uint8).view(outs, -1, 2), zeros.unsqueeze(-1), bytes_of)
     content = torch.cat(parts, -1)
-    place = mmap.mmap(-1, content.numel())
-    torch.frombuffer(place, dtype=torch.uint8).copy_(content.flatten())
-    return FileMatrix(place, 0, outs, ins, WORDS[size], dtype, stays=False)
+    return StoredMatrix(content.flatten(), outs, ins, WORDS[size], dtype)
 
 
 # --- the methods -----------------------------------------------------------------------------------------------------
@@ -265,6 +299,13 @@ def _words(packed: Int[Tensor, "rows words"]) -> UInt8[Tensor, "rows numbers"]:
 def _check_gptq(fields: Mapping[str, Any]) -> None:
     if fields.get("bits") != 4:
         raise UnreadError(f"its weights have {fields.get('bits')} bits")
+    if fields.get("dynamic"):
+        raise UnreadError("its layers have forms of their own (dynamic)")
+
+
+def _shape_gptq(weights: PackedWeights, stem: str) -> tuple[int, int]:
+    words, outs = weights.stored_shape(f"{stem}.qweight")
+    return outs, 8 * words
 
 
 def _unpack_gptq(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,6 +326,11 @@ def _check_awq(fields: Mapping[str, Any]) -> None:
         raise UnreadError(f"its weights have {fields.get('bits')} bits in the form {version}")
 
 
+def _shape_awq(weights: PackedWeights, stem: str) -> tuple[int, int]:
+    ins, words = weights.stored_shape(f"{stem}.qweight")
+    return 8 * words, ins
+
+
 def _unpack_awq(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
     def outputs(packed: Tensor) -> Tensor:
         words = _words(packed).view(len(packed), -1, 8)
@@ -301,8 +347,15 @@ def _check_compressed(fields: Mapping[str, Any]) -> None:
         known = weights.get("num_bits") == 4 and weights.get("type") == "int" and weights.get("symmetric")
         if not known or group.get("input_activations") or weights.get("actorder"):
             raise UnreadError("its weights are not symmetric numbers of 4 bits beside inputs in floats")
+    if fields.get("kv_cache_scheme"):
+        raise UnreadError("its keys and values are quantized")
     if fields.get("format") != "pack-quantized" or not groups:
         raise UnreadError(f"its form is {fields.get('format')!r}, not 'pack-quantized'")
+
+
+def _shape_compressed(weights: PackedWeights, stem: str) -> tuple[int, int]:
+    outs, ins = weights.plain(f"{stem}.weight_shape").tolist()
+    return outs, ins
 
 
 def _unpack_compressed(weights: PackedWeights, stem: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -312,8 +365,29 @@ def _unpack_compressed(weights: PackedWeights, stem: str) -> tuple[Tensor, Tenso
     return numbers[:, :ins].contiguous(), torch.full(scales.shape, 8, dtype=torch.uint8), scales
 
 
-_METHODS: dict[str, tuple[str, Callable[[Mapping[str, Any]], None], Unpack]] = {
-    "gptq": ("qweight", _check_gptq, _unpack_gptq),
-    "awq": ("qweight", _check_awq, _unpack_awq),
-    "compressed-tensors": ("weight_packed", _check_compressed, _unpack_compressed),
+@dataclass(frozen=True)
+class _Method:
+    """How a method stores matrices.
+
+    Attributes:
+        packed: kind of the tensor with the numbers.
+        beside: kinds of further tensors of a matrix.
+        check: refuses fields that are not known here.
+        shape: of a matrix by its name without a kind, [out, in].
+        unpack: its numbers [out, in], zeros and scales [out, groups].
+    """
+
+    packed: str
+    beside: tuple[str, ...]
+    check: Callable[[Mapping[str, Any]], None]
+    shape: Callable[[PackedWeights, str], tuple[int, int]]
+    unpack: Callable[[PackedWeights, str], tuple[Tensor, Tensor, Tensor]]
+
+
+_METHODS = {
+    "gptq": _Method("qweight", ("qzeros", "scales", "g_idx"), _check_gptq, _shape_gptq, _unpack_gptq),
+    "awq": _Method("qweight", ("qzeros", "scales"), _check_awq, _shape_awq, _unpack_awq),
+    "compressed-tensors": _Method(
+        "weight_packed", ("weight_scale", "weight_shape"), _check_compressed, _shape_compressed, _unpack_compressed
+    ),
 }

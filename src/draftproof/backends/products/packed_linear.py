@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from draftproof import native
 from draftproof.errors import UserError
-from draftproof.native.ggml import LAYOUTS, FileMatrix, GGMLWeight, why_not_joined
+from draftproof.native.ggml import LAYOUTS, GGMLWeight, StoredMatrix, why_not_joined
 from draftproof.native.operations import NEIGHBOURS, Operations
 from draftproof.native.tensors import Interleaved, MeasuredInputs, Quantized
 from draftproof.triton.choose import installed as triton_is_installed
@@ -32,6 +32,8 @@ ROUGH_OUTPUTS = 100_000  # from so many outputs on, an output layer has ROUGH_BI
 ROUGH_BITS, ROUGH_GROUP = 2, 64
 ROUGH_SHARE = 128  # one of so many outputs is computed again then
 GROUP = 32  # inputs that share a scale in a quantized weight
+_CHECKED = 64  # outputs of a stored matrix that are compared with torch's
+_TOLERANCE = 0.02  # how far they may be off where inputs have 8 bits, as a share of their size
 _ROWS = 9  # rows that the packed layout is optimized for: those of a verification; one row is as fast
 
 
@@ -307,8 +309,8 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
         like = next(layer.bias for layer in layers if layer.bias is not None)
         each = (like.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers)
         bias = _joined(list(each))
-    if any(isinstance(weight, FileMatrix) for weight in weights):
-        return of_file(weights, bias, rows=rows)
+    if any(isinstance(weight, StoredMatrix) for weight in weights):
+        return of_stored(weights, bias, rows=rows)
     weight = _joined(weights)
     if rows is not None:
         rows = rows.to(weight.device)
@@ -326,16 +328,16 @@ def fuse(owner: Any, names: Sequence[str], *, rows: Int[Tensor, " outs"] | None 
     return product
 
 
-def product_of(weight: FileMatrix | Tensor, *, pack: bool = True) -> Product:
-    """The product with one matrix, in memory or in a GGUF file."""
-    return of_file([weight], None) if isinstance(weight, FileMatrix) else Product(weight, pack=pack)
+def product_of(weight: StoredMatrix | Tensor, *, pack: bool = True) -> Product:
+    """The product with one matrix, plain or of few bits."""
+    return of_stored([weight], None) if isinstance(weight, StoredMatrix) else Product(weight, pack=pack)
 
 
-def of_file(
-    weights: Sequence[FileMatrix | Tensor], bias: Tensor | None, *, rows: Int[Tensor, " outs"] | None = None
+def of_stored(
+    weights: Sequence[StoredMatrix | Tensor], bias: Tensor | None, *, rows: Int[Tensor, " outs"] | None = None
 ) -> Product:
-    """The product of matrices with the same inputs, some of which lie in a GGUF file; arguments as of `fuse`."""
-    matrices = [weight for weight in weights if isinstance(weight, FileMatrix)]
+    """The product of matrices with the same inputs, some of which are stored in few bits; arguments as of `fuse`."""
+    matrices = [weight for weight in weights if isinstance(weight, StoredMatrix)]
     bias = bias if bias is None or rows is None else bias[rows]
     if len(matrices) < len(weights) or why_not_joined(matrices) is not None:
         plain = [weight if isinstance(weight, Tensor) else dense(weight) for weight in weights]
@@ -347,27 +349,27 @@ def of_file(
             each.in_order(rows[start : start + len(each)] - start)
             for each, start in zip(matrices, starts, strict=False)
         ]
-    return FileProduct(matrices, bias)
+    return StoredProduct(matrices, bias)
 
 
-class FileProduct(Product):
-    """x W^T + b with the numbers of matrices in a GGUF file; inputs are rounded to 8 bits.
+class StoredProduct(Product):
+    """x W^T + b with the numbers of stored matrices; inputs are rounded to 8 bits.
 
     Args:
         matrices: whose outputs follow one another (`ggml.why_not_joined`).
         bias: if there is one.
     """
 
-    def __init__(self, matrices: Sequence[FileMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
-        operations = operations_for_file(matrices[0])
+    def __init__(self, matrices: Sequence[StoredMatrix], bias: Float[Tensor, " out"] | None = None) -> None:
+        operations = operations_for_stored(matrices[0])
         self.bias, self.layout, self._latest = bias, "native", None
         self._types = sorted({LAYOUTS[each.type].name for each in matrices})
-        self._matrices = matrices if all(each.stays for each in matrices) else ()
+        self._matrices = matrices if all(each.release for each in matrices) else ()
         self._operations, self._multiply = operations, operations.ggml_product
         parts = []
         for each in matrices:
             parts.append(operations.ggml_repacked(each))
-            if each.stays:
+            if each.release is not None:
                 each.release()
         self.weight = GGMLWeight.joined(parts)
 
@@ -386,24 +388,34 @@ class FileProduct(Product):
         return torch.cat([dense(each) for each in self._matrices])
 
 
-def operations_for_file(matrix: FileMatrix) -> Operations:
-    """The native operations that multiply a matrix of a GGUF file.
+def operations_for_stored(matrix: StoredMatrix) -> Operations:
+    """The native operations that multiply a stored matrix.
 
     Raises:
         UserError: they are off or not available.
     """
     operations = native.operations_for(torch.empty(0, dtype=matrix.dtype))
     if operations is None:
-        raise UserError(f"weights of a GGUF file in their own numbers need native operations ({native.VARIABLE})")
+        raise UserError(f"weights of few bits in their own numbers need native operations ({native.VARIABLE})")
     return operations
 
 
-def dense(matrix: FileMatrix) -> Float[Tensor, "out in"]:
-    """What the numbers of a matrix in a GGUF file stand for, in its dtype."""
-    made = operations_for_file(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
-    if matrix.stays:
+def dense(matrix: StoredMatrix) -> Float[Tensor, "out in"]:
+    """What the numbers of a stored matrix stand for, in its dtype."""
+    made = operations_for_stored(matrix).ggml_rows(matrix, torch.arange(len(matrix)))
+    if matrix.release is not None:
         matrix.release()
     return made
+
+
+def why_not_exact(matrix: StoredMatrix) -> str | None:
+    """Why native products with some rows of a stored matrix are wrong; None where they are torch's but for rounding."""
+    some, operations = matrix.first(_CHECKED), operations_for_stored(matrix)
+    x = torch.randn((3, some.ins), generator=torch.Generator().manual_seed(0)).to(some.dtype)
+    expected = x.double() @ dense(some).double().T
+    found = operations.ggml_product(x, operations.ggml_repacked(some)).double()
+    error = float((found - expected).norm() / expected.norm())
+    return None if error < _TOLERANCE else f"native products of {LAYOUTS[some.type].name} are off by {error:.2g}"
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
