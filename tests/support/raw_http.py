@@ -51,6 +51,14 @@ def descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def held(connection):
+    """Whether a process holds the other side of a connection; what was closed has no owner."""
+    ours, theirs = connection.getsockname()[1], connection.getpeername()[1]
+    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    ends = [[int(row[place].rpartition(":")[2], 16) for place in (1, 2)] for row in rows]
+    return any(each == [theirs, ours] and row[9] != "0" for each, row in zip(ends, rows, strict=True))
+
+
 KEY, OTHER = "sk-0123456789abcdef", "sk-fedcba9876543210"
 
 
