@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from draftproof.errors import UserError
+from draftproof.reasoning import Reasoning
 from draftproof.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -105,12 +106,16 @@ class Cut:
         text: new text that can be streamed: no later token changes it.
         finish: why the generation ended in this block; None while it goes on.
         stop_reason: the stop token's id or the stop string, as in vLLM; None for EOS and length.
+        reasoning: new text of the model's reasoning, which is not in `text`.
+        reasoning_tokens: how many of the tokens, from the first on, belong to the reasoning.
     """
 
     kept: int
     text: str
     finish: Finish | None
     stop_reason: int | str | None
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
 
 class Cutter:
@@ -126,15 +131,21 @@ class Cutter:
     Where the output has a form (`SamplingParams.form`), such as that of a grammar, stop strings and stop tokens count
     only before it begins: what has a form is whole, or is cut off by the length.
 
+    Where the model reasons before its answer, only EOS and the length can end the request there. The text of the
+    reasoning is kept apart; its markers are in no text, nor are line breaks beside them.
+
     Args:
         params: sampling parameters of the request.
         eos_token_ids: the model's end-of-sequence ids.
         tokenizer: None gives no text, and refuses stop strings.
         context_left: number of tokens that still fit into the model's context; a second limit besides `max_tokens`.
+        reasoning: how the output begins; None where all of it is the answer.
 
     Attributes:
         count: number of tokens kept so far.
         text: all text so far; while the generation goes on, its end may be held back from the stream.
+        reasoning: all text of the reasoning so far.
+        reasoning_tokens: number of tokens of the reasoning, its markers counted.
         finish, stop_reason: see `Cut`.
 
     Raises:
@@ -148,6 +159,7 @@ class Cutter:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         context_left: int | None = None,
+        reasoning: Reasoning | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise UserError(f"stop: expected () without a tokenizer, got {params.stop!r}")
@@ -164,8 +176,15 @@ class Cutter:
         self._overlaps = [0] * len(self._stops)  # of the first `_measured` characters with each stop string
         self._measured = 0
         self._sent = 0
+        self._markers = None if reasoning is None else reasoning.markers
+        self._thoughts = TextDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
+        self._reasons = reasoning is not None and reasoning.spent is not None
+        self._breaks = ""  # at the end of the reasoning so far
+        self._begins = False  # whether line breaks at the beginning of the answer are left out
         self.count = 0
         self.text = ""
+        self.reasoning = ""
+        self.reasoning_tokens = 0
         self.finish: Finish | None = None
         self.stop_reason: int | str | None = None
 
@@ -178,24 +197,60 @@ class Cutter:
         if self.finish is not None:
             raise ValueError(f"expected no token after the end ({self.finish}), got {len(emitted)}")
         before = self.count
+        thought = len(self.reasoning)
+        tokens = self.reasoning_tokens
         for token in emitted:
             self._push(token)
             if self.finish is not None:
                 break
         safe = len(self.text) - (0 if self.finish else self._open())
         fresh, self._sent = self.text[self._sent : safe], safe
-        return Cut(self.count - before, fresh, self.finish, self.stop_reason)
+        made = self.reasoning[thought:], self.reasoning_tokens - tokens
+        return Cut(self.count - before, fresh, self.finish, self.stop_reason, *made)
 
     def _push(self, token: int) -> None:
         self.count += 1
+        if self._markers is not None and self.count == 1 and token == self._markers.begin and not self._reasons:
+            self._reasons = True
+            self.reasoning_tokens = 1
+            self._end_by_length()
+        elif self._reasons and token not in self._eos:
+            self._think(token)
+        else:
+            self._say(token)
+
+    def _think(self, token: int) -> None:
+        """Add a token of the reasoning."""
+        assert self._markers is not None, "only models with markers reason apart"
+        self.reasoning_tokens += 1
+        self._end_by_length()
+        self._reasons = token != self._markers.end
+        self._begins = not self._reasons
+        text = self._breaks + (self._thoughts.push(token) if self._reasons else "")
+        if self.finish is not None or not self._reasons:
+            text += self._thoughts.flush()
+        fresh = text.rstrip("\n")
+        self._breaks = text[len(fresh) :]
+        self.reasoning += fresh if self.reasoning else fresh.lstrip("\n")
+
+    def _end_by_length(self) -> None:
+        if self.count == self._limit:
+            self._end(Finish.LENGTH, None)
+
+    def _say(self, token: int) -> None:
+        """Add a token of the answer."""
         early = self.count < self._params.min_tokens
         stopped = not early and (token in self._eos or (token in self._stop_ids and not self._formed))
         text = "" if stopped and not self._params.include_stop_str_in_output else self._decoder.push(token)
         if stopped:
             self._end(Finish.STOP, None if token in self._eos else token)
-        elif self.count == self._limit:
-            self._end(Finish.LENGTH, None)
-        self._append(text + self._decoder.flush() if self.finish else text)
+        else:
+            self._end_by_length()
+        text = text + self._decoder.flush() if self.finish else text
+        if self._begins:
+            text = text.lstrip("\n")
+            self._begins = not text
+        self._append(text)
 
     def _end(self, finish: Finish, reason: int | str | None) -> None:
         self.finish = finish

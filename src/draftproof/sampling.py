@@ -100,6 +100,7 @@ _INTEGERS: dict[str, tuple[int, int | None, str]] = {
     "seed": (-(1 << 63), (1 << 63) - 1, "an integer of 64 bits, or None"),
     "logprobs": (0, None, "an integer >= 0, or None"),
     "prompt_logprobs": (0, None, "an integer >= 0, or None"),
+    "thinking_token_budget": (0, None, "an integer >= 0, or None"),
 }
 _REALS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: x >= 0, "a finite number >= 0 (0 is greedy)"),
@@ -120,7 +121,7 @@ SHAPING = (  # parameters that change the distribution of every token
 )
 LOGPROBS_MODES = ("raw_logprobs", "processed_logprobs")
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "thinking_token_budget")
 
 
 @no_type_check  # for type checkers at run time: this class checks its values itself, and its messages name them
@@ -155,6 +156,8 @@ class SamplingParams:
         prompt_logprobs: how many of the best tokens to report with each token of the prompt; None reports nothing. They
             are of the model's own distribution. The prompt is read anew then.
         skip_special_tokens: leave special tokens out of the text.
+        thinking_token_budget: the most tokens that the model reasons before its answer (see `draftproof.reasoning`);
+            None for no limit. It changes nothing where the model does not reason.
         grammar: what the answer fits, from its first token to its end: json_object, json_schema:SCHEMA, regex:PATTERN
             or lark:GRAMMAR (see `draftproof.grammar`).
 
@@ -183,6 +186,7 @@ class SamplingParams:
     logprobs_mode: str = "raw_logprobs"
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    thinking_token_budget: int | None = None
     grammar: str | None = None
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from draftproof import Engine, UserError
 from draftproof.errors import NoTokenError, RequestError
 from draftproof.finish import overlap
-from draftproof.server.responses import TokenText
+from draftproof.server.api.token_text import TokenText
 from draftproof.server.run import use_template
 from draftproof.server.schemas import ChatBody, CompletionBody
 from support.raw_http import Slow, connected, raw

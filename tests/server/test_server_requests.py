@@ -13,10 +13,11 @@ from draftproof import Engine, SamplingParams, UserError
 from draftproof.engine.request import Request
 from draftproof.sampling import TokenLogprob
 from draftproof.server import schemas
+from draftproof.server.api.answer import Answer
+from draftproof.server.api.token_text import TokenText
 from draftproof.server.auth import allowed_hosts, is_allowed_host, read_keys
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import ParsedRequest
-from draftproof.server.responses import Answer, TokenText
 from draftproof.server.settings import Settings
 from support.raw_http import Slow
 from support.serving import STORY, error_of, post, running, small_engine, until
@@ -169,7 +170,13 @@ def test_no_field_keeps_what_it_does_not_read():
     """Whatever is typed as anything is dropped while a body is checked."""
     kinds = [each for each in vars(schemas).values() if isinstance(each, type) and issubclass(each, schemas.Body)]
     found = {(kind.__name__, name) for kind in kinds for name, each in kind.model_fields.items() if "Any" in str(each)}
-    for kind, name in found - {("Schema", "schema_"), ("StructuredOutputs", "json_"), ("Function", "parameters")}:
+    read = {
+        ("Schema", "schema_"),
+        ("StructuredOutputs", "json_"),
+        ("Function", "parameters"),
+        ("ChatBody", "chat_template_kwargs"),
+    }
+    for kind, name in found - read:
         shape = {
             "role": "user",
             "content": "x",
@@ -177,6 +184,8 @@ def test_no_field_keeps_what_it_does_not_read():
             "arguments": "",
             "id": "a",
             "function": {"name": "f", "arguments": ""},
+            "prompt": "x",
+            "messages": [{"role": "user", "content": "x"}],
         }
         model = getattr(schemas, kind)
         fields = {key: value for key, value in shape.items() if key in model.model_fields}
@@ -190,13 +199,11 @@ IGNORED = {
     "documents": [{"text": "x"}],
     "mm_processor_kwargs": {"a": 1},
     "chat_template": "x",
-    "chat_template_kwargs": {"enable_thinking": False},
     "add_generation_prompt": False,
     "continue_final_message": True,
     "add_special_tokens": True,
     "guided_json": {},
     "guided_regex": "a",
-    "reasoning_effort": "low",
     "best_of": 2,
     "length_penalty": 2.0,
     "use_beam_search": True,
@@ -204,7 +211,6 @@ IGNORED = {
     "allowed_token_ids": [1],
     "logits_processors": ["x"],
     "priority": 1,
-    "store": True,
     "web_search_options": {},
     "modalities": ["audio"],
     "suffix": "x",
@@ -218,6 +224,24 @@ def test_a_field_that_would_change_the_answer_is_never_ignored(base, path, name)
     answer = post(base, path, **shape, **{name: IGNORED[name]}, max_tokens=1)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == name
+
+
+WITHOUT_EFFECT = {
+    "user": "u1",
+    "store": True,
+    "metadata": {"a": {"b": 1}},
+    "service_tier": "auto",
+    "safety_identifier": "x",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_fields_without_effect_on_the_text_are_taken(base, path):
+    shape = {"messages": ASK} if path == CHAT else {}
+    plain = post(base, path, **shape, max_tokens=4, seed=1).json()["choices"]
+    assert post(base, path, **shape, **WITHOUT_EFFECT, max_tokens=4, seed=1).json()["choices"] == plain
 
 
 def test_tokenize_ignores_nothing(base):
@@ -458,7 +482,7 @@ def test_byte_tokens_keep_their_own_entries_in_the_top():
     assert all(re.fullmatch(r"bytes:(\\x[0-9a-f]{2})+", each) for each in names[:4])
     assert names[4] == text(letter)
     entry = TokenLogprob(broken[0], -3.0, 9, tuple((each, -1.0 - place) for place, each in enumerate(broken[1:])))
-    from draftproof.server.responses import _completion_logprobs
+    from draftproof.server.api.completions import _completion_logprobs
 
     made = _completion_logprobs(answer, [entry], 0)
     assert len(made.top_logprobs[0]) == 4

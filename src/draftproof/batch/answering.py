@@ -108,6 +108,7 @@ class Answerer:
                     offline=True,
                     speculates=asked.speculates,
                     constraint=asked.constraint,
+                    reasoning=asked.reasoning,
                 )
         except BaseException as error:  # whatever it is, it is this row's
             self._abort(requests)

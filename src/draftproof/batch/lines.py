@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -15,17 +15,19 @@ from draftproof.batch.source import Row
 from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.request import Request
 from draftproof.provenance import digest
+from draftproof.server.api.answer import Answer
+from draftproof.server.api.chat import CHAT
+from draftproof.server.api.completions import COMPLETIONS
+from draftproof.server.api.form import Endpoint, Form
+from draftproof.server.api.token_text import TokenText
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import RequestParser, refuse_other_model, refuse_stream_options, validated
-from draftproof.server.responses import Answer, ChatForm, CompletionForm, Form, TokenText
-from draftproof.server.schemas import ChatBody, CompletionBody, SamplingFields
+from draftproof.server.schemas import SamplingFields
 from draftproof.server.settings import Settings
 from draftproof.server.worker import explained, pieces_of
 
-_FORMS: dict[str, tuple[type[ChatBody | CompletionBody], type[ChatForm | CompletionForm], str]] = {
-    "/v1/chat/completions": (ChatBody, ChatForm, "chatcmpl"),
-    "/v1/completions": (CompletionBody, CompletionForm, "cmpl"),
-}
+_Body = TypeVar("_Body", bound=SamplingFields)
+_ENDPOINTS: dict[str, Endpoint[Any]] = {each.path: each for each in (CHAT, COMPLETIONS)}
 
 
 class OpenAIRows(RowForm):
@@ -47,10 +49,10 @@ class OpenAIRows(RowForm):
         method, url = row.values.get("method"), row.values.get("url")
         if method != "POST":
             raise ApiError(f"method: expected POST, got {str(method)[:20]!r}", param="method")
-        if url not in _FORMS:
-            raise ApiError(f"url: expected {' or '.join(_FORMS)}, got {str(url)[:100]!r}", status=404, param="url")
-        kind, form, name = _FORMS[str(url)]
-        body = _body(kind, row.values.get("body"))
+        if url not in _ENDPOINTS:
+            raise ApiError(f"url: expected {' or '.join(_ENDPOINTS)}, got {str(url)[:100]!r}", status=404, param="url")
+        endpoint = _ENDPOINTS[str(url)]
+        body = _body(endpoint.body, row.values.get("body"))
         refuse_other_model(body.model, self._options.model)
         if body.stream:
             raise ApiError("stream is true: lines of a batch are answered whole, so leave it out", param="stream")
@@ -60,7 +62,11 @@ class OpenAIRows(RowForm):
             seed = row_seed(self._options.seed, row.id)
             parsed = replace(parsed, params=replace(parsed.params, seed=seed))
         answer = Answer.to(
-            body, parsed, name=f"{name}-{self._name(row)}", model=self._options.model, token_text=self._token_text
+            body,
+            parsed,
+            name=f"{endpoint.prefix}-{self._name(row)}",
+            model=self._options.model,
+            token_text=self._token_text,
         )
         return Asked(
             [list(each) for each in parsed.prompts],
@@ -68,7 +74,8 @@ class OpenAIRows(RowForm):
             list(parsed.prediction) or None,
             body.speculation,
             parsed.constraint,
-            more=(answer, form()),
+            parsed.reasoning,
+            more=(answer, endpoint.form(body)),
         )
 
     @override
@@ -81,7 +88,8 @@ class OpenAIRows(RowForm):
         answer: Answer = asked.more[0]
         form: Form = asked.more[1]
         for index, request in enumerate(requests):
-            answer.add(pieces_of(request, index))
+            for piece in pieces_of(request, index):
+                answer.add(piece)
         return [self._row(row, 200, form.whole(answer).model_dump(mode="json"))], False
 
     @override
@@ -99,7 +107,7 @@ class OpenAIRows(RowForm):
         return digest(str(row.id), self._options.seed)[:24]
 
 
-def _body(kind: type[ChatBody | CompletionBody], given: Any) -> SamplingFields:
+def _body(kind: type[_Body], given: Any) -> _Body:
     """A body of a line, an object or its JSON.
 
     Raises:

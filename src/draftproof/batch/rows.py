@@ -14,6 +14,7 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.engine.prompts import Prompt
 from draftproof.engine.request import Request
 from draftproof.errors import UserError
+from draftproof.reasoning import Reasoning
 from draftproof.rng import fold
 from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
 
@@ -69,6 +70,7 @@ class Asked:
         prediction: what the answer may repeat.
         speculates: whether anything is drafted.
         constraint: the grammar of `params`, where it is compiled already.
+        reasoning: how the output begins, where the prompts are token ids of a chat.
         more: what the form of the rows needs for the answer.
     """
 
@@ -77,6 +79,7 @@ class Asked:
     prediction: str | Sequence[int] | None = None
     speculates: bool = True
     constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
     more: object = None
 
 
@@ -173,6 +176,7 @@ class PromptRows(RowForm):
             seed=request.seed,
             prompt_tokens=request.prompt_length,
             completion_tokens=request.stats.num_tokens,
+            reasoning=request.cutter.reasoning or None,
             target_calls=request.stats.num_target_calls,
         )
         if self._params.logprobs is not None:
@@ -200,7 +204,7 @@ def columns(options: RowOptions) -> tuple[str, ...]:
         return ("id", "custom_id", "response", "error")
     more = [name for name in ("logprobs", "prompt_logprobs") if options.sampling.get(name) is not None]
     return (
-        *("id", "index", "text", "token_ids", "finish_reason", "stop_reason", "seed"),
+        *("id", "index", "text", "reasoning", "token_ids", "finish_reason", "stop_reason", "seed"),
         *("prompt_tokens", "completion_tokens", "target_calls", "error"),
         *more,
     )

@@ -14,12 +14,13 @@ from draftproof.backends.base import Backend, rounding, why_bounded
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.none import NoDrafter
 from draftproof.engine.composition import DrafterTraits, VerifierTraits, incompatible_reason, no_rollback_reason
-from draftproof.engine.prompts import Prompt, PromptReader
+from draftproof.engine.prompts import Prompt, PromptReader, is_chat
 from draftproof.engine.request import Output, Request, SameText
 from draftproof.engine.scheduler import Scheduler
 from draftproof.errors import ContextError, UserError
 from draftproof.finish import Cutter
 from draftproof.grammar import Grammars
+from draftproof.reasoning import Reasoning, ReasoningConstraint
 from draftproof.rng import fold
 from draftproof.sampling import Constraint, SamplingParams
 from draftproof.verifiers.base import Verifier
@@ -117,6 +118,7 @@ class RequestIntake:
         cache_salt: str = "",
         share_text: bool = True,
         constraint: Constraint | None = None,
+        reasoning: Reasoning | None = None,
         patient: bool | None = None,
     ) -> list[Request]:
         """Queue a prompt; it runs as soon as the batch has a free place.
@@ -134,6 +136,7 @@ class RequestIntake:
                 users with different ones learn nothing of each other from the time or the drafts of an answer.
             share_text: whether a drafter that looks tokens up in other requests may use this one's, and theirs for it.
             constraint: the grammar of `params`, where it is compiled already.
+            reasoning: how the output begins, where the prompt is token ids of a chat; for messages it is found here.
             patient: the old name of `offline`, for one more version.
 
         Returns:
@@ -156,6 +159,7 @@ class RequestIntake:
         left = self._context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
+        reasoning = reasoning or self._reasoning(prompt, ids, params)
         if params.grammar is not None and constraint is None:
             constraint = self.grammars.constraint(params.grammar)
         transforms = params.bind(
@@ -163,7 +167,7 @@ class RequestIntake:
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
             bad_words=self.prompts.bad_words(params.bad_words),
-            constraint=None if params.grammar is None else constraint,
+            constraint=self._constraint(params, None if params.grammar is None else constraint, reasoning),
         )
         with self._lock:
             made = [
@@ -175,7 +179,7 @@ class RequestIntake:
                     prompt_length=len(ids),
                     seed=seed if index == 0 else fold(seed, index) >> 1,
                     transforms=transforms.fresh(),
-                    cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left),
+                    cutter=Cutter(params, self.eos_token_ids, self.tokenizer, context_left=left, reasoning=reasoning),
                     max_tokens=limit,
                     rule=self._rule(params),
                     prediction=predicted,
@@ -183,6 +187,7 @@ class RequestIntake:
                     speculates=speculates,
                     cache_salt=cache_salt,
                     share_text=share_text,
+                    reasoning=reasoning,
                 )
                 for index in range(params.n)
             ]
@@ -192,6 +197,22 @@ class RequestIntake:
                     request.prompt_logprobs, request.siblings = scores, siblings
             self.scheduler.waiting.extend(made)
         return made
+
+    def _reasoning(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> Reasoning | None:
+        """How the output begins: a chat's, or one with a limit of the reasoning, which other models keep anyway."""
+        if params.thinking_token_budget is None and not is_chat(prompt):
+            return None
+        return self.prompts.reasoning(ids)
+
+    def _constraint(
+        self, params: SamplingParams, answer: Constraint | None, reasoning: Reasoning | None
+    ) -> Constraint | None:
+        """What the output has to fit: a form of the answer, and the limit of the reasoning before it."""
+        if reasoning is None or (answer is None and params.thinking_token_budget is None):
+            return answer
+        return ReasoningConstraint(
+            reasoning, self.target.vocab_size, params.thinking_token_budget, answer, self.eos_token_ids
+        )
 
     def _fitting(self, length: int, limit: int, params: SamplingParams) -> int:
         """Tokens that a request may emit with the memory that there is; all of `limit`, where it names a number."""
@@ -284,4 +305,6 @@ class RequestIntake:
             stats=request.stats,
             logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
             prompt_logprobs=None if request.params.prompt_logprobs is None else (None, *request.prompt_logprobs),
+            reasoning=None if request.reasoning is None else request.cutter.reasoning,
+            reasoning_tokens=request.cutter.reasoning_tokens,
         )

@@ -302,6 +302,8 @@ class DecodingLoop(RequestIntake):
                 drafted=len(draft),
                 accepted=min(len(verdict.path), cut.kept),
                 origin=draft.origin,
+                reasoning=cut.reasoning,
+                reasoning_tokens=cut.reasoning_tokens,
             )
         )
 

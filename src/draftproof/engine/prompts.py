@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import numbers
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from draftproof.bad_words import BadWords, bad_word_ids
 from draftproof.errors import UserError, reason
+from draftproof.reasoning import MOST_BLANK, Reasoning, ReasoningMarkers, reasoning_after, reasoning_markers
 
 _RECENT = 8  # sets of bad words that are kept encoded when no request has them any more
 
@@ -29,6 +32,8 @@ class PromptReader:
         self._model = model
         self._words: WeakValueDictionary[tuple[str, ...], BadWords] = WeakValueDictionary()
         self._recent: deque[BadWords] = deque(maxlen=_RECENT)
+        self._template: object = None
+        self._markers: ReasoningMarkers | None = None
 
     def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt; the text is None for token ids.
@@ -78,12 +83,42 @@ class PromptReader:
             self._recent.append(found)
         return found
 
-    def chat_text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    @property
+    def markers(self) -> ReasoningMarkers | None:
+        """Of the model's reasoning; None where its chat template has none that are tokens of their own."""
+        template = getattr(self.tokenizer, "chat_template", None)  # which may be replaced
+        if template != self._template:
+            self._markers = reasoning_markers(self.tokenizer)
+            self._template = template
+        return self._markers
+
+    def reasoning(self, ids: Sequence[int]) -> Reasoning | None:
+        """How the answer to a chat begins; None where all of it is the answer.
+
+        Args:
+            ids: of the chat as a prompt.
+        """
+        if self.markers is None:
+            return None
+        last = ids[-MOST_BLANK:]
+        return reasoning_after(ids, self.markers, {token for token in last if self._is_blank(token)})
+
+    def _is_blank(self, token: int) -> bool:
+        text = self._required().decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return not str(text).strip()
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> str:
         """The model's chat template applied to messages, ready for an answer.
 
         Args:
             messages: of the chat.
             tools: that the template shows to the model, as transformers takes them.
+            options: of the template, such as enable_thinking; those that it does not name are left out.
 
         Raises:
             UserError: the tokenizer has no chat template, or the template refuses the messages.
@@ -93,7 +128,9 @@ class PromptReader:
             raise UserError(f"{self._model} has no chat template: give the prompt as plain text")
         texts = [_text_only(place, message) for place, message in enumerate(messages)]
         try:
-            shown = {} if tools is None else {"tools": list(tools)}
+            shown: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
+            template = str(tokenizer.chat_template)
+            shown |= {name: value for name, value in options.items() if re.search(rf"\b{re.escape(name)}\b", template)}
             made = tokenizer.apply_chat_template(texts, add_generation_prompt=True, tokenize=False, **shown)
         except Exception as cause:
             raise UserError(f"the chat template of {self._model} refuses the messages: {reason(cause)}") from cause
@@ -132,6 +169,11 @@ def _text_only(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
                 "also where the model could"
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether a prompt is the messages of a chat."""
+    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -17,6 +17,7 @@ from draftproof.drafters.base import DraftRequest
 from draftproof.engine.stats import Stats
 from draftproof.errors import RequestError
 from draftproof.finish import Cut, Cutter
+from draftproof.reasoning import Reasoning
 from draftproof.sampling import SHAPING, SamplingParams, TokenLogprob, Transforms, probabilities, top_logprobs
 from draftproof.verifiers.base import Verifier
 
@@ -33,6 +34,8 @@ class Chunk:
         drafted: number of tokens that were drafted for the round.
         accepted: how many of `token_ids`, from the first on, were drafted.
         origin: where the drafted tokens came from.
+        reasoning: text of the model's reasoning, which is not in `text`.
+        reasoning_tokens: how many of `token_ids`, from the first on, belong to the reasoning.
     """
 
     text: str
@@ -42,6 +45,8 @@ class Chunk:
     drafted: int = 0
     accepted: int = 0
     origin: Origin = Origin.DRAFTER
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
 
 class SameText(StrEnum):
@@ -73,6 +78,8 @@ class Output:
         logprobs: for each token, if requested.
         prompt_logprobs: for each token of the prompt, if requested; None for the first one.
         stats: counts, rates, times.
+        reasoning: what the model reasoned before its answer to a chat, which is not in `text`; None where it cannot.
+        reasoning_tokens: how many of `token_ids`, from the first on, belong to it.
     """
 
     prompt: str | None
@@ -92,6 +99,8 @@ class Output:
     stats: Stats
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    reasoning: str | None = None
+    reasoning_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -112,6 +121,9 @@ class Output:
             "sampling": {name: getattr(self.params, name) for name in SHAPING},
             "stats": self.stats.to_dict(),
         }
+        if self.reasoning is not None:
+            made["reasoning"] = self.reasoning
+            made["reasoning_tokens"] = self.reasoning_tokens
         if self.logprobs is not None:
             made["logprobs"] = [entry.to_dict() for entry in self.logprobs]
         if self.prompt_logprobs is not None:
@@ -150,6 +162,7 @@ class Request:
         speculates: whether anything is drafted for it.
         cache_salt: what was read or written for it is used for requests with the same salt only.
         share_text: whether such requests may draft from its tokens, and it from theirs.
+        reasoning: how its output begins; None where all of it is the answer.
     """
 
     id: int
@@ -178,6 +191,7 @@ class Request:
     speculates: bool = True
     cache_salt: str = ""
     share_text: bool = True
+    reasoning: Reasoning | None = None
 
     @property
     def params(self) -> SamplingParams:

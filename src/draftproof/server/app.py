@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import threading
@@ -18,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import anyio
 from anyio.to_thread import run_sync
 from fastapi import Depends, FastAPI, Request
-from fastapi.sse import EventSourceResponse, format_sse_event
+from fastapi.sse import EventSourceResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -30,20 +29,25 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import LEAVING, UserError
 from draftproof.peak import ReleaseTimes, release_freed_memory, resident
 from draftproof.server import schemas
+from draftproof.server.api.answer import Answer
+from draftproof.server.api.chat import CHAT
+from draftproof.server.api.completions import COMPLETIONS
+from draftproof.server.api.form import Endpoint, Form
+from draftproof.server.api.token_text import TokenText
 from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
 from draftproof.server.body import body_of
 from draftproof.server.errors import ApiError, failed, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
-from draftproof.server.responses import END, Answer, ChatForm, CompletionForm, Form, TokenText, event
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from draftproof.server.settings import Settings
 from draftproof.server.tools import format_of, template_tools
-from draftproof.server.worker import EngineWorker, Job
+from draftproof.server.worker import EngineWorker, Job, Piece
 
 _log = logging.getLogger(__name__)
 _Made = TypeVar("_Made")
+_Body = TypeVar("_Body", bound=schemas.Body)
 
 
 class Server:
@@ -99,7 +103,13 @@ class Server:
         """What clients see of the model."""
         why = self.engine.rounding
         return schemas.ModelCard(
-            id=self.model, created=self.created, max_model_len=self.context, same_bits=not why, rounding=self.shown(why)
+            id=self.model,
+            created=self.created,
+            max_model_len=self.context,
+            max_output_tokens=self.settings.max_tokens_limit,
+            reasoning=self.settings.reasoning == "auto" and self.engine.prompts.markers is not None,
+            same_bits=not why,
+            rounding=self.shown(why),
         )
 
     def check_model(self, name: str | None) -> None:
@@ -114,6 +124,11 @@ class Server:
     def busy(self) -> bool:
         """Whether a thread runs, be it one that never ends."""
         return self.worker.running or bool(self._aside.busy or self._compiling.busy)
+
+    async def body(self, request: Request, kind: type[_Body], *, lenient: bool = False) -> _Body:
+        """The body of a request; `lenient` leaves out fields that are not known here, whatever the settings say."""
+        ignored = lenient or self.settings.unknown_fields == "ignore"
+        return await body_of(request, kind, self.settings.max_body, lenient=ignored)
 
     async def aside(self, request: Request, call: Callable[[], _Made], *, locked: bool = True) -> _Made:
         """Tokenize outside the event loop's thread.
@@ -192,9 +207,9 @@ class Server:
             raise ApiError(f"tokens: expected ids from 0 to {size - 1}, got {bad}", param="tokens")
         return schemas.Text(prompt=self.token_text.joined(body.tokens))
 
-    async def answer(self, request: Request, kind: type[SamplingFields], form: Form, name: str) -> Any:
-        """Answer a request for completions, whole or as a stream."""
-        job, answer, options = await self._asked(request, kind, name)
+    async def answer(self, request: Request, endpoint: Endpoint[Any]) -> Any:
+        """Answer a request to an endpoint, whole or as a stream."""
+        job, answer, form = await self._asked(request, endpoint)
         self.worker.submit(job)
         if not job.streams:
             return await self._whole(request, job, answer, form)
@@ -209,15 +224,14 @@ class Server:
             self.worker.close(job)
             _note_usage(request, answer)
 
-        events = self._events(answer, form, options, first, pieces)
-        return Stream(events, ended, seconds=self.settings.write_timeout)
+        return Stream(_events(answer, form, first, pieces), ended, seconds=self.settings.write_timeout)
 
-    async def _asked(
-        self, request: Request, kind: type[SamplingFields], name: str
-    ) -> tuple[Job, Answer, schemas.StreamOptions]:
+    async def _asked(self, request: Request, endpoint: Endpoint[Any]) -> tuple[Job, Answer, Form]:
         """What a request asks of the engine, and its answer, empty yet; nothing else of its body is kept."""
         arrival = time.monotonic()
-        body = await body_of(request, kind, self.settings.max_body)
+        given = await self.body(request, endpoint.body, lenient=endpoint.lenient)
+        body, form = endpoint.asked(given), endpoint.form(given)
+        del given
         self.check_model(body.model)
         refuse_stream_options(body)
         client, salt, share_text = self._sharing(request, body)
@@ -235,20 +249,22 @@ class Server:
             share_text,
             parsed.constraint,
             arrival,
+            parsed.reasoning,
         )
         if job.size > self.worker.capacity:
             raise ApiError(
                 f"expected at most {self.worker.capacity} continuations in one request, got {job.size}", param="n"
             )
-        full = f"{name}-{request.scope['state']['facts']['request_id']}"
+        full = f"{endpoint.prefix}-{request.scope['state']['facts']['request_id']}"
         asked = replace(parsed, constraint=None)  # which the job has, until the engine has it
         answer = Answer.to(body, asked, name=full, model=self.model, token_text=self.token_text)
-        return job, answer, body.stream_options or schemas.StreamOptions()
+        return job, answer, form
 
     async def _whole(self, request: Request, job: Job, answer: Answer, form: Form) -> Response:
         async def collect() -> None:
             async for pieces in job.pieces():
-                answer.add(pieces)
+                for piece in pieces:
+                    answer.add(piece)
 
         def made() -> Response:
             return Response(form.whole(answer).model_dump_json(), media_type="application/json")
@@ -262,34 +278,22 @@ class Server:
         limiter = None if answer.parsed.params.prompt_logprobs is None else self._making
         return await run_sync(made, limiter=limiter)
 
-    async def _events(
-        self,
-        answer: Answer,
-        form: Form,
-        options: schemas.StreamOptions,
-        first: list[Any],
-        rest: AsyncIterator[list[Any]],
-    ) -> AsyncIterator[bytes]:
-        """The events of a stream, in the order of the pieces."""
 
-        def taken(pieces: list[Any]) -> bytes:
-            made = []
-            for piece in pieces:
-                choice = form.chunk(answer, piece)
-                answer.add([piece])
-                usage = answer.usage if options.continuous_usage_stats else None
-                made.append(event(answer, form, [choice], usage))
-            return b"".join(made)
+async def _events(
+    answer: Answer, form: Form, first: list[Piece], rest: AsyncIterator[list[Piece]]
+) -> AsyncIterator[bytes]:
+    """The events of a stream, in the order of the pieces."""
 
-        try:
-            yield b"".join(event(answer, form, [choice]) for choice in form.opening(answer)) + taken(first)
-            async for pieces in rest:
-                yield taken(pieces)
-            if options.include_usage:
-                yield event(answer, form, [], answer.usage)
-            yield END
-        except ApiError as error:
-            yield format_sse_event(data_str=json.dumps(error.body()))
+    def taken(pieces: list[Piece]) -> bytes:
+        return b"".join(form.piece(answer, piece, answer.add(piece)) for piece in pieces)
+
+    try:
+        yield form.opening(answer) + taken(first)
+        async for pieces in rest:
+            yield taken(pieces)
+        yield form.closing(answer)
+    except ApiError as error:
+        yield form.failure(answer, error)
 
 
 class Stream(EventSourceResponse):
@@ -481,7 +485,7 @@ def _add_completions(app: FastAPI) -> None:
     )
     async def completions(request: Request, server: _Served) -> Any:
         """Continue prompts."""
-        return await server.answer(request, CompletionBody, CompletionForm(), "cmpl")
+        return await server.answer(request, COMPLETIONS)
 
     @app.post(
         "/v1/chat/completions",
@@ -491,7 +495,7 @@ def _add_completions(app: FastAPI) -> None:
     )
     async def chat(request: Request, server: _Served) -> Any:
         """Answer a chat."""
-        return await server.answer(request, ChatBody, ChatForm(), "chatcmpl")
+        return await server.answer(request, CHAT)
 
     @app.get("/v1/models")
     async def models(server: _Served) -> schemas.ModelList:
@@ -509,14 +513,14 @@ def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", openapi_extra=_takes(TokenizeBody))
     async def tokenize(request: Request, server: _Served) -> schemas.Tokens:
         """The token ids of a text or a chat."""
-        body = await body_of(request, TokenizeBody, server.settings.max_body)
+        body = await server.body(request, TokenizeBody)
         server.check_model(body.model)
         return await server.aside(request, partial(server.tokens, body), locked=False)  # it takes the lock itself
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeBody))
     async def detokenize(request: Request, server: _Served) -> schemas.Text:
         """The text of token ids."""
-        body = await body_of(request, DetokenizeBody, server.settings.max_body)
+        body = await server.body(request, DetokenizeBody)
         server.check_model(body.model)
         return await server.aside(request, partial(server.text, body))
 

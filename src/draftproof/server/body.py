@@ -19,18 +19,20 @@ from draftproof.server.schemas import Body
 _Read = TypeVar("_Read", bound=Body)
 
 
-async def body_of(request: Request, kind: type[_Read], most: int) -> _Read:
+async def body_of(request: Request, kind: type[_Read], most: int, *, lenient: bool) -> _Read:
     """The body of a request.
 
     Args:
         request: whose body has not been read.
         kind: of the body.
         most: bytes that it may have.
+        lenient: whether fields that are not known are left out; else they are refused.
 
     Raises:
         ApiError: it is too large, no JSON, or not of this kind.
     """
-    return validated(kind, _parsed(await _bytes_of(request, most), request.headers.get("content-type", "")))
+    content = await _bytes_of(request, most)
+    return validated(kind, _parsed(content, request.headers.get("content-type", "")), lenient=lenient)
 
 
 async def _bytes_of(request: Request, most: int) -> bytes:

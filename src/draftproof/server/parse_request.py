@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -18,6 +19,7 @@ from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import UserError
 from draftproof.grammar import MOST_CHARACTERS
 from draftproof.grammar_check import BusyError
+from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
 from draftproof.server import schemas
 from draftproof.server.aside import TimeOver, time_limit
@@ -46,6 +48,23 @@ _FIELDS = {field.name for field in fields(SamplingParams)}
 _BODY_FIELDS = {
     name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
 }  # as errors may name them
+_NO_OPTIONS = {  # of a chat template: arguments of transformers, and what other fields say
+    "messages",
+    "conversation",
+    "tools",
+    "documents",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
 _Read = TypeVar("_Read", bound=BaseModel)
 
 
@@ -61,6 +80,7 @@ class ParsedRequest:
         tools: that the answer may call.
         words: the parameters' bad words, encoded: the engine finds them as long as this is there.
         constraint: the grammar of `params`, compiled.
+        reasoning: how the model reasons before it answers; None where it does not.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -70,6 +90,7 @@ class ParsedRequest:
     tools: ToolSet | None = None
     words: BadWords = field(default_factory=BadWords)
     constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
 
 
 class RequestParser:
@@ -138,17 +159,29 @@ class RequestParser:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
         most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
+        options = _template_options(body)
         tools = tool_set(body, self._engine.tokenizer, self._settings.tool_format)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params, constraint = self._params(body, most, logprobs, tools)
         shown = template_tools([each.function for each in body.tools or ()] if tools else ())
-        _, ids = self.chat_prompt(body.messages, shown)
+        _, ids = self.chat_prompt(body.messages, shown, options)
         self._refuse_large(body, params, (ids,), len(ids))
         prediction = self._prediction(body.prediction)
-        return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint)
+        reasoning = self._engine.prompts.reasoning(ids) if self._settings.reasoning == "auto" else None
+        return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint, reasoning)
 
-    def chat_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, tuple[int, ...]]:
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> tuple[str, tuple[int, ...]]:
         """Text and token ids of a chat.
+
+        Args:
+            messages: of the chat.
+            tools: that the model is shown.
+            options: of the chat template.
 
         Raises:
             ApiError: the template refuses it, or it is too long.
@@ -157,7 +190,7 @@ class RequestParser:
         prompts = self._engine.prompts
         try:
             with time_limit(_TEMPLATE_SECONDS):  # and without the lock: nobody waits for it
-                text = prompts.chat_text(messages_of(messages), tools or None)
+                text = prompts.chat_text(messages_of(messages), tools or None, options)
             self._refuse_long(len(text), "messages")
             with self._lock:
                 ids = tuple(prompts.plain(text))
@@ -308,13 +341,21 @@ class RequestParser:
         given: dict[str, Any] = {
             name: value for name in _FIELDS & set(type(body).model_fields) if (value := getattr(body, name)) is not None
         }
-        given |= {"max_tokens": max_tokens, "logprobs": logprobs}
+        given |= {"max_tokens": min(max_tokens, self._settings.max_tokens_limit), "logprobs": logprobs}
+        if body.thinking_token_budget is not None and self._settings.reasoning == "none":
+            raise ApiError(
+                "thinking_token_budget: this server leaves reasoning in the text and does not count it, see its option "
+                "--reasoning",
+                param="thinking_token_budget",
+            )
+        if isinstance(body, ChatBody) and self._settings.reasoning_budget is not None:
+            given.setdefault("thinking_token_budget", self._settings.reasoning_budget)
         if tools is not None and tools.specials:
             given["skip_special_tokens"] = False  # the marker of a call is one
         if body.logit_bias is not None:
             given["logit_bias"] = _bias(body.logit_bias)
         grammar, param = _grammar(body, tools)
-        self._check_sizes(body, max_tokens, logprobs, param, grammar or "")
+        self._check_sizes(body, logprobs, param, grammar or "")
         constraint = self._constraint(given, grammar, param)
         try:
             params = replace(self._engine.default_params, **given)
@@ -324,11 +365,8 @@ class RequestParser:
             name = str(error).partition(":")[0]  # of a field, in messages of SamplingParams
             raise ApiError(str(error), param=name if name in _FIELDS else None) from error
 
-    def _check_sizes(
-        self, body: SamplingFields, max_tokens: int, logprobs: int | None, param: str, grammar: str
-    ) -> None:
+    def _check_sizes(self, body: SamplingFields, logprobs: int | None, param: str, grammar: str) -> None:
         """Refuse numbers and texts beyond the limits; `param` is the field that the grammar comes from."""
-        _refuse_above("max_tokens", max_tokens, self._settings.max_tokens_limit)
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
             if count is not None:
                 _refuse_above(name, count, _MOST_LOGPROBS)
@@ -383,14 +421,19 @@ def refuse_stream_options(body: SamplingFields) -> None:
         raise ApiError("prompt_logprobs needs stream false", param="prompt_logprobs")
 
 
-def validated(kind: type[_Read], given: Any) -> _Read:
+def validated(kind: type[_Read], given: Any, *, lenient: bool = False) -> _Read:
     """A body of some kind.
+
+    Args:
+        kind: of the body.
+        given: as JSON has it.
+        lenient: whether fields that are not known are left out; else they are refused.
 
     Raises:
         ApiError: what is wrong with it.
     """
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(given, extra="ignore" if lenient else "forbid")
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
     raise invalid_body([{**each, "loc": ("body", *each["loc"])} for each in found])
@@ -485,12 +528,34 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
             "role": "system" if each.role == "developer" else each.role,
             "content": text_of(each.content or ""),
         }
+        if each.name is not None:
+            one["name"] = each.name
+        if each.thoughts is not None:
+            one["reasoning_content"] = each.thoughts
         if each.tool_calls:
             one["tool_calls"] = template_calls(each)
         if each.tool_call_id is not None:
             one["tool_call_id"] = each.tool_call_id
         made.append(one)
     return made
+
+
+def _template_options(body: ChatBody) -> dict[str, Any]:
+    """Options of the chat template: those given, and what an effort means where they do not say it.
+
+    Raises:
+        ApiError: one that is no option of a template.
+    """
+    given = dict(body.chat_template_kwargs or {})
+    if own := sorted(_NO_OPTIONS & given.keys()):
+        raise ApiError(
+            f"chat_template_kwargs: expected variables of the template, got {own[0]}, which the request says elsewhere",
+            param="chat_template_kwargs",
+        )
+    if body.reasoning_effort is None:
+        return given
+    reasons = body.reasoning_effort != "none"
+    return {"reasoning_effort": body.reasoning_effort, "enable_thinking": reasons, "thinking": reasons} | given
 
 
 def text_of(content: str | Sequence[TextPart]) -> str:

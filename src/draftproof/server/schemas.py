@@ -24,8 +24,9 @@ from typing_extensions import TypedDict  # pydantic needs this one before Python
 _WORD = 1 << 63  # numbers of more bits are no setting of anything, and Python writes none of more than 4300 digits
 Whole = Annotated[int, Field(ge=-_WORD, le=_WORD - 1)]
 TokenIds = Annotated[list[Whole], Field(fail_fast=True, max_length=1_000_000)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ShortText = Annotated[str, Field(max_length=512)]
-# What clients send back and nobody reads: a body of 4 MB of it would take 100 MB, so that nothing of it is kept.
+# What clients send and nobody reads: a body of 4 MB of it would take 100 MB, so that nothing of it is kept.
 Unread = Annotated[Any, PlainValidator(lambda _: None, json_schema_input_type=Any)]
 
 
@@ -61,6 +62,7 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a stream."""
 
+    include_obfuscation: Unread = None
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
@@ -139,24 +141,37 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a chat; the model's may hold calls, and those of role tool their results."""
+    """One message of a chat; the model's may hold its reasoning and calls, and those of role tool their results."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | TextParts | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of the same
     tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True, max_length=128)] = None
     tool_call_id: str | None = None
     parsed: Unread = None  # as parsed_arguments
+    annotations: Unread = None  # of answers with a search on the web
+    refusal: Unread = None
+    audio: Unread = None
     provider_specific_fields: Unread = None  # litellm's; not read
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
+        if self.role != "assistant" and (self.reasoning_content is not None or self.reasoning is not None):
+            raise ValueError("reasoning_content belongs to messages of the assistant")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to messages of the assistant")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise ValueError("tool_call_id belongs to messages of role tool, which need it")
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and self.thoughts is None:
             raise ValueError("content is missing")
         return self
+
+    @property
+    def thoughts(self) -> str | None:
+        """What the model reasoned before it wrote the message."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 
 class Function(Body):
@@ -225,7 +240,16 @@ class SamplingFields(Body):
     return_drafts: bool = False
     speculation: bool = True
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=512)] = None
-    user: str | None = None
+    thinking_token_budget: Whole | None = None
+    # Without effect on the text, in whatever form: who asks, how it is billed, what is stored elsewhere.
+    user: Unread = None
+    store: Unread = None
+    metadata: Unread = None
+    service_tier: Unread = None
+    safety_identifier: Unread = None
+    prompt_cache_key: Unread = None
+    prompt_cache_retention: Unread = None
+    prompt_cache_options: Unread = None
 
 
 def _kind_of_prompt(prompt: Any) -> str:
@@ -261,6 +285,9 @@ class ChatBody(SamplingFields):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=64)] = None
+    verbosity: Unread = None  # a wish that no open model was trained for
 
 
 class TokenizeBody(Body):
@@ -300,10 +327,17 @@ class ErrorAnswer(BaseModel):
 
 
 class CompletionDetails(BaseModel):
-    """How many tokens of a prediction were used."""
+    """How many tokens were reasoning, and how many of a prediction were used."""
 
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
+
+
+class PromptDetails(BaseModel):
+    """How many tokens of the prompt were known from earlier requests."""
+
+    cached_tokens: int
 
 
 class Usage(BaseModel):
@@ -312,6 +346,7 @@ class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails | None = None
     completion_tokens_details: CompletionDetails | None = None
 
 
@@ -403,6 +438,7 @@ class AnswerMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
+    reasoning_content: str | None = None
     refusal: None = None
     tool_calls: list[AnswerCall] | None = None
 
@@ -434,7 +470,9 @@ class ChatAnswer(BaseModel):
 class ModelCard(BaseModel):
     """A model that is served.
 
-    `same_bits`: whether its logits are the same bits in every batch and draft, by construction; `rounding`: why not.
+    `max_output_tokens`: the most that an answer has, whatever a request names; `reasoning`: whether what the model
+    reasons is divided from its answer; `same_bits`: whether its logits are the same bits in every batch and draft, by
+    construction; `rounding`: why not.
     """
 
     id: str
@@ -442,6 +480,8 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "draftproof"
     max_model_len: int | None
+    max_output_tokens: int
+    reasoning: bool
     same_bits: bool
     rounding: str
 

@@ -37,9 +37,14 @@ class Settings:
         drain_timeout: seconds that running requests get after SIGTERM.
         max_body: bytes of a request's body.
         max_prompt_tokens: tokens of a prompt; without it the model's context.
-        max_tokens_limit: the most tokens that a request may ask for, and a chat's default.
+        max_tokens_limit: the most tokens of an answer, and a chat's default; requests for more get as many.
         chat_template: a file with a chat template, in place of the model's.
         tool_format: how the model writes calls of tools: hermes, llama or mistral; auto reads it from the template.
+        reasoning: auto divides what the model reasons from its answer, by the markers of its chat template; none leaves
+            it in the text.
+        reasoning_budget: the most tokens that an answer's reasoning has where the request names no number.
+        unknown_fields: what is done with fields of a request that are not known here: refuse, or ignore. Endpoints of
+            other than OpenAI's form ignore them.
         json_logs: a JSON object a line on stderr, in place of text.
 
     Raises:
@@ -65,6 +70,9 @@ class Settings:
     max_tokens_limit: int = 16_384
     chat_template: Path | None = None
     tool_format: str = "auto"
+    reasoning: str = "auto"
+    reasoning_budget: int | None = None
+    unknown_fields: str = "refuse"
     json_logs: bool = False
 
     def __post_init__(self) -> None:
@@ -73,7 +81,12 @@ class Settings:
         least = {"max_waiting": 0, "drain_timeout": 0, "max_body": 1, "max_prompt_tokens": 1, "max_tokens_limit": 1}
         if self.tool_format not in TOOL_FORMATS:
             raise UserError(f"tool_format: expected one of {', '.join(TOOL_FORMATS)}, got {self.tool_format!r}")
-        least |= {"max_per_key": 1, "max_connections": 1}
+        for name, legal in (("reasoning", ("auto", "none")), ("unknown_fields", ("refuse", "ignore"))):
+            if getattr(self, name) not in legal:
+                raise UserError(f"{name}: expected {' or '.join(legal)}, got {getattr(self, name)!r}")
+        if self.reasoning == "none" and self.reasoning_budget is not None:
+            raise UserError(f"reasoning_budget: expected no number with reasoning none, got {self.reasoning_budget}")
+        least |= {"reasoning_budget": 0, "max_per_key": 1, "max_connections": 1}
         times = dict.fromkeys(("request_timeout", "stuck_timeout", "read_timeout", "write_timeout"), 0)
         for name, low in {**least, **times}.items():
             value = getattr(self, name)

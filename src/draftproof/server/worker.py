@@ -27,6 +27,7 @@ from draftproof.engine.request import Request
 from draftproof.engine.stats import Stats
 from draftproof.engine.threads import release_team
 from draftproof.errors import ContextError, NoTokenError, RequestError, UserError
+from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams, TokenLogprob
 from draftproof.server.errors import ApiError, failed, overloaded, stopping, too_late
 from draftproof.server.metrics import Counted, Metrics
@@ -51,6 +52,9 @@ class Piece:
         accepted: how many of `token_ids`, from the first on, were drafted.
         origin: where the drafted tokens came from.
         prompt_logprobs: of the prompt's tokens after the first, in the last piece; empty if not requested.
+        reasoning: text of the model's reasoning, which is not in `text`.
+        reasoning_tokens: how many of `token_ids`, from the first on, belong to the reasoning.
+        reused: tokens of the prompt that were taken over from other requests.
     """
 
     index: int
@@ -63,6 +67,9 @@ class Piece:
     accepted: int = 0
     origin: Origin = Origin.DRAFTER
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    reasoning: str = ""
+    reasoning_tokens: int = 0
+    reused: int = 0
 
 
 @dataclass(eq=False)
@@ -82,6 +89,7 @@ class Job:
         share_text: see `DecodingLoop.add`.
         constraint: the grammar of `params`, compiled.
         arrival: when its request came; the deadline counts from there.
+        reasoning: how each continuation begins; None where all of it is the answer.
         ended: nobody waits for it any more.
     """
 
@@ -96,6 +104,7 @@ class Job:
     share_text: bool = True
     constraint: Constraint | None = None
     arrival: float = field(default_factory=time.monotonic)
+    reasoning: Reasoning | None = None
     ended: bool = False
     _pieces: list[Piece] = field(default_factory=list)
     _error: ApiError | None = None
@@ -429,6 +438,7 @@ class EngineWorker:
                     cache_salt=job.cache_salt,
                     share_text=job.share_text,
                     constraint=job.constraint,
+                    reasoning=job.reasoning,
                 )
         except BaseException as error:  # noqa: BLE001 - whatever it is, also a panic of a library, it is this job's
             for request in made:
@@ -591,6 +601,9 @@ def pieces_of(request: Request, index: int, reported: int = 0) -> list[Piece]:
                 chunk.accepted,
                 chunk.origin,
                 tuple(request.prompt_logprobs) if last else (),
+                chunk.reasoning,
+                chunk.reasoning_tokens,
+                request.reused,
             )
         )
     return made

@@ -117,6 +117,11 @@ class FastTokenizer:
         """The tokenizer of the library `tokenizers`, as transformers' class calls it."""
         return self._tokenizer
 
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        """Added tokens by id, as transformers' class calls them."""
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
     def get_vocab(self) -> dict[str, int]:
         """Ids by token, added tokens among them."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=True))

@@ -1,0 +1,196 @@
+"""Reasoning before an answer: its markers, where it ends, and an exact limit of its tokens.
+
+Models of many families write what they reason between two markers, such as `<think>` and `</think>`, and then the
+answer. Some chat templates write the first marker into the prompt. Both markers must be single tokens of the model, so
+that a text which only looks like one is none.
+
+The limit is a mask that depends on the tokens before it only, as a grammar's: at the limit the end marker is the one
+legal token. Hence the output distribution is that of the target with this mask, with and without drafts, and drafts may
+cross the end of the reasoning. A grammar begins after it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from typing_extensions import override
+
+from draftproof.sampling import Constraint
+
+_log = logging.getLogger(__name__)
+_MARKERS = (
+    ("<think>", "</think>"),  # Qwen3, DeepSeek, GLM, Kimi, MiniMax, Granite, OLMo 3, Nemotron, SmolLM3
+    ("[THINK]", "[/THINK]"),  # Magistral and Ministral 3
+    ("<|channel>", "<channel|>"),  # Gemma 4
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+MOST_BLANK = 4  # tokens that a template may write after a marker
+
+
+@dataclass(frozen=True)
+class ReasoningMarkers:
+    """The markers of a model.
+
+    Attributes:
+        begin: id of the token that reasoning begins with.
+        end: id of the token that it ends with.
+    """
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """How one answer begins.
+
+    Attributes:
+        markers: of the model.
+        spent: tokens of reasoning at the end of the prompt, after a marker there; None where the prompt ends without
+            one, so that the model reasons if its first token is the marker.
+    """
+
+    markers: ReasoningMarkers
+    spent: int | None = None
+
+    def start(self, output_ids: Sequence[int]) -> int | None:
+        """The place of the first token of reasoning in an output; None where its first token is that of an answer."""
+        if self.spent is not None:
+            return 0
+        return 1 if output_ids and output_ids[0] == self.markers.begin else None
+
+    def after(self, output_ids: Sequence[int]) -> Reasoning:
+        """The same for what follows an output in which the model still reasons, or that is empty."""
+        start = self.start(output_ids)
+        return self if start is None else replace(self, spent=(self.spent or 0) + len(output_ids) - start)
+
+    def answer(self, output_ids: Sequence[int]) -> int | None:
+        """The place where the answer begins in an output; None where it is not known yet, or the model reasons."""
+        start = self.start(output_ids)
+        if start is None:
+            return 0 if output_ids else None
+        return output_ids.index(self.markers.end, start) + 1 if self.markers.end in output_ids[start:] else None
+
+
+def reasoning_markers(tokenizer: Any) -> ReasoningMarkers | None:
+    """The markers of a model; None where its chat template has none, or they are not tokens of their own.
+
+    Args:
+        tokenizer: with the chat template; None for none.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        return None
+    added = {str(token.content): place for place, token in tokenizer.added_tokens_decoder.items()}
+    named = [(begin, end) for begin, end in _MARKERS if end in template]
+    found = next(((added[begin], added[end]) for begin, end in named if begin in added and end in added), None)
+    if named and found is None:
+        _log.warning(
+            "the markers of reasoning, %s and %s, are no tokens of this model: it is left in the text", *named[0]
+        )
+    return None if found is None else ReasoningMarkers(*found)
+
+
+def reasoning_after(prompt_ids: Sequence[int], markers: ReasoningMarkers, blank: set[int]) -> Reasoning | None:
+    """How the answer to a prompt begins; None where the prompt says that the model is not to reason.
+
+    Args:
+        prompt_ids: of the prompt; only its end counts, so that nothing in a message is taken for a marker.
+        markers: of the model.
+        blank: ids among the last ones of the prompt that are blanks only.
+    """
+    for spent, token in enumerate(reversed(prompt_ids[-MOST_BLANK - 1 :])):
+        if token == markers.begin:
+            return Reasoning(markers, spent)
+        if token == markers.end:
+            return None
+        if token not in blank:
+            break
+    return Reasoning(markers)
+
+
+class ReasoningConstraint(Constraint):
+    """A limit of the reasoning, and what the answer after it has to fit.
+
+    While the model reasons every token is legal up to the limit; EOS is not where the answer has a form, since it would
+    be missing. A marker that the model writes by itself counts as the first token of the output, and not to the limit.
+
+    Args:
+        reasoning: of the request.
+        vocab_size: the width of the model's logits.
+        budget: the most tokens of reasoning, those of the prompt and not the markers counted; None for no limit.
+        answer: what the answer fits; None for anything.
+        eos_token_ids: end-of-sequence ids.
+    """
+
+    def __init__(
+        self,
+        reasoning: Reasoning,
+        vocab_size: int,
+        budget: int | None = None,
+        answer: Constraint | None = None,
+        eos_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._reasoning = reasoning
+        self._vocab_size = vocab_size
+        self._budget = budget
+        self._answer = answer
+        self._eos = [token for token in eos_token_ids if 0 <= token < vocab_size]
+
+    @override
+    def fresh(self) -> ReasoningConstraint:
+        answer = None if self._answer is None else self._answer.fresh()
+        return ReasoningConstraint(self._reasoning, self._vocab_size, self._budget, answer, self._eos)
+
+    @override
+    def allowed(self, output_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
+        begun = self._reasoning.answer(output_ids)
+        if begun is not None:
+            return self._fitting(output_ids[begun:], paths)
+        reasoning = self._reasoning.after(output_ids)
+        masks = torch.ones(len(paths), self._vocab_size, dtype=torch.bool)
+        answers = dict[int, Sequence[int]]()  # what some rows have of their answer
+        for row, path in enumerate(paths):
+            begun = reasoning.answer(path)
+            if begun is not None or reasoning.start(path) is None:
+                answers[row] = path[begun or 0 :]
+            else:
+                self._limit(masks[row], reasoning.after(path))
+        if answers:
+            masks[list(answers)] = self._fitting((), list(answers.values()))
+        for row, path in enumerate(paths):
+            if reasoning.spent is None and not path:
+                masks[row, reasoning.markers.begin] = True
+        return masks
+
+    def _limit(self, mask: Bool[Tensor, " vocab"], reasoning: Reasoning) -> None:
+        """Mask what may not follow where the model reasons."""
+        if self._budget is not None and (reasoning.spent or 0) >= self._budget:
+            mask[:] = False
+            mask[reasoning.markers.end] = True
+        elif self._answer is not None:
+            mask[self._eos] = False
+
+    def _fitting(self, answer_ids: Sequence[int], paths: Sequence[Sequence[int]]) -> Bool[Tensor, "rows vocab"]:
+        """What may follow each path in an answer."""
+        if self._answer is None:
+            return torch.ones(len(paths), self._vocab_size, dtype=torch.bool)
+        return self._answer.allowed(answer_ids, paths)
+
+    @override
+    def forced(self, output_ids: Sequence[int]) -> list[int]:
+        begun = self._reasoning.answer(output_ids)
+        if begun is not None:
+            return [] if self._answer is None else self._answer.forced(output_ids[begun:])
+        spent = self._reasoning.after(output_ids).spent
+        if spent is None or self._budget is None or spent < self._budget:
+            return []
+        return [self._reasoning.markers.end, *([] if self._answer is None else self._answer.forced(()))]

@@ -1,0 +1,1 @@
+"""The APIs that are served: their bodies, and how each words its answers."""

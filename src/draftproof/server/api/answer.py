@@ -1,0 +1,222 @@
+"""The answer to one request, as far as it has come: its continuations, and what each new piece adds to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draftproof.draft import Origin
+from draftproof.sampling import TokenLogprob
+from draftproof.server.api.token_text import TokenText
+from draftproof.server.parse_request import ParsedRequest
+from draftproof.server.schemas import (
+    CompletionBody,
+    CompletionDetails,
+    PromptDetails,
+    PromptLogprobs,
+    SamplingFields,
+    Usage,
+)
+from draftproof.server.tools import CallPart, ToolReader
+from draftproof.server.worker import Piece
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a piece adds to an answer.
+
+    Attributes:
+        reasoning: text of the model's reasoning.
+        text: text of the answer itself.
+        calls: parts of calls of tools.
+        logprobs: of the tokens of the answer itself.
+    """
+
+    reasoning: str
+    text: str
+    calls: list[CallPart]
+    logprobs: tuple[TokenLogprob, ...]
+
+
+@dataclass
+class Continuation:
+    """One continuation as far as it has come.
+
+    Attributes:
+        reasoning: text of the model's reasoning.
+        text: text of the answer itself.
+        calls: of tools, each with all of its arguments so far.
+        token_ids: all tokens.
+        reasoning_tokens: how many of them, from the first on, belong to the reasoning.
+        logprobs: of the tokens of the answer itself.
+        prompt_logprobs: of the prompt's tokens.
+        finish_reason: why it ended; empty while it goes on.
+        stop_reason: the stop string or token id that ended it.
+        predicted: accepted tokens of the prediction.
+        reused: tokens of the prompt that were taken over from other requests.
+        tools: divides text and calls; None where no tool can be called.
+    """
+
+    reasoning: str = ""
+    text: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str = ""
+    stop_reason: int | str | None = None
+    predicted: int = 0
+    reused: int = 0
+    tools: ToolReader | None = None
+
+    def add(self, piece: Piece) -> Parts:
+        """Add a piece, and say what it adds."""
+        text, calls = piece.text, list[CallPart]()
+        if self.tools is not None:
+            text, calls = self.tools.read(piece.text, last=piece.finish_reason is not None)
+        parts = Parts(piece.reasoning, text, calls, piece.logprobs[piece.reasoning_tokens :])
+        self.reasoning += parts.reasoning
+        self.text += parts.text
+        for call in calls:
+            self._add_call(call)
+        self.token_ids += piece.token_ids
+        self.reasoning_tokens += piece.reasoning_tokens
+        self.logprobs += parts.logprobs
+        self.prompt_logprobs += piece.prompt_logprobs
+        self.reused = piece.reused
+        if piece.origin is Origin.PREDICTION:
+            self.predicted += piece.accepted
+        if piece.finish_reason is not None:
+            self.finish_reason = piece.finish_reason
+            self.stop_reason = piece.stop_reason
+        return parts
+
+    def _add_call(self, part: CallPart) -> None:
+        if part.name is None:
+            self.calls[part.place].arguments += part.arguments
+        else:
+            self.calls.append(CallPart(part.place, part.id, part.name, part.arguments))
+
+
+@dataclass
+class Answer:
+    """What all answers to one request share, and its continuations.
+
+    Attributes:
+        id: of the answer.
+        model: its name in the API.
+        parsed: what was asked.
+        token_text: text of a token, for log-probabilities.
+        with_ids: whether token ids are asked for.
+        with_drafts: whether a stream's chunks say which tokens were drafted.
+        echo: whether the prompt's text comes first.
+        as_ids: whether log-probabilities name tokens by their ids: texts of different tokens may be equal.
+        prompt_top: the number of likeliest tokens at each place of the prompt that are wanted; None for nothing.
+        prompts_shown: what is said of the tokens of each prompt, as far as it is made.
+    """
+
+    id: str
+    model: str
+    parsed: ParsedRequest
+    token_text: TokenText
+    with_ids: bool
+    with_drafts: bool = False
+    echo: bool = False
+    as_ids: bool = False
+    prompt_top: int | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    continuations: list[Continuation] = field(default_factory=list)
+    prompts_shown: dict[int, PromptLogprobs] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def to(cls, body: SamplingFields, parsed: ParsedRequest, *, name: str, model: str, token_text: TokenText) -> Answer:
+        """The answer to a body, empty yet."""
+        return cls(
+            name,
+            model,
+            parsed,
+            token_text,
+            body.return_token_ids,
+            body.return_drafts,
+            isinstance(body, CompletionBody) and body.echo,
+            as_ids=body.return_tokens_as_token_ids,
+            prompt_top=body.prompt_logprobs,
+        )
+
+    def __post_init__(self) -> None:
+        tools = self.parsed.tools
+        self.continuations = [
+            Continuation(tools=None if tools is None else ToolReader(tools))
+            for _ in range(len(self.parsed.prompts) * self.parsed.params.n)
+        ]
+
+    def add(self, piece: Piece) -> Parts:
+        """Add a piece, and say what it adds."""
+        return self.continuations[piece.index].add(piece)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens so far."""
+        read = sum(map(len, self.parsed.prompts))
+        made = sum(len(each.token_ids) for each in self.continuations)
+        return Usage(
+            prompt_tokens=read,
+            completion_tokens=made,
+            total_tokens=read + made,
+            prompt_tokens_details=PromptDetails(cached_tokens=self.reused),
+            completion_tokens_details=self._details,
+        )
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompts that were taken over from other requests; each prompt counts once."""
+        size = self.parsed.params.n
+        return sum(self.continuations[first].reused for first in range(0, len(self.continuations), size))
+
+    @property
+    def _details(self) -> CompletionDetails | None:
+        """How much was reasoning, and how much of the prediction came true, in all continuations together."""
+        size = len(self.parsed.prediction)
+        thought = sum(each.reasoning_tokens for each in self.continuations)
+        if not size and self.parsed.reasoning is None:
+            return None
+        accepted = [each.predicted for each in self.continuations]
+        return CompletionDetails(
+            reasoning_tokens=thought,
+            accepted_prediction_tokens=sum(accepted),
+            rejected_prediction_tokens=sum(max(size - each, 0) for each in accepted),
+        )
+
+    def name_of(self, token: int) -> str:
+        """A token's name in log-probabilities: its text, or vLLM's form of its id."""
+        return f"token_id:{token}" if self.as_ids else self.token_text(token)
+
+    def key_of(self, token: int) -> str:
+        """As `name_of`, but for bytes that are a part of a character, which have no text of their own."""
+        return self.name_of(token) if self.as_ids else self.token_text.named(token)
+
+    def keys_of(self, tokens: Sequence[int]) -> list[str]:
+        """Names of tokens as keys of one object: no two are equal, and the first ones are those of `key_of`.
+
+        Different tokens may have one text: bytes that are no character by themselves, or a letter and its byte.
+        """
+        ids: dict[str, int] = {}
+        for token in tokens:
+            name = self.key_of(token)
+            ids.setdefault(name if ids.get(name, token) == token else f"token_id:{token}", token)
+        names = {token: name for name, token in ids.items()}
+        return [names[token] for token in tokens]
+
+    def prompt_of(self, index: int) -> int:
+        """The number of the prompt of a continuation."""
+        return index // self.parsed.params.n
+
+    def echoed(self, index: int) -> str:
+        """What stands before a continuation's text."""
+        place = self.prompt_of(index)
+        if not self.echo:
+            return ""
+        text = self.parsed.texts[place]
+        return self.token_text.joined(self.parsed.prompts[place]) if text is None else text
