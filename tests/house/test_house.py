@@ -18,7 +18,7 @@ FLOORS = (
     {"rng", "progress", "peak"},
     {"grammar_compile", "grammar_check"},
     {"draft", "bad_words", "sampling", "grammar", "heads", "models"},
-    {"functional", "reference", "provenance", "results"},
+    {"functional", "reasoning", "reference", "provenance", "results"},
     {"verifiers", "finish", "theory"},
     {"stoppers", "backends"},
     {"drafters"},
