@@ -141,7 +141,7 @@ class MessagesForm(Form):
             message = _message(answer, []).model_dump() | {"stop_reason": None, "stop_sequence": None}
             yield _event("message_start", message=message)
         if parts.reasoning:
-            block = {"type": "thinking", "thinking": "", "signature": ""}
+            block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
             yield from self._add("thinking", block, {"type": "thinking_delta", "thinking": parts.reasoning})
         if parts.text:
             yield from self._add("text", {"type": "text", "text": ""}, {"type": "text_delta", "text": parts.text})

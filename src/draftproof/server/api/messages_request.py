@@ -174,7 +174,7 @@ _SAME = {"max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "cache
 
 
 def chat_to_answer(body: MessagesBody) -> ChatBody:
-    """The chat that a request asks to go on with.
+    """The chat that a request asks to be answered.
 
     Raises:
         ApiError: something that cannot be used.

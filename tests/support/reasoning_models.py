@@ -1,0 +1,45 @@
+"""A small model that reasons: its tokenizer has markers, and its chat template writes them as two families do."""
+
+import json
+
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from draftproof import Engine
+
+MARKERS = {"<think>": 200, "</think>": 201}  # in place of tokens for control characters
+_HISTORY = """{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}
+{% endfor %}assistant:"""
+QWEN = _HISTORY + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+OPENED = _HISTORY + "<think>\n"
+
+
+def with_markers(tokenizer, template):
+    """A tokenizer with tokens for the markers."""
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    names = {place: name for name, place in MARKERS.items()}
+    content["model"]["vocab"] = {names.get(at, name): at for name, at in content["model"]["vocab"].items()}
+    shape = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    content["added_tokens"] += [{"id": place, "content": name, **shape} for name, place in MARKERS.items()]
+    end = tokenizer.eos_token
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)), eos_token=end)
+    made.chat_template = template
+    return made
+
+
+def thinking_engine(drafter="none", *, template=QWEN, **options):
+    """An engine of the embedded model with such a tokenizer.
+
+    Args:
+        drafter: of the engine; `model` is the embedded draft model.
+        template: of chats.
+        options: of `Engine.load`.
+    """
+    draft = "embedded:stories-draft" if drafter == "model" else None
+    made = Engine.load("embedded:stories", draft, drafter=drafter, **options)
+    made.prompts.tokenizer = with_markers(made.tokenizer, template)
+    return made
