@@ -15,7 +15,7 @@ _HISTORY = """{% for m in messages %}{{ m.role }}: {% if m.reasoning_content %}<
 {% endif %}{{ m.content }}
 {% endfor %}assistant:"""
 QWEN = _HISTORY + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-OPENED = _HISTORY + "<think>\n"
+OPENED = _HISTORY + "{{ '<think>\\n' }}"
 
 
 def with_markers(tokenizer, template):
