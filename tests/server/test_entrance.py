@@ -83,6 +83,7 @@ def test_a_request_that_ends_servers_ends_two_at_most():
     [
         {"structured_outputs": {"regex": "a"}},
         {"response_format": {"type": "json_object"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
         {"tools": [{"type": "function", "function": {"name": "f"}}]},
         b"[" * 900,
         b"no JSON",
@@ -102,6 +103,18 @@ def test_an_answer_that_has_begun_is_not_begun_again():
     with pytest.raises(Lost):
         post(entrance(servers), {"prompt": "Once"})
     assert len(servers.asked) == 1
+
+
+def test_errors_are_in_the_words_of_a_path():
+    app = entrance(Servers(lost=9), keys=[KEY])
+    for body, headers, status, kind in (
+        ({}, None, 401, "authentication_error"),
+        ({}, {"x-api-key": KEY}, 503, "overloaded_error"),
+        ({"system": "x" * 1000}, ALLOWED, 413, "request_too_large"),
+    ):
+        answer = post(app, body, path="/v1/messages", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
+        assert answer.json()["request_id"] == answer.headers["request-id"]
 
 
 # --- keys and limits --------------------------------------------------------------------------------------------------

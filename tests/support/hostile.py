@@ -180,7 +180,7 @@ def with_needed(path, fields):
     """A legal body with these fields."""
     if path == "/v1/completions":
         return {"prompt": "x", "max_tokens": 2, **fields}
-    if path == "/v1/chat/completions":
+    if path == "/v1/chat/completions" or path.startswith("/v1/messages"):
         return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
     return {("tokens" if path == "/detokenize" else "prompt"): [], **fields}
 

@@ -78,7 +78,7 @@ def check(operation, examples, *, at_random=False, fields=None, noted=at_once, g
             case.body = {name: value for name, value in case.body.items() if name in needed | kept}
             if "messages" in needed and data.draw(st.booleans()):  # what a role needs is not in the schema
                 case.body["messages"] = [{"role": "user", "content": "x"}]
-            if operation.path.endswith("completions"):
+            if operation.path.endswith(("completions", "messages")):
                 case.body["max_tokens"] = 2
             if fields is not None:
                 names, more = data.draw(fields)
@@ -185,12 +185,49 @@ def _numbers(*names):
     return st.one_of([_named(name, _NUMBERS) for name in names])
 
 
+def _messages_fields():
+    """Fields of a body in Anthropic's form."""
+    schemas = _sized(hostile.SCHEMAS)
+    choices = st.sampled_from(({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f0"}, {"type": "none"}))
+    texts = _TEXTS.map(lambda text: [{"role": "user", "content": [{"type": "text", "text": text}]}])
+    results = _SHORT.map(lambda text: [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": text}]}])
+    return st.one_of(
+        st.builds(
+            lambda made, choice: (
+                f"tools {[each[0] for each in made]}",
+                {
+                    "tools": [{"name": f"f{place}", "input_schema": each[1]} for place, each in enumerate(made)],
+                    "tool_choice": choice,
+                },
+            ),
+            _lists(schemas, 2),
+            choices,
+        ),
+        schemas.map(
+            lambda made: (
+                f"output_config {made[0]}",
+                {"output_config": {"format": {"type": "json_schema", "schema": made[1]}}},
+            )
+        ),
+        _named("stop_sequences", _lists(_SHORT, 64)),
+        _named("messages", texts | results),
+        _named("system", _TEXTS),
+        _named("thinking", _NUMBERS.map(lambda size: {"type": "enabled", "budget_tokens": size})),
+        _numbers("max_tokens", "top_k", "seed"),
+        _named("temperature", _REALS),
+        _named("metadata", _SIZES.map(lambda size: [{}] * size * 10)),
+        st.just(("stream", {"stream": True})),
+    )
+
+
 def hostile_fields(path):
     """Fields for a body that is sent to a path, each with a name: from empty ones to those beyond the limits."""
     if path == "/detokenize":
         return _named("tokens", _lists(_NUMBERS | st.integers(0, 511), 4096))
     if path == "/tokenize":
         return _named("prompt", _TEXTS)
+    if path.startswith("/v1/messages"):
+        return _messages_fields()
     chat = "chat" in path
     kinds = [
         _grammars(chat=chat),

@@ -21,7 +21,7 @@ from fastapi.sse import EventSourceResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import HTMLResponse, Response
 from starlette.types import Send
 
 from draftproof._version import __version__
@@ -33,11 +33,13 @@ from draftproof.server.api.answer import Answer
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
 from draftproof.server.api.form import Endpoint, Form
+from draftproof.server.api.messages import MESSAGES, MessagesAnswer, MessagesError, TokenCount
+from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_count
 from draftproof.server.api.token_text import TokenText
 from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
 from draftproof.server.body import body_of
-from draftproof.server.errors import ApiError, failed, stopping, stuck, too_late
+from draftproof.server.errors import ApiError, error_answer, failed, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
@@ -192,6 +194,10 @@ class Server:
         with self._reading:
             texts = [self.token_text(each) for each in ids] if body.return_token_strs else None
         return schemas.Tokens(count=len(ids), max_model_len=self.context, tokens=ids, token_strs=texts)
+
+    def count(self, body: CountBody) -> TokenCount:
+        """The answer to a request to /v1/messages/count_tokens."""
+        return TokenCount(input_tokens=self._parser.size(chat_to_count(body)))
 
     def text(self, body: DetokenizeBody) -> schemas.Text:
         """The answer to a request to /detokenize."""
@@ -364,9 +370,9 @@ def _note_usage(request: Request, answer: Answer) -> None:
 
 # --- routes ----------------------------------------------------------------------------------------------------------
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": schemas.ErrorAnswer} for status in (400, 401, 404, 413, 421, 429, 500, 503, 504)
-}
+_STATUSES = (400, 401, 404, 413, 421, 429, 500, 503, 504)
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": schemas.ErrorAnswer} for status in _STATUSES}
+_MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": MessagesError} for status in _STATUSES}
 
 
 def _server(request: Request) -> Server:
@@ -444,6 +450,7 @@ def make_app(server: Server, keys: Sequence[str] | Keys = (), hosts: Sequence[st
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unexpected)
     _add_completions(app)
+    _add_messages(app)
     _add_tokens(app)
     _add_state(app)
     _add_page(app)
@@ -459,7 +466,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-_BODIES = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_BODIES = (CompletionBody, ChatBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody)
 _SCHEMAS = "#/components/schemas/"
 
 
@@ -507,6 +514,25 @@ def _add_completions(app: FastAPI) -> None:
         """One of them."""
         server.check_model(name)
         return server.card()
+
+
+def _add_messages(app: FastAPI) -> None:
+    @app.post(
+        "/v1/messages",
+        response_model=MessagesAnswer,
+        responses=_MESSAGES_ERRORS | _STREAMED,
+        openapi_extra=_takes(MessagesBody),
+    )
+    async def messages(request: Request, server: _Served) -> Any:
+        """Answer a chat in Anthropic's form."""
+        return await server.answer(request, MESSAGES)
+
+    @app.post("/v1/messages/count_tokens", responses=_MESSAGES_ERRORS, openapi_extra=_takes(CountBody))
+    async def count_tokens(request: Request, server: _Served) -> TokenCount:
+        """The number of tokens of a chat in Anthropic's form."""
+        body = await server.body(request, CountBody, lenient=True)
+        server.check_model(body.model)
+        return await server.aside(request, partial(server.count, body), locked=False)  # it takes the lock itself
 
 
 def _add_tokens(app: FastAPI) -> None:
@@ -565,9 +591,9 @@ def _add_state(app: FastAPI) -> None:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-async def _shown_error(_: Request, error: Exception) -> Response:
+async def _shown_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), "registered for it"
-    return JSONResponse(error.body(), error.status, error.headers)
+    return error_answer(error, request.scope)
 
 
 async def _mistake(request: Request, error: Exception) -> Response:

@@ -20,11 +20,10 @@ from urllib.parse import quote
 import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.errors import LEAVING, UserError
-from draftproof.server.errors import ApiError, crowded, failed, overloaded, quoted
+from draftproof.server.errors import ApiError, crowded, error_answer, failed, is_anthropic, overloaded, quoted
 from draftproof.server.settings import Settings
 
 OPEN = frozenset({"/", "/health", "/ready"})  # paths that need no key
@@ -147,20 +146,23 @@ class Access:
         path = quote(scope["path"])[:200]  # with everything that could begin a new line escaped
         facts: dict[str, Any] = {"request_id": request_id, "method": scope["method"], "path": path}
         state = scope.setdefault("state", {})
-        state["facts"], state["key"] = facts, self._keys.owner(given.get("authorization", ""))
+        state["facts"], state["key"] = facts, self._owner(given)
         start = time.perf_counter()
 
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 facts["status"] = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = request_id
             await send(message)
 
         counts = scope["method"] == "POST"
         self._now += counts
         try:
             error = self._refused(scope["path"], given, state)
-            answer = self._app if error is None else JSONResponse(error.body(), error.status, error.headers)
+            answer = self._app if error is None else error_answer(error, scope)
             await answer(scope, self._limited(receive), noting)
         except (*LEAVING, asyncio.CancelledError, Exception):  # the application has answered Exceptions
             raise
@@ -168,13 +170,17 @@ class Access:
             _log.exception("a request failed")
             if "status" in facts:
                 raise RuntimeError("a request failed after its answer had begun") from error
-            said = failed()
-            await JSONResponse(said.body(), said.status, said.headers)(scope, receive, noting)
+            await error_answer(failed(), scope)(scope, receive, noting)
         finally:
             self._now -= counts
             facts["seconds"] = round(time.perf_counter() - start, 6)
             usual = scope["path"] in _POLLED and facts.get("status") == 200
             _log.log(logging.DEBUG if usual else logging.INFO, "request", extra={"facts": facts})
+
+    def _owner(self, given: Headers) -> str | None:
+        """Which of the keys a request has; Anthropic's clients send it in a header of their own."""
+        own = self._keys.owner(f"Bearer {given.get('x-api-key', '')}")
+        return self._keys.owner(given.get("authorization", "")) or own
 
     def _limited(self, receive: Receive) -> Receive:
         """The client's messages; HTTPException where a body does not come in time."""
@@ -206,7 +212,7 @@ class Access:
             )
         if self._keys and path not in OPEN and state["key"] is None:
             return ApiError(
-                "an API key is needed, as: Authorization: Bearer KEY",
+                "an API key is needed, as: Authorization: Bearer KEY, or as: x-api-key: KEY",
                 status=401,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

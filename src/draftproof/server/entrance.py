@@ -14,14 +14,18 @@ from dataclasses import dataclass
 
 import anyio
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftproof.server.auth import Access, Keys
-from draftproof.server.errors import ApiError, stopping
+from draftproof.server.errors import ApiError, error_answer, stopping
 
 _TRIES = 2  # servers that a request is sent to at most, where the first ends before it answers
-_COMPILED = ("structured_outputs", "response_format", "tools")  # fields from which a server compiles a grammar
+_COMPILED = (
+    "structured_outputs",
+    "response_format",
+    "output_config",
+    "tools",
+)  # fields from which a server compiles a grammar
 _SCOPE = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server")
 _GOES, _ENDS = "goes to another one", "is not sent to another one"
 _AHEAD = 16  # messages that an application may be ahead of who reads its answer
@@ -86,7 +90,7 @@ class Entrance:
         try:
             body = await self._read(receive)
         except ApiError as error:
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            await error_answer(error, scope)(scope, receive, send)
             return
         prompt, repeats = _understood(body)
         # The server behind notes the request under the same id.
@@ -102,8 +106,7 @@ class Entrance:
             if await self._pass(asked, send):
                 return
             _log.warning("a server was lost before it answered; the request %s", _GOES if left else _ENDS)
-        for message in refusal():
-            await send(message)
+        await error_answer(stopping(), scope)(scope, receive, send)
 
     async def _pass(self, asked: Asked, send: Send) -> bool:
         """Answer by one server; False where it was lost before it began to.

@@ -1,10 +1,12 @@
-"""Errors as the API shows them: OpenAI's body, without paths, tracebacks or anything that a client sent."""
+"""Errors as OpenAI's API and Anthropic's show them: without paths, tracebacks or anything that a client sent."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from starlette.responses import JSONResponse
 
 _LONGEST = 400  # characters of a message
 _QUOTED = 100  # characters of what a client sent, where a message has to repeat it
@@ -59,6 +61,41 @@ class ApiError(Exception):
 
 
 _KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether clients of a path expect Anthropic's words."""
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The JSON of an error in Anthropic's words."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    # By these words clients find out that they have to shorten a chat.
+    message = f"prompt is too long: {error.message}" if error.code == "context_length_exceeded" else error.message
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def error_answer(error: ApiError, scope: Mapping[str, Any]) -> JSONResponse:
+    """The answer that is an error, in the words of the API that a request was sent to.
+
+    Args:
+        error: to answer with.
+        scope: of the request, which has an id.
+    """
+    body = error.body()
+    if is_anthropic(scope["path"]):
+        body = {**anthropic_body(error), "request_id": scope["state"]["facts"]["request_id"]}
+    return JSONResponse(body, error.status, error.headers)
 
 
 def overloaded(seconds: int) -> ApiError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -21,10 +21,10 @@ from draftproof.grammar import MOST_CHARACTERS
 from draftproof.grammar_check import BusyError
 from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
-from draftproof.server import schemas
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import (
+    Body,
     ChatBody,
     CompletionBody,
     Message,
@@ -45,9 +45,6 @@ _MOST_BAD_WORDS = 32_768  # characters of all of them: each is encoded twice
 _MOST_SHOWN = 524_288  # entries of what an answer says of prompts: it is made at once
 _MOST_LOGPROBS_MADE = 1_048_576  # entries of what an answer says of its own tokens: they come one after the other
 _FIELDS = {field.name for field in fields(SamplingParams)}
-_BODY_FIELDS = {
-    name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
-}  # as errors may name them
 _NO_OPTIONS = {  # of a chat template: arguments of transformers, and what other fields say
     "messages",
     "conversation",
@@ -159,16 +156,27 @@ class RequestParser:
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs true", param="top_logprobs")
         most = _first(body.max_completion_tokens, body.max_tokens, self._settings.max_tokens_limit)
-        options = _template_options(body)
         tools = tool_set(body, self._engine.tokenizer, self._settings.tool_format)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params, constraint = self._params(body, most, logprobs, tools)
-        shown = template_tools([each.function for each in body.tools or ()] if tools else ())
-        _, ids = self.chat_prompt(body.messages, shown, options)
+        ids = self._chat_ids(body, tools)
         self._refuse_large(body, params, (ids,), len(ids))
         prediction = self._prediction(body.prediction)
         reasoning = self._engine.prompts.reasoning(ids) if self._settings.reasoning == "auto" else None
         return ParsedRequest((ids,), (None,), params, prediction, tools, self._words(params), constraint, reasoning)
+
+    def size(self, body: ChatBody) -> int:
+        """The number of tokens of a chat's prompt, for which no grammar is compiled.
+
+        Raises:
+            ApiError: as above.
+        """
+        return len(self._chat_ids(body, tool_set(body, self._engine.tokenizer, self._settings.tool_format)))
+
+    def _chat_ids(self, body: ChatBody, tools: ToolSet | None) -> tuple[int, ...]:
+        """The token ids of a chat's prompt; tools that cannot be called are not shown."""
+        shown = template_tools([each.function for each in body.tools or ()] if tools else ())
+        return self.chat_prompt(body.messages, shown, _template_options(body))[1]
 
     def chat_prompt(
         self,
@@ -446,7 +454,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         errors: pydantic's, whose places begin with the word "body".
     """
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
-    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in _BODY_FIELDS]
+    known = {name for kind in _kinds(Body) for name in kind.model_fields}  # others are what the client sent
+    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in known]
     param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
         param = str(first["loc"][-1])[:100]
@@ -458,6 +467,13 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     else:
         message = f"{param or 'the body'}: {first['msg']}"
     return ApiError(message, param=param)
+
+
+def _kinds(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """A kind of body and all those that extend it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _kinds(each)
 
 
 def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
@@ -472,7 +488,7 @@ def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, s
     if tools is not None:
         return f"lark:{tools.grammar(None if wanted is None else schema)}", "tools"
     if isinstance(wanted, SchemaFormat):
-        return f"json_schema:{_json(schema, 'response_format')}", "response_format"
+        return f"json_schema:{as_json(schema, 'response_format')}", "response_format"
     return (None if wanted is None else "json_object"), "response_format"
 
 
@@ -481,7 +497,7 @@ def _structured(asked: StructuredOutputs) -> str:
     made, where = [], "structured_outputs"
     if asked.json_ is not None:
         schema = asked.json_
-        made.append(f"json_schema:{_json_text(schema) if isinstance(schema, str) else _json(schema, where)}")
+        made.append(f"json_schema:{_json_text(schema) if isinstance(schema, str) else as_json(schema, where)}")
     if asked.json_object:
         made.append("json_object")
     if asked.regex is not None:
@@ -495,14 +511,14 @@ def _structured(asked: StructuredOutputs) -> str:
     return made[0]
 
 
-def _json(schema: dict[str, Any], param: str) -> str:
-    """A schema as JSON.
+def as_json(value: dict[str, Any], param: str) -> str:
+    """A schema or arguments as JSON.
 
     Raises:
         ApiError: it holds what JSON cannot.
     """
     try:
-        return json.dumps(schema, allow_nan=False)
+        return json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         raise ApiError(f"{param} holds what JSON cannot: NaN or infinity, or too many levels", param=param) from None
 

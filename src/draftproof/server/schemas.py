@@ -30,15 +30,20 @@ ShortText = Annotated[str, Field(max_length=512)]
 Unread = Annotated[Any, PlainValidator(lambda _: None, json_schema_input_type=Any)]
 
 
-def _nullable(schema: dict[str, Any]) -> None:
+def nullable(schema: dict[str, Any]) -> None:
     """Say in a schema what `Body` does with nulls: fields with the value null count as not given."""
-    schema["additionalProperties"] = {"type": "null"}
     properties = schema.get("properties", {})
     for name, found in properties.items():
         kinds = found.get("anyOf", [found])
         if name not in schema.get("required", ()) and {"type": "null"} not in kinds:
             kept = {key: found.pop(key) for key in ("title", "default", "description") if key in found}
             properties[name] = {"anyOf": [*kinds, {"type": "null"}], **kept}
+
+
+def _closed(schema: dict[str, Any]) -> None:
+    """Say in a schema that there are no other fields, but for nulls."""
+    schema["additionalProperties"] = {"type": "null"}
+    nullable(schema)
 
 
 class Body(BaseModel):
@@ -48,7 +53,7 @@ class Body(BaseModel):
         extra="forbid",
         strict=True,
         allow_inf_nan=False,
-        json_schema_extra=_nullable,
+        json_schema_extra=_closed,
     )
 
     @model_validator(mode="before")
