@@ -12,7 +12,7 @@ import typer
 
 from draftproof.cli._conversation import Conversation, Event, Notice
 from draftproof.cli._sampling import CHAT_SAMPLING, sampling_options
-from draftproof.errors import UserError
+from draftproof.errors import UserError, printable
 from draftproof.sampling import SHAPING, SamplingParams
 
 QUOTES = '"""'  # around a message of several lines
@@ -145,7 +145,7 @@ def _show(conversation: Conversation, _: str) -> Iterator[Event]:
     others = [name for name in names if name not in shown and getattr(params, name) != getattr(usual, name)]
     lines = [f"{name} {_shown(getattr(params, name))}" for name in (*shown, *others)]
     if conversation.system is not None:
-        lines.append(f"system message: {conversation.system}")
+        lines.append(f"system message: {printable(conversation.system)}")
     yield Notice("\n".join([*lines, f"{_messages(conversation)}, {conversation.context()}"]))
 
 

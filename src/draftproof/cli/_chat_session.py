@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 
@@ -28,13 +27,13 @@ class Screen:
     """Shows what comes of a conversation: answers on stdout, all else on stderr.
 
     Args:
-        tokenizer: of the target.
+        conversation: whose events are shown.
         show_drafts: colour the tokens that were drafted and accepted, by where they came from.
         quiet: leave out the line after each answer.
     """
 
-    def __init__(self, tokenizer: Any, *, show_drafts: bool, quiet: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, conversation: Conversation, *, show_drafts: bool, quiet: bool) -> None:
+        self._conversation = conversation
         self._show_drafts = show_drafts
         self._quiet = quiet
         self._console = Console(highlight=False)
@@ -65,7 +64,7 @@ class Screen:
     def _write(self, chunk: Chunk) -> None:
         """Write a piece of an answer: the one place where its text goes to the terminal."""
         if self._show_drafts:
-            self._drafted = self._drafted or DraftedText(self._tokenizer)
+            self._drafted = self._drafted or DraftedText(self._conversation)
             for text, drafted in self._drafted.split(chunk):
                 self._console.out(self._safe(text), style=_COLOURS[chunk.origin] if drafted else None, end="")
         else:
@@ -89,25 +88,25 @@ class DraftedText:
     Text is held back where later tokens may change it, so a chunk may have text of tokens of an earlier one.
 
     Args:
-        tokenizer: of the target.
+        conversation: in which the answer is made.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._decoder = TextDecoder(tokenizer)
-        self._ahead: list[tuple[str, bool]] = []
+    def __init__(self, conversation: Conversation) -> None:
+        skip = conversation.params.skip_special_tokens
+        self._decoder = TextDecoder(conversation.engine.tokenizer, skip_special_tokens=skip)
+        self._ahead: list[tuple[int, bool]] = []  # number of characters, whether they were drafted
 
     def split(self, chunk: Chunk) -> list[tuple[str, bool]]:
         """The text of a chunk in pieces, each with whether it was drafted."""
-        self._ahead += [(self._decoder.push(token), at < chunk.accepted) for at, token in enumerate(chunk.token_ids)]
-        found, left = list[tuple[str, bool]](), len(chunk.text)
-        while left and self._ahead:
-            text, drafted = self._ahead.pop(0)
-            if len(text) > left:
-                self._ahead.insert(0, (text[left:], drafted))
-            found.append((text[:left], drafted))
-            left -= len(found[-1][0])
-        if left:  # the end, which the decoder would still hold back
-            found.append((chunk.text[-left:], False))
+        for at, token in enumerate(chunk.token_ids):
+            self._ahead.append((len(self._decoder.push(token)), at < chunk.accepted))
+        found, text = list[tuple[str, bool]](), chunk.text
+        while text:
+            size, drafted = self._ahead.pop(0) if self._ahead else (len(text), False)  # the decoder holds the end back
+            if size > len(text):
+                self._ahead.insert(0, (size - len(text), drafted))
+            found.append((text[:size], drafted))
+            text = text[size:]
         return found
 
 
@@ -122,15 +121,6 @@ def status(request: Request) -> str:
         "" if request.rule.lossless else "LOSSY: the output distribution is not the target's",
     ]
     return " | ".join(part for part in parts if part)
-
-
-def answer_once(conversation: Conversation, screen: Screen, text: str) -> None:
-    """Answer one message.
-
-    Raises:
-        UserError: it cannot be answered.
-    """
-    screen.show(conversation.say(text))
 
 
 def converse(conversation: Conversation, screen: Screen, first: str | None, *, quiet: bool) -> None:

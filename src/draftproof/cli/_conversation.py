@@ -67,6 +67,8 @@ class Conversation:
         engine: the same.
         messages: in OpenAI's form, each with a role and its content.
         sampling: the same.
+        params: the sampling parameters in effect: an answer is as long as the model makes it, where nothing else is
+            set.
         closed: whether the user has ended it.
 
     Raises:
@@ -83,20 +85,12 @@ class Conversation:
         self.messages: list[Message] = []
         self.sampling = dict(sampling)
         self.closed = False
+        self.params = self._merged(self.sampling)
         self._attempts = 0
         self._stopping = False
-        self.params  # noqa: B018 - refuses what does not go with the model's defaults
         self.set_system(system)
 
     # --- answers --------------------------------------------------------------------------------------------------
-
-    @property
-    def params(self) -> SamplingParams:
-        """The sampling parameters in effect: an answer is as long as the model makes it, where nothing else is set."""
-        try:
-            return merged_params(self.sampling, replace(self.engine.default_params, max_tokens=None))
-        except typer.BadParameter as error:
-            raise UserError(error.message) from error
 
     def say(self, text: str) -> Iterator[Event]:
         """Answer a message.
@@ -200,13 +194,20 @@ class Conversation:
         Raises:
             UserError: a value that does not go with the others.
         """
-        before = self.sampling
-        self.sampling = {each: value for each, value in before.items() if each != name} | dict(values)
+        changed = {each: value for each, value in self.sampling.items() if each != name} | dict(values)
+        self.params = self._merged(changed)
+        self.sampling = changed
+
+    def _merged(self, sampling: Mapping[str, Any]) -> SamplingParams:
+        """The parameters that the user has set, over the model's own.
+
+        Raises:
+            UserError: a value that does not go with the others.
+        """
         try:
-            self.params  # noqa: B018 - checks them
-        except UserError:
-            self.sampling = before
-            raise
+            return merged_params(sampling, replace(self.engine.default_params, max_tokens=None))
+        except typer.BadParameter as error:
+            raise UserError(error.message) from error
 
     # --- files ----------------------------------------------------------------------------------------------------
 

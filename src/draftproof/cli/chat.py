@@ -11,7 +11,7 @@ import typer
 
 from draftproof import models
 from draftproof.cli import _report, _terminal
-from draftproof.cli._chat_session import Screen, answer_once, converse
+from draftproof.cli._chat_session import Screen, converse
 from draftproof.cli._conversation import Conversation
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
@@ -53,11 +53,11 @@ def chat(
         if template is not None:
             loaded.prompts.use_template(template)
         conversation = Conversation(loaded, sampling, system=system)
-        screen = Screen(loaded.tokenizer, show_drafts=show_drafts, quiet=quiet)
+        screen = Screen(conversation, show_drafts=show_drafts, quiet=quiet)
         if (line := _report.inherited(conversation.params, sampling)) and not quiet:
             _terminal.note(line, dim=True)
         if here:
             converse(conversation, screen, first, quiet=quiet)
         else:
             assert first is not None, "read from stdin"
-            answer_once(conversation, screen, first)
+            screen.show(conversation.say(first))
