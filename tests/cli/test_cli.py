@@ -68,7 +68,7 @@ def test_the_group_answers_without_torch(args):
     code = (
         "import sys, typer\nfrom draftproof.cli import app\n"
         f"try:\n    app({args!r}, prog_name='draftproof')\n"
-        "except SystemExit: pass\nassert not {'torch', 'transformers'} & set(sys.modules)"
+        "except SystemExit: pass\nassert not {'torch', 'transformers', 'prompt_toolkit'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=ENV, capture_output=True, text=True, timeout=60, check=False
@@ -539,7 +539,7 @@ def test_offline_forbids_the_download_of_a_registered_model(place, tmp_path, mon
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_module_imports_transformers(name):
     """So variables that a command sets are read when the libraries are imported, and help comes at once."""
-    heavy = ("transformers", "huggingface_hub", "tokenizers")
+    heavy = ("transformers", "huggingface_hub", "tokenizers", "prompt_toolkit")
     code = f"import sys, draftproof.cli.{name}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

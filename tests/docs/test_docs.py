@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams
 from draftproof.cli import app
+from draftproof.cli._chat_commands import COMMANDS as CHAT_COMMANDS
 from draftproof.engine.registry import DRAFTERS, STOPPERS, VERIFIERS
 from support.docs_pages import (
     DOCS,
@@ -200,6 +201,12 @@ def test_the_fields_of_json_are_all_explained():
 
 
 _LAST = ("logprobs", "compare")
+
+
+def test_the_commands_of_a_conversation_are_all_explained():
+    table = text_of(DOCS / "guide" / "chat.md").partition("<!-- commands of chat -->")[2].split("\n\n")[1]
+    named = [name for row in table.splitlines() for name in re.findall(r"`/(\w+)", row.split("|")[1])]
+    assert named == list(CHAT_COMMANDS)
 
 
 def test_variables_that_are_named_are_read():

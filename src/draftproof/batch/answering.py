@@ -59,9 +59,7 @@ class Answerer:
     def __init__(self, engine: DecodingLoop, options: RowOptions) -> None:
         self._engine = engine
         if options.chat_template is not None:
-            if engine.tokenizer is None:
-                raise UserError("a chat template needs a model with a tokenizer")
-            engine.tokenizer.chat_template = options.chat_template
+            engine.prompts.use_template(options.chat_template)
         self._form = _form(engine, options)
 
     def __call__(self, rows: Iterable[Row]) -> Generator[list[Result], None, None]:

@@ -124,7 +124,7 @@ class PromptRows(RowForm):
         self._engine = engine
         self._options = options
         self._params = replace(engine.default_params, **dict(options.sampling))
-        template = bool(getattr(engine.tokenizer, "chat_template", None))
+        template = engine.prompts.has_template
         self._chats = options.system is not None or (template if options.chat is None else options.chat)
         if self._chats and not template:
             raise UserError("the model has no chat template: leave out --chat and --system, or name a --chat-template")

@@ -22,6 +22,7 @@ from draftproof.errors import UserError, printable
 
 COMMANDS = {
     "generate": "Continue a prompt, fast, and say what speculation gained.",
+    "chat": "Talk with a model in the terminal.",
     "batch": "Answer the prompts of a file, or an OpenAI batch file, into a folder.",
     "serve": "Serve a model by OpenAI's API.",
     "bench": "Measure compositions and other engines on the same questions.",

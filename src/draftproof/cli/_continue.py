@@ -58,8 +58,7 @@ def as_inputs(
         chat: whether to apply the template; None applies it if there is one.
         system: a system message, which needs the template.
     """
-    template = bool(getattr(engine.tokenizer, "chat_template", None))
-    applied = system is not None or (template if chat is None else chat)
+    applied = system is not None or (engine.prompts.has_template if chat is None else chat)
     if not applied:
         return [PromptInput(source.text, source.where) for source in sources], ""
     first = [] if system is None else [{"role": "system", "content": system}]

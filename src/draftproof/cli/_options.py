@@ -51,6 +51,10 @@ class Options:
         found = {each.name: each for each in fields(self.of)}
         return {name: self._parameter(found[name], texts[name]) for name in self.only or found}
 
+    def kind(self, name: str) -> Any:
+        """The type of a field's option; a list where it can be repeated."""
+        return next(_KINDS[str(each.type)][0] for each in fields(self.of) if each.name == name)
+
     def _parameter(self, of: Field[Any], text: str) -> inspect.Parameter:
         kind, details = _KINDS[str(of.type)]
         name = self.names.get(of.name, of.name)

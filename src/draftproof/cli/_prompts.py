@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,17 @@ class PromptText:
 
     text: str
     where: str = ""
+
+
+def one_argument(words: Sequence[str] | None, name: str) -> str | None:
+    """The one argument of a command; None without one.
+
+    Raises:
+        typer.BadParameter: several words. Typer would refuse them too, and show them.
+    """
+    if words and len(words) > 1:
+        raise typer.BadParameter(f"expected one {name}, got {len(words)} words: put them in quotes")
+    return words[0] if words else None
 
 
 def gather(argument: str | None, file: Path | None) -> list[PromptText]:

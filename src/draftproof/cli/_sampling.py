@@ -27,10 +27,22 @@ SAMPLING = Options(
 )
 
 
-def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+# Of a conversation: one answer at a time, which the model ends; its log-probabilities are not shown.
+CHAT_SAMPLING = replace(
+    SAMPLING,
+    only=[name for name in _DEFAULTS if name not in ("n", "logprobs", "logprobs_mode", "prompt_logprobs")],
+    help={**SAMPLING.help, "max_tokens": "The most tokens of an answer; without it, or with none, the context's end."},
+)
+
+
+def sampling_options(command: Callable[..., Any], *, options: Options = SAMPLING) -> Callable[..., Any]:
     """Replace the parameter `sampling` of a typer command by one option for each field of SamplingParams.
 
     The command gets a dictionary by field; fields that are left to the model are not in it.
+
+    Args:
+        command: to change.
+        options: of these fields, or of some of them.
 
     Raises (when the command runs):
         typer.BadParameter: values that SamplingParams refuses.
@@ -41,7 +53,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**values, sampling=given_values(sampling))
 
     converted.__signature__ = inspect.signature(command, eval_str=True)  # type: ignore[attr-defined]
-    return with_options(sampling=(SAMPLING,))(converted)
+    return with_options(sampling=(options,))(converted)
 
 
 def given_values(values: Mapping[str, Any]) -> dict[str, Any]:

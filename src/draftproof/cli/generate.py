@@ -11,7 +11,7 @@ from draftproof.cli import _terminal
 from draftproof.cli._continue import GenerateRun, as_inputs
 from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
-from draftproof.cli._prompts import gather, read_text
+from draftproof.cli._prompts import gather, one_argument, read_text
 from draftproof.cli._pulling import first_target
 from draftproof.cli._sampling import merged_params, sampling_options
 
@@ -52,12 +52,11 @@ def generate(
     The text goes to stdout as it is made, one summary line to stderr.
     Without a target, smollm2-135m is downloaded at the first use, or a tiny model of the package takes its place.
     """
-    if prompt and len(prompt) > 1:  # typer would refuse them too, and show them
-        raise typer.BadParameter(f"expected one PROMPT, got {len(prompt)} words: put them in quotes")
+    given = one_argument(prompt, "PROMPT")
     if chat is False and system is not None:
         raise typer.BadParameter("--system needs the chat template: leave out --no-chat")
     predicted = read_text(prediction)
-    sources = gather(prompt[0] if prompt else None, prompts)
+    sources = gather(given, prompts)
     sequences = max(len(sources) * sampling["n"], 1)  # a larger batch would not be used
     with quiet_libraries(), logged_lines(quiet=quiet):
         target = named_target(engine) or first_target(quiet=quiet)

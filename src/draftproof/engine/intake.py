@@ -156,7 +156,7 @@ class RequestIntake:
         if not speculates and self.verifier.constant_length:
             raise UserError(f"verifier {self.verifier.name} needs drafts: nothing else can be decoded here")
         self._check_prompt(ids)
-        left = self._context_left(len(ids))
+        left = self.context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         reasoning = reasoning or self._reasoning(prompt, ids, params)
@@ -238,7 +238,7 @@ class RequestIntake:
         self._check_ids(ids, "prediction")
         return ids
 
-    def _context_left(self, length: int) -> int:
+    def context_left(self, length: int) -> int:
         """Tokens that fit after a prompt; a rule of constant length needs space for a whole draft until the end."""
         bounds = [self.target.max_positions]
         if self.verifier.constant_length:
@@ -257,8 +257,8 @@ class RequestIntake:
         if not ids:
             raise UserError("the prompt is empty: a request needs at least one token")
         self._check_ids(ids, "prompt")
-        if self._context_left(len(ids)) < 1:
-            longest = len(ids) + self._context_left(len(ids)) - 1
+        if self.context_left(len(ids)) < 1:
+            longest = len(ids) + self.context_left(len(ids)) - 1
             reason = why_bounded(self.target)
             raise ContextError(
                 f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"

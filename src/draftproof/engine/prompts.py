@@ -35,6 +35,21 @@ class PromptReader:
         self._template: object = None
         self._markers: ReasoningMarkers | None = None
 
+    @property
+    def has_template(self) -> bool:
+        """Whether there is a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def use_template(self, template: str) -> None:
+        """Apply a chat template in place of the model's.
+
+        Raises:
+            UserError: no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise UserError("a chat template needs a model with a tokenizer")
+        self.tokenizer.chat_template = template
+
     def read(self, prompt: Prompt | Sequence[Any]) -> tuple[str | None, list[int]]:
         """Text and token ids of a prompt; the text is None for token ids.
 
@@ -124,7 +139,7 @@ class PromptReader:
             UserError: the tokenizer has no chat template, or the template refuses the messages.
         """
         tokenizer = self._required()
-        if not getattr(tokenizer, "chat_template", None):
+        if not self.has_template:
             raise UserError(f"{self._model} has no chat template: give the prompt as plain text")
         texts = [_text_only(place, message) for place, message in enumerate(messages)]
         try:

@@ -88,7 +88,7 @@ ABOUT_EMBEDDED = {  # licence, what it is
         "trained here, in the package: imitates embedded:stories with a fifth of it",
     ),
 }
-# What `generate` continues a prompt with where no target is named: small, and its text makes sense.
+# The target of `generate` and `chat` where none is named: small, and its text makes sense.
 FIRST_TARGET = "smollm2-135m"
 # The pair that other commands use then, and `generate` without a network; and the draft model of each embedded target.
 DEFAULT_TARGET, DEFAULT_DRAFT = "embedded:stories", "embedded:stories-draft"

@@ -79,13 +79,12 @@ def use_template(engine: DecodingLoop, file: Path) -> None:
     Raises:
         UserError: the file cannot be read, or the model has no tokenizer.
     """
-    if engine.tokenizer is None:
-        raise UserError("chat_template needs a model with a tokenizer")
     try:
-        engine.tokenizer.chat_template = file.read_text(encoding="utf-8")
+        template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read the chat template {file}: {why}") from error
+    engine.prompts.use_template(template)
 
 
 class _Speaker(uvicorn.Server):

@@ -1,0 +1,212 @@
+"""The commands of a conversation, such as /undo: what each does, how its line is read, and how it is completed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_origin
+
+import typer
+
+from draftproof.cli._conversation import Conversation, Event, Notice
+from draftproof.cli._sampling import CHAT_SAMPLING, sampling_options
+from draftproof.errors import UserError, printable
+from draftproof.sampling import SHAPING, SamplingParams
+
+QUOTES = '"""'  # around a message of several lines
+_WHETHER = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a conversation.
+
+    Attributes:
+        takes: what follows its name, for /help; empty where nothing does.
+        about: what it does, for /help.
+        run: does it, with what follows its name.
+        needs: whether something has to follow its name.
+    """
+
+    takes: str
+    about: str
+    run: Callable[[Conversation, str], Iterator[Event]]
+    needs: bool = False
+
+
+def take(conversation: Conversation, line: str) -> Iterator[Event]:
+    """Do what the user has entered: a command, or a message to answer.
+
+    Raises:
+        UserError: a command that does not exist or cannot be done, or a message that cannot be answered.
+    """
+    if not line.startswith("/"):
+        yield from conversation.say(_message(line))
+        return
+    word, _, rest = line.partition(" ")
+    name, rest = word[1:].strip(), rest.strip()
+    command = COMMANDS.get(name)
+    if command is None:
+        raise UserError(
+            f"there is no command /{name}: the commands are {', '.join(f'/{each}' for each in COMMANDS)}; a message "
+            f"that begins with / goes between {QUOTES} and {QUOTES}"
+        )
+    if rest and not command.takes:
+        raise UserError(f"/{name} stands alone, got {rest!r} after it")
+    if command.needs and not rest:
+        raise UserError(f"expected /{name} {command.takes}")
+    yield from command.run(conversation, rest)
+
+
+def is_open(text: str) -> bool:
+    """Whether a message of several lines has begun and not ended."""
+    return text.startswith(QUOTES) and not (len(text) >= 2 * len(QUOTES) and text.rstrip().endswith(QUOTES))
+
+
+def _message(line: str) -> str:
+    """A message without the quotes around it, and without the line ends next to them."""
+    if not line.startswith(QUOTES) or is_open(line):
+        return line
+    return line.rstrip().removeprefix(QUOTES).removesuffix(QUOTES).removeprefix("\n").removesuffix("\n")
+
+
+def completions(text: str) -> list[str]:
+    """The words that can stand in place of the last one of a line: commands, and after /set names of parameters."""
+    before, _, last = text.rpartition(" ")
+    known = [f"/{name}" for name in COMMANDS] if not before else list(CHAT_SAMPLING.only) if before == "/set" else []
+    return [word for word in known if word.startswith(last)] if text.startswith("/") else []
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def _help(_: Conversation, __: str) -> Iterator[Event]:
+    lines = [(f"/{name} {command.takes}".rstrip(), command.about) for name, command in COMMANDS.items()]
+    lines += [
+        (f"{QUOTES}...{QUOTES}", "a message of several lines; Alt-Enter also begins a new line"),
+        ("Ctrl-C", "stops the answer"),
+        ("Ctrl-D", "leaves"),
+    ]
+    width = max(len(name) for name, _ in lines)
+    yield Notice("\n".join(f"{name:{width}}  {about}" for name, about in lines))
+
+
+def _exit(conversation: Conversation, _: str) -> Iterator[Event]:
+    conversation.closed = True
+    yield from ()
+
+
+def _clear(conversation: Conversation, _: str) -> Iterator[Event]:
+    conversation.clear()
+    yield Notice("a new conversation" + ("" if conversation.system is None else "; the system message stays"))
+
+
+def _system(conversation: Conversation, text: str) -> Iterator[Event]:
+    conversation.set_system(text or None)
+    yield Notice("the system message is set" if text else "there is no system message now")
+
+
+def _retry(conversation: Conversation, _: str) -> Iterator[Event]:
+    if conversation.params.temperature == 0:
+        yield Notice("temperature is 0, so the answer is the same: /set temperature 0.8 allows another one")
+    yield from conversation.retry()
+
+
+def _undo(conversation: Conversation, _: str) -> Iterator[Event]:
+    conversation.undo()
+    yield Notice(f"the last exchange is removed: {_messages(conversation)} left")
+
+
+def _save(conversation: Conversation, name: str) -> Iterator[Event]:
+    conversation.save(_file(name))
+    yield Notice(f"{_messages(conversation)} written to {name}")
+
+
+def _load(conversation: Conversation, name: str) -> Iterator[Event]:
+    conversation.load(_file(name))
+    yield Notice(f"{_messages(conversation)} read from {name}; {conversation.context()}")
+
+
+def _set(conversation: Conversation, text: str) -> Iterator[Event]:
+    name, _, value = text.partition(" ")
+    name, value = name.replace("-", "_"), value.strip()
+    if name not in CHAT_SAMPLING.only:
+        raise UserError(f"there is no parameter {name!r}: expected one of {', '.join(CHAT_SAMPLING.only)}")
+    conversation.set(name, _read(name, value) if value else {})
+    yield Notice(f"{name} {_shown(getattr(conversation.params, name))}")
+
+
+def _show(conversation: Conversation, _: str) -> Iterator[Event]:
+    usual, params = SamplingParams(), conversation.params
+    names = [each.name for each in fields(SamplingParams)]
+    shown = (*SHAPING, "max_tokens", "seed")
+    others = [name for name in names if name not in shown and getattr(params, name) != getattr(usual, name)]
+    lines = [f"{name} {_shown(getattr(params, name))}" for name in (*shown, *others)]
+    if conversation.system is not None:
+        lines.append(f"system message: {printable(conversation.system)}")
+    yield Notice("\n".join([*lines, f"{_messages(conversation)}, {conversation.context()}"]))
+
+
+COMMANDS = {
+    "help": Command("", "lists the commands", _help),
+    "exit": Command("", "leaves; so does Ctrl-D", _exit),
+    "clear": Command("", "begins anew; the system message stays", _clear),
+    "new": Command("", "the same as /clear", _clear),
+    "system": Command("[TEXT]", "sets the system message; without TEXT removes it", _system),
+    "retry": Command("", "answers the last message again, with another seed", _retry),
+    "undo": Command("", "removes the last message and its answer", _undo),
+    "save": Command("FILE", "writes the messages as JSON", _save, needs=True),
+    "load": Command("FILE", "goes on with the messages of a file", _load, needs=True),
+    "set": Command("NAME [VALUE]", "sets a sampling parameter; without VALUE to its default", _set, needs=True),
+    "show": Command("", "shows the sampling parameters, and how much of the context is used", _show),
+}
+
+
+def _file(name: str) -> Path:
+    return Path(name).expanduser()
+
+
+def _messages(conversation: Conversation) -> str:
+    number = len(conversation.messages)
+    return f"{number} message{'' if number == 1 else 's'}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(shlex.quote(str(each)) for each in value) or "none"
+    return "none" if value is None else str(value)
+
+
+# --- values of parameters, read as the command line reads them -------------------------------------------------------
+
+_app = typer.Typer(add_completion=False)
+
+
+@_app.command()
+@sampling_options
+def _values(*, sampling: dict[str, Any]) -> dict[str, Any]:
+    return sampling
+
+
+def _read(name: str, text: str) -> Mapping[str, Any]:
+    """The value of a sampling parameter, by its name.
+
+    Raises:
+        UserError: it is none.
+    """
+    option, kind = f"--{name.replace('_', '-')}", CHAT_SAMPLING.kind(name)
+    if kind is bool:
+        if text.lower() not in _WHETHER:
+            raise UserError(f"{name}: expected on or off, got {text!r}")
+        return {name: _WHETHER[text.lower()]}
+    try:
+        words = shlex.split(text) if get_origin(kind) is list else [text]
+    except ValueError as error:
+        raise UserError(f"{name}: {error} in {text!r}") from None
+    try:
+        given = typer.main.get_command(_app).main([f"{option}={word}" for word in words], standalone_mode=False)
+    except typer.BadParameter as error:
+        raise UserError(error.message if error.param is None else f"{name}: {error.message}, got {text!r}") from None
+    return {name: given[name]}

@@ -1,0 +1,74 @@
+"""Lines that a user enters on a terminal: history, completion and several lines, by prompt_toolkit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion
+from prompt_toolkit.document import Document
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+
+_PROMPT, _FURTHER = ">>> ", "... "
+
+
+class LineReader:
+    """Reads what a user enters; what was entered before comes back with the arrow keys, and is kept in no file.
+
+    Args:
+        is_open: whether a text goes on in the next line when Enter is pressed.
+        completions: the words that can stand in place of the last one of a line.
+    """
+
+    def __init__(self, is_open: Callable[[str], bool], completions: Callable[[str], list[str]]) -> None:
+        self._session: PromptSession[str] = PromptSession(
+            _PROMPT,
+            multiline=True,
+            prompt_continuation=_FURTHER,
+            key_bindings=_keys(is_open),
+            completer=_Words(completions),
+            complete_while_typing=False,
+            output=create_output(always_prefer_tty=True),
+        )
+
+    def __call__(self) -> str:
+        """The next line, or several.
+
+        Raises:
+            EOFError: Ctrl-D.
+            KeyboardInterrupt: Ctrl-C.
+        """
+        return self._session.prompt()
+
+
+class _Words(Completer):
+    """Completes the last word of a line."""
+
+    def __init__(self, completions: Callable[[str], list[str]]) -> None:
+        self._completions = completions
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:  # noqa: ARG002
+        """See prompt_toolkit."""
+        text = document.text_before_cursor
+        last = text.rpartition(" ")[2]
+        return [Completion(word, start_position=-len(last)) for word in self._completions(text)]
+
+
+def _keys(is_open: Callable[[str], bool]) -> KeyBindings:
+    """Enter ends what is entered where it is not open; Alt-Enter begins a new line."""
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if is_open(buffer.text):
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
