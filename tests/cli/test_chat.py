@@ -22,6 +22,7 @@ from draftproof.draft import Origin
 from draftproof.engine.request import Chunk
 from draftproof.errors import UserError
 from support.commands import call
+from support.reasoning_models import OPENED, thinking_engine
 from support.serving import CHAT, STORY, small_engine
 from support.terminal import Terminal
 
@@ -268,3 +269,12 @@ def test_a_second_ctrl_c_ends_the_program(monkeypatch, engine):
     assert signal.getsignal(signal.SIGINT) is before
     assert not engine.busy
     assert talk.messages == []
+
+
+@pytest.mark.parametrize("show_drafts", [False, True])
+def test_reasoning_stands_before_the_answer(capsys, show_drafts):
+    engine = thinking_engine("model", template=OPENED)
+    talk = Conversation(engine, {"max_tokens": 20, "seed": 1, "thinking_token_budget": 4})
+    Screen(talk, show_drafts=show_drafts, quiet=True).show(talk.say("Who is there?"))
+    answer = talk.messages[-1]
+    assert capsys.readouterr().out.rstrip("\n") == f"{answer['reasoning_content']}\n\n{answer['content']}".rstrip("\n")

@@ -10,6 +10,7 @@ from draftproof.cli._chat_commands import COMMANDS, completions, is_open, take
 from draftproof.cli._conversation import Answered, Conversation, Notice
 from draftproof.cli._sampling import CHAT_SAMPLING
 from draftproof.engine.request import Chunk
+from support.reasoning_models import OPENED, thinking_engine
 from support.serving import small_engine
 
 LONG = "Once upon a time there was a little girl who liked to play in the park with her big red ball and her dog."
@@ -370,3 +371,17 @@ def test_files_that_cannot_be_read_or_written_are_named(talk, tmp_path):
     folder.mkdir()
     assert wrong(talk, f"/save {folder}").startswith(f"cannot write {folder}: ")
     assert list(tmp_path.iterdir()) == [folder], "nothing unfinished is left"
+
+
+def test_what_the_model_reasons_is_kept_apart_and_sent_again(tmp_path):
+    engine = thinking_engine("suffix:4", template=OPENED)
+    talk = Conversation(engine, {"max_tokens": 20, "seed": 1, "thinking_token_budget": 4})
+    list(talk.say("Who is there?"))
+    answer = talk.messages[-1]
+    assert answer["reasoning_content"]
+    assert "think>" not in answer["content"] + answer["reasoning_content"]
+    assert f"<think>\n{answer['reasoning_content']}\n</think>\n\n{answer['content']}" in engine.encode(talk.messages)[0]
+    talk.save(tmp_path / "chat.json")
+    again = Conversation(engine, {})
+    again.load(tmp_path / "chat.json")
+    assert again.messages == talk.messages

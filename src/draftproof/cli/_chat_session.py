@@ -39,6 +39,7 @@ class Screen:
         self._console = Console(highlight=False)
         self._drafted: DraftedText | None = None
         self._within_line = False
+        self._reasons = False
 
     def show(self, events: Iterable[Event]) -> None:
         """Show events as they come; what is left unfinished by an error ends its line."""
@@ -63,6 +64,12 @@ class Screen:
 
     def _write(self, chunk: Chunk) -> None:
         """Write a piece of an answer: the one place where its text goes to the terminal."""
+        if chunk.reasoning:
+            self._console.out(self._safe(chunk.reasoning), style="dim", end="")
+            self._reasons = self._within_line = True
+        if chunk.text and self._reasons:
+            self._reasons = False
+            _terminal.write("\n\n")
         if self._show_drafts:
             self._drafted = self._drafted or DraftedText(self._conversation)
             for text, drafted in self._drafted.split(chunk):
@@ -77,6 +84,7 @@ class Screen:
 
     def _end_line(self) -> None:
         self._drafted = None
+        self._reasons = False
         if self._within_line:
             self._within_line = False
             _terminal.write("\n")
@@ -99,7 +107,8 @@ class DraftedText:
     def split(self, chunk: Chunk) -> list[tuple[str, bool]]:
         """The text of a chunk in pieces, each with whether it was drafted."""
         for at, token in enumerate(chunk.token_ids):
-            self._ahead.append((len(self._decoder.push(token)), at < chunk.accepted))
+            if at >= chunk.reasoning_tokens:
+                self._ahead.append((len(self._decoder.push(token)), at < chunk.accepted))
         found, text = list[tuple[str, bool]](), chunk.text
         while text:
             size, drafted = self._ahead.pop(0) if self._ahead else (len(text), False)  # the decoder holds the end back

@@ -65,7 +65,7 @@ class Conversation:
 
     Attributes:
         engine: the same.
-        messages: in OpenAI's form, each with a role and its content.
+        messages: in OpenAI's form, each with a role and its content; the model's also with what it reasoned.
         sampling: the same.
         params: the sampling parameters in effect: an answer is as long as the model makes it, where nothing else is
             set.
@@ -129,13 +129,14 @@ class Conversation:
         except ContextError as error:
             raise UserError(f"{error}; {_SHORTER}") from error
         self._stopping = False
-        text = ""
+        text = reasoning = ""
         try:
             while not (request.finished or self._stopping):
                 self.engine.step()
                 while request.chunks:
                     chunk = request.chunks.popleft()
                     text += chunk.text
+                    reasoning += chunk.reasoning
                     yield chunk
         finally:
             self.engine.abort(request)
@@ -143,7 +144,8 @@ class Conversation:
         if request.error is not None:
             raise request.error
         if text or request.finished:
-            self.messages = [*asked, {"role": "assistant", "content": text}]
+            thoughts = {"reasoning_content": reasoning} if reasoning else {}
+            self.messages = [*asked, {"role": "assistant", "content": text, **thoughts}]
         yield Answered(request, stopped=not request.finished, note=self._end(request, text))
 
     def _end(self, request: Request, text: str) -> str:
@@ -263,14 +265,16 @@ def _message(where: str, found: Any) -> Message:
     if not isinstance(found, dict) or found.get("role") not in ROLES:
         shown = found.get("role") if isinstance(found, dict) else found
         raise UserError(f"{where}: expected an object with a role ({', '.join(ROLES)}), got {_short(shown)}")
-    content = found.get("content")
-    if not isinstance(content, str):
-        raise UserError(f"{where}: expected a text in content, got {_short(content)}")
-    try:
-        content.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{where}: not valid Unicode: it holds lone surrogates") from None
-    return {"role": found["role"], "content": content}
+    thoughts = {"reasoning_content": found["reasoning_content"]} if found.get("reasoning_content") else {}
+    texts = {"content": found.get("content"), **thoughts}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise UserError(f"{where}: expected a text in {name}, got {_short(text)}")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{where}: not valid Unicode: it holds lone surrogates") from None
+    return {"role": found["role"], **texts}
 
 
 def _short(value: Any) -> str:
