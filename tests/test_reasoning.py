@@ -8,6 +8,7 @@ from typing_extensions import override
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
+from draftproof.cli._continue import GenerateRun, PromptInput
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
@@ -15,6 +16,7 @@ from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.prompts import PromptReader
 from draftproof.engine.registry import make_verifier
 from draftproof.finish import Cutter
+from draftproof.integrations.rollout import Rollouts
 from draftproof.reasoning import Reasoning, ReasoningConstraint, ReasoningMarkers, reasoning_after, reasoning_markers
 from draftproof.sampling import Constraint
 from draftproof.stoppers.fixed import FixedLength
@@ -341,3 +343,19 @@ def test_a_text_is_divided_only_where_it_answers_a_chat():
 def test_a_limit_must_be_a_number():
     with pytest.raises(UserError, match="thinking_token_budget: expected an integer >= 0, or None, got -1"):
         SamplingParams(thinking_token_budget=-1)
+
+
+def test_what_the_model_reasons_is_in_rollouts_and_beside_generated_text(capfd):
+    engine = thinking_engine(template=OPENED)
+    params = SamplingParams(max_tokens=12, seed=1, thinking_token_budget=4)
+    made = Rollouts(engine, params).sample([ASK])[0]
+    output = engine.generate([ASK], params)[0]
+    assert made.reasoning
+    assert "</think>" not in made.reasoning + made.text
+    inputs = [PromptInput(ASK, "")]
+    GenerateRun(engine, inputs, params, (), as_json=False, with_plain=False, quiet=False).stream()
+    shown = capfd.readouterr()
+    assert shown.out == output.text + "\n"
+    assert output.reasoning in shown.err
+    GenerateRun(engine, inputs, params, (), as_json=False, with_plain=False, quiet=True).stream()
+    assert output.reasoning not in capfd.readouterr().err

@@ -114,9 +114,15 @@ class GenerateRun:
             raise typer.Exit(1)
 
     def stream(self) -> Output:
-        """Print the text of the one continuation as it is made."""
-        output = None
+        """Print the text of the one continuation as it is made; what the model reasons before it goes to stderr."""
+        output, reasons = None, False
         for chunk in self.engine.stream(self.inputs[0].prompt, self.params, prediction=self.prediction):
+            if chunk.reasoning and not self.quiet:
+                _terminal.write_aside(chunk.reasoning)
+                reasons = True
+            if chunk.text and reasons:
+                _terminal.write_aside("\n\n")
+                reasons = False
             _terminal.write(chunk.text)
             output = chunk.output
         _terminal.write("\n")

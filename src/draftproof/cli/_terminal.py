@@ -37,6 +37,11 @@ def _write_above(bar: Progress, text: str) -> None:
     bar.start()
 
 
+def write_aside(text: str) -> None:
+    """Write to stderr now, dim on a terminal: what belongs to an answer and is no part of it."""
+    Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print(text, style="dim", end="")
+
+
 def write(text: str) -> None:
     """Write to stdout now: a closed pipe is noticed here, and not at exit."""
     sys.stdout.write(text)

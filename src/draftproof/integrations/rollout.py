@@ -28,9 +28,10 @@ class Rollout:
         prompt_ids: token ids of the prompt.
         completion_ids: the sampled tokens; the end token is the last, where one ended it.
         logprobs: of each sampled token, the natural logarithm of the probability that it was drawn with.
-        text: of the completion; empty without a tokenizer.
+        text: of the completion, without what the model reasons before its answer to a chat; empty without a tokenizer.
         finish_reason: "stop" or "length".
         seed: the same seed, prompt and weights give the same draws.
+        reasoning: what the model reasons before its answer to a chat; None where it cannot.
     """
 
     prompt_ids: tuple[int, ...]
@@ -39,6 +40,7 @@ class Rollout:
     text: str
     finish_reason: str
     seed: int
+    reasoning: str | None = None
 
 
 class Rollouts:
@@ -95,7 +97,8 @@ class Rollouts:
             for output in (next(found) for _ in range(own.n)):
                 assert output.logprobs is not None, "asked for"
                 logprobs = tuple(entry.logprob for entry in output.logprobs)
-                made.append(Rollout(ids, output.token_ids, logprobs, output.text, output.finish_reason, output.seed))
+                texts = output.text, output.finish_reason, output.seed, output.reasoning
+                made.append(Rollout(ids, output.token_ids, logprobs, *texts))
         return made
 
     def __call__(self, prompts: Sequence[Prompt], trainer: Any = None) -> dict[str, list[Any]]:
@@ -107,7 +110,7 @@ class Rollouts:
                 max_completion_length are used; None for the parameters of the constructor.
 
         Returns:
-            Lists by name: prompt_ids, completion_ids, logprobs, and text for reward functions.
+            Lists by name: prompt_ids, completion_ids, logprobs, and text and reasoning for reward functions.
 
         Raises:
             UserError: as `sample` and `update_weights`.
@@ -125,6 +128,7 @@ class Rollouts:
             "completion_ids": [list(each.completion_ids) for each in found],
             "logprobs": [list(each.logprobs) for each in found],
             "text": [each.text for each in found],
+            "reasoning": [each.reasoning for each in found],
         }
 
     def _follow(self, trainer: Any) -> None:
