@@ -6,12 +6,14 @@ their padded size are accepted; different ones are refused (docs/log.md says why
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draftproof.backends.loading.fast_tokenizer import LEFT_TO_TRANSFORMERS, Description, FastTokenizer
 from draftproof.errors import UserError, reason
-from draftproof.models.gguf import settle
-from draftproof.models.gguf_file import is_gguf
+from draftproof.models.gguf_file import GGUFFile, is_gguf
+from draftproof.models.gguf_tokenizer import read_file_tokenizer
 
 
 def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
@@ -20,19 +22,34 @@ def load_tokenizer(source: str, *, trust_remote_code: bool = False) -> Any:
     Raises:
         UserError: there is none.
     """
-    from transformers import AutoTokenizer
-
     where = Path(source)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if is_gguf(where):
+        read = read_file_tokenizer(GGUFFile(where))
+        if read is not None:
+            return read.for_transformers()
         source, options = str(where.parent), {**options, "gguf_file": where.name}
+    from transformers import AutoTokenizer
+
     try:
-        made = AutoTokenizer.from_pretrained(source, **options)
+        return AutoTokenizer.from_pretrained(source, **options)
     except Exception as cause:
         raise UserError(f"cannot load a tokenizer from {str(where)!r}: {reason(cause)}") from cause
-    if is_gguf(where):
-        settle(made, where)
-    return made
+
+
+def read_tokenizer(file: GGUFFile) -> FastTokenizer | None:
+    """The tokenizer of a GGUF file without transformers; None where it is of a kind that is not read here.
+
+    Raises:
+        UserError: as `read_file_tokenizer`.
+    """
+    read = read_file_tokenizer(file)
+    if read is None:
+        return None
+    template = read.chat_template
+    renders = template is not None and not any(word in template for word in LEFT_TO_TRANSFORMERS)
+    described = Description(read.eos_token_id, read.bos_token_id, dict(read.special_tokens), template, renders)
+    return FastTokenizer(read.tokenizer.to_str(), described, partial(load_tokenizer, str(file.path)))
 
 
 def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: str) -> None:
