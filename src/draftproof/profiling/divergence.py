@@ -15,7 +15,7 @@ from draftproof import models
 from draftproof.backends.base import Backend, Feed
 from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.tokenization import refuse_different
+from draftproof.backends.loading.tokenization import why_different
 from draftproof.bench.estimate import bootstrap
 from draftproof.bench.questions import read_questions
 from draftproof.errors import UserError, refuse_below_one
@@ -24,7 +24,7 @@ from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
 from draftproof.tree import TokenTree
 
-_LONGEST = 256  # tokens of a text that are read
+_LONGEST = 256  # tokens of a text that are read, where both models read so many
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,14 @@ def measure_divergence(options: DivergenceOptions, *, watch: Watch = silent) -> 
     changed = LoadOptions(dtype=options.dtype, weights=options.weights, activations=options.activations)
     one = load(options.target, changed)
     other = load(options.against or options.target, LoadOptions(dtype=options.dtype, activations="float"))
-    refuse_different(other.tokenizer, one.tokenizer, target_name=other.name, draft_name=one.name)
+    if (why := why_different(one.tokenizer, other.tokenizer)) is not None:
+        raise UserError(f"{one.name} cannot be compared with {other.name}: {why}; both must share one tokenizer")
+    longest = min(each.backend.max_positions or _LONGEST for each in (one, other))
     texts = [question.turns[0] for question in read_questions(options.dataset, options.questions)]
     found = []
     with watch("comparing", len(texts), 0) as tick:
         for number, text in enumerate(texts, 1):
-            ids = one.tokenizer(text)["input_ids"][:_LONGEST]
+            ids = one.tokenizer(text)["input_ids"][: min(longest, _LONGEST)]
             if len(ids) > 1:
                 found.append(_compared(ids, *(_logits(each.backend, ids) for each in (one, other))))
             tick(number)

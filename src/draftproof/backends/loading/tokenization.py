@@ -58,18 +58,20 @@ def refuse_different(target: Any, draft: Any, *, target_name: str, draft_name: s
     Raises:
         UserError: naming the first token that differs, or how few tokens the two share.
     """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    for token, index in sorted(theirs.items(), key=lambda item: item[1]):
-        if token in ours and ours[token] != index:
-            raise UserError(
-                f"{draft_name} cannot draft for {target_name}: token {token!r} has id {index} there, "
-                f"{ours[token]} in the target; "
-                "draft and target must share one tokenizer"
-            )
+    why = why_different(draft, target)
+    if why is not None:
+        raise UserError(
+            f"{draft_name} cannot draft for {target_name}: {why}; draft and target must share one tokenizer"
+        )
+
+
+def why_different(first: Any, second: Any) -> str | None:
+    """The first token whose ids differ in two tokenizers, or how few tokens the two share; None where they agree."""
+    ours, theirs = first.get_vocab(), second.get_vocab()
+    for token, index in sorted(ours.items(), key=lambda item: item[1]):
+        if token in theirs and theirs[token] != index:
+            return f"token {token!r} has id {index} in the first, {theirs[token]} in the second"
     shared = len(ours.keys() & theirs.keys())
     if shared < 0.99 * min(len(ours), len(theirs)):
-        raise UserError(
-            f"{draft_name} cannot draft for {target_name}: their vocabularies share {shared} tokens "
-            f"of {len(theirs)} and {len(ours)}; "
-            "draft and target must share one tokenizer"
-        )
+        return f"their vocabularies share {shared} tokens of {len(ours)} and {len(theirs)}"
+    return None
