@@ -17,7 +17,7 @@ from draftproof.models.gguf_file import FLOATS, GGUFFile, is_gguf
 from draftproof.native.ggml import TYPES
 from draftproof.theory.lengths import iid_block_efficiency
 
-VERIFIED = 1.05  # what a pass over five rows costs, of one row (docs/results/gguf.md)
+VERIFIED = 1.04  # what a pass over five rows costs, of one row (docs/results/gguf.md, 1.5 B shapes)
 _MOST_DRAFTED = 8
 
 
@@ -67,9 +67,17 @@ def matches(target: str, folders: Iterable[Path] = ()) -> list[Match]:
     for folder in folders:
         names += [str(path) for path in sorted(folder.rglob("*.gguf"))]
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
-    own = models.resolve(target)
-    found = [_match(name, right, whole) for name in dict.fromkeys(names) if models.resolve(name) != own]
+    own = _place(target)
+    found = [_match(name, right, whole) for name in dict.fromkeys(names) if _place(name) != own]
     return sorted(found, key=lambda each: (bool(each.why_not), each.nbytes))
+
+
+def _place(name: str) -> str | None:
+    """Where a model is; None where it is not to be had, of which `_match` says why."""
+    try:
+        return models.resolve(name)
+    except UserError:
+        return None
 
 
 def _match(name: str, right: LoadedModel, whole: int) -> Match:
