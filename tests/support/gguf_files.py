@@ -78,7 +78,7 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
     for key, value in metadata.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[list] = writer.add_array
-        add[type(value)](key if "." in key and key.split(".")[0] == "tokenizer" else f"{architecture}.{key}", value)
+        add[type(value)](key if key.split(".")[0] in ("tokenizer", "general") else f"{architecture}.{key}", value)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     names = {**_PARTS, **_OTHER_PARTS.get(architecture, {})}
     tied, number = model.lm_head.weight is model.model.embed_tokens.weight, 0

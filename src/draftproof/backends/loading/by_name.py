@@ -26,7 +26,7 @@ from draftproof.backends.loading.quantization import packages_hint, quantization
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
-from draftproof.models.gguf_file import is_gguf
+from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
@@ -298,6 +298,9 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
         except UserError:
             if kind is kinds[-1]:
                 raise
+    if is_gguf(where):
+        for name, value in generation_config(GGUFFile(where)).items():
+            setattr(model.generation_config, name, value)
     return model if device is None else model.to(device=device)
 
 
