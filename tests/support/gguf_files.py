@@ -108,3 +108,49 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+METADATA = {
+    "block_count": 4,
+    "context_length": 512,
+    "embedding_length": 256,
+    "feed_forward_length": 512,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 50000.0,
+}
+"""Of a Llama with four layers, as `write_model` takes it."""
+
+
+def write_llama(path, **changes):
+    """Write a Llama of four layers with random weights of few bits, and a tokenizer of bytes; `changes` of metadata."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import LlamaConfig
+
+    from support.helpers import random_model
+
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, "th", "the", "<s>", "</s>"]
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+    words = {
+        "model": "gpt2",
+        "pre": "qwen2",
+        "tokens": tokens,
+        "token_type": [1] * (len(tokens) - 2) + [3, 3],
+        "merges": ["t h", "th e"],
+        "bos_token_id": len(tokens) - 2,
+        "eos_token_id": len(tokens) - 1,
+    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+    write_model(path, random_model(config, seed=3), "llama", {**METADATA, **named, **changes})

@@ -127,6 +127,12 @@ class GGUFFile:
                 self.metadata = metadata
             self.tensors |= tensors
 
+    @property
+    def read_for_a_token(self) -> list[TensorEntry]:
+        """All tensors but the embedding, where the output layer has a table of its own."""
+        left = "token_embd.weight" if "output.weight" in self.tensors else ""
+        return [entry for name, entry in self.tensors.items() if name != left]
+
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata."""
         return self.metadata.get(key, default)

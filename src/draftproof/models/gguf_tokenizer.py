@@ -42,7 +42,8 @@ class FileTokenizer:
         """The same as a tokenizer of transformers."""
         from transformers import PreTrainedTokenizerFast
 
-        made = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer, **self.special_tokens)
+        kind: Any = PreTrainedTokenizerFast
+        made = kind(tokenizer_object=self.tokenizer, **self.special_tokens)
         made.chat_template = self.chat_template
         return made
 

@@ -8,11 +8,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from draftproof import models
-from draftproof.backends.base import Backend, Feed
+from draftproof.backends.base import logits_along
 from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import why_different
@@ -22,7 +21,6 @@ from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
-from draftproof.tree import TokenTree
 
 _LONGEST = 256  # tokens of a text that are read, where both models read so many
 
@@ -94,21 +92,11 @@ def measure_divergence(options: DivergenceOptions, *, watch: Watch = silent) -> 
         for number, text in enumerate(texts, 1):
             ids = one.tokenizer(text)["input_ids"][: min(longest, _LONGEST)]
             if len(ids) > 1:
-                found.append(_compared(ids, *(_logits(each.backend, ids) for each in (one, other))))
+                found.append(_compared(ids, *(logits_along(each.backend, ids[:1], ids[1:-1]) for each in (one, other))))
             tick(number)
     if not found:
         raise UserError(f"dataset is {options.dataset!r}: expected texts of at least two tokens")
     return _page(options, one, other, found, facts)
-
-
-def _logits(backend: Backend, ids: list[int]) -> Float[Tensor, "tokens vocab"]:
-    """Logits after every token but the last."""
-    session = backend.open()
-    try:
-        tree = TokenTree.chain(torch.tensor(ids[1:-1])) if len(ids) > 2 else None
-        return backend.forward([Feed(session, ids[:1], tree)])[0].logits.float()
-    finally:
-        session.close()
 
 
 def _compared(ids: list[int], ours: Tensor, theirs: Tensor) -> _Found:

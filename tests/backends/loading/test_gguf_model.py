@@ -29,7 +29,7 @@ from draftproof.profiling.tensor_memory import tensor_memory
 from draftproof.sampling import default_params
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
-from support.gguf_files import write_model
+from support.gguf_files import METADATA, write_model
 from support.helpers import random_model
 
 BASE = {
@@ -49,16 +49,6 @@ GEMMA3 = {
     "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
 }
 SLIDES = {"sliding_window": 8, "query_pre_attn_scalar": 64, "head_dim": 64}
-METADATA = {
-    "block_count": 4,
-    "context_length": 512,
-    "embedding_length": 256,
-    "feed_forward_length": 512,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 50000.0,
-}
 SEVEN = {"num_hidden_layers": 7}
 CASES = {
     "llama": (transformers.LlamaConfig(**BASE, **THETA, rms_norm_eps=1e-5), {}),

@@ -266,6 +266,23 @@ def load_model(
     return text_part(whole()) if "device" in options else whole()
 
 
+def refuse_gguf(name: str, what: str) -> None:
+    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served.
+
+    Args:
+        name: of a model.
+        what: needs the module.
+
+    Raises:
+        UserError: it is a GGUF file, or there is no such model.
+    """
+    if is_gguf(Path(models.resolve(name))):
+        raise UserError(
+            f"{what} needs a model with full weights, and {name} is a GGUF file, which is read in its own few bits: "
+            "expected the model's own directory or hub id"
+        )
+
+
 def _kept_where_quantized(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that read weights right onto an accelerator, where methods of quantization have their kernels."""
     device = options.get("device")

@@ -13,8 +13,7 @@ from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.tokenization import refuse_different
 from draftproof.errors import UserError
 from draftproof.models.found import found_files
-from draftproof.models.gguf_file import FLOATS, GGUFFile, is_gguf
-from draftproof.native.ggml import TYPES
+from draftproof.models.gguf_file import GGUFFile, is_gguf
 from draftproof.theory.lengths import iid_block_efficiency
 
 VERIFIED = 1.04  # what a pass over five rows costs, of one row (docs/results/gguf.md, 1.5 B shapes)
@@ -102,9 +101,4 @@ def _read_bytes(name: str) -> int:
     where = Path(models.resolve(name))
     if not is_gguf(where):
         return sum(path.stat().st_size for path in weight_files(where))
-    tensors = GGUFFile(where).tensors
-    left = "token_embd.weight" if "output.weight" in tensors else ""
-    sizes = {kind: layout.size / layout.elements for kind, layout in TYPES.items()}
-    sizes |= {kind: float(dtype.itemsize) for kind, dtype in FLOATS.items()}
-    counted = (entry for key, entry in tensors.items() if key != left and entry.type in sizes)
-    return int(sum(math.prod(entry.shape) * sizes[entry.type] for entry in counted))
+    return sum(entry.nbytes for entry in GGUFFile(where).read_for_a_token)
