@@ -3,8 +3,11 @@
 import numpy as np
 
 HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2], 14: [208]}
-HALVES |= {20: [0], 23: [0]}
+HALVES |= {20: [0], 23: [0], 39: []}
 """Where the float16 numbers of a block stand, by type."""
+
+
+MXFP4 = 39
 
 
 def random_blocks(kind, outs, ins, seed=0, scale=0.01):
@@ -14,13 +17,15 @@ def random_blocks(kind, outs, ins, seed=0, scale=0.01):
     elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     generator, count = np.random.default_rng(seed), outs * (ins // elements)
     blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
+    if kind == MXFP4:  # its scales are powers of two
+        blocks[:, 0] = generator.integers(-4, 3, count) + round(np.log2(scale)) + 128
     for at in HALVES[kind]:
         halves = (generator.standard_normal(count) * scale).astype(np.float16)
         blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
     return blocks
 
 
-SCALES = {6: 5e-3, 8: 7e-4, 12: 1e-4, 14: 4e-5}
+SCALES = {6: 5e-3, 8: 7e-4, 12: 1e-4, 14: 4e-5, MXFP4: 1e-2}
 """Of the float16 numbers of blocks, by type, so that weights are as large as those of models."""
 
 _TOP = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}

@@ -253,7 +253,7 @@ def test_angles_of_long_and_short_sequences_are_the_short_ones(tmp_path):
 
 def test_matrices_in_floats_stand_beside_blocks(tmp_path):
     model, path = random_model(CASES["llama"][0]), tmp_path / "x.gguf"
-    write_model(path, model, "llama", METADATA, kinds=(None, 12, 6))
+    write_model(path, model, "llama", METADATA, kinds=(None, 12, 39, 6))
     with torch.inference_mode():
         expected = model(torch.tensor([IDS])).logits[0]
     assert off(logits_of(read_model(GGUFFile(path), name="x", dtype=torch.float32)), expected) < 0.05
