@@ -65,7 +65,9 @@ def test_the_command(folder):
     assert "small" in first
     assert "times as fast" in first
     made = CliRunner().invoke(app, ["models", "match", "embedded:target", "--in", str(folder), "--json"])
-    assert json.loads(made.stdout)[0]["gain"] > 0
+    rows = json.loads(made.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert rows[0]["gain"] > 0
+    assert {row["share"] for row in rows if "broken" in row["name"]} == {None}
     alone = CliRunner().invoke(app, ["models", "match", "embedded:target"])
     assert "no other models here" in alone.output
     wrong = CliRunner().invoke(app, ["models", "match", "embedded:target", "--accepted", "1.5"])
