@@ -40,7 +40,7 @@ from gguf import GGUFWriter, TokenType
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
+from draftproof.backends.loading.tokenization import read_tokenizer
 from draftproof.files import whole_file
 from draftproof.models.gguf import KNOWN, pre_tokenizer
 from draftproof.models.gguf_file import GGUFFile
@@ -273,7 +273,7 @@ def theirs(path: Path, texts: Sequence[str]) -> list[list[int]] | None:
 
 def ours(path: Path, texts: Sequence[str]) -> list[list[int]]:
     """The tokens of draftproof, last those of the first text with special tokens."""
-    made = read_tokenizer(GGUFFile(path), lambda: None)
+    made = read_tokenizer(GGUFFile(path))
     assert made is not None
     return [*(made(text, add_special_tokens=False)["input_ids"] for text in texts), made(texts[0])["input_ids"]]
 

@@ -34,6 +34,9 @@ from draftproof.results import Results, median_and_range, table
 from draftproof.sampling import SamplingParams
 from draftproof.tree import TokenTree
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.gguf_files import SCALES, random_blocks
+
 # layers, width, inner width, heads, key heads, head size
 SHAPES = {
     "0.5b": (24, 896, 4864, 14, 2, 64),
@@ -44,18 +47,6 @@ SHAPES = {
 VOCAB = 151936
 ROWS, PROMPTS, TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12), (128, 896), 64
 Q5_0, Q8_0, Q4_K, Q6_K = 6, 8, 12, 14
-_HALVES = {Q5_0: (0,), Q8_0: (0,), Q4_K: (0, 2), Q6_K: (208,)}  # where the float16 numbers of a block stand
-_SCALES = {Q5_0: 5e-3, Q8_0: 7e-4, Q4_K: 1e-4, Q6_K: 4e-5}
-
-
-def blocks(kind: int, outs: int, ins: int) -> np.ndarray[Any, Any]:
-    """Random blocks of a matrix, [outs, bytes]."""
-    generator, count = np.random.default_rng(outs + ins), outs * (ins // TYPES[kind].elements)
-    made = generator.integers(0, 256, (count, TYPES[kind].size), dtype=np.uint8)
-    for at in _HALVES[kind]:
-        halves = (generator.standard_normal(count) * _SCALES[kind]).astype(np.float16)
-        made[:, at : at + 2] = halves[:, None].view(np.uint8)
-    return made.reshape(outs, -1)
 
 
 def write_shape(path: Path, name: str) -> None:
@@ -84,7 +75,8 @@ def write_shape(path: Path, name: str) -> None:
 
     def matrix(name: str, outs: int, ins: int, kind: int) -> None:
         kind = kind if ins % TYPES[kind].elements == 0 else {Q4_K: Q5_0, Q6_K: Q8_0}[kind]
-        writer.add_tensor(f"{name}.weight", blocks(kind, outs, ins), raw_dtype=gguf.GGMLQuantizationType(kind))
+        made = random_blocks(kind, outs, ins, seed=outs + ins, scale=SCALES[kind]).reshape(outs, -1)
+        writer.add_tensor(f"{name}.weight", made, raw_dtype=gguf.GGMLQuantizationType(kind))
 
     def vector(name: str, size: int, value: float) -> None:
         writer.add_tensor(name, np.full(size, value, np.float32))

@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftproof.backends.loading import by_name
 from draftproof.bench import batches, engines, worker
 from draftproof.bench.engines import EngineComparison, _other_engine
+from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.rules import RuleComparison, SyntheticModel, compare_rules
-from draftproof.bench.stoppers import StopperComparison, costs, default_stoppers, means
+from draftproof.bench.stoppers import StopperComparison, compare_stoppers, costs, default_stoppers, means
 from draftproof.errors import UserError
 from draftproof.provenance import KEY
 from draftproof.theory.acceptance import optimal_acceptance
 from support.commands import call
+from support.gguf_files import write_llama
 
 bench = partial(call, "bench")
 
@@ -73,6 +76,28 @@ def test_stoppers_are_compared_with_fixed_lengths(tmp_path):
     assert oracle["discard_rate"] == 0, "the oracle drafts no token that is rejected"
     greedy = [row["verification_rate"] for row in rows if row["temperature"] == 0]
     assert oracle["verification_rate"] == min(greedy)
+
+
+@pytest.mark.parametrize("room", [None, 20, 1])
+def test_stoppers_are_compared_on_files_of_few_bits(room, tmp_path, monkeypatch):
+    """In their own numbers: transformers may not read them; a draft with less room than the target is followed."""
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    monkeypatch.setattr(by_name, "load_model", None)
+    names = [str(tmp_path / name) for name in ("target.gguf", "draft.gguf")]
+    for path, changes in zip(names, ({}, {} if room is None else {"context_length": room}), strict=True):
+        write_llama(path, **changes)
+    options = StopperComparison(*names, stoppers=("fixed:2",), questions=1, seeds=1, tokens=6, temperature=(0.0,))
+    rows = {row["stopper"]: row for row in compare_stoppers(options).figures["rows"]}
+    assert rows["oracle"]["discard_rate"] == 0
+    if room is None:
+        assert rows["oracle"]["verification_rate"] < rows["fixed:2"]["verification_rate"], "both have the same weights"
+
+
+def test_competitors_do_not_read_files_of_few_bits(tmp_path):
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    write_llama(tmp_path / "x.gguf")
+    with pytest.raises(UserError, match=r"a competitor needs a model with full weights, and .*x\.gguf is a GGUF file"):
+        ModelCache().model(str(tmp_path / "x.gguf"), "auto")
 
 
 def rates(stopper, discard, verification, seed=0):

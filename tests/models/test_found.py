@@ -1,6 +1,7 @@
 """GGUF files by name: in a hub repository, its cache, and the folders of Ollama and LM Studio."""
 
 import json
+import os
 
 import huggingface_hub
 import pytest
@@ -65,6 +66,15 @@ def test_a_file_of_a_repository_in_the_cache(home):
     in_hub(home, "other-Q4_K_M.gguf")
     with pytest.raises(UserError, match=r"several files are 'Q4_K_M': other-Q4_K_M\.gguf, x-Q4_K_M\.gguf"):
         resolve_file("bob/x-GGUF:Q4_K_M")
+
+
+def test_the_newest_snapshot_is_taken(home):
+    old, new = (in_hub(home, "x-Q4_K_M.gguf", snapshot=name)[0] for name in ("b", "a"))
+    for newest, path in ((new, old), (old, new)):  # whatever their names are
+        os.utime(path.parent, (1, 1))
+        os.utime(newest.parent, (2, 2))
+        assert resolve_file("bob/x-GGUF:Q4_K_M") == str(newest)
+        assert [each.path for each in found_files()] == [newest]
 
 
 def test_a_file_of_the_hub_is_downloaded_with_its_parts(home, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: each known pre-tokenizer splits as llama.cpp does, an unknown one is an error."""
+"""Pre-tokenizers of GGUF files: each known one splits as llama.cpp does, an unknown one is an error."""
 
 import json
 import struct
@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
-from draftproof.backends.loading.tokenization import load_tokenizer
+from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer
 from draftproof.errors import UserError
 from draftproof.models.gguf import KNOWN, pre_tokenizer
 from draftproof.models.gguf_file import GGUFFile
@@ -100,19 +99,14 @@ ORIGINALS = {
 WRONG = ("smollm", "starcoder", "command-r", "llama-bpe")  # where transformers alone has other tokens
 
 
-def ids(tokenizer):
-    return [list(tokenizer(text)["input_ids"]) for text in TEXTS]
-
-
 @pytest.mark.parametrize("pre", ORIGINALS)
 def test_a_known_name_gives_the_originals_tokens(pre, tmp_path):
     path, right = file_of(tmp_path, pre), ORIGINALS[pre]()
     expected = [right.encode(text).ids for text in TEXTS]
-    assert ids(load_tokenizer(str(path))) == expected
-    own = read_tokenizer(GGUFFile(path), lambda: None)
-    assert [list(own(text, add_special_tokens=False)["input_ids"]) for text in TEXTS] == expected
-    alone = ids(AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name))
-    assert (alone != expected) == (pre in WRONG), "a control"
+    for tokenizer in (load_tokenizer(str(path)), read_tokenizer(GGUFFile(path))):
+        assert [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS] == expected
+    alone = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert ([list(alone(text)["input_ids"]) for text in TEXTS] != expected) == (pre in WRONG), "a control"
 
 
 # --- what llama.cpp makes of each name ----------------------------------------------------------------------------
@@ -155,7 +149,7 @@ def test_the_strings_tell_all_expressions_apart():
 ])  # fmt: skip
 def test_a_text_begins_as_the_file_or_else_the_name_says(pre, said, begins, tmp_path):
     path = file_of(tmp_path, pre, bos=said)
-    tokens = list(read_tokenizer(GGUFFile(path), lambda: None)("a")["input_ids"])
+    tokens = list(read_tokenizer(GGUFFile(path))("a")["input_ids"])
     assert tokens == [len(TOKENS) - 1] * begins + [TOKENS.index("a")]
 
 
@@ -165,7 +159,7 @@ def test_a_text_begins_as_the_file_or_else_the_name_says(pre, said, begins, tmp_
 @pytest.mark.parametrize("pre", ["a-new-one", "whitespace"])
 def test_an_unknown_name_is_an_error_that_says_what_to_do(pre, tmp_path):
     path = file_of(tmp_path, pre)
-    for load in (lambda: load_tokenizer(str(path)), lambda: read_tokenizer(GGUFFile(path), lambda: None)):
+    for load in (lambda: load_tokenizer(str(path)), lambda: read_tokenizer(GGUFFile(path))):
         with pytest.raises(UserError, match=r"take the model's own directory or hub id$") as caught:
             load()
         line = str(caught.value)
@@ -176,12 +170,12 @@ def test_an_unknown_name_is_an_error_that_says_what_to_do(pre, tmp_path):
 
 
 def test_no_name_is_llama_cpps_default(tmp_path):
-    unnamed, default = (read_tokenizer(GGUFFile(file_of(tmp_path, pre)), lambda: None) for pre in (None, "default"))
+    unnamed, default = (read_tokenizer(GGUFFile(file_of(tmp_path, pre))) for pre in (None, "default"))
     assert [list(unnamed(text)["input_ids"]) for text in TEXTS] == [list(default(text)["input_ids"]) for text in TEXTS]
 
 
 def test_a_tokenizer_of_another_kind_needs_no_name(tmp_path):
-    assert read_tokenizer(GGUFFile(file_of(tmp_path, "a-new-one", "t5")), lambda: None) is None
+    assert read_tokenizer(GGUFFile(file_of(tmp_path, "a-new-one", "t5"))) is None
 
 
 DAMAGED = {

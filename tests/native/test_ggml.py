@@ -56,6 +56,19 @@ def test_rows_are_the_numbers_that_gguf_makes(kind):
         OPERATIONS[torch.float32].ggml_rows(matrix, torch.tensor([40]))
 
 
+def test_every_exponent_of_mxfp4_is_exact(dtype):
+    """Also those of the least numbers of float32, which have less than full precision."""
+    blocks = random_blocks(39, 256, 32)
+    blocks[:, 0] = np.arange(256)
+    with np.errstate(over="ignore"):
+        numbers = torch.from_numpy(quants.dequantize(blocks, 39).reshape(256, 32))
+    matrix = StoredMatrix(torch.from_numpy(blocks.ravel()), 256, 32, 39, dtype)
+    assert torch.equal(OPERATIONS[torch.float32].ggml_rows(matrix, torch.arange(256)), numbers)
+    made = OPERATIONS[dtype].ggml_product(torch.eye(32, dtype=dtype), OPERATIONS[dtype].ggml_repacked(matrix))
+    seen = slice(2, 250)  # normal numbers, whose sums are no infinity
+    assert torch.allclose(made.T[seen].float(), numbers[seen].to(dtype).float(), rtol=1e-5, atol=0)
+
+
 @EACH
 @pytest.mark.parametrize(("outs", "blocks"), [(1, 1), (16, 3), (33, 2), (200, 5)])
 def test_products(kind, outs, blocks, dtype):

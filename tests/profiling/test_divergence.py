@@ -2,12 +2,13 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from draftproof import UserError
+from draftproof import UserError, models
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.cli import app
@@ -63,6 +64,17 @@ def test_fewer_bits_are_farther_apart(texts):
     assert 0 < eight["divergence"]["value"] < four["divergence"]["value"] < 1
 
 
+def test_no_more_is_read_than_both_models_can(texts, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(models.resolve("embedded:target"), short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 16}))
+    for names in ((str(short), "embedded:target"), ("embedded:target", str(short))):
+        figures = measure_divergence(DivergenceOptions(target=names[0], against=names[1], dataset=texts)).figures
+        assert max(each["tokens"] for each in figures["tokens"]) == 15
+        assert figures["divergence"]["value"] == pytest.approx(0, abs=1e-9)
+
+
 def test_the_command(texts):
     words = ["profile", "divergence", "--target", "embedded:target", "--weights", "int8", "--dataset", texts, "--json"]
     made = CliRunner().invoke(app, words)
@@ -73,5 +85,5 @@ def test_the_command(texts):
 def test_what_cannot_be_compared_is_refused(texts):
     with pytest.raises(UserError, match="questions is 0"):
         DivergenceOptions(questions=0)
-    with pytest.raises(UserError, match="must share one tokenizer"):
+    with pytest.raises(UserError, match=r"cannot be compared with embedded:stories: .*; both must share one tokenizer"):
         measure_divergence(DivergenceOptions(target="embedded:target", against="embedded:stories", dataset=texts))

@@ -1,15 +1,19 @@
 """`draftproof profile round | forward | rules`: times of a round, of a pass and of rules, on the embedded pair."""
 
 import json
+import math
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.loading import by_name
 from draftproof.cli import app
+from draftproof.models.gguf_file import GGUFFile
 from draftproof.native.dispatch import VARIABLE
 from draftproof.profiling import forward, hardware
 from draftproof.profiling import round as round_module
@@ -18,6 +22,7 @@ from draftproof.profiling.round import RoundOptions
 from draftproof.profiling.rules import CHAIN, SEVERAL, SOFTMAX
 from draftproof.provenance import KEY
 from support.commands import call
+from support.gguf_files import write_llama
 from support.helpers import embedded_model
 
 
@@ -70,6 +75,34 @@ def test_weights_that_a_pass_reads_leave_out_an_untied_embedding():
     assert (found.nbytes, found.dtype) == (4 * found.entries, torch.float32)
 
 
+@pytest.fixture
+def few_bits(tmp_path, monkeypatch):
+    """A GGUF file, which transformers may not read."""
+    pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    monkeypatch.setattr(by_name, "load_model", None)
+    write_llama(tmp_path / "x.gguf")
+    return tmp_path / "x.gguf"
+
+
+def test_weights_of_a_file_are_counted_in_its_own_bits(few_bits):
+    found = hardware.weights_read(str(few_bits), "auto")
+    named = GGUFFile(few_bits).tensors.items()
+    assert found.entries == sum(math.prod(each.shape) for name, each in named if name != "token_embd.weight")
+    assert 0.5 * found.entries < found.nbytes < found.entries
+    assert found.dtype == torch.float32
+    assert hardware.weights_read(str(few_bits), "bfloat16").dtype == torch.bfloat16
+
+
+def test_a_file_is_timed_in_its_own_numbers(few_bits, tmp_path):
+    words = ("--target", few_bits, "--backend", "lean", "--context", 8, "--repeats", 1, "--new-tokens", 1)
+    profile("forward", *words, "--out", tmp_path / "f")
+    assert json.loads((tmp_path / "f.json").read_text())["rows"][0]["backend"] == "lean"
+    pair = ("--target", few_bits, "--draft", few_bits, "-n", 2, "--questions", 1, "--max-tokens", 3)
+    found = json.loads(profile("round", *pair, "--backend", "lean", "--json", "--quiet").stdout)
+    nbytes = hardware.weights_read(str(few_bits), "auto").nbytes
+    assert found["floors"]["target"] == pytest.approx({"memory": 1000 * nbytes / 1e9, "arithmetic": 0.0})
+
+
 def test_passes_are_timed_for_chains_and_tries_on_every_backend(tmp_path):
     shapes = ("--new-tokens", 1, "--new-tokens", 3, "--trie", "2x2", "--draft", "embedded:draft", "--prompt", 30)
     small = ("--target", "embedded:target", "--context", 12, "--repeats", 2, "--backend", "hf", "--backend", "lean:0")
@@ -88,11 +121,11 @@ def test_passes_are_timed_for_chains_and_tries_on_every_backend(tmp_path):
 def test_a_backends_value_sets_the_native_switch_while_it_is_loaded(monkeypatch):
     seen, loaded = [], HFBackend(embedded_model("target"))
 
-    def load(_, *, dtype, backend):
-        seen.append((dtype, backend, os.environ.get(VARIABLE)))
-        return loaded
+    def load(_, options):
+        seen.append((options.dtype, options.backend, os.environ.get(VARIABLE)))
+        return SimpleNamespace(backend=loaded)
 
-    monkeypatch.setattr(forward, "load_backend", load)
+    monkeypatch.setattr(forward, "load", load)
     monkeypatch.setenv(VARIABLE, "auto")
     forward._load("x", "auto", "lean:0")
     forward._load("x", "auto", "hf")

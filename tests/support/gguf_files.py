@@ -3,8 +3,11 @@
 import numpy as np
 
 HALVES = {2: [0], 3: [0, 2], 6: [0], 7: [0, 2], 8: [0], 10: [80, 82], 11: [108], 12: [0, 2], 13: [0, 2], 14: [208]}
-HALVES |= {20: [0], 23: [0]}
+HALVES |= {20: [0], 23: [0], 39: []}
 """Where the float16 numbers of a block stand, by type."""
+
+
+MXFP4 = 39
 
 
 def random_blocks(kind, outs, ins, seed=0, scale=0.01):
@@ -14,13 +17,15 @@ def random_blocks(kind, outs, ins, seed=0, scale=0.01):
     elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     generator, count = np.random.default_rng(seed), outs * (ins // elements)
     blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
+    if kind == MXFP4:  # its scales are powers of two
+        blocks[:, 0] = generator.integers(-4, 3, count) + round(np.log2(scale)) + 128
     for at in HALVES[kind]:
         halves = (generator.standard_normal(count) * scale).astype(np.float16)
         blocks[:, at : at + 2] = halves[:, None].view(np.uint8)
     return blocks
 
 
-SCALES = {6: 5e-3, 8: 7e-4, 12: 1e-4, 14: 4e-5}
+SCALES = {6: 5e-3, 8: 7e-4, 12: 1e-4, 14: 4e-5, MXFP4: 1e-2}
 """Of the float16 numbers of blocks, by type, so that weights are as large as those of models."""
 
 _TOP = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
@@ -78,7 +83,7 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
     for key, value in metadata.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add[list] = writer.add_array
-        add[type(value)](key if "." in key and key.split(".")[0] == "tokenizer" else f"{architecture}.{key}", value)
+        add[type(value)](key if key.split(".")[0] in ("tokenizer", "general") else f"{architecture}.{key}", value)
     heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     names = {**_PARTS, **_OTHER_PARTS.get(architecture, {})}
     tied, number = model.lm_head.weight is model.model.embed_tokens.weight, 0
@@ -108,3 +113,49 @@ def write_model(path, model, architecture, metadata, kinds=(12, 14, 8), extra=()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+METADATA = {
+    "block_count": 4,
+    "context_length": 512,
+    "embedding_length": 256,
+    "feed_forward_length": 512,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 50000.0,
+}
+"""Of a Llama with four layers, as `write_model` takes it."""
+
+
+def write_llama(path, **changes):
+    """Write a Llama of four layers with random weights of few bits, and a tokenizer of bytes; `changes` of metadata."""
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import LlamaConfig
+
+    from support.helpers import random_model
+
+    letters = sorted(ByteLevel.alphabet())
+    tokens = [*letters, "th", "the", "<s>", "</s>"]
+    config = LlamaConfig(
+        vocab_size=len(tokens),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
+    words = {
+        "model": "gpt2",
+        "pre": "qwen2",
+        "tokens": tokens,
+        "token_type": [1] * (len(tokens) - 2) + [3, 3],
+        "merges": ["t h", "th e"],
+        "bos_token_id": len(tokens) - 2,
+        "eos_token_id": len(tokens) - 1,
+    }
+    named = {f"tokenizer.ggml.{key}": value for key, value in words.items()}
+    write_model(path, random_model(config, seed=3), "llama", {**METADATA, **named, **changes})

@@ -139,6 +139,23 @@ def test_errors_are_one_line(what, args, words, tmp_path, monkeypatch):
     assert words in evaluate(what, *args, code=1).stderr
 
 
+@pytest.mark.parametrize(
+    ("what", "args"),
+    [
+        ("pair", ("--target", "embedded:target", "--draft", "x.gguf")),
+        ("drafter", ("--head", "x", "--target", "x.gguf", "--layers", 2, "--prompts", "x")),
+        ("text", ("--judge", "x.gguf", "--form", "lines")),
+    ],
+)
+def test_files_of_few_bits_are_refused_where_full_weights_are_needed(what, args, stories, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert (
+        "needs a model with full weights, and x.gguf is a GGUF file"
+        in evaluate(what, *args, "--data", stories, code=1).stderr
+    )
+
+
 def test_means_have_a_deviation_where_there_are_several_values():
     assert mean_and_deviation([1.5]) == "1.500"
     assert mean_and_deviation([1.0, 2.0], 1) == "1.5 ± 0.7"

@@ -1,6 +1,7 @@
 """Training of feature heads: training inputs equal drafting inputs, and an interrupted run gives the same head."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -214,6 +215,13 @@ def test_an_interrupted_run_gives_the_same_head(tmp_path, texts, monkeypatch):
 def test_impossible_jobs_say_what_is_legal(tmp_path, texts, options, words):
     with pytest.raises(UserError, match=words):
         make_feature_head(job(tmp_path, texts, "no", **options))
+
+
+def test_a_target_of_few_bits_is_refused(tmp_path, texts):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"training a feature head needs a model with full weights"):
+        make_feature_head(replace(job(tmp_path, texts, "no"), target=str(path)))
 
 
 def test_the_command(tmp_path, texts):

@@ -223,6 +223,14 @@ def test_windows_begin_at_the_beginning_of_texts():
         corpus.stream([[1, 2, 3]], 0, length=6)
 
 
+def test_models_of_few_bits_are_refused(text, tmp_path):
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF")
+    for changes in ({"imitation": Imitation(str(path))}, {"init": str(path)}):
+        with pytest.raises(UserError, match="training a draft model needs a model with full weights"):
+            make_drafter(job(text, tmp_path / "no", **changes))
+
+
 def test_background_fades_out():
     main, aside = (corpus.stream([[token] * 50], 0, length=8) for token in (1, 2))
     batches = corpus.Batches(main, aside, share=0.5, rows=64, length=8, steps=10, seed=3)

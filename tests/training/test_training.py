@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -485,7 +486,9 @@ def loaded_once(monkeypatch):
     """The embedded pair, loaded once for all tests, and short tables of trials."""
     monkeypatch.setattr(sweep, "LENGTHS", (2,))
     monkeypatch.setattr(sweep, "THRESHOLDS", (0.3, 0.9))
-    monkeypatch.setattr(pair_data, "load_backend", lambda name, **_: helpers.backend(name.partition(":")[2]))
+    monkeypatch.setattr(
+        pair_data, "load", lambda name, _: SimpleNamespace(backend=helpers.backend(name.partition(":")[2]))
+    )
     monkeypatch.setattr(pair_data, "load_tokenizer", lambda _: helpers.tokenizer())
 
 

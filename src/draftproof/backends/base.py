@@ -376,6 +376,16 @@ def unread(session: Session, tokens: list[int]) -> list[int]:
     return tokens[session.keep(known, path) :]
 
 
+def logits_along(backend: Backend, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, "rows vocab"]:
+    """Logits after a prompt and after each of the tokens that follow it, of one pass in a session of its own."""
+    session = backend.open()
+    try:
+        tree = TokenTree.chain(torch.tensor(list(tokens), device=backend.device)) if tokens else None
+        return backend.forward([Feed(session, list(prompt), tree)])[0].logits
+    finally:
+        session.close()
+
+
 def _walk(session: Session, tokens: Sequence[int]) -> list[int]:
     """The path of tail nodes, from the stem downwards, whose tokens are the beginning of `tokens`."""
     stem, ids = session.stem, session.tokens

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from draftproof import models
 from draftproof.bench.estimate import Estimate, bootstrap
 from draftproof.bench.record import Record
 from draftproof.engine.registry import find_drafter
@@ -180,6 +181,17 @@ def same_tokens(own: Iterable[Record], base: Iterable[Record]) -> tuple[int, int
     """How many answers have the same tokens as another cell's, and how many were compared."""
     pairs = [pair for each in paired(first(own), first(base)).values() for pair in each]
     return sum(mine.answer.token_ids == theirs.answer.token_ids for mine, theirs in pairs), len(pairs)
+
+
+def read_shape(name: str) -> dict[str, Any] | None:
+    """A model's sizes; None if its config cannot be read without its weights."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(models.resolve(name), local_files_only=True)
+    except (OSError, ValueError):
+        return None
+    return shape_of(config.get_text_config())
 
 
 def shape_of(config: Any) -> dict[str, Any]:

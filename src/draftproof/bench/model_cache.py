@@ -10,9 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from draftproof import models
-from draftproof.backends.loading.by_name import Loaded, load_backend, load_model
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.loading.by_name import load_model, refuse_gguf
+from draftproof.backends.loading.load import load
+from draftproof.backends.loading.options import LoadOptions, parse_device
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
-from draftproof.backends.loading.options import parse_device
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question
@@ -51,7 +53,7 @@ class ModelCache:
         self._options: dict[str, Any] = {"device": self.device, "trust_remote_code": trust_remote_code}
         divided = {"device": device, "tensor_parallel": tensor_parallel}
         self._target_options = self._options | (divided if tensor_parallel != 1 else {})
-        self._backends: dict[tuple[str, ...], Loaded] = {}
+        self._backends: dict[tuple[str, ...], SlotBackend] = {}
         self._models: dict[tuple[str, str], Any] = {}
         self._tokenizers: dict[str, Any] = {}
         self._engines: dict[tuple[str | None, ...], Engine] = {}
@@ -69,24 +71,25 @@ class ModelCache:
         The lean forward pass changes the weights of its model, so competitors get their own copy.
 
         Raises:
-            UserError: it cannot be loaded, or targets are divided among processes.
+            UserError: it cannot be loaded, is a GGUF file, or targets are divided among processes.
         """
         if self.processes != 1:
             raise UserError(
                 f"tensor_parallel is {self.processes}, and competitors have whole models in one process: leave out "
                 "--competitor (profiles have competitors, too), or --tensor-parallel"
             )
+        refuse_gguf(name, "a competitor")
         key = (name, dtype)
         if key not in self._models:
             self._models[key] = load_model(models.resolve(name), dtype=dtype, **self._options)
         return self._models[key]
 
-    def backend(self, name: str, dtype: str, backend: str, purpose: str = "", *, whole: bool = False) -> Loaded:
+    def backend(self, name: str, dtype: str, backend: str, purpose: str = "", *, whole: bool = False) -> SlotBackend:
         """A model as a backend, loaded once for each purpose; a `whole` one is never divided among processes."""
         options = self._options if whole else self._target_options
         key = (name, dtype, backend, purpose, str(options.get("tensor_parallel", 1)))
         if key not in self._backends:
-            self._backends[key] = load_backend(name, dtype=dtype, backend=backend, **options)
+            self._backends[key] = load(name, LoadOptions(dtype=dtype, backend=backend, **options)).backend
         return self._backends[key]
 
     def engine(self, cell: Cell, *, max_batch: int = 1) -> Engine:

@@ -12,10 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from draftproof import models
 from draftproof.bench.cell import OURS, Cell, datasets
 from draftproof.bench.competitors import COMPETITORS
-from draftproof.bench.measures import shape_of
+from draftproof.bench.measures import read_shape
 from draftproof.bench.model_cache import Answerer, ModelCache, Ours
 from draftproof.bench.questions import Question, data_digest
 from draftproof.bench.record import Log, Record
@@ -168,7 +167,7 @@ def describe(
     names = dict.fromkeys(name for cell in cells for name in (cell.target, cell.draft) if name)
     return {
         KEY: run_facts(device),
-        "models": {name: {"fingerprint": fingerprint(name), "shape": _shape(name)} for name in names},
+        "models": {name: {"fingerprint": fingerprint(name), "shape": read_shape(name)} for name in names},
         "data": {name: {"questions": len(own), "digest": data_digest(own)} for name, own in questions.items()},
         "repeats": repeats,
         "warmup": warmup,
@@ -227,14 +226,3 @@ def _difference(before: Any, now: Any) -> str:
     if isinstance(before, list) and isinstance(now, list):
         return f"{len(before)} there, {len(now)} now" if len(before) != len(now) else "as many, but not the same"
     return f"{before} there, {now} now"
-
-
-def _shape(name: str) -> dict[str, Any] | None:
-    """A model's sizes; None if its config cannot be read without its weights."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(models.resolve(name), local_files_only=True)
-    except (OSError, ValueError):
-        return None
-    return shape_of(config.get_text_config())

@@ -13,9 +13,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-import torch
-
-from draftproof.backends.loading.by_name import Loaded
+from draftproof.backends.base import Backend, logits_along
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions
 from draftproof.drafters.model import ModelDrafter
@@ -136,16 +134,15 @@ def _rates(
     return {"seed": seed, **rates(engine.generate([list(prompt) for prompt in prompts], params))}
 
 
-def _oracle(options: StopperComparison, target: Loaded, draft: Loaded, prompts: Sequence[Sequence[int]]) -> Engine:
+def _oracle(options: StopperComparison, target: Backend, draft: Backend, prompts: Sequence[Sequence[int]]) -> Engine:
     """An engine that drafts up to the first token that will be rejected, known from a greedy run (Lemma 2.1)."""
     params = SamplingParams(max_tokens=options.tokens, temperature=0, ignore_eos=True)
     outputs = Engine(target, max_batch=options.batch).generate([list(prompt) for prompt in prompts], params)
     agreements = {}
     for place, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        ids = torch.tensor([[*prompt, *output.token_ids]], device=draft.device)
-        with torch.inference_mode():
-            best = draft.model(input_ids=ids, use_cache=False).logits[0].argmax(-1).tolist()
-        agreements[place] = [best[len(prompt) - 1 + i] == token for i, token in enumerate(output.token_ids)]
+        room = len(output.token_ids) if draft.max_positions is None else draft.max_positions - len(prompt)
+        best = [] if room < 0 else logits_along(draft, prompt, output.token_ids[:-1][:room]).argmax(-1).tolist()
+        agreements[place] = [mine == token for mine, token in zip(best, output.token_ids, strict=False)]
     part = ModelDrafter(ModelPair(target, draft, SamplingParams()).model(), Oracle(agreements))
     return Engine(target, part, make_verifier(options.verifier), max_batch=options.batch)
 

@@ -87,7 +87,11 @@ def match(
     with quiet_libraries():
         found = matches(target, folder or ())
     if as_json:
-        rows = [{**vars(each), "gain": None if each.why_not else each.gain(accepted)[0]} for each in found]
+        rows = [
+            {**vars(each), "share": each.share if each.nbytes else None}  # JSON has no infinity
+            | {"gain": None if each.why_not else each.gain(accepted)[0]}
+            for each in found
+        ]
         typer.echo(json.dumps(rows, indent=2))
         return
     for each in found:

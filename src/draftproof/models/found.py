@@ -139,7 +139,7 @@ def _hub_cache() -> Path:
 
 
 def _snapshots(repository: str) -> list[Path]:
-    """The folders of a repository in the hub's cache, the newest first."""
+    """The folders of a repository in the hub's cache, the newest last."""
     folder = _hub_cache() / f"models--{repository.replace('/', '--')}" / "snapshots"
     found = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     return sorted(found, key=lambda path: path.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: the file names how text is split, and what transformers made of it is put right.
+"""Pre-tokenizers of GGUF files by name: the expressions that split a text before tokens are looked for.
 
 A GGUF file has the tokens and merges of a byte-level tokenizer, but only the name of its pre-tokenizer
 (`tokenizer.ggml.pre`). Transformers knows some of these names and reads all others as GPT-2's. Here each name demands
@@ -9,7 +9,6 @@ error.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from draftproof.errors import UserError
@@ -203,25 +202,6 @@ def known_of(file: GGUFFile) -> _Known:
             f"{', '.join(sorted(KNOWN))}: take the model's own directory or hub id"
         )
     return KNOWN[name]
-
-
-def settle(tokenizer: Any, path: Path) -> None:
-    """Give a tokenizer that transformers made of a GGUF file the pre-tokenizer that the file names.
-
-    Args:
-        tokenizer: of transformers; changed in place.
-        path: the file.
-
-    Raises:
-        UserError: the file cannot be read, or the name is not known.
-    """
-    file = GGUFFile(path)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if file.get("tokenizer.ggml.model") != BYTE_LEVEL or backend is None:
-        return
-    known = known_of(file)
-    backend.pre_tokenizer = pre_tokenizer(known)
-    backend.model.ignore_merges = known.whole_words
 
 
 def pre_tokenizer(known: _Known) -> Any:

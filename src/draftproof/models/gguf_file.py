@@ -40,6 +40,13 @@ _NUMBERS = {
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Types of tensors that are no blocks, by ggml's number."""
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}  # names in metadata and in a generation config
 
 
 def is_gguf(path: Path) -> bool:
@@ -120,6 +127,12 @@ class GGUFFile:
                 self.metadata = metadata
             self.tensors |= tensors
 
+    @property
+    def read_for_a_token(self) -> list[TensorEntry]:
+        """All tensors but the embedding, where the output layer has a table of its own."""
+        left = "token_embd.weight" if "output.weight" in self.tensors else ""
+        return [entry for name, entry in self.tensors.items() if name != left]
+
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the metadata."""
         return self.metadata.get(key, default)
@@ -127,6 +140,20 @@ class GGUFFile:
     def of_architecture(self, key: str, default: Any = None) -> Any:
         """A value whose key begins with the name of the model's architecture."""
         return self.get(f"{self.get('general.architecture')}.{key}", default)
+
+
+def generation_config(file: GGUFFile) -> dict[str, Any]:
+    """The sampling settings that a file recommends (`general.sampling`), as fields of a generation config.
+
+    The window of the repetition penalty is not one of them: it is the whole text, as for other checkpoints.
+    """
+    found = {name: file.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    # they are float32 in the file: 0.6 shall not become 0.60000002
+    return {
+        name: float(f"{value:.7g}") if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }
 
 
 def _parts(path: Path) -> list[Path]:

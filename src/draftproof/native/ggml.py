@@ -51,6 +51,7 @@ TYPES = {
     14: GGMLType("Q6_K", 256, 210, 256, 3392),
     20: GGMLType("IQ4_NL", 32, 18, 64, 1088),
     23: GGMLType("IQ4_XS", 256, 136, 256, 4288),
+    39: GGMLType("MXFP4", 32, 17, 64, 704),
 }
 """By the number that files have for a type (gguf.GGMLQuantizationType)."""
 

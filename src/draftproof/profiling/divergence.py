@@ -8,23 +8,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from draftproof import models
-from draftproof.backends.base import Backend, Feed
+from draftproof.backends.base import logits_along
 from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.options import LoadOptions
-from draftproof.backends.loading.tokenization import refuse_different
+from draftproof.backends.loading.tokenization import why_different
 from draftproof.bench.estimate import bootstrap
 from draftproof.bench.questions import read_questions
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
 from draftproof.provenance import run_facts, without_directory
 from draftproof.results import Results, table
-from draftproof.tree import TokenTree
 
-_LONGEST = 256  # tokens of a text that are read
+_LONGEST = 256  # tokens of a text that are read, where both models read so many
 
 
 @dataclass(frozen=True)
@@ -85,28 +83,20 @@ def measure_divergence(options: DivergenceOptions, *, watch: Watch = silent) -> 
     changed = LoadOptions(dtype=options.dtype, weights=options.weights, activations=options.activations)
     one = load(options.target, changed)
     other = load(options.against or options.target, LoadOptions(dtype=options.dtype, activations="float"))
-    refuse_different(other.tokenizer, one.tokenizer, target_name=other.name, draft_name=one.name)
+    if (why := why_different(one.tokenizer, other.tokenizer)) is not None:
+        raise UserError(f"{one.name} cannot be compared with {other.name}: {why}; both must share one tokenizer")
+    longest = min(each.backend.max_positions or _LONGEST for each in (one, other))
     texts = [question.turns[0] for question in read_questions(options.dataset, options.questions)]
     found = []
     with watch("comparing", len(texts), 0) as tick:
         for number, text in enumerate(texts, 1):
-            ids = one.tokenizer(text)["input_ids"][:_LONGEST]
+            ids = one.tokenizer(text)["input_ids"][: min(longest, _LONGEST)]
             if len(ids) > 1:
-                found.append(_compared(ids, *(_logits(each.backend, ids) for each in (one, other))))
+                found.append(_compared(ids, *(logits_along(each.backend, ids[:1], ids[1:-1]) for each in (one, other))))
             tick(number)
     if not found:
         raise UserError(f"dataset is {options.dataset!r}: expected texts of at least two tokens")
     return _page(options, one, other, found, facts)
-
-
-def _logits(backend: Backend, ids: list[int]) -> Float[Tensor, "tokens vocab"]:
-    """Logits after every token but the last."""
-    session = backend.open()
-    try:
-        tree = TokenTree.chain(torch.tensor(ids[1:-1])) if len(ids) > 2 else None
-        return backend.forward([Feed(session, ids[:1], tree)])[0].logits.float()
-    finally:
-        session.close()
 
 
 def _compared(ids: list[int], ours: Tensor, theirs: Tensor) -> _Found:

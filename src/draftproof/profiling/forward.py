@@ -19,8 +19,9 @@ import torch
 from draftproof import models
 from draftproof.accelerator import finish
 from draftproof.backends.base import Feed, unread
-from draftproof.backends.loading.by_name import Loaded, load_backend
-from draftproof.backends.loading.options import parse_device
+from draftproof.backends.cache.slot_backend import SlotBackend
+from draftproof.backends.loading.load import load
+from draftproof.backends.loading.options import LoadOptions, parse_device
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.drafters.base import DraftRequest
 from draftproof.engine.registry import make_drafter
@@ -130,7 +131,7 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
     return Results("The time of a forward pass", _lines(options, rows, read), figures, facts)
 
 
-def timed_pass(backend: Loaded, feeds: Sequence[Feed]) -> float:
+def timed_pass(backend: SlotBackend, feeds: Sequence[Feed]) -> float:
     """Seconds of a forward pass, until an accelerator has finished it."""
     start = time.perf_counter()
     backend.forward(list(feeds))
@@ -144,11 +145,11 @@ def _context(options: ForwardOptions) -> list[int]:
     return [int(token) for token in ids][: options.context]
 
 
-def _load(target: str, dtype: str, name: str) -> Loaded:
+def _load(target: str, dtype: str, name: str) -> SlotBackend:
     """A backend; a value after a colon is that of DRAFTPROOF_NATIVE while it is loaded."""
     kind, _, native = name.partition(":")
     with _environment(VARIABLE, native or None):
-        return load_backend(target, dtype=dtype, backend=kind)
+        return load(target, LoadOptions(dtype=dtype, backend=kind)).backend
 
 
 @contextmanager
@@ -165,7 +166,9 @@ def _environment(name: str, value: str | None) -> Iterator[None]:
             os.environ[name] = before
 
 
-def _shapes(options: ForwardOptions, dtype: str, target: Loaded, tokens: Sequence[int]) -> dict[str, TokenTree | None]:
+def _shapes(
+    options: ForwardOptions, dtype: str, target: SlotBackend, tokens: Sequence[int]
+) -> dict[str, TokenTree | None]:
     """By name, the nodes that a pass reads after the last token of the context; None for no nodes."""
     largest = max(max(options.new_tokens) - 1, *(k * n for k, n in options.tries), 0)
     most = target.max_positions
@@ -195,15 +198,15 @@ def _text(tokens: Sequence[int], count: int) -> list[int]:
     return (list(tokens) * (1 + count // len(tokens)))[:count]
 
 
-def _draft_model(options: ForwardOptions, dtype: str) -> Loaded:
+def _draft_model(options: ForwardOptions, dtype: str) -> SlotBackend:
     assert options.draft is not None, "tries are drawn only with a draft model"
     tokenizers = [load_tokenizer(models.resolve(name)) for name in (options.target, options.draft)]
     refuse_different(*tokenizers, target_name=options.target, draft_name=options.draft)
-    return load_backend(options.draft, dtype=dtype)
+    return load(options.draft, LoadOptions(dtype=dtype)).backend
 
 
 def _trie(
-    draft: Loaded, target: Loaded, tokens: Sequence[int], chains: int, length: int, temperature: float
+    draft: SlotBackend, target: SlotBackend, tokens: Sequence[int], chains: int, length: int, temperature: float
 ) -> TokenTree:
     """K chains of L tokens after the context, drawn by the engine's own drafter: equal prefixes are merged."""
     drafter = make_drafter(f"chains:{chains}", target=target, draft=draft, stopper=f"fixed:{length}")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from draftproof import models
 from draftproof.accelerator import finish
 from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.options import LoadOptions
+from draftproof.models.gguf_file import GGUFFile, is_gguf
 
 _CPU = torch.device("cpu")
 
@@ -53,7 +58,7 @@ class ReadWeights(NamedTuple):
     Attributes:
         entries: number of weights.
         nbytes: of all of them.
-        dtype: of the model.
+        dtype: of the model; of a GGUF file that of its hidden states.
     """
 
     entries: int
@@ -62,13 +67,18 @@ class ReadWeights(NamedTuple):
 
 
 def weights_read(name: str, dtype: str) -> ReadWeights:
-    """The weights that one forward pass of a model reads; the model is loaded to count them.
+    """The weights that one forward pass of a model reads; the model is loaded to count them, a GGUF file is not.
 
     The input embedding counts only if it is also the output layer; otherwise a pass reads only a few of its rows.
 
     Raises:
         UserError: a model that cannot be loaded.
     """
+    where = Path(models.resolve(name))
+    if is_gguf(where):
+        tensors = GGUFFile(where).read_for_a_token
+        count, nbytes = sum(math.prod(each.shape) for each in tensors), sum(each.nbytes for each in tensors)
+        return ReadWeights(count, nbytes, LoadOptions(dtype=dtype).own_dtype(torch.float32) or torch.float32)
     model = load_backend(name, dtype=dtype, check=False, backend="hf").model
     output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     read = [weights for weights in model.parameters() if weights is not embedding or embedding is output]

@@ -122,12 +122,17 @@ def _floors(options: RoundOptions, *, vocab_size: int) -> dict[str, dict[str, fl
     """Least milliseconds of each part by memory and by arithmetic; parts without their own weights are left out."""
     read, target = bandwidth(), weights_read(options.target, options.dtype)
     rate, steps, size = product_rate(target.dtype), options.draft_length, target.dtype.itemsize
-    floors = {"target": {"memory": target.nbytes / read, "arithmetic": (steps + 1) * 2 * target.entries / rate}}
+    floors = {"target": {"memory": target.nbytes / read, "arithmetic": (steps + 1) * _operations(target) / rate}}
     if (draft := _draft_weights(options, target.dtype)) is not None:
-        floors["draft"] = {"memory": steps * draft.nbytes / read, "arithmetic": steps * 2 * draft.entries / rate}
+        floors["draft"] = {"memory": steps * draft.nbytes / read, "arithmetic": steps * _operations(draft) / rate}
     logits_and_p, q = (steps + 1) * (size + 4), steps * 4
     floors["verify"] = {"memory": vocab_size * (logits_and_p + q) / read, "arithmetic": 0.0}
     return {part: {kind: 1000 * seconds for kind, seconds in floors[part].items()} for part in PARTS if part in floors}
+
+
+def _operations(weights: ReadWeights) -> int:
+    """Of a pass over one token; 0 for weights of few bits, whose products of whole numbers have another rate."""
+    return 2 * weights.entries if weights.nbytes >= weights.entries * weights.dtype.itemsize else 0
 
 
 def _draft_weights(options: RoundOptions, dtype: torch.dtype) -> ReadWeights | None:

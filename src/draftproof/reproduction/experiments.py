@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.backends.loading.by_name import Loaded
+from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.bench.cell import Cell
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
@@ -195,7 +195,7 @@ class Experiments:
         found: list[Row] = self.cached("places", places, lambda: self._places(places))
         return found
 
-    def backend(self, name: str, dtype: str = "auto") -> Loaded:
+    def backend(self, name: str, dtype: str = "auto") -> SlotBackend:
         """A model, loaded once."""
         return self._cache.backend(name, dtype, "auto")
 

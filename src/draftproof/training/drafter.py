@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from draftproof import models
-from draftproof.backends.loading.by_name import load_model
+from draftproof.backends.loading.by_name import load_model, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.errors import UserError
 from draftproof.files import whole_directory
@@ -48,6 +48,9 @@ class DrafterRun:
         self.job = job
         self.watch = watch
         self.start = time.perf_counter()
+        for name in (job.init, None if job.imitation is None else job.imitation.target):
+            if name is not None:
+                refuse_gguf(name, "training a draft model")
         self.settings = job.settings if job.init is None else settings_of(Path(models.resolve(job.init), "config.json"))
         positions = self.settings["max_position_embeddings"]
         if job.length > positions:

@@ -21,7 +21,7 @@ from draftproof.backends.heads.feature_head import refuse_other_target
 from draftproof.backends.heads.feature_net import WEIGHTS, FeatureConfig, FeatureNet, load_net, save_net
 from draftproof.backends.heads.published.eagle3 import eagle3_backend
 from draftproof.backends.heads.published.peagle import PEagleBackend
-from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.by_name import load_backend, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.base import Drafter
@@ -92,6 +92,7 @@ class _FeatureRun:
     def __init__(self, job: FeatureJob, watch: Watch) -> None:
         self.job, self.watch = job, watch
         self.cache = cache_folder(job.cache)
+        refuse_gguf(job.target, "training a feature head")
         self.tokenizer = load_tokenizer(models.resolve(job.target))
         self.target = load_backend(job.target, dtype=job.dtype, device=job.device)
         self.fingerprint = fingerprint(job.target)

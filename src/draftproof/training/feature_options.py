@@ -17,7 +17,7 @@ class FeatureJob:
     """A feature head to train, and where it is written.
 
     Attributes:
-        target: the target: registered name, hub id, directory or .gguf file.
+        target: the target: registered name, hub id or directory.
         out: directory to write; it must not exist.
         plan: steps and learning rate.
         data: texts: .txt or .jsonl, also .gz and .xz; can be repeated.

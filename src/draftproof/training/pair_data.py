@@ -15,7 +15,8 @@ from draftproof.backends.base import Backend
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.backends.heads.standalone import StandaloneHead
-from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.load import load
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.model_info import end_tokens
 from draftproof.drafters.draft_model import DraftModel
@@ -75,7 +76,7 @@ class PairData:
         return ours
 
     def _load(self, name: str) -> SlotBackend:
-        return load_backend(name, dtype=self.material.dtype, device=self.material.device)
+        return load(name, LoadOptions(dtype=self.material.dtype, device=self.material.device)).backend
 
     def _model(self) -> DraftModel:
         """The feature head as drafters use it."""

@@ -16,6 +16,7 @@ from draftproof.backends.base import Feed
 from draftproof.backends.heads.self_draft import EarlyExitBackend
 from draftproof.backends.lean.native_layers import PRODUCTS, NativeLayers
 from draftproof.backends.lean.traits import UnreadError
+from draftproof.backends.loading.by_name import load_backend
 from draftproof.backends.loading.gguf_model import FAMILIES, in_own_numbers, read_model
 from draftproof.backends.loading.options import LoadOptions
 from draftproof.drafters.draft_model import DraftModel
@@ -25,9 +26,10 @@ from draftproof.engine.registry import make_verifier
 from draftproof.models.gguf_file import GGUFFile
 from draftproof.native.dispatch import VARIABLE
 from draftproof.profiling.tensor_memory import tensor_memory
+from draftproof.sampling import default_params
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.tree import TokenTree
-from support.gguf_files import write_model
+from support.gguf_files import METADATA, write_model
 from support.helpers import random_model
 
 BASE = {
@@ -47,16 +49,6 @@ GEMMA3 = {
     "full_attention": {"rope_type": "default", "rope_theta": 50000.0},
 }
 SLIDES = {"sliding_window": 8, "query_pre_attn_scalar": 64, "head_dim": 64}
-METADATA = {
-    "block_count": 4,
-    "context_length": 512,
-    "embedding_length": 256,
-    "feed_forward_length": 512,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 50000.0,
-}
 SEVEN = {"num_hidden_layers": 7}
 CASES = {
     "llama": (transformers.LlamaConfig(**BASE, **THETA, rms_norm_eps=1e-5), {}),
@@ -261,7 +253,7 @@ def test_angles_of_long_and_short_sequences_are_the_short_ones(tmp_path):
 
 def test_matrices_in_floats_stand_beside_blocks(tmp_path):
     model, path = random_model(CASES["llama"][0]), tmp_path / "x.gguf"
-    write_model(path, model, "llama", METADATA, kinds=(None, 12, 6))
+    write_model(path, model, "llama", METADATA, kinds=(None, 12, 39, 6))
     with torch.inference_mode():
         expected = model(torch.tensor([IDS])).logits[0]
     assert off(logits_of(read_model(GGUFFile(path), name="x", dtype=torch.float32)), expected) < 0.05
@@ -326,6 +318,19 @@ def test_it_is_left_to_transformers_where_that_was_asked_for(written, monkeypatc
     monkeypatch.setenv(VARIABLE, "0")
     with pytest.raises(UnreadError, match="native operations are off"):
         read_model(file, name="x", dtype=torch.float32)
+
+
+def test_sampling_settings_in_the_file_are_its_defaults(tmp_path, written):
+    path = tmp_path / "x.gguf"
+    named = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "penalty_repeat": 1.1, "mirostat": 1}
+    metadata = {**METADATA, "vocab_size": 320, **{f"general.sampling.{key}": value for key, value in named.items()}}
+    write_model(path, random_model(CASES["llama"][0]), "llama", metadata)
+    own = read_model(GGUFFile(path), name="x", dtype=torch.float32)
+    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, repetition_penalty=1.1)
+    for backend in (own, load_backend(str(path), backend="hf")):
+        assert default_params(backend.facts.sampling_defaults) == expected
+    without = read_model(GGUFFile(written("llama")[1]), name="x", dtype=torch.float32)
+    assert default_params(without.facts.sampling_defaults) == SamplingParams()
 
 
 def test_a_copy_shares_the_file(written):

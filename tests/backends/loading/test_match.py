@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -10,6 +11,8 @@ from draftproof import UserError, models
 from draftproof.backends.loading.match import VERIFIED, Match, matches
 from draftproof.cli import app
 from draftproof.embedded import draft_dir, stories_target_dir, target_dir
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -34,6 +37,19 @@ def test_what_fits_comes_first_and_what_does_not_says_why(folder):
     assert found["broken"].why_not
 
 
+def test_a_candidate_that_cannot_be_had_is_listed_with_its_error(folder):
+    (folder / "gone.gguf").symlink_to(folder / "nowhere.gguf")
+    found = {each.name.rsplit("/", 1)[-1]: each for each in matches("embedded:target", [folder])}
+    assert "no such file or directory" in found["gone.gguf"].why_not
+    assert found["small"].why_not == ""
+
+
+def test_the_cost_of_five_rows_is_the_measured_one():
+    measured = json.loads((ROOT / "docs" / "results" / "gguf.json").read_text(encoding="utf-8"))
+    times = measured["random 1.5b, Q4_K_M's types"]["rows"]
+    assert times["5"] / times["1"] == pytest.approx(VERIFIED, abs=0.005)
+
+
 def test_the_gain_is_that_of_the_bytes():
     one = Match("x", 1, 0.1, "")
     gains = {g: (1 - 0.8 ** (g + 1)) / 0.2 / (g * 0.1 + VERIFIED) for g in range(1, 9)}
@@ -49,7 +65,9 @@ def test_the_command(folder):
     assert "small" in first
     assert "times as fast" in first
     made = CliRunner().invoke(app, ["models", "match", "embedded:target", "--in", str(folder), "--json"])
-    assert json.loads(made.stdout)[0]["gain"] > 0
+    rows = json.loads(made.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert rows[0]["gain"] > 0
+    assert {row["share"] for row in rows if "broken" in row["name"]} == {None}
     alone = CliRunner().invoke(app, ["models", "match", "embedded:target"])
     assert "no other models here" in alone.output
     wrong = CliRunner().invoke(app, ["models", "match", "embedded:target", "--accepted", "1.5"])

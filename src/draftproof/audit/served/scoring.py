@@ -14,7 +14,8 @@ from torch import Tensor
 from draftproof import models
 from draftproof.audit.served.kinds import FLOOR, Answer, Maker, reference
 from draftproof.backends.base import Backend, Feed
-from draftproof.backends.loading.by_name import load_backend
+from draftproof.backends.loading.load import load
+from draftproof.backends.loading.options import LoadOptions
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.backends.model_info import end_tokens
 from draftproof.errors import UserError
@@ -63,12 +64,13 @@ class Reference:
         Raises:
             UserError: a model that cannot be had, or a draft model with another tokenizer.
         """
-        backend = load_backend(target, dtype=dtype, **options)
+        read = LoadOptions(dtype=dtype, **options)
+        backend = load(target, read).backend
         tokenizer = load_tokenizer(models.resolve(target))
         small = None
         if draft is not None:
             refuse_different(tokenizer, load_tokenizer(models.resolve(draft)), target_name=target, draft_name=draft)
-            small = load_backend(draft, dtype=dtype, **options)
+            small = load(draft, read).backend
         ends = end_tokens(backend.eos_token_ids, tokenizer.eos_token_id)
         return cls(backend, tokenizer, draft=small, eos_token_ids=ends)
 

@@ -26,7 +26,7 @@ from draftproof.backends.loading.quantization import packages_hint, quantization
 from draftproof.backends.recurrent.mixers import mixers_of
 from draftproof.errors import UndraftableError, UserError, reason
 from draftproof.models.download import INSTALL_GGUF
-from draftproof.models.gguf_file import is_gguf
+from draftproof.models.gguf_file import GGUFFile, generation_config, is_gguf
 
 BACKENDS = {
     "auto": "lean where the model has a lean forward (on CUDA: compiled), snapshot where it has recurrent layers, "
@@ -266,6 +266,23 @@ def load_model(
     return text_part(whole()) if "device" in options else whole()
 
 
+def refuse_gguf(name: str, what: str) -> None:
+    """Refuse a GGUF file where a torch module is needed: it would have other numbers than the model that is served.
+
+    Args:
+        name: of a model.
+        what: needs the module.
+
+    Raises:
+        UserError: it is a GGUF file, or there is no such model.
+    """
+    if is_gguf(Path(models.resolve(name))):
+        raise UserError(
+            f"{what} needs a model with full weights, and {name} is a GGUF file, which is read in its own few bits: "
+            "expected the model's own directory or hub id"
+        )
+
+
 def _kept_where_quantized(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options that read weights right onto an accelerator, where methods of quantization have their kernels."""
     device = options.get("device")
@@ -298,6 +315,9 @@ def _load_whole(source: str, options: dict[str, Any]) -> Any:
         except UserError:
             if kind is kinds[-1]:
                 raise
+    if is_gguf(where):
+        for name, value in generation_config(GGUFFile(where)).items():
+            setattr(model.generation_config, name, value)
     return model if device is None else model.to(device=device)
 
 

@@ -34,7 +34,7 @@ from draftproof.backends.loading.options import ACTIVATIONS, LoadOptions
 from draftproof.backends.model_info import ModelInfo
 from draftproof.backends.new_weights import misfit
 from draftproof.backends.products.packed_linear import dense, why_not_exact
-from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry
+from draftproof.models.gguf_file import FLOATS, GGUFFile, TensorEntry, generation_config
 from draftproof.native.ggml import TYPES, StoredMatrix
 
 _log = logging.getLogger(__name__)
@@ -175,6 +175,7 @@ def read_model(
         bits=weights.bits,
         eos_token_ids=end_tokens(file),
         bos_token_id=file.get("tokenizer.ggml.bos_token_id"),
+        sampling_defaults=generation_config(file),
     )
     return LeanForward(facts, architecture.lean_from(weights))
 

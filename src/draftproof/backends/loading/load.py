@@ -15,10 +15,9 @@ from draftproof.backends.loading.adapters import tokenizer_of
 from draftproof.backends.loading.by_name import load_backend, take_part
 from draftproof.backends.loading.fast_tokenizer import FastTokenizer
 from draftproof.backends.loading.gguf_model import in_own_numbers
-from draftproof.backends.loading.gguf_tokenizer import read_tokenizer
 from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.packed_checkpoint import read_packed
-from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
+from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer, refuse_different
 from draftproof.backends.loading.verified import KeptCheck
 from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, is_gguf
@@ -75,7 +74,7 @@ class LoadedModel:
         """
         kept = self._from_check(lambda check: check.tokenizer(self._original_tokenizer))
         if kept is None and self._gguf is not None:
-            kept = read_tokenizer(self._gguf, functools.cache(self._original_tokenizer))
+            kept = read_tokenizer(self._gguf)
         return self._original_tokenizer() if kept is None else kept
 
     @functools.cached_property

@@ -13,11 +13,10 @@ from draftproof.backends.loading.load import LoadedModel, load
 from draftproof.backends.loading.tokenization import refuse_different
 from draftproof.errors import UserError
 from draftproof.models.found import found_files
-from draftproof.models.gguf_file import FLOATS, GGUFFile, is_gguf
-from draftproof.native.ggml import TYPES
+from draftproof.models.gguf_file import GGUFFile, is_gguf
 from draftproof.theory.lengths import iid_block_efficiency
 
-VERIFIED = 1.05  # what a pass over five rows costs, of one row (docs/results/gguf.md)
+VERIFIED = 1.04  # what a pass over five rows costs, of one row (docs/results/gguf.md, 1.5 B shapes)
 _MOST_DRAFTED = 8
 
 
@@ -67,9 +66,17 @@ def matches(target: str, folders: Iterable[Path] = ()) -> list[Match]:
     for folder in folders:
         names += [str(path) for path in sorted(folder.rglob("*.gguf"))]
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
-    own = models.resolve(target)
-    found = [_match(name, right, whole) for name in dict.fromkeys(names) if models.resolve(name) != own]
+    own = _place(target)
+    found = [_match(name, right, whole) for name in dict.fromkeys(names) if _place(name) != own]
     return sorted(found, key=lambda each: (bool(each.why_not), each.nbytes))
+
+
+def _place(name: str) -> str | None:
+    """Where a model is; None where it is not to be had, of which `_match` says why."""
+    try:
+        return models.resolve(name)
+    except UserError:
+        return None
 
 
 def _match(name: str, right: LoadedModel, whole: int) -> Match:
@@ -94,9 +101,4 @@ def _read_bytes(name: str) -> int:
     where = Path(models.resolve(name))
     if not is_gguf(where):
         return sum(path.stat().st_size for path in weight_files(where))
-    tensors = GGUFFile(where).tensors
-    left = "token_embd.weight" if "output.weight" in tensors else ""
-    sizes = {kind: layout.size / layout.elements for kind, layout in TYPES.items()}
-    sizes |= {kind: float(dtype.itemsize) for kind, dtype in FLOATS.items()}
-    counted = (entry for key, entry in tensors.items() if key != left and entry.type in sizes)
-    return int(sum(math.prod(entry.shape) * sizes[entry.type] for entry in counted))
+    return sum(entry.nbytes for entry in GGUFFile(where).read_for_a_token)

@@ -8,7 +8,8 @@
    `groups` groups of PIECE inputs of sixteen outputs:
 
      steps    16 float16 for each group, then as many of least values where the form has these; or, with `by_byte`, 16 float16
-              and 16 more of least values, then 16 bytes for each group (times the float16), and so for least values
+              and 16 more of least values, then 16 bytes for each group (times the float16), and so for least values; or,
+              with `is_wide`, 16 bfloat16 for each group, whose exponents are those of float32
      numbers  for each group, lines of 64 bytes, [16][4]: with 4, 5 and 6 bits input k of an output in the lower half of a
               byte and input k + 4 in the upper one; behind them the higher bits, those of input k + 4 t in the bits t, or 2 t
               and 2 t + 1, of a byte; with 8 bits a byte for each input
@@ -18,28 +19,29 @@
 enum { GGML_SEGMENTS = 4, GGML_GROUP = 32 /* inputs that share a scale when they are rounded to 8 bits */, GGML_PAD = 256 };
 
 typedef struct {
-  int bits, group, groups, by_byte, is_signed, has_least, offset;
+  int bits, group, groups, by_byte, is_signed, has_least, offset, is_wide;
 } ggml_form;
 
 /* Forms, and the type of file blocks that becomes each: numbers of GGMLQuantizationType. */
 #define GGML_FORMS(DO) \
-  DO(0, 4, 32, 2, 0, 0, 0, 8)    /* Q4_0 */ \
-  DO(1, 4, 32, 2, 0, 0, 1, 0)    /* Q4_1 */ \
-  DO(2, 5, 32, 2, 0, 0, 0, 16)   /* Q5_0 */ \
-  DO(3, 5, 32, 2, 0, 0, 1, 0)    /* Q5_1 */ \
-  DO(4, 8, 32, 2, 0, 0, 0, 128)  /* Q8_0, IQ4_NL */ \
-  DO(5, 4, 32, 8, 1, 0, 1, 0)    /* Q4_K */ \
-  DO(6, 5, 32, 8, 1, 0, 1, 0)    /* Q5_K */ \
-  DO(7, 6, 16, 16, 1, 1, 0, 32)  /* Q6_K, Q3_K */ \
-  DO(8, 4, 16, 16, 1, 0, 1, 0)   /* Q2_K */ \
-  DO(9, 8, 32, 8, 1, 1, 0, 128)  /* IQ4_XS */ \
-  DO(10, 4, 32, 4, 1, 0, 1, 0)   /* WORDS_128 */ \
-  DO(11, 4, 32, 2, 1, 0, 1, 0)   /* WORDS_64 */ \
-  DO(12, 4, 32, 1, 1, 0, 1, 0)   /* WORDS_32 */
-enum { GGML_FORM_COUNT = 13 };
+  DO(0, 4, 32, 2, 0, 0, 0, 8, 0)    /* Q4_0 */ \
+  DO(1, 4, 32, 2, 0, 0, 1, 0, 0)    /* Q4_1 */ \
+  DO(2, 5, 32, 2, 0, 0, 0, 16, 0)   /* Q5_0 */ \
+  DO(3, 5, 32, 2, 0, 0, 1, 0, 0)    /* Q5_1 */ \
+  DO(4, 8, 32, 2, 0, 0, 0, 128, 0)  /* Q8_0, IQ4_NL */ \
+  DO(5, 4, 32, 8, 1, 0, 1, 0, 0)    /* Q4_K */ \
+  DO(6, 5, 32, 8, 1, 0, 1, 0, 0)    /* Q5_K */ \
+  DO(7, 6, 16, 16, 1, 1, 0, 32, 0)  /* Q6_K, Q3_K */ \
+  DO(8, 4, 16, 16, 1, 0, 1, 0, 0)   /* Q2_K */ \
+  DO(9, 8, 32, 8, 1, 1, 0, 128, 0)  /* IQ4_XS */ \
+  DO(10, 4, 32, 4, 1, 0, 1, 0, 0)   /* WORDS_128 */ \
+  DO(11, 4, 32, 2, 1, 0, 1, 0, 0)   /* WORDS_64 */ \
+  DO(12, 4, 32, 1, 1, 0, 1, 0, 0)   /* WORDS_32 */ \
+  DO(13, 5, 32, 2, 0, 0, 0, 16, 1)  /* MXFP4 */
+enum { GGML_FORM_COUNT = 14 };
 
-#define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset) \
-  {bits, group, groups, by_byte, is_signed, has_least, offset},
+#define FORM(number, bits, group, groups, by_byte, is_signed, has_least, offset, is_wide) \
+  {bits, group, groups, by_byte, is_signed, has_least, offset, is_wide},
 static const ggml_form ggml_forms[GGML_FORM_COUNT] = {GGML_FORMS(FORM)};
 #undef FORM
 
@@ -62,14 +64,14 @@ typedef struct {
 } ggml_type;
 
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20,
-       IQ4_XS = 23,
+       IQ4_XS = 23, MXFP4 = 39,
        /* None of ggml's: groups of GPTQ, AWQ and compressed-tensors (packed_checkpoint.py), a float16 scale, the number that
           stands for 0, and 4 bits for each input, two neighbours in a byte. */
        WORDS_32 = 1032, WORDS_64 = 1064, WORDS_128 = 1128 };
 static const ggml_type ggml_types[] = {
     {Q4_0, 0, 32, 18},   {Q4_1, 1, 32, 20},   {Q5_0, 2, 32, 22},   {Q5_1, 3, 32, 24},   {Q8_0, 4, 32, 34},  {IQ4_NL, 4, 32, 18},
     {Q4_K, 5, 256, 144}, {Q5_K, 6, 256, 176}, {Q6_K, 7, 256, 210}, {Q3_K, 7, 256, 110}, {Q2_K, 8, 256, 84}, {IQ4_XS, 9, 256, 136},
-    {WORDS_128, 10, 128, 67}, {WORDS_64, 11, 64, 35}, {WORDS_32, 12, 32, 19}};
+    {WORDS_128, 10, 128, 67}, {WORDS_64, 11, 64, 35}, {WORDS_32, 12, 32, 19}, {MXFP4, 13, 32, 17}};
 
 static const ggml_type *ggml_type_of(long type) {
   for (unsigned i = 0; i < sizeof ggml_types / sizeof *ggml_types; i++)
@@ -77,7 +79,8 @@ static const ggml_type *ggml_type_of(long type) {
   return 0;
 }
 
-/* A block of a file as its form has it. `step` and `least` are float16; with `by_byte` scales are these times bytes. */
+/* A block of a file as its form has it. `step` and `least` are float16 (`step` with `is_wide` bfloat16); with `by_byte` scales
+   are these times bytes. */
 typedef struct {
   uint8_t numbers[256], steps[16], leasts[16];
   uint16_t step, least;
@@ -87,6 +90,13 @@ INLINE uint16_t two_bytes(const uint8_t *at) { return (uint16_t)(at[0] | at[1] <
 INLINE uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
 static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+/* Floats of four bits (a sign, two bits of exponent, one of mantissa), twice, so that they are whole; their scale is a power of
+   two, of which half is taken here, as bfloat16. */
+static const int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+INLINE uint16_t half_of_power(uint8_t exponent) {
+  return (uint16_t)(exponent < 2 ? 0x20 << exponent : (exponent - 1) << 7);
+}
 
 static void halves_of(const uint8_t *from, uint8_t *numbers) { /* 16 bytes: the lower halves, then the upper ones */
   for (int i = 0; i < 16; i++) {
@@ -105,6 +115,11 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
       halves_of(b + 2, numbers);
       if (type == IQ4_NL)
         for (int i = 0; i < 32; i++) numbers[i] = (uint8_t)(IQ4_VALUES[numbers[i]] + 128);
+      break;
+    case MXFP4:
+      to->step = half_of_power(b[0]);
+      halves_of(b + 1, numbers);
+      for (int i = 0; i < 32; i++) numbers[i] = (uint8_t)(MXFP4_VALUES[numbers[i]] + 16);
       break;
     case Q4_1:
       to->step = two_bytes(b);
@@ -203,7 +218,7 @@ static void ggml_decode(int type, const uint8_t *b, ggml_decoded *to) {
 
 /* The scale and the least value of a group of a decoded block, in float32: exact. */
 static void ggml_range(const ggml_decoded *b, ggml_form f, int group, float *scale, float *least) {
-  const float step = half_value(b->step), lowest = half_value(b->least);
+  const float step = f.is_wide ? bfloat16_value(b->step) : half_value(b->step), lowest = half_value(b->least);
   const float byte = f.is_signed ? (float)(int8_t)b->steps[group] : (float)b->steps[group];
   *scale = f.by_byte ? step * byte : step;
   *least = f.by_byte ? lowest * (float)b->leasts[group] : lowest;
@@ -367,6 +382,8 @@ INLINE units ggml_unit(ggml_form f, units halves, units higher, const int t) {
   return lower;
 }
 
+INLINE floats ggml_sixteen_steps(ggml_form f, const void *at) { return f.is_wide ? load_bfloat16(at) : load_half(at); }
+
 /* Outputs of some rows of inputs and some neighbouring blocks of 16 outputs: sums [rows, blocks]. */
 INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row, floats *sums, const int rows,
                       const int blocks, const ggml_form f) {
@@ -436,7 +453,7 @@ INLINE void ggml_tile(const ggml_inputs *x, const uint8_t *w, long ins, long row
           scale = mul(step[b], f.is_signed ? load_signed_bytes((const int8_t *)bytes) : load_bytes(bytes));
           if (f.has_least) least = mul(lowest[b], load_bytes(bytes + LANES * f.groups));
         } else {
-          scale = load_half(steps + b * next + 32 * g);
+          scale = ggml_sixteen_steps(f, steps + b * next + 32 * g);
           if (f.has_least) least = load_half(steps + b * next + 32 * (f.groups + g));
         }
 #pragma GCC unroll 8

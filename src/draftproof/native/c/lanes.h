@@ -617,6 +617,12 @@ INLINE float half_value(uint16_t half) {
   memcpy(&size, &bits, sizeof size);
   return half & 0x8000 ? -(size * 0x1p112f) : size * 0x1p112f;
 }
+INLINE float bfloat16_value(bfloat16 upper) {
+  const uint32_t bits = (uint32_t)upper << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
 INLINE void spread_float(floats *into, const void *at) { into[0] = load_float(at); }
 
 /* Sixteen lanes' sums of sixteen vectors. */

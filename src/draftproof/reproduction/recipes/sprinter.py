@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.bench.estimate import Estimate, Statistic, resample
-from draftproof.bench.measures import pass_flops, shape_of
+from draftproof.bench.measures import pass_flops, read_shape
 from draftproof.embedded import heads_dir
 from draftproof.heads import load_head
 from draftproof.reproduction.claims import Claim, Kind, claim, column
@@ -234,7 +234,7 @@ def table3(experiments: Experiments) -> Outcome:
         wins = wins_over(experiments, ours, other)
         sums = run_sums(experiments.in_turns([ours, other]), FIELDS)
         speed = resample(sums, over(0, 1))
-        work = _work(experiments, sums)
+        work = _work()
         timed = claim(f"time: speed of SPRINTER over {name} - 1 > 0", Kind.MODELS, resample(sums, _faster(0, 1)))
         close = claim(
             f"win-tie rate against {name} - 30 > 0",
@@ -273,13 +273,10 @@ def wins_over(experiments: Experiments, ours: PlannedRun, other: PlannedRun) -> 
     return resample(sums, lambda t: t[:, 0] / t[:, 1])
 
 
-def _work(experiments: Experiments, sums: Tensor) -> dict[str, Statistic]:  # noqa: ARG001 - the columns are those of FIELDS
-    """Millions of operations a token: of SPRINTER (run 0) and the other method (run 1)."""
-    sizes = {
-        side: shape_of(experiments.backend(name).config)
-        for side, name in (("target", SMALL.target), ("draft", SMALL.draft))
-    }
-    per = {side: pass_flops(shape, 1.0, 32.0) / 1e6 for side, shape in sizes.items()}
+def _work() -> dict[str, Statistic]:
+    """Millions of operations a token: of SPRINTER (run 0) and the other method (run 1); the columns are FIELDS."""
+    sizes = {"target": read_shape(SMALL.target), "draft": read_shape(SMALL.draft)}
+    per = {side: pass_flops(shape, 1.0, 32.0) / 1e6 for side, shape in sizes.items() if shape is not None}
 
     def target(run: int, *, unseen: bool) -> Statistic:
         def of(t: Tensor) -> Tensor:

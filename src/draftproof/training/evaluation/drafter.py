@@ -13,7 +13,7 @@ import torch
 from draftproof import models
 from draftproof.backends.heads.feature_net import FeatureNet, load_net, save_net
 from draftproof.backends.hf.truncate import first_layers
-from draftproof.backends.loading.by_name import Loaded, load_backend
+from draftproof.backends.loading.by_name import Loaded, load_backend, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
@@ -67,6 +67,7 @@ def evaluate_drafter(options: DrafterOptions, *, watch: Watch = silent) -> Resul
         UserError: no such head, model or file, or files without held-out prompts.
     """
     facts = run_facts()
+    refuse_gguf(options.target, "the evaluation of a feature head")
     target = load_backend(options.target, dtype=options.dtype)
     tokenizer = load_tokenizer(models.resolve(options.target))
     trained = load_net(options.head)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from draftproof import models
-from draftproof.backends.loading.by_name import load_backend, load_model
+from draftproof.backends.loading.by_name import load_backend, load_model, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.errors import UserError
 from draftproof.progress import Watch, silent
@@ -58,6 +58,8 @@ def evaluate_pair(options: PairOptions, *, watch: Watch = silent) -> Results:
         UserError: models that do not fit together, or files without held-out text.
     """
     facts, names = run_facts(), (options.target, options.draft)
+    for name in names:
+        refuse_gguf(name, "the evaluation of a pair")
     tokenizers = [load_tokenizer(models.resolve(name)) for name in names]
     refuse_different(*tokenizers, target_name=options.target, draft_name=options.draft)
     tokenizer, end = tokenizers[0], int(tokenizers[0].eos_token_id)

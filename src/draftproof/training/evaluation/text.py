@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftproof import models
-from draftproof.backends.loading.by_name import load_model
+from draftproof.backends.loading.by_name import load_model, refuse_gguf
 from draftproof.backends.loading.tokenization import load_tokenizer
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError
@@ -111,6 +111,7 @@ class _Judge:
     """A model that reads: bits per byte of continuations."""
 
     def __init__(self, name: str) -> None:
+        refuse_gguf(name, "a judge of texts")
         source = models.resolve(name)
         self._tokenizer = load_tokenizer(source)
         self._model: Any = load_model(source, dtype="float32").eval()

@@ -1,13 +1,13 @@
-"""Tokenizers of GGUF files without transformers: byte-level ones, and SentencePiece's with scores."""
+"""Tokenizers of GGUF files: byte-level ones, and SentencePiece's with scores, as llama.cpp reads them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draftproof.backends.loading.fast_tokenizer import LEFT_TO_TRANSFORMERS, Description, FastTokenizer
 from draftproof.errors import UserError, reason
 from draftproof.models.gguf import BYTE_LEVEL, known_of, pre_tokenizer
 from draftproof.models.gguf_file import GGUFFile
@@ -17,30 +17,56 @@ if TYPE_CHECKING:
 
 _SCORED = "llama"  # the model of SentencePiece's tokenizers with scores, whose words begin with _SPACE
 _SPACE = "\u2581"
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens that are never split
-_ROLES = ("bos", "eos", "unknown", "padding")
-_NAMES = {"unknown": "unk", "padding": "pad"}  # of roles in chat templates
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens that are never split
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # names in chat templates and in the file
 
 
-def read_tokenizer(file: GGUFFile, original: Callable[[], Any]) -> FastTokenizer | None:
+@dataclass(frozen=True)
+class FileTokenizer:
+    """The tokenizer of a file.
+
+    Attributes:
+        tokenizer: of the library `tokenizers`.
+        eos_token_id, bos_token_id: as the file names them.
+        special_tokens: as chat templates get them, by name: `bos_token` and others that are never split.
+        chat_template: in Jinja's language; None where there is none.
+    """
+
+    tokenizer: Tokenizer
+    eos_token_id: int | None
+    bos_token_id: int | None
+    special_tokens: dict[str, str]
+    chat_template: str | None
+
+    def for_transformers(self) -> Any:
+        """The same as a tokenizer of transformers."""
+        from transformers import PreTrainedTokenizerFast
+
+        kind: Any = PreTrainedTokenizerFast
+        made = kind(tokenizer_object=self.tokenizer, **self.special_tokens)
+        made.chat_template = self.chat_template
+        return made
+
+
+def read_file_tokenizer(file: GGUFFile) -> FileTokenizer | None:
     """The tokenizer of a file; None where it is of a kind that is not read here.
 
     Args:
         file: opened.
-        original: loads transformers' own, for what is asked seldom.
 
     Raises:
         UserError: its tokens and merges do not fit together, or it names a pre-tokenizer that is not known.
     """
     kinds = {BYTE_LEVEL: _byte_level, _SCORED: _scored}
     make = kinds.get(file.get("tokenizer.ggml.model"))
+    if make is None:
+        return None
     try:
-        made = None if make is None else make(file)
+        return _described(make(file), file)
     except UserError:
         raise
     except Exception as cause:  # the library raises no narrower one
         raise UserError(f"cannot make the tokenizer of {file.path}: {reason(cause)}") from cause
-    return None if made is None else _described(made, file, original)
 
 
 def _byte_level(file: GGUFFile) -> Tokenizer:
@@ -86,24 +112,33 @@ def _merges(tokens: Sequence[str], scores: Sequence[float], vocab: Mapping[str, 
     return [(tokens[left], tokens[right]) for *_, left, right in found]
 
 
-def _described(made: Tokenizer, file: GGUFFile, original: Callable[[], Any]) -> FastTokenizer:
+def _described(made: Tokenizer, file: GGUFFile) -> FileTokenizer:
     """A tokenizer with the file's special tokens and its chat template."""
-    from tokenizers import AddedToken, processors
+    from tokenizers import AddedToken
 
     tokens = file.get("tokenizer.ggml.tokens")
+    ids = {name: file.get(f"tokenizer.ggml.{role}_token_id") for name, role in _ROLES.items()}
+    texts = {name: tokens[number] for name, number in ids.items() if number is not None}
     kinds = np.asarray(file.get("tokenizer.ggml.token_type", np.ones(len(tokens))))
-    made.add_special_tokens([AddedToken(tokens[each], normalized=False) for each in np.flatnonzero(kinds == _CONTROL)])
+    special = [tokens[each] for each in np.flatnonzero((kinds == _CONTROL) | (kinds == _UNKNOWN))]
+    special += [texts[name] for name in ("bos", "eos") if name in texts and texts[name] not in special]
+    made.add_special_tokens([AddedToken(each, normalized=False) for each in special])
     made.add_tokens([AddedToken(tokens[each], normalized=False) for each in np.flatnonzero(kinds == _USER_DEFINED)])
-    roles = {role: file.get(f"tokenizer.ggml.{role}_token_id") for role in _ROLES}
-    texts = {_NAMES.get(role, role): tokens[number] for role, number in roles.items() if number is not None}
-    begins = file.get("tokenizer.ggml.add_bos_token", file.get("tokenizer.ggml.model") == _SCORED or known_of(file).bos)
-    if begins and "bos" in texts:
-        bos = texts["bos"], roles["bos"]
+    _add_ends(made, file, {name: (text, ids[name]) for name, text in texts.items()})
+    # some files name an ordinary word as the token for padding, which transformers would make special
+    named = {f"{name}_token": text for name, text in texts.items() if text in special}
+    return FileTokenizer(made, ids["eos"], ids["bos"], named, file.get("tokenizer.chat_template"))
+
+
+def _add_ends(made: Tokenizer, file: GGUFFile, roles: Mapping[str, tuple[str, int]]) -> None:
+    """Let texts begin and end with the tokens for that, where the file or else its kind of tokenizer says so."""
+    from tokenizers import processors
+
+    begins = file.get("tokenizer.ggml.model") == _SCORED or known_of(file).bos
+    first = [roles["bos"]] if file.get("tokenizer.ggml.add_bos_token", begins) and "bos" in roles else []
+    last = [roles["eos"]] if file.get("tokenizer.ggml.add_eos_token", False) and "eos" in roles else []
+    if first or last:
+        before, after = ([text for text, _ in each] for each in (first, last))
         made.post_processor = processors.TemplateProcessing(
-            single=f"{bos[0]} $A", pair=f"{bos[0]} $A $B", special_tokens=[bos]
+            single=[*before, "$A", *after], pair=[*before, "$A", "$B", *after], special_tokens=[*first, *last]
         )
-    template = file.get("tokenizer.chat_template")
-    renders = template is not None and not any(word in template for word in LEFT_TO_TRANSFORMERS)
-    special = {f"{role}_token": text for role, text in texts.items()}
-    described = Description(roles["eos"], roles["bos"], special, template, renders)
-    return FastTokenizer(made.to_str(), described, original)

@@ -1,0 +1,235 @@
+"""Tokenizers of GGUF files: as llama.cpp reads them, without transformers and as one of its own."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+import transformers
+from tokenizers import Tokenizer, models, trainers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer
+from draftproof.errors import UserError
+from draftproof.models import download
+from draftproof.models.gguf_file import GGUFFile
+from draftproof.models.gguf_tokenizer import FileTokenizer
+from support.gguf_files import write_model
+from support.helpers import random_model
+
+CORPUS = [
+    "Once upon a time, there was a cat.  It liked 12345 words; it's naïve and über-long.",
+    "def f(x):\n    return {'a': [x, -1e9]}\n\nprint(f(3))\tdone",
+    "the the the there their other another brother in the hall",
+]
+TEXTS = [
+    *CORPUS,
+    " leading and  double   blanks \n",
+    "trailing ",
+    "",
+    " ",
+    "東京 🙂\u200d is not in the vocabulary",
+    "<s>the</s> <|user|>there<|user|>",
+    "\r\n\r\n x\u00a0y",
+]
+TOOLS = "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+CHAT = TOOLS + "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}{{ eos_token }}"
+
+
+def scored(folder, **options):
+    """A file with SentencePiece's tokens and scores, from merges that a text has."""
+    trainer = trainers.BpeTrainer(vocab_size=150, show_progress=False)
+    trained = Tokenizer(models.BPE())
+    trained.train_from_iterator([text.replace(" ", "\u2581") for text in CORPUS], trainer)
+    learned = sorted(trained.get_vocab().items(), key=lambda item: item[1])
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(token for token, _ in learned)]
+    tokens.append("<|user|>")
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(learned), 4]
+    scores = [0.0] * 259 + [-float(number) for number in range(len(learned))] + [0.0]
+    return written(folder, "llama", tokens, kinds, scores=scores, **options)
+
+
+def written(folder, model, tokens, kinds, *, scores=None, merges=None, pre=None, prefix=True, bos=True, **more):
+    path = folder / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    if scores is not None:
+        writer.add_token_scores(scores)
+    if merges is not None:
+        writer.add_token_merges(merges)
+        writer.add_tokenizer_pre(pre)
+    writer.add_unk_token_id(tokens.index("<unk>"))
+    writer.add_bos_token_id(tokens.index("<s>"))
+    writer.add_eos_token_id(tokens.index("</s>"))
+    writer.add_add_bos_token(bos)
+    writer.add_add_space_prefix(prefix)
+    writer.add_chat_template(CHAT)
+    for key, value in more.items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+        add(f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Transformers' tokenizer may not be made."""
+
+    def refuse(_):
+        raise AssertionError("transformers' tokenizer was made")
+
+    monkeypatch.setattr(FileTokenizer, "for_transformers", refuse)
+
+
+def joined(text, tokens, scores, *, prefix):
+    """Ids by llama.cpp's rule: of neighbours that are a token together, those with the best score are joined first."""
+    vocab, found = {token: number for number, token in enumerate(tokens)}, []
+    for piece in re.split(r"(<s>|</s>|<unk>|<\|user\|>)", text):
+        if piece in tokens[:3] or piece == tokens[-1]:
+            found.append(vocab[piece])
+            continue
+        symbols = list((" " * (prefix and piece != "") + piece).replace(" ", "\u2581"))
+        while pairs := [
+            (-scores[vocab[left + right]], at)
+            for at, (left, right) in enumerate(pairwise(symbols))
+            if left + right in vocab
+        ]:
+            _, at = min(pairs)
+            symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+        for symbol in symbols:
+            found += [vocab[symbol]] if symbol in vocab else [3 + byte for byte in symbol.encode()]
+    return found
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("bos", [True, False])
+def test_tokens_with_scores(prefix, bos, tmp_path):
+    path = scored(tmp_path, prefix=prefix, bos=bos)
+    file = GGUFFile(path)
+    tokens, scores = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.scores").tolist()
+    ours = read_tokenizer(file)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    assert len(ours) == len(theirs) == len(tokens)
+    assert (ours.bos_token_id, ours.eos_token_id) == (1, 2)
+    for text in TEXTS:
+        ids = joined(text, tokens, scores, prefix=prefix)
+        assert ours(text, add_special_tokens=False)["input_ids"] == ids, text
+        plain = text.replace("<s>", "").replace("</s>", "")
+        shown = ours.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert shown.replace(" ", "") == plain.replace(" ", ""), "a space may stand behind a special token"
+    assert (ours("the cat")["input_ids"][0] == 1) == bos
+    assert any(len(token) > 3 for token in ours.backend_tokenizer.encode(CORPUS[2]).tokens), "something was joined"
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_chat_template_is_the_files(tmp_path):
+    ours = read_tokenizer(GGUFFile(scored(tmp_path)))
+    chat = [{"role": "user", "content": "Hi"}]
+    assert ours.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == "<|user|>Hi</s>"
+
+
+def test_a_kind_that_is_not_known_is_left_to_transformers(tmp_path):
+    path = written(tmp_path, "bert", ["<unk>", "<s>", "</s>"], [2, 3, 3], scores=[0.0] * 3)
+    assert read_tokenizer(GGUFFile(path)) is None
+
+
+def test_merges_without_their_tokens_are_refused(tmp_path):
+    path = written(tmp_path, "gpt2", ["<unk>", "<s>", "</s>", "a"], [2, 3, 3, 1], merges=["a b"], pre="llama-bpe")
+    with pytest.raises(UserError, match=r"cannot make the tokenizer of .*x\.gguf.*out of vocabulary"):
+        read_tokenizer(GGUFFile(path))
+
+
+# --- transformers' own ------------------------------------------------------------------------------------------------
+
+BYTES = sorted(ByteLevel.alphabet())
+WORDS = {
+    "tokens": [*BYTES, "th", "the", "<unk>", "<s>", "</s>", "<|user|>"],
+    "kinds": [1] * (len(BYTES) + 2) + [2, 3, 3, 4],
+    "merges": ["t h", "th e"],
+}
+KINDS = {
+    "scored": scored,
+    "byte-level": lambda folder, **more: written(folder, "gpt2", **WORDS, pre="qwen2", **more),
+}
+
+
+def tokens_of(tokenizer, text, *, special):
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ends", [True, False])
+def test_transformers_gets_the_same_tokenizer(kind, ends, tmp_path):
+    path = KINDS[kind](tmp_path, bos=ends, add_eos_token=ends)
+    ours, theirs = read_tokenizer(GGUFFile(path)), load_tokenizer(str(path))
+    assert isinstance(theirs, transformers.PreTrainedTokenizerBase)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    for text in TEXTS:
+        ids = tokens_of(ours, text, special=False)
+        whole = [ours.bos_token_id] * ends + ids + [ours.eos_token_id] * ends
+        assert tokens_of(theirs, text, special=False) == ids
+        assert tokens_of(theirs, text, special=True) == tokens_of(ours, text, special=True) == whole
+        for skip in (True, False):
+            shown = ours.decode(whole, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert shown == theirs.decode(whole, skip_special_tokens=skip)
+
+
+def test_a_chat_with_tools_is_rendered_by_that(tmp_path):
+    ours = read_tokenizer(GGUFFile(scored(tmp_path)))
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    options = {"add_generation_prompt": True, "tokenize": False}
+    chat = [{"role": "user", "content": "Hi"}]
+    assert ours.apply_chat_template(chat, **options) == "<|user|>Hi</s>"
+    assert ours.apply_chat_template(chat, tools=[tool], **options) == "add<|user|>Hi</s>"
+
+
+def test_a_word_that_is_named_for_padding_stays_a_word(tmp_path):
+    path = written(tmp_path, "gpt2", **WORDS, pre="qwen2", padding_token_id=BYTES.index("!"))
+    for tokenizer in (read_tokenizer(GGUFFile(path)), load_tokenizer(str(path))):
+        ids = tokens_of(tokenizer, "the!", special=False)
+        assert tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == "the!"
+
+
+def test_an_id_that_there_is_not_is_an_error(tmp_path):
+    path = written(tmp_path, "gpt2", **WORDS, pre="qwen2", padding_token_id=100000)
+    for load in (lambda: read_tokenizer(GGUFFile(path)), lambda: load_tokenizer(str(path))):
+        with pytest.raises(UserError, match=r"cannot make the tokenizer of .*x\.gguf: list index out of range"):
+            load()
+
+
+def test_a_converted_file_keeps_its_tokenizer(tmp_path):
+    """In a directory, as `draftproof models pull` makes one."""
+    config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    size = len(WORDS["tokens"])
+    model = random_model(transformers.LlamaConfig(vocab_size=size, max_position_embeddings=128, **config), seed=1)
+    metadata = {
+        "block_count": 1,
+        "context_length": 128,
+        "embedding_length": 64,
+        "feed_forward_length": 64,
+        "attention.head_count": 2,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": WORDS["tokens"],
+        "tokenizer.ggml.token_type": WORDS["kinds"],
+        "tokenizer.ggml.merges": WORDS["merges"],
+        "tokenizer.ggml.eos_token_id": size - 2,
+    }
+    path = tmp_path / "x.gguf"
+    write_model(path, model, "llama", metadata, kinds=(None,))
+    download._convert(path, tmp_path / "out")
+    kept, right = load_tokenizer(str(tmp_path / "out")), read_tokenizer(GGUFFile(path))
+    for text in TEXTS:
+        assert tokens_of(kept, text, special=True) == tokens_of(right, text, special=True)
+    assert (kept.eos_token_id, kept.model_max_length) == (size - 2, 128)
