@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from draftproof.cli._engine import engine_options, load_engine, named_target
 from draftproof.cli._libraries import logged_lines, quiet_libraries
 from draftproof.cli._options import Options, with_options
 from draftproof.errors import UserError
+from draftproof.server.client_configs import CLIENTS, ask_server, assumed_server, client_config
 from draftproof.server.settings import Settings, served_name
 
 _METAVARS = {"api_key_file": "FILE", "allowed_host": "NAME", "chat_template": "FILE"}
@@ -30,12 +31,24 @@ def serve(
     *,
     server: dict[str, Any],
     engine: dict[str, Any],
+    print_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLIENT",
+            help=f"Print how a client is pointed at this server, and end: {', '.join(CLIENTS)}. A server that runs at "
+            "--host and --port says its model and limits.",
+            rich_help_panel="Server",
+        ),
+    ] = None,
 ) -> None:
-    """Serve a model by OpenAI's API: /v1/completions, /v1/chat/completions, /metrics, and others.
+    """Serve a model by OpenAI's API (chat completions, completions, responses) and Anthropic's (messages).
 
     Only this machine reaches it, unless --host says otherwise. Ctrl-C or SIGTERM ends it when running requests are
     answered. Without --target it serves a tiny model that ships with draftproof, for trying it.
     """
+    if print_config is not None:
+        _print_config(print_config, Settings(**server), named_target(engine) or models.DEFAULT_TARGET)
+        return
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
     if missing:
         raise UserError(f"serve needs {', '.join(missing)}: pip install 'draftproof[serve]'")
@@ -67,3 +80,19 @@ def serve(
         serve_app(made, listener, settings, lambda: _terminal.note(said))
     finally:
         listener.close()
+
+
+def _print_config(client: str, settings: Settings, target: str) -> None:
+    """Print how a client is pointed at a server, be it one that does not run yet."""
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host  # noqa: S104 - all addresses
+    url = f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+    found = ask_server(url)
+    if found is None:
+        found = assumed_server(url, served_name(target, settings.served_model_name), settings.max_tokens_limit)
+        _terminal.note(
+            f"draftproof: no server answers at {url}: the model's name is that of --target, and a context of "
+            f"{found.context} tokens is assumed"
+        )
+    where, content = client_config(client, found)
+    _terminal.note(f"# {where}")
+    typer.echo(content, nl=False)

@@ -1,0 +1,81 @@
+"""How clients are pointed at a server: their files are well formed, and say what the server says of itself."""
+
+import json
+import shlex
+import tomllib
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from draftproof import UserError
+from draftproof.cli import app
+from draftproof.server.client_configs import CLIENTS, ServedModel, ask_server, client_config
+from support.serving import running, small_engine
+
+SERVED = ServedModel("http://127.0.0.1:8000", 'it\'s a "model"', 4096, 1024, reasoning=True)
+SHELL = {"aider", "claude", "qwen"}
+READERS = {"codex": tomllib.loads, "continue": yaml.safe_load, "llm": yaml.safe_load}
+
+
+def variables(text):
+    words = [shlex.split(line) for line in text.splitlines()]
+    assert all(word[0] == "export" for word in words)
+    return dict(word[1].split("=", 1) for word in words)
+
+
+def values(found):
+    if isinstance(found, dict):
+        return [each for value in found.values() for each in [*found, *values(value)]]
+    return [each for value in found for each in values(value)] if isinstance(found, list) else [found]
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_configuration_is_well_formed(client):
+    where, text = client_config(client, SERVED)
+    assert where
+    found = variables(text) if client in SHELL else READERS.get(client, json.loads)(text)
+    said = values(found)
+    assert any(str(each).startswith("http://127.0.0.1:8000") for each in said)
+    if client != "aider":  # its command names the model
+        assert any(SERVED.name in str(each) for each in said)
+
+
+def test_limits_are_told():
+    assert json.loads(client_config("opencode", SERVED)[1])["provider"]["draftproof"]["models"][SERVED.name] == {
+        "name": SERVED.name,
+        "reasoning": True,
+        "tool_call": True,
+        "limit": {"context": 4096, "output": 1024},
+    }
+    assert tomllib.loads(client_config("codex", SERVED)[1])["model_context_window"] == 4096
+
+
+def test_an_unknown_client_is_refused_with_a_list():
+    with pytest.raises(UserError, match=r"expected one of aider, .*qwen, got 'x'"):
+        client_config("x", SERVED)
+
+
+def test_a_running_server_says_its_name_and_limits():
+    with running(small_engine(), max_tokens_limit=77) as (base, _):
+        found = ask_server(base)
+        assert found is not None
+        assert (found.url, found.output, found.reasoning) == (base, 77, False)
+        made = CliRunner().invoke(app, ["serve", "--port", base.rpartition(":")[2], "--print-config", "opencode"])
+    assert f'"{found.name}"' in made.stdout
+    assert '"output": 77' in made.stdout
+    assert "opencode.json" in made.stderr
+    assert "no server answers" not in made.stderr
+
+
+def test_a_server_that_does_not_run_is_assumed():
+    made = CliRunner().invoke(app, ["serve", "--port", "1", "--print-config", "codex", "--served-model-name", "mine"])
+    assert made.exit_code == 0
+    assert tomllib.loads(made.stdout)["model"] == "mine"
+    assert "no server answers at http://127.0.0.1:1" in made.stderr
+    assert CliRunner().invoke(app, ["serve", "--print-config", "x"]).exit_code != 0
+
+
+def test_a_server_that_says_something_else_is_not_asked():
+    with running(small_engine(), keys=("k" * 16,)) as (base, _):
+        assert ask_server(base) is None
