@@ -480,6 +480,10 @@ def test_metrics_count_what_was_decoded(engine):
         value for name, value in after.items() if name.startswith("spec_decode_num_accepted_tokens_per_pos_total")
     ]
     assert sum(places) == accepted
+    by_source = {name: value for name, value in after.items() if name.startswith("generation_tokens_by_source_total")}
+    assert sum(by_source.values()) == 24
+    target = next((value for name, value in by_source.items() if 'source="target"' in name), 0)
+    assert 24 - target == accepted
 
 
 def test_metrics_show_memory_and_what_was_reused():

@@ -63,6 +63,20 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._by_source = Counter(
+            "draftproof:generation_tokens_by_source",
+            "Tokens that were generated, by where they came from: accepted ones from where they were drafted, others "
+            "from the target.",
+            ("model_name", "source"),
+            registry=self.registry,
+        )
+
+    def made(self, source: str, accepted: int, tokens: int) -> None:
+        """Count the tokens of a round: the accepted ones for where they were drafted, the others for the target."""
+        for name, count in ((source, accepted), ("target", tokens - accepted)):
+            if count:
+                self._by_source.labels(self._model, name).inc(count)
+
     def ended(self, reason: str, seconds: float, tokens: int) -> None:
         """Count a continuation that ended: stop, length, abort or error."""
         self._ends.labels(self._model, reason).inc()

@@ -501,6 +501,8 @@ class EngineWorker:
         made = pieces_of(request, row.index, row.logprobs)
         row.logprobs += sum(len(piece.logprobs) for piece in made)
         pieces += made
+        for piece in made:
+            self._metrics.made(str(piece.origin), piece.accepted, len(piece.token_ids))
         if request.finished:
             self._remove(row)
             self._metrics.ended(str(request.cutter.finish), now - job.arrival, request.stats.num_tokens)
