@@ -21,10 +21,10 @@ from draftproof.grammar import MOST_CHARACTERS
 from draftproof.grammar_check import BusyError
 from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
-from draftproof.server import schemas
 from draftproof.server.aside import TimeOver, time_limit
 from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import (
+    Body,
     ChatBody,
     CompletionBody,
     Message,
@@ -45,9 +45,6 @@ _MOST_BAD_WORDS = 32_768  # characters of all of them: each is encoded twice
 _MOST_SHOWN = 524_288  # entries of what an answer says of prompts: it is made at once
 _MOST_LOGPROBS_MADE = 1_048_576  # entries of what an answer says of its own tokens: they come one after the other
 _FIELDS = {field.name for field in fields(SamplingParams)}
-_BODY_FIELDS = {
-    name for each in vars(schemas).values() if hasattr(each, "model_fields") for name in each.model_fields
-}  # as errors may name them
 _NO_OPTIONS = {  # of a chat template: arguments of transformers, and what other fields say
     "messages",
     "conversation",
@@ -446,7 +443,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         errors: pydantic's, whose places begin with the word "body".
     """
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
-    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in _BODY_FIELDS]
+    fields = _field_names(Body)
+    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
     param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
         param = str(first["loc"][-1])[:100]
@@ -458,6 +456,11 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     else:
         message = f"{param or 'the body'}: {first['msg']}"
     return ApiError(message, param=param)
+
+
+def _field_names(kind: type[Body]) -> set[str]:
+    """Names of the fields of a kind of bodies and of those made from it, as errors may show them."""
+    return set(kind.model_fields).union(*map(_field_names, kind.__subclasses__()))
 
 
 def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:
