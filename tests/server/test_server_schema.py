@@ -4,6 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from draftproof.server import schemas
+from draftproof.server.api import responses_schemas
+from support import hostile
 from support.served_process import ServedProcess
 from support.serving import running, small_engine, until
 
@@ -13,6 +15,7 @@ from support import schema_checks
 OPERATIONS = (
     "POST /v1/completions",
     "POST /v1/chat/completions",
+    "POST /v1/responses",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "POST /tokenize",
@@ -50,7 +53,9 @@ def apart():
         yield server
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
 def test_fields_of_every_size_end_nothing(apart, path):
     """Grammars, schemas, tools, numbers and lists, from empty ones to those beyond the limits; see the script."""
     operation = schema_checks.operations(apart.base)[f"POST {path}"]
@@ -78,19 +83,22 @@ def wrong(*_):
     raise AssertionError("always wrong")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", schema_checks.SHORTENED)
 def test_streams_are_described(served, path):
-    shape = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
-    case = served[0][f"POST {path}"].Case(
-        body={**shape, "max_tokens": 2, "stream": True}, media_type="application/json"
-    )
+    body = hostile.with_needed(path, {"stream": True})
+    case = served[0][f"POST {path}"].Case(body=body, media_type="application/json")
     answer = case.call()
     assert answer.headers["content-type"][0].startswith("text/event-stream")
     case.validate_response(answer, checks=schema_checks.CHECKS, excluded_checks=[schema_checks.REFUSED])
 
 
 BODIES = sorted(
-    (kind for kind in vars(schemas).values() if isinstance(kind, type) and issubclass(kind, schemas.Body)),
+    {
+        kind
+        for module in (schemas, responses_schemas)
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, schemas.Body)
+    },
     key=lambda kind: kind.__name__,
 )
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pydantic_core import PydanticSerializationError
 from typing_extensions import override
 
 from draftproof.sampling import TokenLogprob
@@ -18,6 +19,7 @@ from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.openai import json_event
 from draftproof.server.api.responses_chat import chat_of
 from draftproof.server.api.responses_schemas import (
+    FlatSchemaFormat,
     FunctionTool,
     IncompleteDetails,
     InputDetails,
@@ -30,6 +32,7 @@ from draftproof.server.api.responses_schemas import (
     OutputReasoningText,
     OutputText,
     ReasoningOptions,
+    Repeated,
     ResponseError,
     ResponsesAnswer,
     ResponsesBody,
@@ -38,7 +41,7 @@ from draftproof.server.api.responses_schemas import (
     TextOptions,
 )
 from draftproof.server.errors import ApiError
-from draftproof.server.schemas import TokenLogprobAnswer
+from draftproof.server.schemas import ObjectFormat, TextFormat, TokenLogprobAnswer
 from draftproof.server.tools import CallPart
 from draftproof.server.worker import Piece
 
@@ -117,7 +120,7 @@ class _Message(_Item):
 
     @override
     def more(self, text: str) -> _Event:
-        return "output_text.delta", {"content_index": 0, "delta": text}
+        return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": []}
 
     @override
     def closing(self) -> Iterator[_Event]:
@@ -165,7 +168,7 @@ class ResponseForm(Form):
     """
 
     def __init__(self, body: ResponsesBody) -> None:
-        self._repeated = json.dumps(_repeated(body))
+        self._repeated = _repeated(body)
         self._namespaces = {
             each.name: tool.name
             for tool in body.tools or ()
@@ -341,28 +344,52 @@ def _logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> list[TokenLogpro
     return [] if made is None else made.content
 
 
-def _repeated(body: ResponsesBody) -> dict[str, Any]:
-    """What an answer repeats of its request."""
+def _repeated(body: ResponsesBody) -> str:
+    """What an answer repeats of its request, as JSON.
+
+    Raises:
+        ApiError: a tool or a schema cannot be written.
+    """
     reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
-    form = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True)
     choice = body.tool_choice or "auto"
-    return {
-        "instructions": body.instructions,
-        "tools": [_repeated_tool(each) for each in body.tools or () if isinstance(each, FunctionTool | NamespaceTool)],
-        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-        "parallel_tool_calls": body.parallel_tool_calls,
-        "text": {"format": form},
-        "reasoning": {"effort": reasoning.effort, "summary": None},
-        "metadata": body.metadata,
-    }
+    made = Repeated(
+        instructions=body.instructions,
+        tools=[_repeated_tool(each) for each in body.tools or () if isinstance(each, FunctionTool | NamespaceTool)],
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+        parallel_tool_calls=body.parallel_tool_calls,
+        text={"format": _repeated_format(text.format)},
+        reasoning={"effort": reasoning.effort, "summary": None},
+        metadata=body.metadata,
+    )
+    try:
+        return made.model_dump_json()
+    except (PydanticSerializationError, ValueError):  # as JSON was read; it may be nested more than can be written
+        raise ApiError("tools or text.format: expected at most 200 levels of valid text, got others") from None
 
 
 def _repeated_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
-    """A tool as an answer repeats it."""
     if isinstance(tool, NamespaceTool):
         shown = [_repeated_tool(each) for each in tool.tools if isinstance(each, FunctionTool)]
         return {"type": tool.type, "name": tool.name, "description": tool.description, "tools": shown}
-    return tool.model_dump(include={"type", "name", "description", "parameters", "strict"})
+    return {
+        "type": tool.type,
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+
+
+def _repeated_format(form: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> dict[str, Any]:
+    if not isinstance(form, FlatSchemaFormat):
+        return {"type": "text" if form is None else form.type}
+    return {
+        "type": form.type,
+        "name": form.name,
+        "description": form.description,
+        "schema": form.schema_,
+        "strict": form.strict,
+    }
 
 
 RESPONSES = Endpoint("/v1/responses", ResponsesBody, "resp_", chat_of, ResponseForm)

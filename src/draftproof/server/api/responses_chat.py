@@ -76,8 +76,9 @@ def _messages(body: ResponsesBody) -> list[Message]:
     texts = [*([] if body.instructions is None else [body.instructions]), *_texts_of(first)]
     if texts:
         made.append(Message(role="system", content=_content(texts)))
-    for own, several in itertools.groupby(items[len(first) :], _is_of_model):
-        made += [_of_model(list(several))] if own else map(_of_others, several)
+    for own, found in itertools.groupby(items[len(first) :], _is_of_model):
+        several = list(found)
+        made += [_of_model(several)] if own else map(_of_others, several)
     return made
 
 
@@ -101,9 +102,7 @@ def _of_others(item: Item) -> Message:
 
 def _of_model(items: Sequence[Item]) -> Message:
     """The one message for items of the model."""
-    thoughts = [
-        part.text for each in items if isinstance(each, ReasoningItem) for part in each.content or each.summary
-    ]
+    thoughts = [part.text for each in items if isinstance(each, ReasoningItem) for part in each.content or each.summary]
     calls = [
         ToolCall(id=each.call_id, function=CalledFunction(name=each.name, arguments=each.arguments))
         for each in items
@@ -150,7 +149,7 @@ def _tools(body: ResponsesBody) -> dict[str, Any]:
     names = {each.name for each in functions}
     if isinstance(choice, AllowedTools):
         wanted = {str(each.get("name")) for each in choice.tools if each.get("type") == "function"}
-        if choice.mode == "required" and not wanted or not wanted <= names:
+        if (choice.mode == "required" and not wanted) or not wanted <= names:
             raise ApiError("tool_choice names a function that is not among the tools", param="tool_choice")
         functions = [each for each in functions if each.name in wanted]
         choice = choice.mode

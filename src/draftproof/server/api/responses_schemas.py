@@ -6,7 +6,7 @@ answer would be the same with it: ids of items, what is stored, how tools may be
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, LiteralString
 
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -111,8 +111,8 @@ class ReasoningItem(InputItem):
     """What the model reasoned before the items of its answer that follow."""
 
     type: Literal["reasoning"]
-    summary: ReasoningTexts = Field(default_factory=list)
-    content: ReasoningTexts = Field(default_factory=list)
+    summary: ReasoningTexts = Field(default=[])
+    content: ReasoningTexts = Field(default=[])
     encrypted_content: Unread = None
 
 
@@ -255,13 +255,13 @@ class ReasoningOptions(Body):
     summary: Unread = None
 
 
-def _refused(why: str) -> BeforeValidator:
+def _refused(why: LiteralString) -> BeforeValidator:
     """Refuses a field that asks for something."""
 
     def refuse(given: Any) -> Any:
         if given is None or given is False:
             return given
-        raise PydanticCustomError(_NAMED, why)  # type: ignore[arg-type]  # a literal, for its own type checker
+        raise PydanticCustomError(_NAMED, why)
 
     return BeforeValidator(refuse)
 
@@ -281,8 +281,8 @@ class ResponsesBody(CommonFields):
     reasoning: ReasoningOptions | None = None
     max_output_tokens: Whole | None = None
     top_logprobs: Whole | None = None
-    include: Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] = Field(default_factory=list)
-    metadata: Annotated[dict[ShortText, ShortText], Field(max_length=16)] = Field(default_factory=dict)
+    include: Annotated[list[ShortText], Field(fail_fast=True, max_length=64)] = Field(default=[])
+    metadata: Annotated[dict[ShortText, ShortText], Field(max_length=16)] = Field(default={})
     truncation: Literal["auto", "disabled"] = "disabled"  # an input that is too long is an error with both
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=64)] = None
     client_metadata: Unread = None
@@ -384,11 +384,20 @@ class ResponseError(BaseModel):
     message: str
 
 
-class ResponsesAnswer(BaseModel):
-    """The answer of /v1/responses.
+class Repeated(BaseModel):
+    """What an answer repeats of its request, as it took effect: `tools` are those that the model was shown."""
 
-    What was asked is repeated as it took effect: `tools` are those that the model was shown.
-    """
+    instructions: str | None
+    tools: list[dict[str, Any]]
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    text: dict[str, Any]
+    reasoning: dict[str, Any]
+    metadata: dict[str, str]
+
+
+class ResponsesAnswer(Repeated):
+    """The answer of /v1/responses."""
 
     id: str
     object: Literal["response"] = "response"
@@ -399,13 +408,6 @@ class ResponsesAnswer(BaseModel):
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
     usage: ResponsesUsage | None = None
-    instructions: str | None
-    tools: list[dict[str, Any]]
-    tool_choice: str | dict[str, Any]
-    parallel_tool_calls: bool
-    text: dict[str, Any]
-    reasoning: dict[str, Any]
-    metadata: dict[str, str]
     max_output_tokens: int | None
     temperature: float
     top_p: float
