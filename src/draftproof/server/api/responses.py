@@ -36,6 +36,7 @@ from draftproof.server.api.responses_schemas import (
     ResponseError,
     ResponsesAnswer,
     ResponsesBody,
+    ResponseStatus,
     ResponsesUsage,
     Status,
     TextOptions,
@@ -297,7 +298,7 @@ class ResponseForm(Form):
 
     # --- the answer around them -----------------------------------------------------------------------------------
 
-    def _response(self, answer: Answer, status: Any, items: Sequence[OutputItem]) -> ResponsesAnswer:
+    def _response(self, answer: Answer, status: ResponseStatus, items: Sequence[OutputItem]) -> ResponsesAnswer:
         params = answer.parsed.params
         return ResponsesAnswer(
             id=answer.id,

@@ -296,6 +296,7 @@ class ResponsesBody(CommonFields):
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 Status = Literal["in_progress", "completed", "incomplete"]
+ResponseStatus = Status | Literal["failed"]
 
 
 class OutputText(BaseModel):
@@ -402,7 +403,7 @@ class ResponsesAnswer(Repeated):
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponseStatus
     model: str
     output: list[OutputItem]
     error: ResponseError | None = None
