@@ -179,6 +179,8 @@ LINES = [
                               "logprobs": True, "top_logprobs": 2, "model": "story"}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "seed": 3,
                               "response_format": {"type": "json_object"}}),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": 6, "seed": 3, "top_logprobs": 1}),
+    ("/v1/responses", {"input": "Hi", "previous_response_id": "resp_1"}),
     ("/v1/completions", {"prompt": STORY, "max_tokens": 4, "seed": 3, "prompt_logprobs": 1}),
     ("/v1/completions", {"prompt": STORY, "model": "another"}),
     ("/v1/completions", {"prompt": STORY, "foo": 1}),
@@ -216,8 +218,12 @@ def test_lines_are_answered_as_the_server_answers(engine):
             assert mine["error"] is None
             assert mine["response"]["status_code"] == theirs.status_code
             body, expected = mine["response"]["body"], theirs.json()
-            for name in ("id", "created"):
-                assert (body.pop(name, None) is None) == (expected.pop(name, None) is None)
+            for mine_or_theirs in (
+                (body, expected),
+                *zip(body.get("output", ()), expected.get("output", ()), strict=True),
+            ):
+                for name in ("id", "created", "created_at"):
+                    assert len({each.pop(name, None) is None for each in mine_or_theirs}) == 1
             assert body == (expected if not engine.rounding else nearly(expected))
             assert found[row["id"]].failed == (theirs.status_code != 200)
 

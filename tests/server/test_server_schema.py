@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftproof.server import schemas
-from draftproof.server.api import messages_request
+from draftproof.server.api import messages_request, responses_schemas
 from support.served_process import ServedProcess
 from support.serving import running, small_engine, until
 
@@ -16,6 +16,7 @@ OPERATIONS = (
     "POST /v1/chat/completions",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "POST /tokenize",
@@ -54,7 +55,8 @@ def apart():
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize", "/detokenize"]
+    "path",
+    ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize", "/detokenize"],
 )
 def test_fields_of_every_size_end_nothing(apart, path):
     """Grammars, schemas, tools, numbers and lists, from empty ones to those beyond the limits; see the script."""
@@ -83,12 +85,10 @@ def wrong(*_):
     raise AssertionError("always wrong")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", schema_checks.SHORTENED)
 def test_streams_are_described(served, path):
-    shape = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-    case = served[0][f"POST {path}"].Case(
-        body={**shape, "max_tokens": 2, "stream": True}, media_type="application/json"
-    )
+    body = hostile.with_needed(path, {"stream": True})
+    case = served[0][f"POST {path}"].Case(body=body, media_type="application/json")
     answer = case.call()
     assert answer.headers["content-type"][0].startswith("text/event-stream")
     case.validate_response(answer, checks=schema_checks.CHECKS, excluded_checks=[schema_checks.REFUSED])
@@ -97,7 +97,7 @@ def test_streams_are_described(served, path):
 BODIES = sorted(
     {
         kind
-        for module in (schemas, messages_request)
+        for module in (schemas, messages_request, responses_schemas)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, schemas.Body)
     },

@@ -182,6 +182,8 @@ def with_needed(path, fields):
         return {"prompt": "x", "max_tokens": 2, **fields}
     if path == "/v1/chat/completions" or path.startswith("/v1/messages"):
         return {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+    if path == "/v1/responses":
+        return {"input": "x", "max_output_tokens": 2, **fields}
     return {("tokens" if path == "/detokenize" else "prompt"): [], **fields}
 
 

@@ -22,6 +22,12 @@ CHECKS = (
     REFUSED,
     checks.CHECKS.get_one("unsupported_method"),
 )
+SHORTENED = {
+    "/v1/completions": "max_tokens",
+    "/v1/chat/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}  # a field of each that makes its answers short
 
 
 def operations(base):
@@ -33,6 +39,19 @@ def operations(base):
 def at_once(name, case, answer, error):
     """Report a mistake where it is found."""
     raise error
+
+
+def _shortened(data, path, body):
+    """A legal body with a few of its optional fields, and a short answer."""
+    needed = {"prompt", "messages", "tokens", "input"} & set(body)
+    if path == "/tokenize" and len(needed) == 2:  # one of them is legal
+        needed = {data.draw(st.sampled_from(sorted(needed)))}
+        body = {name: value for name, value in body.items() if name in needed or name not in ("prompt", "messages")}
+    kept = data.draw(st.sets(st.sampled_from(sorted(body)), max_size=2)) if body else set()
+    body = {name: value for name, value in body.items() if name in needed | kept}
+    if "messages" in needed and data.draw(st.booleans()):  # what a role needs is not in the schema
+        body["messages"] = [{"role": "user", "content": "x"}]
+    return body | {name: 2 for of, name in SHORTENED.items() if of == path}
 
 
 def check(operation, examples, *, at_random=False, fields=None, noted=at_once, go_on=lambda: True, seconds=120):
@@ -73,13 +92,7 @@ def check(operation, examples, *, at_random=False, fields=None, noted=at_once, g
         else:
             case = data.draw(operation.as_strategy(generation_mode=mode))
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
-            needed = {"prompt", "messages", "tokens"} & set(case.body)
-            kept = data.draw(st.sets(st.sampled_from(sorted(case.body)), max_size=2)) if case.body else set()
-            case.body = {name: value for name, value in case.body.items() if name in needed | kept}
-            if "messages" in needed and data.draw(st.booleans()):  # what a role needs is not in the schema
-                case.body["messages"] = [{"role": "user", "content": "x"}]
-            if operation.path.endswith(("completions", "messages")):
-                case.body["max_tokens"] = 2
+            case.body = _shortened(data, operation.path, case.body)
             if fields is not None:
                 names, more = data.draw(fields)
                 name = f"{name}: {names}"
@@ -220,8 +233,26 @@ def _messages_fields():
     )
 
 
+def _of_responses(fields):
+    """Fields of a chat as those of a request to /v1/responses."""
+    made = {name: value for name, value in fields.items() if name not in ("n", "prompt_logprobs")}
+    for name, own in (("messages", "input"), ("max_tokens", "max_output_tokens")):
+        if name in made:
+            made[own] = made.pop(name)
+    if "response_format" in made:
+        form = made.pop("response_format")
+        made["text"] = {"format": {"type": form["type"], **form.get("json_schema", {})}}
+    if "tools" in made:
+        made["tools"] = [{"type": "function", **each["function"]} for each in made["tools"]]
+    if isinstance(made.get("tool_choice"), dict):
+        made["tool_choice"] = {"type": "function", **made["tool_choice"]["function"]}
+    return made
+
+
 def hostile_fields(path):
     """Fields for a body that is sent to a path, each with a name: from empty ones to those beyond the limits."""
+    if path == "/v1/responses":
+        return hostile_fields("/v1/chat/completions").map(lambda made: (made[0], _of_responses(made[1])))
     if path == "/detokenize":
         return _named("tokens", _lists(_NUMBERS | st.integers(0, 511), 4096))
     if path == "/tokenize":

@@ -19,15 +19,16 @@ from draftproof.server.api.answer import Answer
 from draftproof.server.api.chat import CHAT
 from draftproof.server.api.completions import COMPLETIONS
 from draftproof.server.api.form import Endpoint, Form
+from draftproof.server.api.responses import RESPONSES
 from draftproof.server.api.token_text import TokenText
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import RequestParser, refuse_other_model, refuse_stream_options, validated
-from draftproof.server.schemas import SamplingFields
+from draftproof.server.schemas import Body
 from draftproof.server.settings import Settings
 from draftproof.server.worker import explained, pieces_of
 
-_Body = TypeVar("_Body", bound=SamplingFields)
-_ENDPOINTS: dict[str, Endpoint[Any]] = {each.path: each for each in (CHAT, COMPLETIONS)}
+_Body = TypeVar("_Body", bound=Body)
+_ENDPOINTS: dict[str, Endpoint[Any]] = {each.path: each for each in (CHAT, COMPLETIONS, RESPONSES)}
 
 
 class OpenAIRows(RowForm):
@@ -52,7 +53,8 @@ class OpenAIRows(RowForm):
         if url not in _ENDPOINTS:
             raise ApiError(f"url: expected {' or '.join(_ENDPOINTS)}, got {str(url)[:100]!r}", status=404, param="url")
         endpoint = _ENDPOINTS[str(url)]
-        body = _body(endpoint.body, row.values.get("body"))
+        given = _body(endpoint.body, row.values.get("body"))
+        body = endpoint.asked(given)
         refuse_other_model(body.model, self._options.model)
         if body.stream:
             raise ApiError("stream is true: lines of a batch are answered whole, so leave it out", param="stream")
@@ -64,7 +66,7 @@ class OpenAIRows(RowForm):
         answer = Answer.to(
             body,
             parsed,
-            name=f"{endpoint.prefix}-{self._name(row)}",
+            name=f"{endpoint.prefix}{self._name(row)}",
             model=self._options.model,
             token_text=self._token_text,
         )
@@ -75,7 +77,7 @@ class OpenAIRows(RowForm):
             body.speculation,
             parsed.constraint,
             parsed.reasoning,
-            more=(answer, endpoint.form(body)),
+            more=(answer, endpoint.form(given)),
         )
 
     @override

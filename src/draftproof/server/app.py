@@ -35,6 +35,8 @@ from draftproof.server.api.completions import COMPLETIONS
 from draftproof.server.api.form import Endpoint, Form
 from draftproof.server.api.messages import MESSAGES, MessagesAnswer, MessagesError, TokenCount
 from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_count
+from draftproof.server.api.responses import RESPONSES
+from draftproof.server.api.responses_schemas import ResponsesAnswer, ResponsesBody
 from draftproof.server.api.token_text import TokenText
 from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
@@ -261,7 +263,7 @@ class Server:
             raise ApiError(
                 f"expected at most {self.worker.capacity} continuations in one request, got {job.size}", param="n"
             )
-        full = f"{endpoint.prefix}-{request.scope['state']['facts']['request_id']}"
+        full = f"{endpoint.prefix}{request.scope['state']['facts']['request_id']}"
         asked = replace(parsed, constraint=None)  # which the job has, until the engine has it
         answer = Answer.to(body, asked, name=full, model=self.model, token_text=self.token_text)
         return job, answer, form
@@ -466,7 +468,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-_BODIES = (CompletionBody, ChatBody, MessagesBody, CountBody, TokenizeBody, DetokenizeBody)
+_BODIES = (CompletionBody, ChatBody, MessagesBody, CountBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 _SCHEMAS = "#/components/schemas/"
 
 
@@ -503,6 +505,16 @@ def _add_completions(app: FastAPI) -> None:
     async def chat(request: Request, server: _Served) -> Any:
         """Answer a chat."""
         return await server.answer(request, CHAT)
+
+    @app.post(
+        "/v1/responses",
+        response_model=ResponsesAnswer,
+        responses=_STREAMED,
+        openapi_extra=_takes(ResponsesBody),
+    )
+    async def responses(request: Request, server: _Served) -> Any:
+        """Answer a chat in the form of OpenAI's newer API; nothing is stored."""
+        return await server.answer(request, RESPONSES)
 
     @app.get("/v1/models")
     async def models(server: _Served) -> schemas.ModelList:

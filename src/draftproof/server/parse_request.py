@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -454,8 +454,8 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         errors: pydantic's, whose places begin with the word "body".
     """
     first = next((each for each in errors if not each["type"].endswith("_type")), errors[0])  # of a union's branches
-    known = {name for kind in _kinds(Body) for name in kind.model_fields}  # others are what the client sent
-    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in known]
+    fields = _field_names(Body)
+    names = [str(each) for each in first["loc"][1:] if isinstance(each, int) or each in fields]
     param = ".".join(name for name, _ in itertools.groupby(names)) or None  # the kind of a form stands there too
     if first["type"] == "extra_forbidden":
         param = str(first["loc"][-1])[:100]
@@ -469,11 +469,9 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(message, param=param)
 
 
-def _kinds(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """A kind of body and all those that extend it."""
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _kinds(each)
+def _field_names(kind: type[Body]) -> set[str]:
+    """Names of the fields of a kind of bodies and of those made from it, as errors may show them."""
+    return set(kind.model_fields).union(*map(_field_names, kind.__subclasses__()))
 
 
 def _grammar(body: SamplingFields, tools: ToolSet | None) -> tuple[str | None, str]:

@@ -211,11 +211,10 @@ class NamedTool(Body):
     function: NamedFunction
 
 
-class SamplingFields(Body):
-    """What both kinds of completions have in common: names and meanings of SamplingParams, and how it is answered."""
+class CommonFields(Body):
+    """What all requests for answers have in common: names and meanings of SamplingParams, and how it is answered."""
 
     model: str | None = None
-    n: Whole | None = None
     temperature: float | None = None
     top_k: Whole | None = None
     top_p: float | None = None
@@ -230,19 +229,14 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Whole | None = None
-    max_tokens: Whole | None = None
     seed: Whole | None = None
     skip_special_tokens: bool | None = None
     logprobs_mode: str | None = None
-    prompt_logprobs: Whole | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     prediction: Prediction | None = None
-    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     structured_outputs: StructuredOutputs | None = None
-    return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    return_drafts: bool = False
     speculation: bool = True
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=512)] = None
     thinking_token_budget: Whole | None = None
@@ -255,6 +249,17 @@ class SamplingFields(Body):
     prompt_cache_key: Unread = None
     prompt_cache_retention: Unread = None
     prompt_cache_options: Unread = None
+
+
+class SamplingFields(CommonFields):
+    """What both kinds of completions have besides."""
+
+    n: Whole | None = None
+    max_tokens: Whole | None = None
+    prompt_logprobs: Whole | None = None
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    return_token_ids: bool = False
+    return_drafts: bool = False
 
 
 def _kind_of_prompt(prompt: Any) -> str:

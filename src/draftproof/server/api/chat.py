@@ -39,7 +39,7 @@ class ChatForm(OpenAIForm):
                 ChatChoice(
                     index=index,
                     message=_message(each),
-                    logprobs=_chat_logprobs(answer, each.logprobs),
+                    logprobs=chat_logprobs(answer, each.logprobs),
                     finish_reason=str(_reason(each, each.finish_reason)),
                     stop_reason=each.stop_reason,
                     token_ids=each.token_ids if answer.with_ids else None,
@@ -64,7 +64,7 @@ class ChatForm(OpenAIForm):
 
     @override
     def choice(self, answer: Answer, piece: Piece, parts: Parts) -> dict[str, Any]:
-        found = _chat_logprobs(answer, parts.logprobs)
+        found = chat_logprobs(answer, parts.logprobs)
         each = answer.continuations[piece.index]
         delta: dict[str, Any] = {}
         if parts.reasoning:
@@ -108,7 +108,8 @@ def _reason(each: Continuation, reason: str | None) -> str | None:
     return "tool_calls" if reason == "stop" and each.tools is not None and each.tools.count else reason
 
 
-def _chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+def chat_logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+    """Log-probabilities of some tokens of an answer; None where they are not asked for."""
     if answer.parsed.params.logprobs is None:
         return None
     return ChatLogprobs(
@@ -127,4 +128,4 @@ def _entry(answer: Answer, token: int, logprob: float) -> dict[str, Any]:
     return {"token": answer.name_of(token), "logprob": max(logprob, LEAST), "bytes": content}
 
 
-CHAT = Endpoint("/v1/chat/completions", ChatBody, "chatcmpl", itself, ChatForm)
+CHAT = Endpoint("/v1/chat/completions", ChatBody, "chatcmpl-", itself, ChatForm)

@@ -108,4 +108,4 @@ def _echoed_logprobs(answer: Answer, index: int) -> CompletionLogprobs | None:
     )
 
 
-COMPLETIONS = Endpoint("/v1/completions", CompletionBody, "cmpl", itself, CompletionForm)
+COMPLETIONS = Endpoint("/v1/completions", CompletionBody, "cmpl-", itself, CompletionForm)

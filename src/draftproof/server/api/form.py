@@ -54,7 +54,7 @@ class Endpoint(Generic[_Body]):
     Attributes:
         path: of its address.
         body: of a request.
-        prefix: of the answer's id.
+        prefix: what the answer's id begins with.
         asked: what a body asks, in the words of OpenAI's endpoints.
         form: of the answer to a body.
         lenient: whether fields that are not known are left out, as the clients of this API expect.

@@ -219,4 +219,4 @@ def _input(arguments: str) -> dict[str, Any]:
     return found
 
 
-MESSAGES = Endpoint("/v1/messages", MessagesBody, "msg", chat_to_answer, form=lambda _: MessagesForm(), lenient=True)
+MESSAGES = Endpoint("/v1/messages", MessagesBody, "msg_", chat_to_answer, form=lambda _: MessagesForm(), lenient=True)

@@ -1,0 +1,396 @@
+"""Answers of /v1/responses: items, and the events of a stream, each with its name and a number.
+
+Nothing is stored, so that an answer's id is good for nothing but logs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pydantic_core import PydanticSerializationError
+from typing_extensions import override
+
+from draftproof.sampling import TokenLogprob
+from draftproof.server.api.answer import Answer, Parts
+from draftproof.server.api.chat import chat_logprobs
+from draftproof.server.api.form import Endpoint, Form
+from draftproof.server.api.openai import json_event
+from draftproof.server.api.responses_chat import chat_of
+from draftproof.server.api.responses_schemas import (
+    FlatSchemaFormat,
+    FunctionTool,
+    IncompleteDetails,
+    InputDetails,
+    NamespaceTool,
+    OutputCall,
+    OutputDetails,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputReasoningText,
+    OutputText,
+    ReasoningOptions,
+    Repeated,
+    ResponseError,
+    ResponsesAnswer,
+    ResponsesBody,
+    ResponseStatus,
+    ResponsesUsage,
+    Status,
+    TextOptions,
+)
+from draftproof.server.errors import ApiError
+from draftproof.server.schemas import ObjectFormat, TextFormat, TokenLogprobAnswer
+from draftproof.server.tools import CallPart
+from draftproof.server.worker import Piece
+
+_Event = tuple[str, dict[str, Any]]  # its type without "response.", and what it says
+
+
+class _Item:
+    """One item of an answer, as far as it has come.
+
+    Args:
+        name: what its id ends with; items of one answer have different ones.
+        text: of it so far.
+
+    Attributes:
+        prefix: what ids of its kind begin with.
+    """
+
+    prefix = ""
+
+    def __init__(self, name: str, text: str = "") -> None:
+        self.id = f"{self.prefix}_{name}"
+        self.text = text
+
+    def shown(self, status: Status) -> OutputItem:
+        """What it is; one in progress has no text yet."""
+        raise NotImplementedError
+
+    def opening(self) -> Iterator[_Event]:
+        """The events between its beginning and its first text."""
+        yield from ()
+
+    def more(self, text: str) -> _Event:
+        """The event for more of its text."""
+        raise NotImplementedError
+
+    def closing(self) -> Iterator[_Event]:
+        """The events between its last text and its end."""
+        raise NotImplementedError
+
+
+class _Reasoning(_Item):
+    prefix = "rs"
+
+    @override
+    def shown(self, status: Status) -> OutputReasoning:
+        content = [] if status == "in_progress" else [OutputReasoningText(text=self.text)]
+        return OutputReasoning(id=self.id, status=status, content=content)
+
+    @override
+    def more(self, text: str) -> _Event:
+        return "reasoning_text.delta", {"content_index": 0, "delta": text}
+
+    @override
+    def closing(self) -> Iterator[_Event]:
+        yield "reasoning_text.done", {"content_index": 0, "text": self.text}
+
+
+class _Message(_Item):
+    prefix = "msg"
+
+    def __init__(self, name: str, text: str = "", logprobs: Sequence[TokenLogprobAnswer] = ()) -> None:
+        super().__init__(name, text)
+        self._logprobs = list(logprobs)
+
+    @property
+    def _part(self) -> OutputText:
+        return OutputText(text=self.text, logprobs=self._logprobs)
+
+    @override
+    def shown(self, status: Status) -> OutputMessage:
+        return OutputMessage(id=self.id, status=status, content=[] if status == "in_progress" else [self._part])
+
+    @override
+    def opening(self) -> Iterator[_Event]:
+        yield "content_part.added", {"content_index": 0, "part": self._part.model_dump()}
+
+    @override
+    def more(self, text: str) -> _Event:
+        return "output_text.delta", {"content_index": 0, "delta": text, "logprobs": []}
+
+    @override
+    def closing(self) -> Iterator[_Event]:
+        yield "output_text.done", {"content_index": 0, "text": self.text, "logprobs": []}
+        yield "content_part.done", {"content_index": 0, "part": self._part.model_dump()}
+
+
+class _Call(_Item):
+    prefix = "fc"
+
+    def __init__(self, name: str, call: CallPart, namespace: str | None) -> None:
+        super().__init__(name, call.arguments)
+        self._call_id = str(call.id)
+        self._name = str(call.name)
+        self._namespace = namespace
+
+    @override
+    def shown(self, status: Status) -> OutputCall:
+        return OutputCall(
+            id=self.id,
+            call_id=self._call_id,
+            name=self._name,
+            namespace=self._namespace,
+            arguments="" if status == "in_progress" else self.text,
+            status=status,
+        )
+
+    @override
+    def more(self, text: str) -> _Event:
+        return "function_call_arguments.delta", {"delta": text}
+
+    @override
+    def closing(self) -> Iterator[_Event]:
+        yield "function_call_arguments.done", {"name": self._name, "arguments": self.text}
+
+
+class ResponseForm(Form):
+    """Answers of /v1/responses.
+
+    The last item of an answer that `max_output_tokens` has ended is incomplete, too. A stream has log-probabilities in
+    the events that add text; those that repeat the text would take too long to make with them.
+
+    Args:
+        body: of the request. What answers repeat of it is kept as JSON, which takes less than the prompt's token ids.
+    """
+
+    def __init__(self, body: ResponsesBody) -> None:
+        self._repeated = _repeated(body)
+        self._namespaces = {
+            each.name: tool.name
+            for tool in body.tools or ()
+            if isinstance(tool, NamespaceTool)
+            for each in tool.tools
+            if isinstance(each, FunctionTool)
+        }
+        self._events_sent = 0
+        self._done: list[OutputItem] = []
+        self._open: _Item | None = None
+
+    @override
+    def whole(self, answer: Answer) -> ResponsesAnswer:
+        items = list(self._items(answer))
+        *first, last = items
+        ended = [each.shown("completed") for each in first]
+        return self._ended(answer, [*ended, last.shown(_status(answer))])
+
+    def _items(self, answer: Answer) -> Iterator[_Item]:
+        """The items of a whole answer."""
+        made = answer.continuations[0]
+        place = 0
+        if made.reasoning:
+            yield _Reasoning(_name(answer, place), made.reasoning)
+            place += 1
+        if made.text or not (made.reasoning or made.calls):
+            yield _Message(_name(answer, place), made.text, _logprobs(answer, made.logprobs))
+            place += 1
+        for number, call in enumerate(made.calls, place):
+            yield self._call(answer, number, call)
+
+    def _call(self, answer: Answer, place: int, call: CallPart) -> _Call:
+        return _Call(_name(answer, place), call, self._namespaces.get(str(call.name)))
+
+    @override
+    def opening(self, answer: Answer) -> bytes:
+        begun = {"response": self._response(answer, "in_progress", []).model_dump()}
+        return self._sent([("created", begun), ("in_progress", begun)])
+
+    @override
+    def piece(self, answer: Answer, piece: Piece, parts: Parts) -> bytes:
+        events = list[_Event]()
+        if parts.reasoning:
+            events += self._more(answer, _Reasoning, parts.reasoning)
+        found = _logprobs(answer, parts.logprobs)
+        if parts.text or (found and answer.parsed.tools is None):
+            events += self._more(answer, _Message, parts.text)
+            events[-1][1]["logprobs"] = [each.model_dump() for each in found]
+        for part in parts.calls:
+            if part.name is not None:
+                call = CallPart(part.place, part.id, part.name)
+                events += self._begin(self._call(answer, self._next, call))
+            if part.arguments:
+                events.append(self._added(part.arguments))
+        return self._sent(events)
+
+    @override
+    def closing(self, answer: Answer) -> bytes:
+        events = list[_Event]()
+        if not self._next:
+            events += self._begin(_Message(_name(answer, 0)))
+        events += self._end(_status(answer))
+        response = self._ended(answer, self._done)
+        events.append((response.status, {"response": response.model_dump()}))
+        return self._sent(events)
+
+    @override
+    def failure(self, answer: Answer, error: ApiError) -> bytes:
+        response = self._response(answer, "failed", self._done)
+        code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
+        response.error = ResponseError(code=code, message=error.message)
+        return self._sent([("failed", {"response": response.model_dump()})])
+
+    # --- items of a stream ----------------------------------------------------------------------------------------
+
+    @property
+    def _next(self) -> int:
+        """The place of the next item."""
+        return len(self._done) + (self._open is not None)
+
+    def _begin(self, item: _Item) -> Iterator[_Event]:
+        """End the item that is open, if there is one, and begin another."""
+        yield from self._end("completed")
+        self._open = item
+        yield "output_item.added", {"output_index": len(self._done), "item": item.shown("in_progress").model_dump()}
+        for kind, facts in item.opening():
+            yield self._of_item(kind, facts)
+
+    def _more(self, answer: Answer, kind: type[_Item], text: str) -> Iterator[_Event]:
+        """Add text to an item of a kind, which begins where none is open."""
+        if not isinstance(self._open, kind):
+            yield from self._begin(kind(_name(answer, self._next)))
+        yield self._added(text)
+
+    def _added(self, text: str) -> _Event:
+        """Add text to the item that is open."""
+        assert self._open is not None, "begun before"
+        self._open.text += text
+        return self._of_item(*self._open.more(text))
+
+    def _end(self, status: Status) -> Iterator[_Event]:
+        """End the item that is open, if there is one."""
+        item = self._open
+        if item is None:
+            return
+        for kind, facts in item.closing():
+            yield self._of_item(kind, facts)
+        made = item.shown(status)
+        yield "output_item.done", {"output_index": len(self._done), "item": made.model_dump()}
+        self._done.append(made)
+        self._open = None
+
+    def _of_item(self, kind: str, facts: dict[str, Any]) -> _Event:
+        """An event that concerns the item that is open."""
+        assert self._open is not None, "begun before"
+        return kind, {"item_id": self._open.id, "output_index": len(self._done), **facts}
+
+    def _sent(self, events: Sequence[_Event]) -> bytes:
+        """Events as bytes, numbered."""
+        made = []
+        for kind, facts in events:
+            name = f"response.{kind}"
+            made.append(json_event({"type": name, "sequence_number": self._events_sent, **facts}, name))
+            self._events_sent += 1
+        return b"".join(made)
+
+    # --- the answer around them -----------------------------------------------------------------------------------
+
+    def _response(self, answer: Answer, status: ResponseStatus, items: Sequence[OutputItem]) -> ResponsesAnswer:
+        params = answer.parsed.params
+        return ResponsesAnswer(
+            id=answer.id,
+            created_at=answer.created,
+            status=status,
+            model=answer.model,
+            output=list(items),
+            max_output_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_logprobs=params.logprobs or 0,
+            **json.loads(self._repeated),
+        )
+
+    def _ended(self, answer: Answer, items: Sequence[OutputItem]) -> ResponsesAnswer:
+        """An answer that has come to its end."""
+        status = _status(answer)
+        response = self._response(answer, status, items)
+        if status == "incomplete":
+            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        used = answer.usage
+        response.usage = ResponsesUsage(
+            input_tokens=used.prompt_tokens,
+            input_tokens_details=InputDetails(cached_tokens=answer.reused),
+            output_tokens=used.completion_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=answer.continuations[0].reasoning_tokens),
+            total_tokens=used.total_tokens,
+        )
+        return response
+
+
+def _name(answer: Answer, place: int) -> str:
+    """What the id of an item ends with."""
+    return f"{answer.id.removeprefix(RESPONSES.prefix)}_{place}"
+
+
+def _status(answer: Answer) -> Status:
+    """How an answer has ended."""
+    return "incomplete" if answer.continuations[0].finish_reason == "length" else "completed"
+
+
+def _logprobs(answer: Answer, found: Sequence[TokenLogprob]) -> list[TokenLogprobAnswer]:
+    made = chat_logprobs(answer, found)
+    return [] if made is None else made.content
+
+
+def _repeated(body: ResponsesBody) -> str:
+    """What an answer repeats of its request, as JSON.
+
+    Raises:
+        ApiError: a tool or a schema cannot be written.
+    """
+    reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
+    choice = body.tool_choice or "auto"
+    made = Repeated(
+        instructions=body.instructions,
+        tools=[_repeated_tool(each) for each in body.tools or () if isinstance(each, FunctionTool | NamespaceTool)],
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+        parallel_tool_calls=body.parallel_tool_calls,
+        text={"format": _repeated_format(text.format)},
+        reasoning={"effort": reasoning.effort, "summary": None},
+        metadata=body.metadata,
+    )
+    try:
+        return made.model_dump_json()
+    except (PydanticSerializationError, ValueError):  # as JSON was read; it may be nested more than can be written
+        raise ApiError("tools or text.format: expected at most 200 levels of valid text, got others") from None
+
+
+def _repeated_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    if isinstance(tool, NamespaceTool):
+        shown = [_repeated_tool(each) for each in tool.tools if isinstance(each, FunctionTool)]
+        return {"type": tool.type, "name": tool.name, "description": tool.description, "tools": shown}
+    return {
+        "type": tool.type,
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+
+
+def _repeated_format(form: TextFormat | ObjectFormat | FlatSchemaFormat | None) -> dict[str, Any]:
+    if not isinstance(form, FlatSchemaFormat):
+        return {"type": "text" if form is None else form.type}
+    return {
+        "type": form.type,
+        "name": form.name,
+        "description": form.description,
+        "schema": form.schema_,
+        "strict": form.strict,
+    }
+
+
+RESPONSES = Endpoint("/v1/responses", ResponsesBody, "resp_", chat_of, ResponseForm)

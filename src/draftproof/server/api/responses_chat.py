@@ -1,0 +1,181 @@
+"""From requests to /v1/responses to chats: what the model is shown is the same as for /v1/chat/completions."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from draftproof.server.api.responses_schemas import (
+    LOGPROBS,
+    AllowedTools,
+    ContentPart,
+    FlatSchemaFormat,
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    FunctionTool,
+    Item,
+    MessageItem,
+    NamedFunctionTool,
+    NamespaceTool,
+    OtherTool,
+    ReasoningItem,
+    ResponsesBody,
+)
+from draftproof.server.errors import ApiError, quoted
+from draftproof.server.parse_request import validated
+from draftproof.server.schemas import (
+    CalledFunction,
+    ChatBody,
+    CommonFields,
+    Message,
+    SchemaFormat,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def chat_of(body: ResponsesBody) -> ChatBody:
+    """What a request asks, as a chat.
+
+    Raises:
+        ApiError: a field that cannot be met.
+    """
+    given: dict[str, Any] = {
+        name: getattr(body, name) for name in CommonFields.model_fields if name in body.model_fields_set
+    }
+    given |= {
+        "messages": _messages(body),
+        "max_completion_tokens": body.max_output_tokens,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "response_format": _response_format(body),
+        **_tools(body),
+    }
+    if LOGPROBS in body.include or body.top_logprobs:
+        given |= {"logprobs": True, "top_logprobs": body.top_logprobs}
+    return validated(ChatBody, given)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def _messages(body: ResponsesBody) -> list[Message]:
+    """The messages of a chat.
+
+    Instructions, and the system messages that follow them, are one system message: many templates take no second one.
+    What the model wrote between two other items, its reasoning, texts and calls, is one message of it.
+    """
+    items: list[Item] = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    first = list(itertools.takewhile(_is_system, items))
+    made = []
+    texts = [*([] if body.instructions is None else [body.instructions]), *_texts_of(first)]
+    if texts:
+        made.append(Message(role="system", content=_content(texts)))
+    for own, found in itertools.groupby(items[len(first) :], _is_of_model):
+        several = list(found)
+        made += [_of_model(several)] if own else map(_of_others, several)
+    return made
+
+
+def _is_system(item: Item) -> bool:
+    return isinstance(item, MessageItem) and item.role in ("system", "developer")
+
+
+def _is_of_model(item: Item) -> bool:
+    if isinstance(item, MessageItem):
+        return item.role == "assistant"
+    return isinstance(item, FunctionCallItem | ReasoningItem)
+
+
+def _of_others(item: Item) -> Message:
+    """The message for an item that the model did not write."""
+    if isinstance(item, FunctionCallOutputItem):
+        return Message(role="tool", tool_call_id=item.call_id, content=_content(_texts(item.output)))
+    assert isinstance(item, MessageItem), "the model wrote all others"
+    return Message(role=item.role, content=_content(_texts(item.content)))
+
+
+def _of_model(items: Sequence[Item]) -> Message:
+    """The one message for items of the model."""
+    thoughts = [part.text for each in items if isinstance(each, ReasoningItem) for part in each.content or each.summary]
+    calls = [
+        ToolCall(id=each.call_id, function=CalledFunction(name=each.name, arguments=each.arguments))
+        for each in items
+        if isinstance(each, FunctionCallItem)
+    ]
+    return Message(
+        role="assistant",
+        reasoning_content="\n".join(thoughts) if thoughts else None,
+        content=_content(_texts_of(items)),
+        tool_calls=calls or None,
+    )
+
+
+def _texts_of(items: Sequence[Item]) -> list[str]:
+    """The texts of the messages among some items."""
+    return [text for each in items if isinstance(each, MessageItem) for text in _texts(each.content)]
+
+
+def _texts(content: str | Sequence[ContentPart]) -> list[str]:
+    return [content] if isinstance(content, str) else [part.text for part in content]
+
+
+def _content(texts: Sequence[str]) -> str | list[TextPart]:
+    """Texts as the content of a message."""
+    return "".join(texts) if len(texts) < 2 else [TextPart(type="text", text=text) for text in texts]
+
+
+# --- form and tools --------------------------------------------------------------------------------------------------
+
+
+def _response_format(body: ResponsesBody) -> Any:
+    found = None if body.text is None else body.text.format
+    return SchemaFormat(type="json_schema", json_schema=found) if isinstance(found, FlatSchemaFormat) else found
+
+
+def _tools(body: ResponsesBody) -> dict[str, Any]:
+    """The fields of a chat that concern tools.
+
+    Raises:
+        ApiError: a choice among tools that are not there.
+    """
+    choice: Any = body.tool_choice
+    functions = functions_of(body)
+    names = {each.name for each in functions}
+    if isinstance(choice, AllowedTools):
+        wanted = {str(each.get("name")) for each in choice.tools if each.get("type") == "function"}
+        if (choice.mode == "required" and not wanted) or not wanted <= names:
+            raise ApiError("tool_choice names a function that is not among the tools", param="tool_choice")
+        functions = [each for each in functions if each.name in wanted]
+        choice = choice.mode
+    if isinstance(choice, NamedFunctionTool):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    _log_others(body)
+    if not functions:
+        if choice not in (None, "none", "auto"):
+            raise ApiError("tool_choice needs tools of type function", param="tool_choice")
+        return {}
+    tools = [Tool(type="function", function=each) for each in functions]
+    return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": body.parallel_tool_calls}
+
+
+def functions_of(body: ResponsesBody) -> list[FunctionTool]:
+    """The functions among the tools of a request."""
+    return [each for tool in body.tools or () for each in _several(tool) if isinstance(each, FunctionTool)]
+
+
+def _several(tool: Any) -> list[Any]:
+    """A tool, or those of a namespace."""
+    return tool.tools if isinstance(tool, NamespaceTool) else [tool]
+
+
+def _log_others(body: ResponsesBody) -> None:
+    """Say which tools the model is not shown."""
+    kinds = {each.type for tool in body.tools or () for each in _several(tool) if isinstance(each, OtherTool)}
+    if kinds:
+        _log.info("the model is not shown tools of type %s", quoted(", ".join(sorted(kinds))))
