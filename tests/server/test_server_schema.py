@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from draftproof.server import schemas
 from draftproof.server.api import messages_request, responses_schemas
+from support import hostile
 from support.served_process import ServedProcess
 from support.serving import running, small_engine, until
 
