@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftproof.errors import UserError
+from draftproof.server.dialects.families import DIALECTS
 
-TOOL_FORMATS = ("auto", "hermes", "llama", "mistral")
+TOOL_FORMATS = ("auto", *sorted(DIALECTS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class Settings:
         max_prompt_tokens: tokens of a prompt; without it the model's context.
         max_tokens_limit: the most tokens that a request may ask for, and a chat's default.
         chat_template: a file with a chat template, in place of the model's.
-        tool_format: how the model writes calls of tools: hermes, llama or mistral; auto reads it from the template.
+        tool_format: how the model writes calls of tools (the guide lists the names); auto finds it by rendering a call
+            with the template.
         json_logs: a JSON object a line on stderr, in place of text.
 
     Raises:
