@@ -10,8 +10,8 @@ import pytest
 
 from draftproof import Engine, SamplingParams
 from draftproof.errors import UserError
-from draftproof.server.parse_request import messages_of
 from draftproof.server.dialects.families import DIALECTS
+from draftproof.server.parse_request import messages_of
 from draftproof.server.schemas import Function, Message
 from draftproof.server.settings import Settings
 from draftproof.server.tools import ToolReader, ToolSet, template_tools

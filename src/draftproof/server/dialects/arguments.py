@@ -6,13 +6,13 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import override
 
 from draftproof.server.dialects.grammar import Grammar, choice, unwritable
 from draftproof.server.dialects.json_schema import (
+    ANY_LETTER,
     Alternative,
     Member,
     Schema,
@@ -180,7 +180,7 @@ class LiteralArguments(Arguments):
         """A value as text."""
         comma = self._notation.comma
         if isinstance(value, str):
-            return self._quoted(value)
+            return _between(self._notation.quotes[0], value) or ""
         if isinstance(value, Mapping):
             shown = (f"{self._named(key)}{self._notation.colon}{self._shown(own)}" for key, own in self._ordered(value))
             return f"{{{comma.join(shown)}}}"
@@ -197,15 +197,6 @@ class LiteralArguments(Arguments):
     def _named(self, name: str) -> str:
         """A name in an object."""
         return _json(name) if self._notation.python else name
-
-    def _quoted(self, text: str) -> str:
-        """A text between the first kind of quotes."""
-        quote = self._notation.quotes[0]
-        if quote == '"':
-            return _json(text)
-        if quote == "'":
-            return f"'{_single(text)}'"
-        return f"{quote}{text}{quote}"
 
     def _members(self, grammar: Grammar, found: Sequence[Member], root: Schema, *, inner: bool) -> str:
         """Terms for the members of an object with commas between them."""
@@ -262,20 +253,17 @@ class LiteralArguments(Arguments):
         return [grammar.json({"allOf": [*given.parts, {"type": kind}]}, {})]
 
     def _strings(self, grammar: Grammar, given: Alternative) -> list[str]:
-        """Terms for texts between quotes."""
-        made, named = [], given.choices
+        """Terms for texts between quotes of any kind that is read."""
+        made = []
         for quote in self._notation.quotes:
-            if named is not None:
-                shown = {'"': _json, "'": lambda text: f"'{_single(text)}'"}.get(
-                    quote, lambda text: quote + text + quote
-                )
-                made += [grammar.text(shown(text)) for text in _texts(given) if quote in "'\"" or quote not in text]
+            if given.choices is not None:
+                made += [grammar.text(shown) for text in _texts(given) if (shown := _between(quote, text)) is not None]
             elif quote == '"':
                 made.append(grammar.json({"allOf": [*given.parts, {"type": "string"}]}, {}))
             elif quote != "'":
                 made.append(f"{grammar.text(quote)} {grammar.raw(given.patterns, quote)}")
             elif not any("pattern" in part or "format" in part for part in given.parts):
-                sizes = [each.removeprefix(r"(.|\n)") for each in given.patterns] or ["*"]
+                sizes = [each.removeprefix(ANY_LETTER) for each in given.patterns] or ["*"]
                 made.append(grammar.terminal(" & ".join(f"/'{_SINGLE_QUOTED}{size}'/" for size in sizes)))
         return made
 
@@ -311,9 +299,14 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _single(text: str) -> str:
-    """What a text is between single quotes."""
-    return json.dumps(text, ensure_ascii=False)[1:-1].replace(r"\"", '"').replace("'", r"\'")
+def _between(quote: str, text: str) -> str | None:
+    """A text between quotes; None where it cannot stand there."""
+    if quote == '"':
+        return _json(text)
+    if quote == "'":
+        inner = _json(text)[1:-1].replace(r"\"", '"').replace("'", r"\'")
+        return f"'{inner}'"
+    return None if quote in text else f"{quote}{text}{quote}"
 
 
 def _texts(given: Alternative) -> list[str]:

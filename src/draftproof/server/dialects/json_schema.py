@@ -11,8 +11,9 @@ from typing import Any
 from draftproof.errors import UserError
 
 KINDS = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
-ANY_TEXT = r"(.|\n)*"
-NO_LEAST = r"(.|\n){0,"  # how the pattern of a text begins that may be as short as it likes
+ANY_LETTER = r"(.|\n)"
+ANY_TEXT = f"{ANY_LETTER}*"
+NO_LEAST = f"{ANY_LETTER}{{0,"  # how the pattern of a text begins that may be as short as it likes
 _NOT_TEXT = {
     "null": "null",
     "boolean": "true|false",
@@ -72,7 +73,7 @@ class Alternative:
         for part in self.parts:
             least, most = part.get("minLength", 0), part.get("maxLength")
             if least or most is not None:
-                made.append(rf"(.|\n){{{least},{'' if most is None else most}}}")
+                made.append(f"{ANY_LETTER}{{{least},{'' if most is None else most}}}")
             if "pattern" in part:
                 made.append(_whole(str(part["pattern"])))
         return made

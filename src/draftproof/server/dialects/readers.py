@@ -17,7 +17,6 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _SCALAR = re.compile(r"[\w.+-]+")
 _ATOM = re.compile(r"([^\s,:()\[\]{}<>]+)(?=[\s,:()\[\]{}<>])")
 _MAY_BE_WORD = re.compile(r"n(ul?)?|null|t(ru?)?|true|f(a(ls?)?)?|false|-?[0-9]*\.?[0-9]*([eE][+-]?[0-9]*)?")
-_GAP = re.compile(r"[,\s]*")
 _DOUBLE = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)
 _SINGLE = re.compile(r"(?:[^'\\]|\\.)*", re.DOTALL)
 _ESCAPED = re.compile(r"\\.|\"", re.DOTALL)
@@ -36,18 +35,19 @@ class Reader(ABC):
         self.rest = ""
         self.done = False
         self._made = ""
+        self._read: Callable[[], bool] = self._begin  # reads a part of the rest; whether there was enough of it
 
     def read(self, text: str) -> str:
         """The JSON that a piece of text adds."""
         self.rest += text
         self._made = ""
-        while not self.done and self._step():
+        while not self.done and self._read():
             pass
         return self._made
 
     @abstractmethod
-    def _step(self) -> bool:
-        """Read a part of the rest; whether there was enough of it."""
+    def _begin(self) -> bool:
+        """Read the beginning."""
 
     def _emit(self, made: str, size: int) -> bool:
         """Add JSON, and take what it stands for away."""
@@ -101,7 +101,7 @@ class JsonReader(Reader):
         self._scanner = JsonScanner()
 
     @override
-    def _step(self) -> bool:
+    def _begin(self) -> bool:
         size = self._scanner.take(self.rest)
         self.done = self._scanner.done
         return bool(size) and self._emit(self.rest[:size], size)
@@ -136,14 +136,10 @@ class TaggedReader(Reader):
         self._kinds = kinds
         self._allowed = frozenset[str]()
         self._first = True
-        self._read: Callable[[], bool] = self._name
         self._scanner = JsonScanner()
 
     @override
-    def _step(self) -> bool:
-        return self._read()
-
-    def _name(self) -> bool:
+    def _begin(self) -> bool:
         """The name of an argument, or the end."""
         before, between = self._tags.before, self._tags.between
         if not self.rest.startswith(before):
@@ -196,7 +192,7 @@ class TaggedReader(Reader):
         """What stands after a value."""
         if len(self.rest) < len(self._tags.after):
             return False
-        self._read = self._name
+        self._read = self._begin
         return self._emit("", len(self._tags.after))
 
 
@@ -234,18 +230,15 @@ class LiteralReader(Reader):
         self._closers = [end]
         self._fresh = True
         self._quote = ""
-        self._read: Callable[[], bool] = self._item
-        self._opened = False
 
     @override
-    def _step(self) -> bool:
-        if not self._opened:
-            self._opened = self._emit("{", 0)
-        return self._read()
+    def _begin(self) -> bool:
+        self._read = self._item
+        return self._emit("{", 0)
 
     def _item(self) -> bool:
         """What follows in an array or object: its end, or one more."""
-        gap = len(_GAP.match(self.rest)[0])
+        gap = len(self.rest) - len(self.rest.lstrip(", \n"))
         letter = self.rest[gap : gap + 1]
         if letter == self._closers[-1]:
             self._closers.pop()
@@ -300,11 +293,12 @@ class LiteralReader(Reader):
     def _text(self) -> bool:
         """A text, up to the quote that ends it."""
         if self._quote in ("'", '"'):
-            value = (_DOUBLE if self._quote == '"' else _SINGLE).match(self.rest)[0]
+            found = (_DOUBLE if self._quote == '"' else _SINGLE).match(self.rest)
+            value = found[0] if found else ""
             made = value if self._quote == '"' else _unquoted(value)
         else:
-            value, found, _ = self.rest.partition(self._quote)
-            value = value[: len(value) - (0 if found else overlap(value, self._quote))]
+            value, ended, _ = self.rest.partition(self._quote)
+            value = value[: len(value) - (0 if ended else overlap(value, self._quote))]
             made = json.dumps(value, ensure_ascii=False)[1:-1]
         self._emit(made, len(value))
         if not self.rest.startswith(self._quote):
