@@ -71,7 +71,7 @@ def format_of(tokenizer: Any, given: str) -> Dialect:
     if found.dialect is None:
         raise ApiError(
             f"the format of this model's tool calls is unknown, as its chat template {found.why}: start the server "
-            "with --tool-format NAME (draftproof serve --help lists the names)",
+            "with --tool-format NAME; the guide to serving lists the names",
             param="tools",
         )
     return found.dialect
