@@ -1,5 +1,6 @@
-"""Dialects of tool calls: what is written fits the grammar and is read back, and what the grammar makes fits its schema."""
+"""Dialects of tool calls: what is written fits the grammar and is read back; what the grammar makes fits the schema."""
 
+import itertools
 import json
 import random
 import re
@@ -46,7 +47,7 @@ def read(tools, text, cuts=()):
     """Text and calls of an answer that comes in pieces."""
     reader, said, calls = ToolReader(tools), "", []
     edges = [0, *cuts, len(text)]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in itertools.pairwise(edges):
         more, parts = reader.read(text[begin:end], last=end == len(text))
         said += more
         for part in parts:
@@ -175,7 +176,7 @@ def test_special_tokens_as_tags(name):
     """Tags that are tokens are drawn as these tokens, and their letters by themselves are none."""
     dialect = DIALECTS[name]
     tokenizer, specials = with_special_tokens(dialect)
-    reads = from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"))
+    reads = from_tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"))  # noqa: S106 - no password
     function = {"name": "get_weather", "parameters": WEATHER}
     calls = [Call("get_weather", {"city": "<b>O's\n", "days": 3}), Call("get_weather", {"city": "", "days": 4})]
     text = dialect.written(calls)

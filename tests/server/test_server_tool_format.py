@@ -1,25 +1,28 @@
 """Which dialect a chat template teaches: templates in the style of each family, and what is said where none fits."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from draftproof.server.dialects import detection
 from draftproof.server.dialects.detection import fitted, format_of, taught
-from draftproof.server.dialects.families import DIALECTS
+from draftproof.server.dialects.families import DIALECTS, Call
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import messages_of
-from draftproof.server.schemas import Message
+from draftproof.server.schemas import Function, Message
+from draftproof.server.tools import ToolSet
 from support.call_templates import NO_HISTORY, TEMPLATES, UNKNOWN, template
 from support.serving import error_of, post, running
 from support.tools import ASK, CHAT, TOOLS, WEATHER, Weather, stories
 
 
 def tokenizer_of(text):
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
     made.chat_template = text
     return made
 
@@ -81,7 +84,7 @@ def test_a_template_that_no_dialect_reproduces(text, why):
         ("<tool_call>NAME\n<arg_key>K</arg_key>\n<arg_value>V</arg_value>", "glm"),
         ("<tool_call>NAME<arg_key>K</arg_key><arg_value>V</arg_value>", "glm-compact"),
         ('{"name": NAME, "parameters": dictionary}', "llama"),
-        ("<|tool_call_start|>", "lfm2"),
+        ("<|tool_list_start|>", "lfm2"),
     ],
 )
 def test_signs_count_where_the_template_leaves_calls_out(hint, name):
@@ -95,7 +98,7 @@ def test_signs_do_not_count_where_the_template_writes_calls():
 
 def test_it_is_found_out_once(monkeypatch):
     counted = []
-    monkeypatch.setattr(detection, "_rendered", lambda *args, **options: counted.append(args))
+    monkeypatch.setattr(detection, "_rendered", lambda *args, **_: counted.append(args))
     tokenizer = tokenizer_of(TEMPLATES["hermes"])
     for _ in range(3):
         taught(tokenizer)
@@ -149,6 +152,18 @@ def test_earlier_calls_as_each_template_takes_them():
     assert shown("hermes", "mistral")[0] == [first, second]
 
 
+def test_calls_that_the_template_leaves_out_are_content():
+    tokenizer = tokenizer_of(NO_HISTORY.replace("HINT", "<tool_call>"))
+    _, said, first, _ = fitted(messages_of(HISTORY), tokenizer, "auto")
+    assert "tool_calls" not in said
+    written = DIALECTS["hermes"].written([Call("now", {}), Call("look", {"at": "é"})])
+    assert (said["content"], first["name"]) == (written, "now")
+    text = tokenizer.apply_chat_template([said], tools=TOOLS, tokenize=False)
+    assert written in text
+    bare = tokenizer.apply_chat_template([messages_of(HISTORY)[1]], tools=TOOLS, tokenize=False)
+    assert written not in bare, "else the test says nothing"
+
+
 def test_messages_without_calls_stay_as_they_are():
     said = [{"role": "user", "content": "hello"}]
     assert fitted(said, None, "auto") == said
@@ -183,22 +198,52 @@ def test_served_calls_fit_their_schemas_with_and_without_drafts(name):
     assert len(complete) > 3
 
 
-def test_a_schema_that_a_dialect_cannot_keep_to():
+def chain(end, size):
+    """Definitions that each refer to the next one twice: as many ways as a power of two."""
+    made = {f"d{place}": {"anyOf": [{"$ref": f"#/$defs/d{place + 1}"}] * 2} for place in range(size)}
+    return {**made, f"d{size}": end}
+
+
+def city(schema, **options):
+    return {**WEATHER, "properties": {"city": schema}, "required": ["city"], **options}
+
+
+UNWRITABLE = [
+    ({**WEATHER, "minProperties": 1}, "minProperties"),
+    ({**WEATHER, "anyOf": [{"required": ["city"]}, {"required": ["days"]}]}, "2 alternatives"),
+    (city({"$ref": "#/none"}), "#/$defs/"),
+    (city({"$ref": "#/$defs/a"}), "not in it"),
+    (city({"$ref": "#/$defs/a"}, **{"$defs": {"a": {"$ref": "#/$defs/a"}}}), "32 references"),
+    (city({"$ref": "#/$defs/d0"}, **{"$defs": chain({"type": "string"}, 7)}), "64 alternatives"),
+    (city({"$ref": "#/$defs/d0"}, **{"$defs": chain({"enum": []}, 12)}), "512 references"),
+    ({**WEATHER, "properties": []}, "properties"),
+    (city({"type": "string", "not": {}}), "not"),
+    (city({"type": [["a"]]}), "type"),
+    (city(7), "int"),
+    (city({"type": "string", "minLength": 9, "maxLength": 2}), "grammar"),
+    (city({"enum": []}), "grammar"),
+    (city({"enum": ["x\n</parameter>"]}), "without any value"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "said"), UNWRITABLE, ids=range(len(UNWRITABLE)))
+def test_a_schema_that_a_dialect_cannot_keep_to(parameters, said):
+    function = Function.model_validate({"name": "f", "parameters": parameters})
+    tools = ToolSet(DIALECTS["qwen-xml"], (function,), must=True, several=True, specials={})
+    if said == "grammar":  # only llguidance knows
+        assert LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(tools.grammar(None)))
+        return
+    with pytest.raises(ApiError, match=re.escape(said)) as caught:
+        tools.grammar(None)
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+def test_an_unwritable_schema_is_a_400():
     engine = stories(drafter="none")
     engine.tokenizer.chat_template = TEMPLATES["qwen-xml"]
     with running(engine) as (base, _):
-        for parameters, said in (
-            ({**WEATHER, "minProperties": 1}, "minProperties"),
-            ({**WEATHER, "anyOf": [{"required": ["city"]}, {"required": ["days"]}]}, "2 alternatives"),
-            ({**WEATHER, "properties": {"city": {"$ref": "#/none"}}}, "#/$defs/"),
-            ({**WEATHER, "properties": {"city": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "32"),
-            ({**WEATHER, "properties": []}, "properties"),
-            ({**WEATHER, "properties": {"city": {"type": "string", "not": {}}}}, "not"),
-            ({**WEATHER, "properties": {"city": {"type": [["a"]]}}}, "type"),
-            ({**WEATHER, "properties": {"city": 7}}, "int"),
-        ):
+        for parameters in (UNWRITABLE[0][0], city({"type": "string", "minLength": 9, "maxLength": 2})):
             tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
             answer = post(base, CHAT, messages=ASK, tools=[tool], tool_choice="required", max_tokens=2)
             assert answer.status_code == 400, answer.text
             assert error_of(answer)["param"] == "tools"
-            assert said in error_of(answer)["message"]

@@ -26,7 +26,9 @@ def _text(text):
 
 def _each(item, between=""):
     """A loop over arguments: the name `k`, and the value `v`."""
-    return "{% for k, v in f.arguments.items() %}" + item + "{% if not loop.last %}" + between + "{% endif %}{% endfor %}"
+    return (
+        "{% for k, v in f.arguments.items() %}" + item + "{% if not loop.last %}" + between + "{% endif %}{% endfor %}"
+    )
 
 
 _RAW = "{{ v if v is string else v | tojson }}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from draftproof.server.dialects.grammar import Grammar, choice, unwritable
+from draftproof.server.dialects.grammar import Grammar, choice
 from draftproof.server.dialects.json_schema import (
     ANY_LETTER,
     Alternative,
@@ -22,6 +22,7 @@ from draftproof.server.dialects.json_schema import (
     kinds,
     members,
     not_texts,
+    unwritable,
 )
 from draftproof.server.dialects.readers import JsonReader, LiteralReader, Notation, Reader, TaggedReader, Tags
 

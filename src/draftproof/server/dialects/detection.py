@@ -43,11 +43,13 @@ class Taught:
         dialect: that reproduces its rendering of a call; None where none does.
         why: there is none.
         as_text: whether the template takes arguments as JSON text only, and not as objects.
+        renders: whether the template writes the calls of earlier messages at all.
     """
 
     dialect: Dialect | None
-    why: str
-    as_text: bool
+    why: str = ""
+    as_text: bool = False
+    renders: bool = True
 
 
 _known: weakref.WeakKeyDictionary[Any, dict[str, Taught]] = weakref.WeakKeyDictionary()
@@ -119,16 +121,16 @@ def _found(tokenizer: Any, template: str) -> Taught:
         written = {each.name: _same_quotes(each.written([Call(_NAME, arguments)])) for each in DIALECTS.values()}
         fitting = [name for name, text in written.items() if turn is not None and text in _same_quotes(turn)]
         if fitting:
-            return Taught(DIALECTS[max(fitting, key=lambda name: len(written[name]))], "", as_text)
+            return Taught(DIALECTS[max(fitting, key=lambda name: len(written[name]))], as_text=as_text)
     turns = [(as_text, turn) for _, as_text, turn in renderings if turn is not None]
-    text_only = bool(turns) and all(as_text for as_text, _ in turns)
     if any(_NAME in turn for _, turn in turns):
-        return Taught(None, "writes them in none of the known ways", text_only)
-    why = "leaves the calls of earlier messages out" if turns else "refuses messages with calls"
-    signs = [each for each in DIALECTS.values() if all(sign in template for sign in each.signs)]
+        text_only = all(as_text for as_text, _ in turns)
+        return Taught(None, "writes them in none of the known ways", as_text=text_only)
+    signs = [each for each in DIALECTS.values() if each.signs and all(sign in template for sign in each.signs)]
     if signs:  # of several, the one that is told by most
-        return Taught(max(signs, key=lambda each: sum(map(len, each.signs))), "", text_only)
-    return Taught(None, f"{why} and names no known marker", text_only)
+        return Taught(max(signs, key=lambda each: sum(map(len, each.signs))), renders=False)
+    why = "leaves the calls of earlier messages out" if turns else "refuses messages with calls"
+    return Taught(None, f"{why} and names no known marker", renders=False)
 
 
 def _rendered(tokenizer: Any, call_id: str, arguments: Mapping[str, Any], *, as_text: bool) -> str | None:
@@ -161,6 +163,8 @@ def _same_quotes(text: str) -> str:
 def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> list[dict[str, Any]]:
     """Messages with their calls as this model's chat template takes them: the form of arguments, and of ids.
 
+    Calls that the template leaves out are written into the content.
+
     Args:
         messages: as chat templates take them, arguments as objects.
         tokenizer: with the chat template.
@@ -173,8 +177,9 @@ def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> li
         return [*messages]
     found = taught(tokenizer)
     dialect = found.dialect if given == "auto" else DIALECTS[given]
-    names = _Ids("any" if dialect is None else dialect.ids)
-    return [_fitted(each, names, as_text=found.as_text) for each in messages]
+    ids = _Ids("any" if dialect is None else dialect.ids)
+    written = None if found.renders else dialect
+    return [_fitted(each, ids, written, as_text=found.as_text) for each in messages]
 
 
 class _Ids:
@@ -207,15 +212,19 @@ class _Ids:
         return {**made, "name": self._names[call_id]} if call_id in self._names else made
 
 
-def _fitted(message: dict[str, Any], ids: _Ids, *, as_text: bool) -> dict[str, Any]:
-    """One message."""
+def _fitted(message: dict[str, Any], ids: _Ids, written: Dialect | None, *, as_text: bool) -> dict[str, Any]:
+    """One message; its calls are in the content if it is said in which dialect."""
     if message["role"] == "tool":
         return {**message, **ids.result(message["tool_call_id"])}
     if "tool_calls" not in message:
         return message
-    made = []
+    made, calls = [], []
     for call in message["tool_calls"]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
+        calls.append(Call(name, arguments, ids.of(call["id"], name)))
         shown = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
-        made.append({**call, "id": ids.of(call["id"], name), "function": {"name": name, "arguments": shown}})
-    return {**message, "tool_calls": made}
+        made.append({**call, "id": calls[-1].id, "function": {"name": name, "arguments": shown}})
+    if written is None:
+        return {**message, "tool_calls": made}
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": message["content"] + written.written(calls)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from draftproof.server.dialects.arguments import Arguments, JsonArguments, LiteralArguments, TaggedArguments
-from draftproof.server.dialects.grammar import Grammar, choice
+from draftproof.server.dialects.grammar import Grammar, choice, dumped
 from draftproof.server.dialects.readers import Notation
 
 _NAME = r"[\w.:/-]{1,128}"
@@ -57,7 +57,7 @@ class Dialect:
         parallel: whether an answer may hold several calls.
         ids: of calls, as chat templates take them: any, `short` ones of nine letters and digits, or `numbered` as in
             `functions.NAME:0`.
-        signs: a chat template that has all of these, and writes no call itself, teaches this dialect.
+        signs: a chat template that has all of these, and writes no call itself, teaches this dialect; none for never.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Dialect:
     closing: str = ""
     parallel: bool = True
     ids: str = "any"
-    signs: tuple[str, ...]
+    signs: tuple[str, ...] = ()
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -122,6 +122,7 @@ class Dialect:
     def _call(self, grammar: Grammar, function: Signature) -> str:
         """The rule for a call of a function."""
         head = self._text(grammar, f"{self.head}{function.name}{self.middle}")
+        dumped(function.parameters)  # refuses what is no JSON
         inner = self.arguments.terms(grammar, function.parameters)
         return grammar.rule(f"{head} {inner} {self._text(grammar, self.tail)}")
 
@@ -247,7 +248,6 @@ DIALECTS = {
             tail="",
             between="[TOOL_CALLS]",
             ids="short",
-            signs=("[TOOL_CALLS]{{",),
         ),
         Dialect(
             name="mistral",
@@ -345,7 +345,7 @@ DIALECTS = {
             tail=")",
             between=", ",
             closing="]<|tool_call_end|>",
-            signs=("<|tool_call_start|>",),
+            signs=("<|tool_list_start|>",),
         ),
         Dialect(
             name="olmo",

@@ -76,13 +76,9 @@ class Grammar:
         """
         own = schema.get("x-guidance")
         made = {**schema, "x-guidance": {**style, **(own if isinstance(own, dict) else {})}}
-        try:
-            text = json.dumps(made, allow_nan=False)
-            if '"$ref"' in text:
-                definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
-                text = json.dumps({**definitions, **made}, allow_nan=False)
-        except (ValueError, RecursionError):
-            raise UserError("a schema holds what JSON cannot: numbers that are none, or too many levels") from None
+        text = dumped(made)
+        if '"$ref"' in text:
+            text = dumped({**{key: root[key] for key in ("$defs", "definitions") if key in root}, **made})
         return self.rule(f"%json {text}")
 
     def raw(self, patterns: Sequence[str], end: str, *, without: Sequence[str] = ()) -> str:
@@ -124,6 +120,13 @@ def choice(terms: Sequence[str]) -> str:
     return terms[0] if len(terms) == 1 else f"({' | '.join(terms)})"
 
 
-def unwritable(what: Any) -> UserError:
-    """The error for a value that a dialect has no text for."""
-    return UserError(f"the schema of a tool has {what}, which this model's way to write calls cannot hold")
+def dumped(schema: Schema) -> str:
+    """A schema as JSON.
+
+    Raises:
+        UserError: it holds what JSON cannot.
+    """
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise UserError("a schema holds what JSON cannot: numbers that are none, or too many levels") from None

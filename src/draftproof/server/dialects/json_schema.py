@@ -23,6 +23,7 @@ _NOT_TEXT = {
     "object": r"\{(.|\n)*",
 }  # what is read as another kind of value than a text, where values have no quotes
 _MOST_LEVELS = 32  # of references and alternatives without a value between them
+_MOST_STEPS = 512
 _MOST_ALTERNATIVES = 64
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "type": (str, list),
@@ -110,30 +111,38 @@ class Member:
     required: bool
 
 
-def alternatives(schema: Schema, root: Schema, depth: int = 0) -> list[Alternative]:
+def alternatives(schema: Schema, root: Schema) -> list[Alternative]:
     """The ways in which a value may fit a schema.
 
     Args:
         schema: of the value.
         root: of all arguments, which references point into.
-        depth: of references and alternatives so far.
 
     Raises:
         UserError: a reference that leads nowhere or around, or a keyword that only a reader of whole values could obey.
     """
-    if depth > _MOST_LEVELS:
-        raise UserError(f"the schema of a tool: expected at most {_MOST_LEVELS} references in a row, got more")
+    return _alternatives(schema, root, 0, itertools.count())
+
+
+def _alternatives(schema: Schema, root: Schema, depth: int, steps: Iterator[int]) -> list[Alternative]:
+    if depth > _MOST_LEVELS or next(steps) > _MOST_STEPS:
+        raise UserError(
+            f"the schema of a tool: expected at most {_MOST_LEVELS} references in a row and {_MOST_STEPS} references "
+            "and alternatives for one value, got more"
+        )
     _check(schema)
     if unread := sorted(_UNREADABLE & schema.keys()):
-        raise UserError(f"the schema of a tool has {unread[0]}, which this model's way to write calls cannot keep to")
+        raise unwritable(unread[0])
+    inner = depth + 1
     own = {key: value for key, value in schema.items() if key not in {"$ref", "allOf", "anyOf", "oneOf"}}
     parts: list[list[Alternative]] = [[Alternative((own,))]]
     if "$ref" in schema:
-        parts.append(alternatives(referred(str(schema["$ref"]), root), root, depth + 1))
-    parts += [alternatives(as_schema(each), root, depth + 1) for each in schema.get("allOf", ())]
+        parts.append(_alternatives(referred(str(schema["$ref"]), root), root, inner, steps))
+    parts += [_alternatives(as_schema(each), root, inner, steps) for each in schema.get("allOf", ())]
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            parts.append([made for each in schema[key] for made in alternatives(as_schema(each), root, depth + 1)])
+            found = (_alternatives(as_schema(each), root, inner, steps) for each in schema[key])
+            parts.append([*itertools.chain.from_iterable(found)])
     made = [
         Alternative(tuple(itertools.chain.from_iterable(each.parts for each in chosen)))
         for chosen in itertools.islice(itertools.product(*parts), _MOST_ALTERNATIVES + 1)
@@ -158,9 +167,7 @@ def members(given: Alternative, root: Schema) -> list[Member]:
     required: dict[str, None] = {}
     for part in given.parts:
         if unread := sorted(_UNREADABLE_OBJECT & part.keys()):
-            raise UserError(
-                f"the schema of a tool has {unread[0]}, which this model's way to write calls cannot keep to"
-            )
+            raise unwritable(unread[0])
         for name, schema in part.get("properties", {}).items():
             found.setdefault(name, []).append(as_schema(schema))
         required |= dict.fromkeys(part.get("required", ()))
@@ -223,6 +230,11 @@ def as_schema(given: Any) -> Schema:
 def not_texts(allowed: frozenset[str]) -> dict[str, str]:
     """Patterns of what is read as another value than a text where values of these kinds may stand without quotes."""
     return {kind: pattern for kind, pattern in _NOT_TEXT.items() if kind in allowed}
+
+
+def unwritable(what: str) -> UserError:
+    """The error for what a dialect has no text for."""
+    return UserError(f"the schema of a tool has {what}, which this model's way to write calls cannot hold")
 
 
 def regex_of(text: str) -> str:
