@@ -113,6 +113,26 @@ def test_what_the_grammar_refuses(name):
     assert not fits(tools_of(dialect, [{"name": "get_weather", "parameters": WEATHER}], several=False), two)
 
 
+@pytest.mark.parametrize("name", DIALECTS)
+def test_equal_references_into_different_definitions(name):
+    """Each function has definitions of its own, whatever they are called."""
+    functions = [
+        {
+            "name": each,
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/A"}},
+                "required": ["a"],
+                "$defs": {"A": {"type": "array", "items": {"type": kind}}},
+            },
+        }
+        for each, kind in (("f", "integer"), ("g", "boolean"))
+    ]
+    tools = tools_of(DIALECTS[name], functions)
+    for name_of, value, legal in (("f", 7, True), ("f", True, False), ("g", True, True), ("g", 7, False)):
+        assert fits(tools, DIALECTS[name].written([Call(name_of, {"a": [value]})])) is legal
+
+
 def wander(tools, rng, most):
     """A text that the grammar allows, by a random walk; None where it does not end."""
     matcher, text = matcher_of(tools), b""

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from llguidance import LLMatcher
@@ -15,6 +16,7 @@ from draftproof.server.dialects.families import DIALECTS, Call
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import messages_of
 from draftproof.server.schemas import Function, Message
+from draftproof.server.settings import TOOL_FORMATS
 from draftproof.server.tools import ToolSet
 from support.call_templates import NO_HISTORY, TEMPLATES, UNKNOWN, template
 from support.serving import error_of, post, running
@@ -38,6 +40,13 @@ def unsigned(monkeypatch):
 @pytest.mark.parametrize("name", DIALECTS)
 def test_a_template_in_the_style_of_each_family(name):
     assert format_of(tokenizer_of(TEMPLATES[name]), "auto").name == name
+
+
+def test_the_guide_lists_every_dialect():
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "serve.md").read_text(encoding="utf-8")
+    table = guide[guide.index("| `--tool-format` |") :].partition("\n\n")[0]
+    listed = {name for line in table.splitlines()[2:] for name in re.findall("`([^`]+)`", line.split("|")[1])}
+    assert listed == {*DIALECTS} == {*TOOL_FORMATS} - {"auto"}
 
 
 @pytest.mark.usefixtures("unsigned")

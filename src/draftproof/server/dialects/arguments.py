@@ -19,6 +19,7 @@ from draftproof.server.dialects.json_schema import (
     alternatives,
     arguments,
     as_schema,
+    definitions,
     kinds,
     members,
     not_texts,
@@ -232,7 +233,8 @@ class LiteralArguments(Arguments):
                 raise unwritable("a value that nothing fits")
             return " | ".join(dict.fromkeys(made))
 
-        return grammar.recursive(_json(schema), body)
+        key = _json(schema)
+        return grammar.recursive(f"{key} {_json(definitions(root))}" if '"$ref"' in key else key, body)
 
     def _kind(self, grammar: Grammar, given: Alternative, kind: str, root: Schema) -> list[str]:
         """Terms for values of one kind."""
@@ -274,7 +276,9 @@ class LiteralArguments(Arguments):
             if any(part.get(key) for part in given.parts):
                 raise unwritable(key)
         least, most = given.value("minItems", 0), given.value("maxItems", None)
-        if most is not None and most < max(least, 1):
+        if most is not None and most < least:
+            raise unwritable("an array with fewer items than it must have")
+        if most == 0:
             return grammar.text("[]")
         item = self._value(grammar, as_schema(given.value("items", default=True)), root)
         more = (

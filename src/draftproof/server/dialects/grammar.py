@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from draftproof.errors import UserError
-from draftproof.server.dialects.json_schema import ANY_TEXT, NO_LEAST, Schema, regex_of
+from draftproof.server.dialects.json_schema import ANY_TEXT, NO_LEAST, Schema, definitions, regex_of
 
 SPACED = {
     "whitespace_flexible": False,
@@ -78,7 +78,7 @@ class Grammar:
         made = {**schema, "x-guidance": {**style, **(own if isinstance(own, dict) else {})}}
         text = dumped(made)
         if '"$ref"' in text:
-            text = dumped({**{key: root[key] for key in ("$defs", "definitions") if key in root}, **made})
+            text = dumped({**definitions(root), **made})
         return self.rule(f"%json {text}")
 
     def raw(self, patterns: Sequence[str], end: str, *, without: Sequence[str] = ()) -> str:

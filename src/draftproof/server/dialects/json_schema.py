@@ -212,6 +212,11 @@ def referred(reference: str, root: Schema) -> Schema:
     return as_schema(where)
 
 
+def definitions(root: Schema) -> dict[str, Any]:
+    """What references point to."""
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
 def as_schema(given: Any) -> Schema:
     """A schema as an object; the schema `true` allows everything.
 
