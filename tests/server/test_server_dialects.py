@@ -133,6 +133,66 @@ def test_equal_references_into_different_definitions(name):
         assert fits(tools, DIALECTS[name].written([Call(name_of, {"a": [value]})])) is legal
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"o": {"k": [true, null]}, "s": "it\'s"}}\n</tool_call>'),
+        (
+            "qwen-xml",
+            (
+                '<tool_call>\n<function=f>\n<parameter=o>\n{"k": [true, null]}\n</parameter>\n<parameter=s>\nit\'s\n'
+                "</parameter>\n</function>\n</tool_call>"
+            ),
+        ),
+        (
+            "glm",
+            (
+                '<tool_call>f\n<arg_key>o</arg_key>\n<arg_value>{"k": [true, null]}</arg_value>\n<arg_key>s</arg_key>\n'
+                "<arg_value>it's</arg_value>\n</tool_call>"
+            ),
+        ),
+        ("lfm2", '<|tool_call_start|>[f(o={"k": [True, None]}, s="it\'s")]<|tool_call_end|>'),
+        ("olmo", '<function_calls>f(o={"k": [true, null]}, s="it\'s")</function_calls>'),
+        ("gemma", '<|tool_call>call:f{o:{k:[true,null]},s:<|"|>it\'s<|"|>}<tool_call|>'),
+        ("functiongemma", "<start_function_call>call:f{o:{k:[true,null]},s:<escape>it's<escape>}<end_function_call>"),
+        (
+            "minimax",
+            (
+                '<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"k": [true, null]}</parameter>\n'
+                '<parameter name="s">it\'s</parameter>\n</invoke>\n</minimax:tool_call>'
+            ),
+        ),
+        ("mistral-args", '[TOOL_CALLS]f[ARGS]{"o": {"k": [true, null]}, "s": "it\'s"}'),
+        (
+            "kimi",
+            (
+                "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+                '{"o": {"k": [true, null]}, "s": "it\'s"}<|tool_call_end|><|tool_calls_section_end|>'
+            ),
+        ),
+        (
+            "deepseek",
+            (
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
+                '{"o": {"k": [true, null]}, "s": "it\'s"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+            ),
+        ),
+    ],
+)
+def test_what_is_written(name, text):
+    """The texts themselves: the other tests would pass if writing, grammar and reading were wrong in the same way."""
+    call = Call("f", {"o": {"k": [True, None]}, "s": "it's"})
+    assert DIALECTS[name].written([call]) == text
+
+
+def test_single_quotes_are_read_and_allowed():
+    dialect = DIALECTS["lfm2"]
+    tools = tools_of(dialect, [{"name": "get_weather", "parameters": WEATHER}])
+    text = dialect.marker + "[get_weather(city='O\\'s \"lo\"', days=3)]<|tool_call_end|>"
+    assert fits(tools, text)
+    assert [json.loads(arguments) for _, arguments in read(tools, text)[1]] == [{"city": 'O\'s "lo"', "days": 3}]
+
+
 def wander(tools, rng, most):
     """A text that the grammar allows, by a random walk; None where it does not end."""
     matcher, text = matcher_of(tools), b""

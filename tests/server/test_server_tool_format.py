@@ -45,8 +45,9 @@ def test_a_template_in_the_style_of_each_family(name):
 def test_the_guide_lists_every_dialect():
     guide = (Path(__file__).parents[2] / "docs" / "guide" / "serve.md").read_text(encoding="utf-8")
     table = guide[guide.index("| `--tool-format` |") :].partition("\n\n")[0]
-    listed = {name for line in table.splitlines()[2:] for name in re.findall("`([^`]+)`", line.split("|")[1])}
-    assert listed == {*DIALECTS} == {*TOOL_FORMATS} - {"auto"}
+    listed = [re.match(r"\| `([^`]+)` \| ([^|]+) \|", line).groups() for line in table.splitlines()[2:]]
+    assert sorted(listed) == sorted((each.name, each.models) for each in DIALECTS.values())
+    assert {name for name, _ in listed} == {*TOOL_FORMATS} - {"auto"}
 
 
 @pytest.mark.usefixtures("unsigned")

@@ -188,7 +188,7 @@ class LiteralArguments(Arguments):
             return f"{{{comma.join(shown)}}}"
         if isinstance(value, Sequence):
             return f"[{comma.join(map(self._shown, value))}]"
-        if self._notation.python and (value is None or isinstance(value, bool)):
+        if self._notation.words and (value is None or isinstance(value, bool)):
             return str(value)
         return _json(value)
 
@@ -198,7 +198,7 @@ class LiteralArguments(Arguments):
 
     def _named(self, name: str) -> str:
         """A name in an object."""
-        return _json(name) if self._notation.python else name
+        return _json(name) if self._notation.quoted_names else name
 
     def _members(self, grammar: Grammar, found: Sequence[Member], root: Schema, *, inner: bool) -> str:
         """Terms for the members of an object with commas between them."""
@@ -295,7 +295,7 @@ class LiteralArguments(Arguments):
         other = as_schema(given.value("additionalProperties", default=True))
         if other == {"enum": []}:
             return grammar.text("{}")
-        name = grammar.json({"type": "string"}, {}) if self._notation.python else grammar.terminal(_BARE_NAME)
+        name = grammar.json({"type": "string"}, {}) if self._notation.quoted_names else grammar.terminal(_BARE_NAME)
         member = f"{name} {grammar.text(self._notation.colon)} {self._value(grammar, other, root)}"
         return f'"{{" ({member} ({grammar.text(self._notation.comma)} {member})*)? "}}"'
 

@@ -139,10 +139,10 @@ class Dialect:
 
 
 _JSON = JsonArguments()
-_PYTHON = Notation(('"', "'"), "=", ": ", ", ", python=True)
-_JAVASCRIPT = Notation(('"', "'"), "=", ": ", ", ", python=False)
-_GEMMA = Notation(('<|"|>',), ":", ":", ",", python=False)
-_FUNCTION_GEMMA = Notation(("<escape>",), ":", ":", ",", python=False)
+_PYTHON = Notation(('"', "'"), "=", ": ", ", ", quoted_names=True, words=True)
+_OLMO = Notation(('"', "'"), "=", ": ", ", ", quoted_names=True, words=False)
+_GEMMA = Notation(('<|"|>',), ":", ":", ",", quoted_names=False, words=False)
+_FUNCTION_GEMMA = Notation(("<escape>",), ":", ":", ",", quoted_names=False, words=False)
 
 DIALECTS = {
     each.name: each
@@ -353,7 +353,7 @@ DIALECTS = {
             marker="<function_calls>",
             head="",
             middle="(",
-            arguments=LiteralArguments(_JAVASCRIPT, ")"),
+            arguments=LiteralArguments(_OLMO, ")"),
             tail=")",
             between="\n",
             closing="</function_calls>",
@@ -366,7 +366,7 @@ DIALECTS = {
             opening="\n",
             head="",
             middle="(",
-            arguments=LiteralArguments(_JAVASCRIPT, ")"),
+            arguments=LiteralArguments(_OLMO, ")"),
             tail=")",
             between="\n",
             closing="\n</function_calls>",

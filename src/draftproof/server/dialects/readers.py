@@ -206,14 +206,16 @@ class Notation:
         sign: between the name of an argument and its value.
         colon: between a name and its value in an object.
         comma: between two of anything.
-        python: whether words are Python's, and names in objects have quotes.
+        quoted_names: whether names in objects are texts, too.
+        words: whether these are Python's: True, False, None.
     """
 
     quotes: tuple[str, ...]
     sign: str
     colon: str
     comma: str
-    python: bool
+    quoted_names: bool
+    words: bool
 
 
 class LiteralReader(Reader):
@@ -253,7 +255,7 @@ class LiteralReader(Reader):
     def _name(self) -> bool:
         """The name before a value."""
         inner = len(self._closers) > 1
-        if inner and self._notation.python:
+        if inner and self._notation.quoted_names:
             found = _QUOTED_NAME.match(self.rest)
             if not found:
                 return False
@@ -288,7 +290,7 @@ class LiteralReader(Reader):
             return False
         self._fresh = False
         self._read = self._item
-        return self._emit(_WORDS.get(found[1], found[1]) if self._notation.python else found[1], found.end())
+        return self._emit(_WORDS.get(found[1], found[1]) if self._notation.words else found[1], found.end())
 
     def _text(self) -> bool:
         """A text, up to the quote that ends it."""
