@@ -190,7 +190,7 @@ def test_served_calls_fit_their_schemas_with_and_without_drafts(name):
     with running(engine) as (base, _):
         for seed in range(2):
             for speculation in (True, False):
-                fields = {"temperature": 1.0, "seed": seed, "speculation": speculation, "max_tokens": 300}
+                fields = {"temperature": 1.0, "seed": seed, "speculation": speculation, "max_tokens": 220}
                 made = post(base, CHAT, messages=ASK, tools=TOOLS, tool_choice="required", **fields)
                 assert made.status_code == 200, made.text
                 (choice,) = made.json()["choices"]
