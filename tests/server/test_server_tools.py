@@ -10,10 +10,11 @@ import pytest
 
 from draftproof import Engine, SamplingParams
 from draftproof.errors import UserError
+from draftproof.server.dialects.families import DIALECTS
 from draftproof.server.parse_request import messages_of
 from draftproof.server.schemas import Function, Message
 from draftproof.server.settings import Settings
-from draftproof.server.tools import FORMATS, ToolReader, ToolSet, template_tools
+from draftproof.server.tools import ToolReader, ToolSet, template_tools
 from support.serving import error_of, post, running, small_engine
 from support.tools import ASK, CHAT, TOOLS, WEATHER, Weather, stories
 
@@ -230,11 +231,11 @@ def with_template(template, **settings):
 FUNCTIONS = tuple(Function.model_validate(tool["function"]) for tool in TOOLS)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", DIALECTS)
 @pytest.mark.parametrize("must", [True, False])
 def test_each_format_makes_and_reads_its_calls(name, must):
     """Answers of the engine by the format's grammar, read in pieces of every size."""
-    made = FORMATS[name]
+    made = DIALECTS[name]
     tools = ToolSet(made, FUNCTIONS, must=must, several=made.parallel, specials={})
     engine = Engine.load("embedded:stories", drafter="suffix")
     bias = None if must else dict.fromkeys(engine.prompts.plain(made.marker or "{"), 50)
@@ -262,9 +263,10 @@ def test_each_format_makes_and_reads_its_calls(name, must):
 
 
 def test_braces_and_quotes_in_arguments():
-    tools = ToolSet(FORMATS["mistral"], FUNCTIONS, must=True, several=True, specials={})
+    tools = ToolSet(DIALECTS["mistral"], FUNCTIONS, must=True, several=True, specials={})
     arguments = ['{"a": "}\\"{]", "b": [{"c": "\\\\"}]}', "{}"]
-    text = "[TOOL_CALLS] [" + ", ".join(f'{{"name": "f", "arguments": {each}}}' for each in arguments) + "]"
+    calls = (f'{{"name": "f", "arguments": {each}, "id": "abcdefghi"}}' for each in arguments)
+    text = f"[TOOL_CALLS] [{', '.join(calls)}]"
     _, parts = ToolReader(tools).read(text, last=True)
     assert [part.arguments for part in parts] == arguments
 
@@ -286,13 +288,13 @@ def test_the_template_says_which_format(template, name):
         assert made.status_code == 200, made.text
         text = post(base, CHAT, messages=ASK, tools=TOOLS, tool_choice="required", seed=1, max_tokens=120).json()
     assert text["choices"][0]["message"]["tool_calls"]
-    assert FORMATS[name]
+    assert DIALECTS[name]
 
 
 def test_a_special_token_as_marker():
     engine = small_engine(drafter="none")
     number = engine.tokenizer.convert_tokens_to_ids("<unk>")
-    tools = ToolSet(FORMATS["mistral"], FUNCTIONS, must=False, several=True, specials={"[TOOL_CALLS]": number})
+    tools = ToolSet(DIALECTS["mistral"], FUNCTIONS, must=False, several=True, specials={"[TOOL_CALLS]": number})
     grammar = tools.grammar(None)
     assert f"<[{number}]>" in grammar
     assert "[TOOL_CALLS]" not in grammar
@@ -322,7 +324,7 @@ def test_a_template_whose_format_is_unknown_needs_a_word_of_the_operator():
         assert "--tool-format" in error_of(post(base, CHAT, messages=ASK, tools=TOOLS))["message"]
     with with_template(template, tool_format="hermes") as (base, _):
         assert post(base, CHAT, messages=ASK, tools=TOOLS, max_tokens=4).status_code == 200
-    with pytest.raises(UserError, match="expected one of auto, hermes"):
+    with pytest.raises(UserError, match="expected one of auto, deepseek"):
         Settings(tool_format="morse")
 
 

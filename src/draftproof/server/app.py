@@ -41,12 +41,13 @@ from draftproof.server.api.token_text import TokenText
 from draftproof.server.aside import Aside
 from draftproof.server.auth import Access, Keys, note
 from draftproof.server.body import body_of
+from draftproof.server.dialects.detection import format_of
 from draftproof.server.errors import ApiError, error_answer, failed, stopping, stuck, too_late
 from draftproof.server.metrics import Metrics
 from draftproof.server.parse_request import ParsedRequest, RequestParser, refuse_other_model, refuse_stream_options
 from draftproof.server.schemas import ChatBody, CompletionBody, DetokenizeBody, SamplingFields, TokenizeBody
 from draftproof.server.settings import Settings
-from draftproof.server.tools import format_of, template_tools
+from draftproof.server.tools import template_tools
 from draftproof.server.worker import EngineWorker, Job, Piece
 
 _log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from draftproof.grammar_check import BusyError
 from draftproof.reasoning import Reasoning
 from draftproof.sampling import Constraint, SamplingParams
 from draftproof.server.aside import TimeOver, time_limit
+from draftproof.server.dialects.detection import fitted
 from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import (
     Body,
@@ -196,9 +197,10 @@ class RequestParser:
         """
         self._refuse_long(sum(len(text_of(each.content or "")) for each in messages), "messages")
         prompts = self._engine.prompts
+        shown = fitted(messages_of(messages), self._engine.tokenizer, self._settings.tool_format)
         try:
             with time_limit(_TEMPLATE_SECONDS):  # and without the lock: nobody waits for it
-                text = prompts.chat_text(messages_of(messages), tools or None, options)
+                text = prompts.chat_text(shown, tools or None, options)
             self._refuse_long(len(text), "messages")
             with self._lock:
                 ids = tuple(prompts.plain(text))

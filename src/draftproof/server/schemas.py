@@ -182,7 +182,7 @@ class Message(Body):
 class Function(Body):
     """A function that the model may call; its parameters are a JSON schema, and arguments always fit it."""
 
-    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] = Field(default={"type": "object", "properties": {}, "additionalProperties": False})
     strict: bool = True

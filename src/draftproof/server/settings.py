@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftproof.errors import UserError
+from draftproof.server.dialects.families import DIALECTS
 
-TOOL_FORMATS = ("auto", "hermes", "llama", "mistral")
+TOOL_FORMATS = ("auto", *sorted(DIALECTS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class Settings:
         max_prompt_tokens: tokens of a prompt; without it the model's context.
         max_tokens_limit: the most tokens of an answer, and a chat's default; requests for more get as many.
         chat_template: a file with a chat template, in place of the model's.
-        tool_format: how the model writes calls of tools: hermes, llama or mistral; auto reads it from the template.
+        tool_format: how the model writes calls of tools (the guide lists the names); auto finds it by rendering a call
+            with the template.
         reasoning: auto divides what the model reasons from its answer, by the markers of its chat template; none leaves
             it in the text.
         reasoning_budget: the most tokens that an answer's reasoning has where the request names no number.

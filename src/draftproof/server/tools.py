@@ -1,6 +1,6 @@
 """Tools: what a model writes to call one, the grammar that its answer fits then, and the calls in an answer.
 
-The format is the one that the model's chat template teaches it. Calls are made by a grammar, so that names and
+The dialect is the one that the model's chat template teaches it. Calls are made by a grammar, so that names and
 arguments are always valid; where the model may choose, the grammar lets it write any text, and takes over where a call
 begins.
 """
@@ -16,109 +16,18 @@ from typing import Any, no_type_check
 
 from typing_extensions import override
 
+from draftproof.errors import UserError
 from draftproof.finish import overlap
 from draftproof.sampling import SamplingParams
+from draftproof.server.dialects.detection import format_of
+from draftproof.server.dialects.families import Dialect
+from draftproof.server.dialects.grammar import Grammar
+from draftproof.server.dialects.json_schema import ANY_TEXT, regex_of
+from draftproof.server.dialects.readers import Reader
 from draftproof.server.errors import ApiError, quoted
 from draftproof.server.schemas import ChatBody, Function, Message, NamedTool, Tool
 
 _COMPACT = {"whitespace_flexible": False}
-_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as json.dumps writes it
-_HEAD = re.compile(r'[^{]*\{"name": "([\w-]+)", "(?:arguments|parameters)": (?=\{)')
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a family of models writes calls: each is `{"name": NAME, KEY: ARGUMENTS}`, with this around it.
-
-    Attributes:
-        name: as `--tool-format` has it.
-        marker: what tells a call from text; empty where a call is all of the answer and text begins with no `{`.
-        opening: between the marker and the first call, as a term of Lark.
-        before: what stands before each further call.
-        after: what stands after each call.
-        closing: what stands after all of them.
-        key: of the arguments.
-        parallel: whether an answer may hold several calls.
-        signs: a chat template that has one of these teaches this format.
-    """
-
-    name: str
-    marker: str
-    opening: str
-    before: tuple[str, ...]
-    after: tuple[str, ...]
-    closing: str
-    key: str
-    parallel: bool
-    signs: tuple[str, ...]
-
-
-FORMATS = {
-    each.name: each
-    for each in (
-        ToolFormat(
-            "hermes",
-            "<tool_call>",
-            '"\\n"',
-            ("\n", "<tool_call>", "\n"),
-            ("\n", "</tool_call>"),
-            "",
-            "arguments",
-            parallel=True,
-            signs=("<tool_call>",),
-        ),
-        ToolFormat(
-            "mistral",
-            "[TOOL_CALLS]",
-            '/ ?/ "["',
-            (", ",),
-            (),
-            "]",
-            "arguments",
-            parallel=True,
-            signs=("[TOOL_CALLS]",),
-        ),
-        ToolFormat(
-            "llama",
-            "",
-            "",
-            (),
-            (),
-            "",
-            "parameters",
-            parallel=False,
-            signs=('"parameters": dictionary', "<|python_tag|>"),
-        ),
-    )
-}
-
-
-def format_of(tokenizer: Any, given: str) -> ToolFormat:
-    """The format of a model's calls.
-
-    Args:
-        tokenizer: with the chat template.
-        given: a name, or auto.
-
-    Raises:
-        ApiError: the template knows no tools, or a format that is not known here.
-    """
-    try:
-        template = str(tokenizer.get_chat_template(None, tools=[{}]))
-    except Exception:  # noqa: BLE001 - none, or none for tools
-        template = ""
-    if not re.search(r"\btools\b", template):
-        raise ApiError("the chat template of this model knows no tools: leave them out", param="tools")
-    if given != "auto":
-        return FORMATS[given]
-    found = next((each for each in FORMATS.values() if any(sign in template for sign in each.signs)), None)
-    if found is None:
-        raise ApiError(
-            "the format of this model's tool calls is unknown: start the server with --tool-format, one of "
-            f"{', '.join(FORMATS)}",
-            param="tools",
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -126,14 +35,14 @@ class ToolSet:
     """The tools of a request, and what the model may do with them.
 
     Attributes:
-        format: of calls.
+        format: the dialect of calls.
         functions: that may be called.
         must: whether the answer is a call.
         several: whether it may hold several.
         specials: ids of the special tokens among the format's markers.
     """
 
-    format: ToolFormat
+    format: Dialect
     functions: tuple[Function, ...]
     must: bool
     several: bool
@@ -148,36 +57,38 @@ class ToolSet:
         Raises:
             ApiError: calls and such an answer cannot be told apart.
         """
-        made, more = self.format, ""
-        if self.several:
-            more = f"({self._terms(*made.after, *made.before)} function)*"
-        calls = f"{made.opening} function {more} {self._terms(*made.after, made.closing)}"
-        lines = ["%llguidance {}", *self._start(calls, form)]
-        lines.append(f"function: {' | '.join(f'function_{place}' for place in range(len(self.functions)))}")
-        for place, each in enumerate(self.functions):
-            head = json.dumps(f'{{"name": "{each.name}", "{made.key}": ')
-            lines.append(f'function_{place}: {head} arguments_{place} "}}"')
-            lines.append(f"arguments_{place}: %json {_schema(each)}")
-        return "\n".join([*lines, ""])
+        grammar = Grammar(self.specials)
+        try:
+            calls = self.format.terms(grammar, self.functions, several=self.several)
+            start = self._start(grammar, calls, form)
+        except UserError as error:
+            raise ApiError(str(error), param="tools") from error
+        except RecursionError:
+            raise ApiError("the schema of a tool has too many levels", param="tools") from None
+        return "\n".join(["%llguidance {}", *start, *grammar.lines, ""])
 
-    def _start(self, calls: str, form: dict[str, Any] | None) -> list[str]:
+    def _start(self, grammar: Grammar, calls: str, form: dict[str, Any] | None) -> list[str]:
         """The rules for what an answer begins with."""
-        marker = self._terms(self.format.marker)
+        marker = self.format.marker
         if self.must:
-            return [f"start: {marker} {calls}"]
+            return [f"start: {grammar.text(marker)} {calls}"]
         if not marker:
             if form is not None:
                 raise ApiError(
                     "this model's calls cannot be told from JSON: leave out response_format or tools",
                     param="response_format",
                 )
-            return [f"start: PLAIN? | {calls}", r"PLAIN: /[^{\s](.|\n)*/"]
+            return [f"start: PLAIN? | {calls}", rf"PLAIN: /[^{re.escape(self.format.first)}\s](.|\n)*/"]
         if form is not None:
-            return [f"start: form | {marker} {calls}", f"form: %json {_dumped(_guided(form, _COMPACT))}"]
-        text = r"TEXT: /(.|\n)*/"
-        if self.format.marker in self.specials:
-            return [f"start: TEXT | TEXT {marker} {calls}", text]
-        return [f"start: TEXT | before {calls}", f"before[lazy]: TEXT {marker}", text]
+            return [f"start: {grammar.json(form, form, _COMPACT)} | {grammar.text(marker)} {calls}"]
+        if marker in self.specials:
+            text = grammar.terminal(f"/{ANY_TEXT}/ & ~/{ANY_TEXT}{regex_of(marker)}{ANY_TEXT}/")
+            return [f"start: {text} | {text} {grammar.text(marker)} {calls}"]
+        return [
+            f"start: TEXT | before {calls}",
+            f"before[lazy]: TEXT {grammar.text(marker)}",
+            f"TEXT: /{ANY_TEXT}/",
+        ]
 
     def form(self, *, formed: bool) -> str:
         """A pattern of what an answer's form begins with; the empty one where all of the answer has a form.
@@ -187,13 +98,7 @@ class ToolSet:
         """
         if self.must or formed:
             return ""
-        return re.escape(self.format.marker) or r"\A\{"
-
-    def _terms(self, *texts: str) -> str:
-        """Texts as terms of Lark."""
-        return " ".join(
-            f"<[{self.specials[text]}]>" if text in self.specials else json.dumps(text) for text in texts if text
-        )
+        return re.escape(self.format.marker) or rf"\A{re.escape(self.format.first)}"
 
 
 @no_type_check  # as the class it extends
@@ -241,7 +146,6 @@ def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
         functions = [each for each in functions if each.name == choice.function.name]
         if not functions:
             raise ApiError("tool_choice names a function that is not among the tools", param="tool_choice")
-    texts = {made.marker, *made.before, *made.after} - {"", "\n", ", "}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     specials = {str(token.content): place for place, token in added.items() if token.special}
     return ToolSet(
@@ -249,7 +153,9 @@ def tool_set(body: ChatBody, tokenizer: Any, given: str) -> ToolSet | None:
         tuple(functions),
         must=choice == "required" or isinstance(choice, NamedTool),
         several=made.parallel and body.parallel_tool_calls and not isinstance(choice, NamedTool),
-        specials={text: specials[text] for text in texts if text in specials},
+        specials={
+            text: place for text, place in specials.items() if text.strip() and any(text in each for each in made.texts)
+        },
     )
 
 
@@ -275,25 +181,6 @@ def _checked(tools: Sequence[Tool]) -> list[Function]:
         if each.parameters.get("type", "object") != "object":
             raise ApiError(f"the parameters of {each.name}: expected a schema of type object", param="tools")
     return functions
-
-
-def _schema(function: Function) -> str:
-    """The schema of a function's arguments, written as models were taught to write them."""
-    given = function.parameters
-    return _dumped(_guided({"type": "object", **given}, _SPACED))
-
-
-def _guided(schema: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """A schema with defaults of how its JSON is written."""
-    own = schema.get("x-guidance")
-    return schema | {"x-guidance": {**defaults, **(own if isinstance(own, dict) else {})}}
-
-
-def _dumped(schema: dict[str, Any]) -> str:
-    try:
-        return json.dumps(schema, allow_nan=False)
-    except (ValueError, RecursionError):
-        raise ApiError("a schema holds what JSON cannot: numbers that are none, or too many levels") from None
 
 
 def template_tools(functions: Sequence[Function]) -> list[dict[str, Any]]:
@@ -364,9 +251,7 @@ class ToolReader:
     _calls: bool = False
     _plain: bool = False
     _rest: str = ""
-    _depth: int = 0
-    _quoted: bool = False
-    _escaped: bool = False
+    _arguments: Reader | None = None
     _parts: dict[int, CallPart] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -378,7 +263,7 @@ class ToolReader:
         self._parts = {}
         said = "" if self._calls else self._text(last=last)
         while self._calls and self._rest:
-            if not (self._argument() if self._depth else self._head()):
+            if not (self._head() if self._arguments is None else self._more(self._arguments)):
                 break
         return said, list(self._parts.values())
 
@@ -386,7 +271,7 @@ class ToolReader:
         """Text before calls; what may be the beginning of a marker is held back."""
         marker = self.tools.format.marker
         if not marker:
-            self._calls = not self._plain and self._rest.startswith("{")
+            self._calls = not self._plain and self._rest.startswith(self.tools.format.first)
             if self._calls:
                 return ""
             said, self._rest = self._rest, ""
@@ -403,35 +288,24 @@ class ToolReader:
 
     def _head(self) -> bool:
         """The beginning of a call; whether it is complete."""
-        found = _HEAD.match(self._rest)
+        found = self.tools.format.begin(self.count, marked=not self.tools.must).match(self._rest)
         if not found:
             return False
-        self._part(CallPart(self.count, f"call_{uuid.uuid4().hex[:24]}", found[1]))
+        name = found[1]
+        self._part(CallPart(self.count, f"call_{uuid.uuid4().hex[:24]}", name))
         self.count += 1
-        self._rest = self._rest[found.end() + 1 :]
-        self._depth = 1
-        self._parts[self.count - 1].arguments = "{"
+        self._rest = self._rest[found.end() :]
+        parameters = next((each.parameters for each in self.tools.functions if each.name == name), {})
+        self._arguments = self.tools.format.arguments.reader(parameters)
         return True
 
-    def _argument(self) -> bool:
-        """Arguments, up to the bracket that ends them; whether that was there."""
-        size = 0
-        for letter in self._rest:
-            size += 1
-            if self._escaped:
-                self._escaped = False
-            elif self._quoted:
-                self._escaped = letter == "\\"
-                self._quoted = letter != '"'
-            elif letter == '"':
-                self._quoted = True
-            elif letter in "{}[]":
-                self._depth += 1 if letter in "{[" else -1
-                if not self._depth:
-                    break
-        self._part(CallPart(self.count - 1)).arguments += self._rest[:size]
-        self._rest = self._rest[size:]
-        return not self._depth
+    def _more(self, reader: Reader) -> bool:
+        """More of the arguments; whether they have ended."""
+        self._part(CallPart(self.count - 1)).arguments += reader.read(self._rest)
+        self._rest = reader.rest if reader.done else ""
+        if reader.done:
+            self._arguments = None
+        return reader.done
 
     def _part(self, made: CallPart) -> CallPart:
         return self._parts.setdefault(made.place, made)

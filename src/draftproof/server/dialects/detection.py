@@ -1,0 +1,230 @@
+"""Which dialect a chat template teaches: the one that writes a call as the template renders it in a chat's history."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftproof.server.aside import TimeOver, time_limit
+from draftproof.server.dialects.families import DIALECTS, Call, Dialect
+from draftproof.server.errors import ApiError
+
+_SECONDS = 10.0  # for all renderings; a template may be one that never ends
+_ASKED, _ANSWERED = "asked7301", "answered7301"
+_NAME = "lookup7301"
+_ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {"alpha": "amber", "count": 7301, "exact": True},
+    {"alpha": "amber", "count": 7301},  # some templates write words as Python has them, which models need not
+    {"alpha": "amber"},  # and some write numbers between quotes
+)
+_IDS = (Call.id, f"functions.{_NAME}:0")
+_TYPES = {"alpha": "string", "count": "integer", "exact": "boolean"}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "",
+        "parameters": {"type": "object", "properties": {name: {"type": kind} for name, kind in _TYPES.items()}},
+    },
+}
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a chat template teaches of calls.
+
+    Attributes:
+        dialect: that reproduces its rendering of a call; None where none does.
+        why: there is none.
+        as_text: whether the template takes arguments as JSON text only, and not as objects.
+        renders: whether the template writes the calls of earlier messages at all.
+    """
+
+    dialect: Dialect | None
+    why: str = ""
+    as_text: bool = False
+    renders: bool = True
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[str, Taught]] = weakref.WeakKeyDictionary()
+
+
+def format_of(tokenizer: Any, given: str) -> Dialect:
+    """The dialect of a model's calls.
+
+    Args:
+        tokenizer: with the chat template.
+        given: a name, or auto.
+
+    Raises:
+        ApiError: the template knows no tools, or no dialect reproduces its calls.
+    """
+    if not re.search(r"\btools\b", _template(tokenizer)):
+        raise ApiError("the chat template of this model knows no tools: leave them out", param="tools")
+    if given != "auto":
+        return DIALECTS[given]
+    found = taught(tokenizer)
+    if found.dialect is None:
+        raise ApiError(
+            f"the format of this model's tool calls is unknown, as its chat template {found.why}: start the server "
+            "with --tool-format NAME; the guide to serving lists the names",
+            param="tools",
+        )
+    return found.dialect
+
+
+def taught(tokenizer: Any) -> Taught:
+    """What a tokenizer's chat template teaches of calls; it is found out once for each template.
+
+    Raises:
+        ApiError: the template does not end in time.
+    """
+    template = _template(tokenizer)
+    known = _known.setdefault(tokenizer, {})
+    if template not in known:
+        try:
+            with time_limit(_SECONDS):
+                known[template] = _found(tokenizer, template)
+        except TimeOver:
+            raise ApiError(
+                f"the model's chat template did not end within {_SECONDS:g} s for a call of a tool",
+                status=504,
+                param="tools",
+                code="timeout",
+                headers={"x-should-retry": "false"},
+            ) from None
+    return known[template]
+
+
+def _template(tokenizer: Any) -> str:
+    """The chat template that is used with tools; empty for none."""
+    try:
+        return str(tokenizer.get_chat_template(None, tools=[{}]))
+    except Exception:  # noqa: BLE001 - none, or none for tools
+        return ""
+
+
+def _found(tokenizer: Any, template: str) -> Taught:
+    renderings = [
+        (arguments, as_text, _rendered(tokenizer, call_id, arguments, as_text=as_text))
+        for arguments in _ARGUMENTS
+        for as_text in (False, True)
+        for call_id in _IDS
+    ]
+    for arguments, as_text, turn in renderings:
+        written = {each.name: _same_quotes(each.written([Call(_NAME, arguments)])) for each in DIALECTS.values()}
+        fitting = [name for name, text in written.items() if turn is not None and text in _same_quotes(turn)]
+        if fitting:
+            return Taught(DIALECTS[max(fitting, key=lambda name: len(written[name]))], as_text=as_text)
+    turns = [(as_text, turn) for _, as_text, turn in renderings if turn is not None]
+    if any(_NAME in turn for _, turn in turns):
+        text_only = all(as_text for as_text, _ in turns)
+        return Taught(None, "writes them in none of the known ways", as_text=text_only)
+    signs = [each for each in DIALECTS.values() if each.signs and all(sign in template for sign in each.signs)]
+    if signs:  # of several, the one that is told by most
+        return Taught(max(signs, key=lambda each: sum(map(len, each.signs))), renders=False)
+    why = "leaves the calls of earlier messages out" if turns else "refuses messages with calls"
+    return Taught(None, f"{why} and names no known marker", renders=False)
+
+
+def _rendered(tokenizer: Any, call_id: str, arguments: Mapping[str, Any], *, as_text: bool) -> str | None:
+    """The turn with a call, as the template renders it; None where it refuses."""
+    function = {"name": _NAME, "arguments": json.dumps(arguments) if as_text else arguments}
+    messages = [
+        {"role": "user", "content": _ASKED},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "content": _ANSWERED, "tool_call_id": call_id, "name": _NAME},
+    ]
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=[_TOOL], add_generation_prompt=True, tokenize=False)
+    except Exception:  # noqa: BLE001 - a template raises what it likes
+        return None
+    return str(text).rpartition(_ASKED)[2].partition(_ANSWERED)[0]
+
+
+def _same_quotes(text: str) -> str:
+    """A text in which both kinds of quotes are one: grammars allow both where templates may use either."""
+    return text.replace("'", '"')
+
+
+# --- earlier calls ---------------------------------------------------------------------------------------------------
+
+
+def fitted(messages: Sequence[dict[str, Any]], tokenizer: Any, given: str) -> list[dict[str, Any]]:
+    """Messages with their calls as this model's chat template takes them: the form of arguments, and of ids.
+
+    Calls that the template leaves out are written into the content.
+
+    Args:
+        messages: as chat templates take them, arguments as objects.
+        tokenizer: with the chat template.
+        given: name of the dialect, or auto.
+
+    Raises:
+        ApiError: the template does not end in time.
+    """
+    if not any("tool_calls" in each for each in messages):
+        return [*messages]
+    found = taught(tokenizer)
+    dialect = found.dialect if given == "auto" else DIALECTS[given]
+    ids = _Ids("any" if dialect is None else dialect.ids)
+    written = None if found.renders else dialect
+    return [_fitted(each, ids, written, as_text=found.as_text) for each in messages]
+
+
+class _Ids:
+    """Ids of calls as a template takes them.
+
+    Args:
+        kind: see `Dialect.ids`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._new: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        self._numbers: Iterator[int] = itertools.count()
+
+    def of(self, call_id: str, name: str) -> str:
+        """The id of a call."""
+        self._names[call_id] = name
+        made = call_id
+        if self._kind == "numbered":
+            made = f"functions.{name}:{next(self._numbers)}"
+        elif self._kind == "short" and not re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+            made = hashlib.sha256(call_id.encode(errors="surrogatepass")).hexdigest()[:9]
+        self._new[call_id] = made
+        return made
+
+    def result(self, call_id: str) -> dict[str, str]:
+        """What a message with the result of a call says of it."""
+        made = {"tool_call_id": self._new.get(call_id, call_id)}
+        return {**made, "name": self._names[call_id]} if call_id in self._names else made
+
+
+def _fitted(message: dict[str, Any], ids: _Ids, written: Dialect | None, *, as_text: bool) -> dict[str, Any]:
+    """One message; its calls are in the content if it is said in which dialect."""
+    if message["role"] == "tool":
+        return {**message, **ids.result(message["tool_call_id"])}
+    if "tool_calls" not in message:
+        return message
+    made, calls = [], []
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        calls.append(Call(name, arguments, ids.of(call["id"], name)))
+        shown = json.dumps(arguments, ensure_ascii=False) if as_text else arguments
+        made.append({**call, "id": calls[-1].id, "function": {"name": name, "arguments": shown}})
+    if written is None:
+        return {**message, "tool_calls": made}
+    kept = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**kept, "content": message["content"] + written.written(calls)}
