@@ -15,9 +15,10 @@ from draftproof.server.api.answer import Answer
 from draftproof.server.api.messages import MessagesForm
 from draftproof.server.api.messages_request import CountBody, MessagesBody, chat_to_answer, chat_to_count
 from draftproof.server.api.token_text import TokenText
+from draftproof.server.dialects.families import DIALECTS
 from draftproof.server.errors import ApiError, crowded, error_answer
 from draftproof.server.parse_request import ParsedRequest, validated
-from draftproof.server.tools import FORMATS, ToolSet
+from draftproof.server.tools import ToolSet
 from draftproof.server.worker import Piece
 from support.message_events import message_of, read_events
 from support.raw_http import KEY, Slow
@@ -212,7 +213,7 @@ def parts_of(text):
     ],
 )
 def test_reasoning_text_and_calls_are_blocks(more, finish, reason, found):
-    tools = ToolSet(FORMATS["hermes"], (), must=False, several=True, specials={})
+    tools = ToolSet(DIALECTS["hermes"], (), must=False, several=True, specials={})
     thoughts = [Piece(0, "", (9, 9), reasoning=text, reasoning_tokens=2, reused=2) for text in ("Let me ", "think.")]
     said = parts_of("Well. " + CALL + more)
     last = Piece(0, "", (1,), finish_reason=finish, reused=2)
@@ -244,7 +245,7 @@ def test_an_answer_without_text_has_no_blocks():
 
 
 def test_arguments_that_cannot_be_read_are_an_error():
-    tools = ToolSet(FORMATS["hermes"], (), must=False, several=True, specials={})
+    tools = ToolSet(DIALECTS["hermes"], (), must=False, several=True, specials={})
     text = '<tool_call>\n{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}\n</tool_call>"
     form, answer, _ = answer_to(Piece(0, text, (1,), finish_reason="stop"), tools=tools)
     with pytest.raises(ApiError, match="ask for a stream"):

@@ -13,9 +13,10 @@ from draftproof.server.api.answer import Answer
 from draftproof.server.api.chat import CHAT as CHATS
 from draftproof.server.api.responses import RESPONSES
 from draftproof.server.api.token_text import TokenText
+from draftproof.server.dialects.families import DIALECTS
 from draftproof.server.errors import ApiError
 from draftproof.server.parse_request import ParsedRequest, validated
-from draftproof.server.tools import FORMATS, ToolSet
+from draftproof.server.tools import ToolSet
 from draftproof.server.worker import Piece
 from support.raw_http import Slow
 from support.response_events import events_of, item_text, replayed
@@ -518,7 +519,7 @@ def test_an_empty_answer_has_a_message():
 def test_reasoning_and_text_before_calls():
     functions = RESPONSES.asked(validated(RESPONSES.body, {"input": "x", "tools": FLAT})).tools
     tools = ToolSet(
-        FORMATS["hermes"], tuple(each.function for each in functions), must=False, several=True, specials={}
+        DIALECTS["hermes"], tuple(each.function for each in functions), must=False, several=True, specials={}
     )
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     pieces = [*THOUGHT[:3], Piece(0, f" {call}\n{call[:20]}", (10,)), Piece(0, call[20:], (11,), finish_reason="stop")]
