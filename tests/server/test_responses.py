@@ -260,7 +260,7 @@ def parser():
     """A parser whose template writes all that it is given."""
     engine = stories(drafter="none")
     engine.tokenizer.chat_template = TEMPLATE
-    with running(engine) as (_, server):
+    with running(engine, tool_format="hermes") as (_, server):
         yield server._parser
 
 
