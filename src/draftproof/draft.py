@@ -34,12 +34,15 @@ class Draft:
             nodes one after another; for a prefix tree (SpecTr, arXiv 2310.15141, Algorithm 5) the draws level by level.
             None: every node was drawn once, in the order of the nodes.
         origin: where the tokens come from.
+        certain_from: the first node of a chain from which on every token is a function of those before it, though it
+            has a row of q; None for none of a draft with `probs`, and for all of one without.
     """
 
     tree: TokenTree
     probs: Float[Tensor, "nodes vocab"] | None
     draws: tuple[int, ...] | None = None
     origin: Origin = Origin.DRAFTER
+    certain_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.probs is not None and self.probs.shape[0] != len(self.tree):
@@ -55,6 +58,13 @@ class Draft:
         """Number of tokens on the longest path, which is the most that can be accepted."""
         return max(self.tree.depths, default=0)
 
+    @property
+    def drawn(self) -> int:
+        """Number of nodes that were drawn; the others of a chain are functions of the tokens before them."""
+        if self.certain_from is not None:
+            return self.certain_from
+        return 0 if self.probs is None and self.draws is None else len(self)
+
     def to(self, device: torch.device) -> Draft:
         """The draft with its tensors on this device (n-gram drafts, for example, are made on the host)."""
         if self.tree.tokens.device == device:
@@ -63,6 +73,13 @@ class Draft:
             return Draft.empty(device)
         probs = None if self.probs is None else self.probs.to(device)
         return replace(self, tree=replace(self.tree, tokens=self.tree.tokens.to(device)), probs=probs)
+
+    def first(self, size: int) -> Draft:
+        """The first tokens of a chain."""
+        if not size:
+            return Draft.empty(self.tree.tokens.device)
+        probs = None if self.probs is None else self.probs[:size]
+        return replace(self, tree=TokenTree.chain(self.tree.tokens[:size]), probs=probs)
 
     @classmethod
     @cache  # every round of plain decoding needs one

@@ -11,6 +11,7 @@ import torch
 
 from draftproof.drafters.base import Drafter
 from draftproof.drafters.draft_model import DraftModel
+from draftproof.drafters.extended import ExtendedDrafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
 from draftproof.drafters.none import NoDrafter
@@ -67,6 +68,10 @@ def _head(kind: str) -> Head:
     return head.eval()
 
 
+def _lookup() -> SuffixDrafter:
+    return SuffixDrafter(2, threshold=0.0, shared=False)
+
+
 def _tree(*factors: int) -> Callable[..., Drafter]:
     return lambda model, stopper: SampledTreeDrafter(model, stopper, factors=factors)
 
@@ -77,6 +82,9 @@ DRAFTERS: dict[str, Toy] = {
     "ngram": Toy(lambda model, stopper: NgramDrafter(2)),  # noqa: ARG005
     "suffix": Toy(lambda model, stopper: SuffixDrafter(2)),  # noqa: ARG005
     "model": Toy(ModelDrafter, tokens=5),
+    "model+suffix": Toy(
+        lambda model, stopper: ExtendedDrafter(ModelDrafter(model, stopper), _lookup(), least=1), tokens=4
+    ),
     "chains": Toy(lambda model, stopper: SampledTreeDrafter(model, stopper, chains=2), tokens=4),
     "tree": Toy(_tree(1, 2, 1), tokens=4),
     "wide": Toy(_tree(2, 2), tokens=4, slow=True),

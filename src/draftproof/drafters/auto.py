@@ -1,9 +1,10 @@
 """The drafter `auto`: in every round the one of several drafters with the most tokens per second, or none.
 
 Sources are what is at hand for a target: a named draft model, a feature head that ships for it, the target itself with
-quantized weights. Beside them, a lookup continues passages that repeat the request's own text. The choice depends on
-what is committed and on the time of earlier rounds, and is made before anything of the round is drawn: every lossless
-rule stays lossless.
+quantized weights. Beside them, a lookup continues passages that repeat the request's own text, and chains that a source
+has drafted. The choice depends on what is committed and on the time of earlier rounds, and is made before anything of
+the round is drawn; a chain is extended by what is known to follow the tokens so far. Every lossless rule stays
+lossless.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from draftproof.backends.base import Backend
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.draft import Draft, Origin
 from draftproof.drafters.base import DraftRequest
+from draftproof.drafters.extended import LEAST, extended
 from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.ngram import point_chain
+from draftproof.drafters.ngram import point_chain, with_probabilities
 from draftproof.drafters.suffix import Found, SuffixDrafter
 from draftproof.errors import reason
 from draftproof.rng import RoundRng
@@ -137,6 +139,7 @@ class AutoDrafter:
         self._requests: dict[int, RequestRates] = {}
         self._choice = _Choice()
         self._matched: dict[int, int] = {}  # kind of the match of each request with a looked up draft
+        self._drawn_tokens: dict[int, int] = {}  # of each request whose chain was extended
         self._built = False
         self._batch = 1
         self._accepted = 0  # tokens of the round
@@ -181,6 +184,7 @@ class AutoDrafter:
         before, batch = self._choice, len(requests)
         self._choice, self._built, self._batch, self._accepted = _Choice(), False, batch, 0
         self._matched.clear()
+        self._drawn_tokens.clear()
         self._plain = 0 if before.source is not None or before.looked else self._plain + 1
         if able:
             self._build()
@@ -192,9 +196,12 @@ class AutoDrafter:
         for row, request in enumerate(requests):
             if (found := choice.looked.get(request.id)) is not None:
                 drafts[row] = point_chain(found.tokens[: request.limit], found.origin).to(device)
+        if choice.source is not None and not choice.plan.needed:  # a round that shows what a source is good for
+            drafts = [self._extended(each, one) for each, one in zip(drafts, requests, strict=True)]
         if not self._masses or choice.source is not None:
             dtype = next((draft.probs.dtype for draft in drafts if draft.probs is not None), torch.float32)
-            drafts = [_with_probabilities(each, one, dtype) for each, one in zip(drafts, requests, strict=True)]
+            width = requests[0].transforms.vocab_size
+            drafts = [with_probabilities(each, width, dtype) for each in drafts]
         return drafts
 
     def _drawn(self, choice: _Choice, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
@@ -211,6 +218,33 @@ class AutoDrafter:
             one.id for one, draft in zip(asked, drafts, strict=True) if one.limit > 0 and not len(draft)
         )
         return drafts
+
+    def _extended(self, draft: Draft, request: DraftRequest) -> Draft:
+        """A source's chain, extended by as many looked up tokens as promise more than they cost.
+
+        They count only where all tokens before them are accepted.
+        """
+        row, size, choice = request.id, len(draft), self._choice
+        most = min(request.limit, self.limit)
+        if self.lookup is None or not size or row in choice.looked or most <= size:
+            return draft
+        assert choice.source is not None, "only a source's chains are extended"
+        by_length = choice.source.stopper.tokens(row)
+        reached = by_length[min(size, len(by_length) - 1)] - by_length[min(size, len(by_length) - 1) - 1]
+        least = max(choice.plan.speed, GAIN) * self._token(self._batch) / max(reached, 1e-9)
+
+        def worth(row: int, matched: int) -> int:
+            rates = self._rates(row).expected(min(size_class(matched), LOOKUP))
+            return _length(tokens_by_length(*rates, LOOKUP), least)
+
+        found = self.lookup.extend(replace(request, limit=most), draft.tree.ids, worth)
+        if found.matched >= LEAST and found.tokens:
+            found = _first(found, _length(self._expected(row, found), least))
+            if found.tokens:
+                self._matched[row] = _kind(found)
+                self._drawn_tokens[row] = size
+                return extended(draft, found, request.transforms.vocab_size)
+        return draft
 
     # --- the choice -----------------------------------------------------------------------------------------------
 
@@ -368,9 +402,12 @@ class AutoDrafter:
             state.idle, state.patience = 0, 1 if paid else min(2 * state.patience, LOOKUP_PATIENCE)
         else:
             state.idle += 1
+        size = self._drawn_tokens.get(request_id)
+        if size is not None and not looked and min(drafted, accepted) >= size and drafted > size:
+            state.learn(self._matched[request_id], drafted - size, accepted - size)
         for source in self.sources:
-            own = source is self._choice.source and not looked
-            source.stopper.observe(request_id, drafted if own else 0, accepted if own else 0)
+            most = (drafted if size is None else size) if source is self._choice.source and not looked else 0
+            source.stopper.observe(request_id, min(drafted, most), min(accepted, most))
 
     def spent(self, time: RoundTime) -> None:
         """Tell the drafter that drafted; a plain round counts for all of them, as they share the costs of passes."""
@@ -385,8 +422,9 @@ class AutoDrafter:
         elif looked:  # the time of drafting is that of some requests
             passes.learn(time)
             (source.stopper.learned or self._lookup_costs).settle(time, self._accepted / time.rows)
-        else:
-            source.stopper.spent(time)
+        else:  # what was looked up costs places in the target's pass, and is no part of the source's drafts
+            depth = min(time.depth, self._choice.plan.length) if self._drawn_tokens else time.depth
+            source.stopper.spent(replace(time, depth=depth))
 
     def release(self, request_id: int) -> None:
         """Forget the request."""
@@ -423,12 +461,3 @@ def _length(tokens: tuple[float, ...], least: float) -> int:
 def _first(found: Found, n: int) -> Found:
     """The first tokens of what was found."""
     return replace(found, tokens=found.tokens[:n])
-
-
-def _with_probabilities(draft: Draft, request: DraftRequest, dtype: torch.dtype) -> Draft:
-    """The draft with rows of q where it has none: each token is certain."""
-    if draft.probs is not None or not len(draft):
-        return draft
-    tokens, width = draft.tree.tokens, request.transforms.vocab_size
-    rows = torch.zeros(len(draft), width, dtype=dtype, device=tokens.device)
-    return replace(draft, probs=rows.scatter_(1, tokens.unsqueeze(-1), 1.0))

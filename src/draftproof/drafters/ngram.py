@@ -7,6 +7,7 @@ quotes the input (code editing, summaries).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -73,6 +74,15 @@ class NgramDrafter:
 def point_chain(tokens: Sequence[int], origin: Origin = Origin.LOOKUP) -> Draft:
     """A draft with these tokens as one chain of point masses; empty without tokens."""
     return Draft(TokenTree.chain(torch.tensor(tokens, dtype=torch.int64)), None, origin=origin)
+
+
+def with_probabilities(draft: Draft, vocab_size: int, dtype: torch.dtype) -> Draft:
+    """A draft with rows of q where it has none: each of its tokens is certain."""
+    if draft.probs is not None or not len(draft):
+        return draft
+    tokens = draft.tree.tokens
+    rows = torch.zeros(len(draft), vocab_size, dtype=dtype, device=tokens.device)
+    return replace(draft, probs=rows.scatter_(1, tokens.unsqueeze(-1), 1.0), certain_from=0)
 
 
 class _NgramIndex:

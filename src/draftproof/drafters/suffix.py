@@ -108,6 +108,27 @@ class SuffixDrafter:
             for request, row in zip(requests, rows, strict=True)
         ]
 
+    def extend(
+        self, request: DraftRequest, path: Sequence[int], worth: Callable[[int, int], int] | None = None
+    ) -> Found:
+        """What the request's tokens and a drafted path below them are followed by; it depends on nothing else.
+
+        Args:
+            request: to look for, with room for tokens after the path.
+            path: that was drafted already.
+            worth: see `look`.
+        """
+        row = self._row(request)
+        self._read(row)
+        found, predicted = self._follow(request, row, worth, path), row.predicted
+        if predicted is None or predicted.matched + len(path) < found.matched:
+            return found
+        most = min(self.limit, request.limit - len(path))
+        tokens = predicted.following(len(path) + most)
+        if tokens[: len(path)] != list(path) or len(tokens) == len(path):
+            return found
+        return Found(tokens[len(path) :], min(predicted.matched + len(path), self._context), Origin.PREDICTION)
+
     def _row(self, request: DraftRequest) -> _Indexed:
         if request.id not in self._running:
             predicted = PredictedText(request.prediction, self._context) if request.prediction else None
@@ -146,12 +167,18 @@ class SuffixDrafter:
         if row.predicted is not None and len(row.read) > row.prompt_length:
             row.predicted.read(row.read[row.prompt_length :], max(start - row.prompt_length, 0))
 
-    def _follow(self, request: DraftRequest, row: _Indexed, worth: Callable[[int, int], int] | None) -> Found:
+    def _follow(
+        self,
+        request: DraftRequest,
+        row: _Indexed,
+        worth: Callable[[int, int], int] | None,
+        path: Sequence[int] = (),
+    ) -> Found:
         """The draft (the most frequent successor, then its most frequent one, and so on) and the first match's size."""
         others = row.shared if _may_share(request) else None
-        near = tuple(row.read[-self._context :][::-1])
+        near = tuple([*row.read[-self._context :], *path][-self._context :][::-1])
         draft: list[int] = []
-        likely, most, matched = 1.0, min(self.limit, request.limit), 0
+        likely, most, matched = 1.0, min(self.limit, request.limit - len(path)), 0
         while len(draft) < most:
             size, known = row.own.match(near)
             further, theirs = (0, None) if others is None else others.match(near)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.heads.feature_net import load_net
 from draftproof.drafters.auto import AutoDrafter, Source
 from draftproof.drafters.base import Drafter
+from draftproof.drafters.extended import ExtendedDrafter
 from draftproof.drafters.feature_head import FeatureModel, feature_drafter
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.ngram import NgramDrafter
@@ -312,12 +314,48 @@ DRAFTERS: dict[str, DrafterPart] = {
 }
 
 
-def find_drafter(spec: str) -> tuple[DrafterPart, str]:
-    """The part that "name" or "name:argument" names, and the argument.
+_EXTENDED = re.compile(r"(?P<first>.+)\+(?P<lookup>suffix(:[0-9]+)?)")
+
+
+def _extended(first: str, lookup: str) -> DrafterPart:
+    """The part of a drafter whose chains are extended by lookups.
 
     Raises:
-        UserError: unknown name.
+        UserError: it does not draw single chains.
     """
+    part, argument = find_drafter(first)
+    if part.name == "auto" or not part.stops or part.several(argument):
+        raise UserError(
+            f"drafter: expected one chain of drawn tokens before +{lookup}, as model+{lookup} has it, got {first} "
+            "(auto extends chains by itself where that pays)"
+        )
+
+    def make(parts: DrafterContext, _: str) -> Drafter:
+        more = _named(parts, lookup)
+        found = more.part.make(more, more.argument)
+        assert isinstance(found, SuffixDrafter), "by its name"
+        return ExtendedDrafter(part.make(replace(parts, spec=first, part=part, argument=argument), argument), found)
+
+    return replace(
+        part,
+        make=make,
+        traits=replace(part.traits, stationary=False),
+        learns=True,
+        share=lambda parts, _: part.share(parts, argument),
+        check=lambda _: part.check(argument),
+        several=lambda _: False,
+        chains=lambda _: 1,
+    )
+
+
+def find_drafter(spec: str) -> tuple[DrafterPart, str]:
+    """The part that "name" or "name:argument" names, and the argument; "...+suffix:N" extends its chains by lookups.
+
+    Raises:
+        UserError: unknown name, or a drafter that cannot be extended.
+    """
+    if found := _EXTENDED.fullmatch(spec):
+        return _extended(found["first"], found["lookup"]), ""
     name, _, argument = spec.partition(":")
     if name not in DRAFTERS:
         raise UserError(f"drafter is {name!r}: legal are {', '.join(part.form for part in DRAFTERS.values())}")

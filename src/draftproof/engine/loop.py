@@ -28,7 +28,6 @@ from draftproof.finish import Finish
 from draftproof.rng import CounterRoundRng, NoiseRoundRng, Purpose, RoundRng, SplitRoundRng
 from draftproof.sampling import LogitsCheck, SamplingParams, probabilities
 from draftproof.stoppers.base import RoundTime
-from draftproof.tree import TokenTree
 from draftproof.verifiers.base import Verifier
 
 RoundRngFactory = Callable[[Sequence[int], Sequence[int]], RoundRng]
@@ -411,20 +410,17 @@ class DecodingLoop(RequestIntake):
 
 
 def _legal_part(row: Request, draft: Draft) -> Draft:
-    """A chain of point masses as far as it fits the request's grammar.
+    """A chain whose point masses fit the request's grammar.
 
-    The rest has probability 0: a lossless rule would reject it, and a lossy one could accept it. Only tokens that are a
-    function of the prefix may be dropped after a look at them. A chain that was drawn goes to the rule as it is: to end
-    it at a token that was drawn would shift the distribution.
+    The others have probability 0: a lossless rule would reject them, and a lossy one could accept them. Only tokens
+    that are a function of the prefix may be dropped after a look at them. What was drawn goes to the rule as it is: to
+    end a chain at a token that was drawn would shift the distribution.
     """
     constraint = row.transforms.constraint
-    drawn = draft.probs is not None or draft.draws is not None
-    if constraint is None or drawn or not draft.tree.is_chain or row.rule.constant_length:
+    if constraint is None or not draft.tree.is_chain or row.rule.constant_length:
         return draft
     with blamed_on(row.id):
-        for size, token in enumerate(draft.tree.ids):
+        for size, token in enumerate(draft.tree.ids[draft.drawn :], draft.drawn):
             if not constraint.allowed(row.output_ids, [draft.tree.ids[:size]])[0, token]:
-                if not size:
-                    return Draft.empty(draft.tree.tokens.device)
-                return replace(draft, tree=TokenTree.chain(draft.tree.tokens[:size]))
+                return draft.first(size)
     return draft

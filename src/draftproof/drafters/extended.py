@@ -1,0 +1,142 @@
+"""A drafter whose chains are extended by a lookup: a model's or a head's draft, then what is known to follow it.
+
+The tokens of the lookup are point masses. Whether and how far a chain is extended depends on the tokens before, drafted
+ones included, and on nothing that comes later, so that every lossless rule stays lossless. They cost no pass of a
+model, only their places in the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from draftproof.backends.base import Backend
+from draftproof.backends.cache.prefix_cache import PrefixCache
+from draftproof.draft import Draft
+from draftproof.drafters.base import Drafter, DraftRequest, SessionDrafter
+from draftproof.drafters.ngram import point_chain, with_probabilities
+from draftproof.drafters.suffix import Found, SuffixDrafter
+from draftproof.errors import UserError
+from draftproof.rng import RoundRng
+from draftproof.stoppers.base import RoundTime, Stopper
+from draftproof.tree import TokenTree
+
+LEAST = 2  # tokens before an extension that must be known: one alone is followed by too many things
+
+
+def extended(draft: Draft, found: Found, vocab_size: int) -> Draft:
+    """A chain with what a lookup found for the place after it.
+
+    Args:
+        draft: with rows of q, or empty.
+        found: at least one token.
+        vocab_size: the width of q.
+    """
+    dtype = torch.float32 if draft.probs is None else draft.probs.dtype
+    more = with_probabilities(point_chain(found.tokens, found.origin).to(draft.tree.tokens.device), vocab_size, dtype)
+    if draft.probs is None:
+        return more
+    assert more.probs is not None, "it has at least one token"
+    tree = TokenTree.chain(torch.cat([draft.tree.tokens, more.tree.tokens]))
+    return replace(draft, tree=tree, probs=torch.cat([draft.probs, more.probs]), certain_from=draft.drawn)
+
+
+class ExtendedDrafter:
+    """Extends the chains of another drafter by lookups.
+
+    Args:
+        first: draws chains, with rows of q.
+        lookup: extends them.
+        least: tokens before an extension that must be known.
+
+    Raises:
+        UserError: the first one's drafts branch, or have no probabilities.
+    """
+
+    branching = False
+    point_masses = False
+    constant = False
+    reads_predictions = True
+
+    def __init__(self, first: Drafter, lookup: SuffixDrafter, *, least: int = LEAST) -> None:
+        if first.branching or first.point_masses or not isinstance(first, SessionDrafter):
+            raise UserError(
+                f"drafter {first.name}+{lookup.name}: expected a drafter with one chain of drawn tokens before the +, "
+                f"got {first.name}"
+            )
+        self.name = f"{first.name}+{lookup.name}"
+        self._first = first
+        self._sessions: SessionDrafter = first
+        self._lookup = lookup
+        self._least = least
+        self._own: dict[int, int] = {}  # tokens of each draft that the first drafter drew
+
+    @property
+    def timed(self) -> bool:
+        """Whether the first drafter's drafts depend on the time of earlier rounds."""
+        return self._first.timed
+
+    @property
+    def limit(self) -> int:
+        """Depth of the deepest draft."""
+        return self._first.limit + self._lookup.limit
+
+    @property
+    def max_positions(self) -> int | None:
+        """See Drafter; beyond what the first drafter reads, the lookup drafts alone."""
+        return self._lookup.max_positions
+
+    @property
+    def stopper(self) -> Stopper | None:
+        """What ends the first drafter's chains."""
+        return self._first.stopper
+
+    @property
+    def backends(self) -> Sequence[Backend]:
+        """The first drafter's models."""
+        return self._sessions.backends
+
+    def reuse(self, kept: PrefixCache) -> None:
+        """See SessionDrafter."""
+        self._sessions.reuse(kept)
+
+    def read(self, parts: Sequence[DraftRequest]) -> None:
+        """See SessionDrafter."""
+        self._sessions.read(parts)
+
+    def ended(self, request_id: int, tokens: list[int]) -> None:
+        """See SessionDrafter."""
+        self._sessions.ended(request_id, tokens)
+
+    def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
+        """See Drafter."""
+        drafts = self._first.propose(requests, rng)
+        self._own = {request.id: len(draft) for request, draft in zip(requests, drafts, strict=True)}
+        return [self._extended(draft, request) for draft, request in zip(drafts, requests, strict=True)]
+
+    def _extended(self, draft: Draft, request: DraftRequest) -> Draft:
+        if request.limit <= len(draft):
+            return draft
+        found = self._lookup.extend(request, draft.tree.ids)
+        if found.matched < self._least or not found.tokens:
+            return draft
+        return extended(draft, found, request.transforms.vocab_size)
+
+    def observe(self, request_id: int, drafted: int, accepted: int) -> None:
+        """Tell the first drafter of its own tokens."""
+        own = self._own.get(request_id, 0)
+        self._first.observe(request_id, min(drafted, own), min(accepted, own))
+
+    def spent(self, time: RoundTime) -> None:
+        """Tell the first drafter, whose drafts were this deep; the other tokens cost places in the target's pass."""
+        deepest = max(self._own.values(), default=0)
+        if deepest or not time.depth:
+            self._first.spent(replace(time, depth=min(deepest, time.depth)))
+
+    def release(self, request_id: int) -> None:
+        """Forget the request."""
+        self._own.pop(request_id, None)
+        self._first.release(request_id)
+        self._lookup.release(request_id)
