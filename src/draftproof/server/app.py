@@ -25,6 +25,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Send
 
 from draftproof._version import __version__
+from draftproof.backends.base import info
 from draftproof.engine.loop import DecodingLoop
 from draftproof.errors import LEAVING, UserError
 from draftproof.peak import ReleaseTimes, release_freed_memory, resident
@@ -113,6 +114,7 @@ class Server:
             max_model_len=self.context,
             max_output_tokens=self.settings.max_tokens_limit,
             reasoning=self.settings.reasoning == "auto" and self.engine.prompts.markers is not None,
+            weight_bits=None if (facts := info(self.engine.target)) is None else facts.bits,
             same_bits=not why,
             rounding=self.shown(why),
         )

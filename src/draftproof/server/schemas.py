@@ -481,8 +481,8 @@ class ModelCard(BaseModel):
     """A model that is served.
 
     `max_output_tokens`: the most that an answer has, whatever a request names; `reasoning`: whether what the model
-    reasons is divided from its answer; `same_bits`: whether its logits are the same bits in every batch and draft, by
-    construction; `rounding`: why not.
+    reasons is divided from its answer; `weight_bits`: of a weight on the mean, rounded down, where they are quantized;
+    `same_bits`: whether its logits are the same bits in every batch and draft, by construction; `rounding`: why not.
     """
 
     id: str
@@ -492,6 +492,7 @@ class ModelCard(BaseModel):
     max_model_len: int | None
     max_output_tokens: int
     reasoning: bool
+    weight_bits: int | None
     same_bits: bool
     rounding: str
 
