@@ -9,9 +9,11 @@ from draftproof import UserError
 from draftproof.server.settings import Settings
 from support.reasoning_models import MARKERS, OPENED, QWEN, thinking_engine
 from support.serving import error_of, post, running
+from support.tools import HERMES
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "Who is there?"}]
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
 END = MARKERS["</think>"]
 
 
@@ -167,3 +169,20 @@ def test_an_operator_can_leave_it_in_the_text():
 def test_settings_that_make_no_sense(options):
     with pytest.raises(UserError, match="reasoning"):
         Settings(**options)
+
+
+@pytest.mark.parametrize("drafter", ["none", "model", "model+suffix:8"])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_begin_after_the_reasoning(drafter, choice):
+    template = HERMES + "{{ '<think>\\n' }}{# ends with </think> #}"
+    with running(thinking_engine(drafter, template=template)) as (base, _):
+        for seed in range(3):
+            made = asked(base, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, seed=seed, max_tokens=60)[
+                "choices"
+            ][0]
+            message = made["message"]
+            assert message["reasoning_content"]
+            assert "<tool_call>" not in message["reasoning_content"]
+            if choice == "required":
+                assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+                assert made["finish_reason"] == "tool_calls"

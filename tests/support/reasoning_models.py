@@ -35,11 +35,11 @@ def thinking_engine(drafter="none", *, template=QWEN, **options):
     """An engine of the embedded model with such a tokenizer.
 
     Args:
-        drafter: of the engine; `model` is the embedded draft model.
+        drafter: of the engine; one that begins with `model` reads the embedded draft model.
         template: of chats.
         options: of `Engine.load`.
     """
-    draft = "embedded:stories-draft" if drafter == "model" else None
+    draft = "embedded:stories-draft" if drafter.startswith("model") else None
     made = Engine.load("embedded:stories", draft, drafter=drafter, **options)
     made.prompts.tokenizer = with_markers(made.tokenizer, template)
     return made
