@@ -20,6 +20,7 @@ from draftproof.backends.heads.base import HeadBackend, HeadNet
 from draftproof.backends.heads.published import mtp_qwen
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.hf.native_modules import natively
 from draftproof.errors import UserError, reason
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -87,8 +88,9 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
         raise UserError(
             f"the {name} are of kinds {', '.join(sorted(kinds))}: legal are full_attention and sliding_attention"
         )
+    read = natively(mtp)
     layers = [
-        HeadBackend(target, MtpNet(mtp, number, target), f"{name}, number {number}", back=0) for number in range(count)
+        HeadBackend(target, MtpNet(read, number, target), f"{name}, number {number}", back=0) for number in range(count)
     ]
     _check(layers[0], mtp, target, name)
     if count > 1:
