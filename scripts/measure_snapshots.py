@@ -2,7 +2,7 @@
 
     python scripts/measure_snapshots.py [--model NAME] [--tokens 96] [--lengths 4 8] [--dtype float32] [--out NAME]
 
-The models have about 100 million random weights. The drafter knows the target's greedy tokens and makes each of them
+The models have 100 to 200 million random weights. The drafter knows the target's greedy tokens and makes each of them
 wrong with a given probability, so that the acceptance rate is what it should be, and drafts cost no time. Requests with
 and without drafts are decoded in turns. `--out docs/results/snapshots` writes the page and its figures.
 """
@@ -57,6 +57,20 @@ def configs() -> dict[str, Any]:
             linear_num_value_heads=16,
             linear_key_head_dim=64,
             linear_value_head_dim=64,
+            tie_word_embeddings=True,
+        ),
+        "qwen3.5-0.8b (its shapes, 8 of 24 layers, a small vocabulary)": transformers.Qwen3_5TextConfig(
+            vocab_size=32000,
+            hidden_size=1024,
+            intermediate_size=3584,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            head_dim=256,
+            linear_num_key_heads=16,
+            linear_num_value_heads=16,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
             tie_word_embeddings=True,
         ),
         "lfm2 (convolutions)": transformers.Lfm2Config(

@@ -56,6 +56,7 @@ class Session:
         self._fresh: list[Tensor] = []  # read after `_tokens`
         self._parents: list[int] = []
         self._length = 0
+        self._ahead: list[int] = []  # accepted tokens that must be read again, whose states are still there
         self._states: dict[tuple[int, ...], HiddenStates] = {}
 
     @property
@@ -114,6 +115,7 @@ class Session:
             self._fresh.append(tree.tokens)
             self._length += nodes
             self._parents.extend(tree.parents)
+        self._ahead.clear()
 
     @property
     def states(self) -> Float[Tensor, "slots dim"] | None:
@@ -129,14 +131,21 @@ class Session:
         """Whether the hidden states of these layers are recorded; those after the last one for ()."""
         return layers in self._states
 
+    def recorded(self, layers: tuple[int, ...]) -> int:
+        """Of how many leading tokens the hidden states of these layers are there.
+
+        Those are the tokens of the stem, and accepted tokens after it that must be read again (`keep`).
+        """
+        return self.stem + len(self._ahead) if self.records_of(layers) else 0
+
     def states_of(self, layers: tuple[int, ...]) -> Float[Tensor, "slots dim"] | None:
         """Hidden states of these layers side by side, of every slot; None where the backend does not record them."""
         found = self._states.get(layers)
         return None if found is None else found.first(self._length)
 
     def states_at(self, slots: Sequence[int], layers: tuple[int, ...] = ()) -> Float[Tensor, "slots dim"]:
-        """States of some slots in use; a view where the slots are consecutive."""
-        states = self._states[layers].first(self._length)
+        """States of some slots that are in use or `recorded`; a view where the slots are consecutive."""
+        states = self._states[layers].first(self._length + len(self._ahead))
         first, last = slots[0], slots[-1]
         neighbours = last - first + 1 == len(slots) and list(slots) == list(range(first, last + 1))
         return states[first : last + 1] if neighbours else states[list(slots)]
@@ -159,7 +168,8 @@ class Session:
     def keep(self, base: int, nodes: Sequence[int] = ()) -> int:
         """Forget every slot but [0, base) and the tail nodes `nodes`, which become the end of the stem.
 
-        A session that cannot go back to any length keeps a shorter beginning: what is missing must be read again.
+        A session that cannot go back to any length keeps a shorter beginning: what is missing must be read again. The
+        hidden states of the missing tokens stay until the next `read`, which makes the same ones again.
 
         Args:
             base: slots of the stem to keep; must be the whole stem when nodes are given.
@@ -182,18 +192,23 @@ class Session:
                 raise ValueError(f"keep: {list(nodes)} is no path through the tail with parents {self._parents}")
             above = node
         kept = self._reachable(base + len(nodes))
-        base, nodes = min(base, kept), nodes[: max(kept - base, 0)]
-        if base == self._length:
-            return base
+        if min(base, kept) == self._length:
+            return kept
         tokens = self.tokens
         slots = [stem + node for node in nodes]
         if slots != list(range(base, base + len(slots))):
-            self._gather(base, slots)
+            self._gather(base, slots[: max(kept - base, 0)])
             self._gather_states(base, slots)
-        self._tokens = tokens[:base] + [tokens[slot] for slot in slots]
+        path = tokens[:base] + [tokens[slot] for slot in slots]
+        self._tokens = path[:kept]
+        self._ahead = path[kept:] if self._states else []
         self._parents.clear()
-        self._length = len(self._tokens)
-        return self._length
+        self._length = kept
+        return kept
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Say which tokens come after the stem, so that no state of another token stays (called by `unread`)."""
+        del self._ahead[common_prefix(self._ahead, tokens) :]
 
     def reach(self, length: int) -> int:
         """How many slots `keep(length)` would keep, for a length within the stem; changes nothing."""
@@ -233,6 +248,7 @@ class Session:
 
     def trim(self) -> None:
         """Give back the memory of what is not in use; a session without a tail only."""
+        self._ahead.clear()
         for states in self._states.values():
             states.trim(self._length)
 
@@ -373,7 +389,9 @@ def unread(session: Session, tokens: list[int]) -> list[int]:
     stem = session.stem
     known = min(common_prefix(session.tokens[:stem], tokens), len(tokens) - 1)
     path = _walk(session, tokens[known:-1]) if known == stem else []
-    return tokens[session.keep(known, path) :]
+    rest = tokens[session.keep(known, path) :]
+    session.expect(rest)
+    return rest
 
 
 def logits_along(backend: Backend, prompt: Sequence[int], tokens: Sequence[int]) -> Float[Tensor, "rows vocab"]:

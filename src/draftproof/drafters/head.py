@@ -97,10 +97,10 @@ class FollowingModel(DraftModel):
         return unread(session, request.tokens[1 - self._head.back :])
 
     def _roll_back(self, request: DraftRequest) -> int:
-        """Roll the target's session back to the committed tokens; return the number of states in it."""
+        """Roll the target's session back to the committed tokens; return of how many of them it has the states."""
         owner = _owner(request)
         unread(owner, request.tokens)
-        return owner.stem if owner.records_of(self._head.layers) else 0
+        return owner.recorded(self._head.layers)
 
 
 def _owner(request: DraftRequest) -> Session:

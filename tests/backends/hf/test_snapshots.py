@@ -330,11 +330,6 @@ def test_drafters_inside_the_target_are_refused_with_a_reason(drafter, why):
         make_drafter(drafter, target=backend("lfm2"), draft=None, stopper="fixed:4")
 
 
-def test_a_feature_head_is_refused_with_a_reason():
-    with pytest.raises(UserError, match="feature head needs them: legal are drafters that read tokens only"):
-        backend("lfm2").record_states()
-
-
 def test_hidden_states_are_those_of_one_pass():
     target, tokens = backend("lfm2"), prompts()[2]
     session = target.open()

@@ -98,7 +98,7 @@ class FollowingSession(SlotSession):
     @property
     def known(self) -> int:
         """How many leading states the owner holds."""
-        return self.owner.stem if self.owner.records_of(self.layers) else 0
+        return self.owner.recorded(self.layers)
 
     def rewind(self) -> None:
         """Forget what was read with states of the head's own making."""

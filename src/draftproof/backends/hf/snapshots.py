@@ -184,18 +184,6 @@ class SnapshotBackend(HFBackend):
         """A fresh session."""
         return SnapshotSession(self._cache)
 
-    def record_states(self, layers: Sequence[int] = ()) -> None:  # noqa: ARG002
-        """Refused: see Raises.
-
-        Raises:
-            UserError: always; a feature head reads the state before each of its tokens, and those of accepted tokens
-                are gone until they are read again.
-        """
-        raise UserError(
-            f"{self.name} has recurrent layers, so the last hidden states of accepted tokens are not there when a "
-            "feature head needs them: legal are drafters that read tokens only (model, ngram, suffix)"
-        )
-
     def first_layers(self, layers: int) -> HFBackend:
         """Refused: see Raises.
 

@@ -17,8 +17,10 @@ from draftproof.backends.cache.layout import Layout
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.heads.base import HeadBackend, HeadNet
+from draftproof.backends.heads.published import mtp_qwen
 from draftproof.backends.heads.published.steps import StepsBackend
 from draftproof.backends.hf.backend import HFBackend
+from draftproof.backends.hf.native_modules import natively
 from draftproof.errors import UserError, reason
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -86,8 +88,9 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
         raise UserError(
             f"the {name} are of kinds {', '.join(sorted(kinds))}: legal are full_attention and sliding_attention"
         )
+    read = natively(mtp)
     layers = [
-        HeadBackend(target, MtpNet(mtp, number, target), f"{name}, number {number}", back=0) for number in range(count)
+        HeadBackend(target, MtpNet(read, number, target), f"{name}, number {number}", back=0) for number in range(count)
     ]
     _check(layers[0], mtp, target, name)
     if count > 1:
@@ -99,23 +102,32 @@ def mtp_backend(target: SlotBackend) -> HeadBackend | StepsBackend:
 def _load(target: SlotBackend) -> Any:
     from transformers.modeling_layers import MtpModel
 
-    model: Any = getattr(target, "model", None)
-    config = None if model is None else model.config.get_text_config()
-    count = getattr(config, _LAYERS, None)
-    if not isinstance(target, HFBackend) or not count:
-        raise UserError(
-            f"drafter mtp: {target.name} has no prediction layers of its own that transformers reads ({_LAYERS} in its "
-            "config, as DeepSeek-V3, GLM-4.5 and Mellum have them); legal are such a target, mtp:HEAD with a head in "
-            "the layout of speculators, and every other drafter"
-        )
+    if not isinstance(target, HFBackend):
+        raise _none(target)
+    model, own = target.model, target.config.model_type in mtp_qwen.TYPES
+    if own:
+        model = mtp_qwen.described(model, target.name)
+    count = getattr(model.config.get_text_config(), _LAYERS, None)
+    if not count:
+        raise _none(target)
     try:
         made = MtpModel.from_pretrained(model, device_map={"": target.device})
-        return made.requires_grad_(requires_grad=False).train(mode=False)
     except Exception as cause:
         raise UserError(
-            f"drafter mtp: the prediction layers of {target.name} cannot be read ({reason(cause)}): its config names "
+            f"drafter mtp: the prediction layers of {target.name} cannot be read ({reason(cause)}): expected "
             f"{count}; a checkpoint without their weights drafts with another drafter"
         ) from cause
+    if own:
+        mtp_qwen.refuse_left(made, model, target.name)
+    return made.requires_grad_(requires_grad=False).train(mode=False)
+
+
+def _none(target: SlotBackend) -> UserError:
+    return UserError(
+        f"drafter mtp: {target.name} has no prediction layers of its own that are read here ({_LAYERS} in its config, "
+        "as DeepSeek-V3, GLM-4.5 and Mellum have them, or tensors mtp.*, as Qwen3-Next and Qwen3.5 have them); legal "
+        "are such a target, mtp:HEAD with a head in the layout of speculators, and every other drafter"
+    )
 
 
 @torch.inference_mode()
@@ -139,7 +151,7 @@ def _check(layer: HeadBackend, mtp: Any, target: SlotBackend, name: str) -> None
         places = torch.arange(1, len(tokens), device=target.device).unsqueeze(0)
         from transformers.cache_utils import MtpCache
 
-        cache = MtpCache(config=target_config(target))
+        cache = MtpCache(config=mtp.config)
         out = mtp.forward_layer(0, states.unsqueeze(0).to(target.dtype), places, cache, input_ids=ids)
         pairs = ((found, out[0]), (logits, layer.net.logits(out[:, -1])[0]))
         error = max(float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)) for a, b in pairs)
@@ -152,9 +164,3 @@ def _check(layer: HeadBackend, mtp: Any, target: SlotBackend, name: str) -> None
             f"drafter mtp: the logits of the {name} differ from transformers' own by {error:.2g} here, so they cannot "
             "draft: legal is every other drafter"
         )
-
-
-def target_config(target: SlotBackend) -> Any:
-    """The config of a model's prediction layers."""
-    model: Any = getattr(target, "model", None)
-    return model.config.get_mtp_config()

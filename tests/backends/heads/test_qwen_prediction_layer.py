@@ -1,0 +1,250 @@
+"""The prediction layer in checkpoints of Qwen3-Next and Qwen3.5: found by its tensors, and computed as by hand."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from draftproof import Engine, SamplingParams, UserError
+from draftproof.backends.base import Feed, Session, unread
+from draftproof.backends.heads.published.mtp import mtp_backend
+from draftproof.backends.hf.generate import PlainBackend
+from draftproof.backends.hf.snapshots import SnapshotBackend
+from draftproof.backends.loading.by_name import load_backend
+from draftproof.engine.registry import make_drafter, make_verifier
+from draftproof.tree import TokenTree
+from support.architectures.tiny import tiny_config, tiny_model
+from support.helpers import assert_output_distribution, random_model
+from support.qwen_mtp import DATA, own_tensors, rows, written, written_with
+
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+IDS = json.loads((DATA / "provenance.json").read_text())["tokens"]
+TOKENS = [5, 9, 2, 7, 11, 3, 60, 41, 17, 50, 22, 8, 30, 90, 4]
+PROMPTS = [[5, 9, 2, 7, 11, 3, 60, 41], [8, 8, 1], [70, 12, 33, 4, 4]]
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+
+
+def target_of(folder):
+    return load_backend(str(folder), dtype="float32")
+
+
+def expected(target, folder, owner, count, tokens, tensors=None):
+    """The rows by hand, from the first states of the target's session."""
+    model = target.model
+    return rows(
+        own_tensors(folder) if tensors is None else tensors,
+        model.config.get_text_config(),
+        model.get_input_embeddings().weight,
+        target.output_rows(torch.arange(target.vocab_size)),
+        owner.states_at(range(count)),
+        tokens,
+    )
+
+
+def drafted(head, session, known, further):
+    found = [head.forward([Feed(session, known)])[0].logits[-1]]
+    return torch.stack(found + [head.forward([Feed(session, [token])])[0].logits[-1] for token in further])
+
+
+def largest(found, other):
+    return float((found - other).abs().max() / other.abs().max())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_first_step_is_that_of_speculators(name, tmp_path):
+    kept = load_file(DATA / name / "reference.safetensors")
+    model = random_model(AutoConfig.for_model(**json.loads((DATA / name / "config.json").read_text())))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(kept["embed"])
+        model.lm_head.weight.copy_(kept["lm_head"])
+    own = {key: value for key, value in kept.items() if key.startswith("mtp.")}
+    head = mtp_backend(target_of(written_with(tmp_path, model, own)))
+    for place in range(len(kept["logits"])):
+        owner = Session()
+        owner.remember(kept["states"][: place + 1])
+        owner.read(IDS[: place + 1])
+        row = head.forward([Feed(head.follow(owner), IDS[1 : place + 2])])[0].logits[-1]
+        assert (row - kept["logits"][place]).abs().max() < 1e-5 * kept["logits"].abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, {}) for name in FAMILIES),
+        ("qwen3_5", {"multimodal": True}),
+        ("qwen3_5_moe", {"multimodal": True}),
+        ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}),
+    ],
+)
+@torch.inference_mode()
+def test_every_step_is_that_of_a_direct_computation(name, fields, tmp_path):
+    """Before and after accepted tokens are read again; steps after the first read the layer's own normed states."""
+    folder = written(tmp_path, name, **fields)
+    target = target_of(folder)
+    head = mtp_backend(target)
+    owner = target.open()
+    session = head.follow(owner)
+    wrong = [*TOKENS[7:9], 70, 71]
+    target.forward([Feed(owner, TOKENS[:7], TokenTree.chain(torch.tensor(wrong)))])
+    for known in (10, 13):
+        unread(owner, TOKENS[:known])
+        session.rewind()
+        pending = unread(session, TOKENS[1:known])
+        found = drafted(head, session, pending, TOKENS[known : known + 2])
+        by_hand = expected(target, folder, owner, known - 1, TOKENS[: known + 2])
+        assert largest(found, by_hand) < 1e-5
+        assert found.abs().max() > 0.3
+        target.forward([Feed(owner, unread(owner, TOKENS[:known]), TokenTree.chain(torch.tensor(TOKENS[known:])))])
+
+
+def test_the_states_are_those_after_the_final_norm(tmp_path):
+    """What the output layer scores; an exchange would only be seen in the number of accepted tokens."""
+    target = target_of(written(tmp_path, "qwen3_5_text"))
+    target.record_states((2,))
+    head = mtp_backend(target)
+    assert head.layers == ()
+    owner = target.open()
+    logits = target.forward([Feed(owner, TOKENS)])[0].logits[-1]
+    output = target.output_rows(torch.arange(target.vocab_size))
+    assert largest(owner.states[-1] @ output.T, logits) < 1e-5
+    assert largest(owner.states_of((2,))[-1] @ output.T, logits) > 0.1, "before the norm"
+
+
+def _swapped(value, dim):
+    return torch.cat(value.chunk(2, dim)[::-1], dim)
+
+
+WRONG = {
+    "hidden state first": lambda at: {"mtp.fc.weight": _swapped(at["mtp.fc.weight"], 1)},
+    "norms that are not centred": lambda at: {name: each - 1 for name, each in at.items() if each.ndim == 1},
+    "one norm not applied": lambda at: {"mtp.norm.weight": torch.zeros_like(at["mtp.norm.weight"])},
+    "gates for queries": lambda at: {
+        f"mtp.layers.0.self_attn.{name}.weight": _swapped(at[f"mtp.layers.0.self_attn.{name}.weight"], 0)
+        for name in ("q_proj",)
+    },
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@torch.inference_mode()
+def test_another_structure_is_seen(what, tmp_path):
+    """Negative control of the computation by hand."""
+    folder = written(tmp_path, "qwen3_5_text")
+    target, own = target_of(folder), own_tensors(folder)
+    head, owner = mtp_backend(target), target.open()
+    target.forward([Feed(owner, TOKENS[:7])])
+    found = drafted(head, head.follow(owner), TOKENS[1:8], [])
+    other = expected(target, folder, owner, 7, TOKENS[:8], {**own, **WRONG[what](own)})
+    assert largest(found, other) > 0.05
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_output_equals_transformers_token_for_token(name, tmp_path):
+    """A batch of prompts of different lengths, by the name that `draftproof generate --drafter mtp` gives."""
+    target = target_of(written(tmp_path, name))
+    wanted = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        made = target.model.generate(ids, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        wanted.append(made[0, len(prompt) :].tolist())
+    drafter = make_drafter("mtp", target=target, draft=None, stopper="fixed:3")
+    outs = Engine(target, drafter, make_verifier("block")).generate(PROMPTS, GREEDY)
+    assert [list(out.token_ids) for out in outs] == wanted
+    assert all(out.stats.num_draft_tokens > out.stats.num_drafts > 10 for out in outs)
+
+
+def test_exact_output_distribution(tmp_path):
+    """By enumeration, on a model with three tokens."""
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    folder = written(tmp_path, "qwen3_5_text", vocab=3, **ends)
+    target = SnapshotBackend(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), name="tiny")
+
+    def drafter():
+        return make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
+
+    assert_output_distribution(target, drafter, "block", length=3)
+
+
+# --- what decides, and what is refused -------------------------------------------------------------------------------
+
+
+def test_the_tensors_decide_and_not_the_config(tmp_path):
+    named = target_of(written(tmp_path / "named", "qwen3_5_text", change=lambda _: {}, mtp_num_hidden_layers=1))
+    with pytest.raises(
+        UserError, match=r"has no prediction layer \(no tensor mtp.fc.weight\), whatever its config says"
+    ):
+        mtp_backend(named)
+    unnamed = target_of(written(tmp_path / "unnamed", "qwen3_5_text", mtp_num_hidden_layers=0))
+    assert mtp_backend(unnamed).deepest is None, "it drafts any number of tokens"
+
+
+def test_a_checkpoint_in_several_files_is_found_by_its_index(tmp_path):
+    folder = written(tmp_path, "qwen3_5_text")
+    tensors = load_file(folder / "model.safetensors")
+    whole = mtp_backend(target_of(folder))
+    parts = {"mtp.safetensors": {}, "rest.safetensors": {}}
+    for key, value in tensors.items():
+        parts["mtp.safetensors" if key.startswith("mtp.") else "rest.safetensors"][key] = value
+    for file, part in parts.items():
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {key: file for file, part in parts.items() for key in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    divided = mtp_backend(target_of(folder))
+    owner = Session()
+    owner.remember(torch.randn(3, whole.net.width, generator=torch.Generator().manual_seed(1)))
+    owner.read(TOKENS[:3])
+    one, other = (head.forward([Feed(head.follow(owner), TOKENS[1:4])])[0].logits for head in (whole, divided))
+    assert torch.equal(one, other)
+
+
+def _beside(name, like):
+    return lambda own: {**own, name: own[like].clone()}
+
+
+def _without(own):
+    return {key: value for key, value in own.items() if "v_proj" not in key}
+
+
+def _narrow(own):
+    return {**own, "mtp.layers.0.mlp.up_proj.weight": own["mtp.layers.0.mlp.up_proj.weight"][:-1].contiguous()}
+
+
+REFUSED = {
+    "its own embedding": (_beside("mtp.embed_tokens.weight", "mtp.fc.weight"), "has mtp.embed_tokens.weight beside"),
+    "several layers": (_beside("mtp.layers.1.input_layernorm.weight", "mtp.norm.weight"), "several layers"),
+    "scales of few bits": (
+        _beside("mtp.fc.weight_scale_inv", "mtp.norm.weight"),
+        "hold .* numbers, and its prediction",
+    ),
+    "a missing tensor": (_without, "cannot be read .*weights are missing"),
+    "another shape": (_narrow, "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_other_layouts_are_refused(what, tmp_path):
+    change, message = REFUSED[what]
+    target = target_of(written(tmp_path, "qwen3_5_text", change=change))
+    with pytest.raises(UserError, match=f"drafter mtp: .*{message}"):
+        mtp_backend(target)
+
+
+def test_models_without_such_a_checkpoint_are_refused(tmp_path):
+    own = written(tmp_path / "own", "qwen3_5_text", mtp_use_dedicated_embeddings=True)
+    with pytest.raises(UserError, match="has an embedding of its own"):
+        mtp_backend(target_of(own))
+    unsaved = SnapshotBackend(tiny_model(tiny_config("qwen3_5_text")), name="unsaved")
+    with pytest.raises(UserError, match="the checkpoint of unsaved cannot be read"):
+        mtp_backend(unsaved)
+    other = SnapshotBackend(tiny_model(tiny_config("lfm2")), name="lfm2")
+    with pytest.raises(UserError, match="lfm2 has no prediction layers of its own that are read here"):
+        mtp_backend(other)
+
+
+def test_qwen4_is_refused_as_every_model_whose_states_are_its_own():
+    target = PlainBackend(tiny_model(tiny_config("qwen4_exp_text")), name="qwen4")
+    with pytest.raises(UserError, match="drafted tokens cannot be taken back from qwen4"):
+        make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
