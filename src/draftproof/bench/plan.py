@@ -130,12 +130,7 @@ PROFILES = {
         BenchOptions(dataset=("mt-bench", "gsm8k"), questions=6, max_tokens=32, repeats=1, competitor=_OTHERS),
         (
             BenchOptions(
-                temperature=(1.0,),
-                seed=(1, 2),
-                competitor=_OTHERS,
-                questions=12,
-                max_tokens=64,
-                repeats=1,
+                temperature=(1.0,), seed=(1, 2), competitor=_OTHERS, questions=12, max_tokens=64, repeats=1
             ).over(_EMBEDDED),
             _parts((4, 8), (2, 4)),
         ),

@@ -137,12 +137,7 @@ class _Observed:
     """
 
     def __init__(
-        self,
-        part: object,
-        method: str,
-        *,
-        before: Callable[..., None] | None = None,
-        after: Callable[[Any], None],
+        self, part: object, method: str, *, before: Callable[..., None] | None = None, after: Callable[[Any], None]
     ) -> None:
         self._part, self._method, self._before, self._after = part, method, before, after
 

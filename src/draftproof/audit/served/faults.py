@@ -108,11 +108,7 @@ class _ForgetfulPenalties(Engine):
 
 # name: (class of the engine, its verifier, the check that must find it)
 FAULTS: dict[str, tuple[type[Engine], Callable[[], ChainVerifier], str]] = {
-    "token residual in block verification": (
-        Engine,
-        lambda: ChainVerifier("block", _token_residual),
-        "plain",
-    ),
+    "token residual in block verification": (Engine, lambda: ChainVerifier("block", _token_residual), "plain"),
     "q taken before temperature": (Engine, lambda: _Changed("token", _untempered), "temperature"),
     "bonus token from the wrong row": (Engine, lambda: _Changed("token", _wrong_row), "plain"),
     "top_p skipped on drafts": (_DraftsWithoutTopP, token_verifier, "top_p"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-from draftproof.bench.estimate import Estimate
 from draftproof.reproduction.claims import exact_claim
 from draftproof.reproduction.experiments import Experiments
 from draftproof.reproduction.paper_tables import paper_tables
@@ -46,9 +45,9 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         ]
         shipped = [block_length(p, q, n) for n in LENGTHS]
         for name, values in (("token level", token), ("block level", block), ("block verification", shipped)):
-            outcome.row(f"draft Ber({chance}), {name}", {f"L = {n}": Estimate.exact(values[n - 1]) for n in LENGTHS})
+            outcome.exact_row(f"draft Ber({chance}), {name}", (f"L = {n}" for n in LENGTHS), values)
             if chance != TARGET and name != "block verification":
-                lines.append(Series(f"{name}, p = {chance}", tuple(map(float, LENGTHS)), tuple(values)))
+                lines.append(Series.of(f"{name}, p = {chance}", LENGTHS, values))
         if chance == TARGET:
             same = max(abs(b - t) for b, t in zip(block, token, strict=True))
             outcome.claims.append(

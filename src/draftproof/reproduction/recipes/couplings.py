@@ -52,12 +52,9 @@ def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing i
         "full information": full_information_length(p, q, 2),
     }
     for rule, ccdf in ccdfs.items():
-        outcome.row(f"Pr({rule} accepts >= x)", {f"x = {x}": Estimate.exact(ccdf[x]) for x in range(1, 11)})
-    outcome.figure = Figure(
-        "x",
-        "Pr(accepted >= x), n = 10",
-        tuple(Series(rule, tuple(map(float, range(11))), tuple(ccdf)) for rule, ccdf in ccdfs.items()),
-    )
+        outcome.exact_row(f"Pr({rule} accepts >= x)", (f"x = {x}" for x in range(1, 11)), ccdf[1:])
+    lines = tuple(Series.of(rule, range(11), ccdf) for rule, ccdf in ccdfs.items())
+    outcome.figure = Figure("x", "Pr(accepted >= x), n = 10", lines)
     answers = {(row, "E[accepted] at n = 2"): OurNumber(Estimate.exact(value), 1e-12) for row, value in means.items()}
     return outcome.finish(answers)
 
@@ -74,8 +71,8 @@ def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         reached += [abs(a - float(kseq_acceptance(p, q, k))) for a, k in zip(best, many, strict=True)]
         grown += [b - a for a, b in itertools.pairwise(best)]
         last.append(best[-1])
-        outcome.row(f"r = {ratio}", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, best, strict=True)})
-        lines.append(Series(f"r = {ratio}", tuple(map(float, many)), tuple(best)))
+        outcome.exact_row(f"r = {ratio}", (f"k = {k}" for k in many), best)
+        lines.append(Series.of(f"r = {ratio}", many, best))
     outcome.claims += [
         exact_claim("-|best - (1 - (1 - 1/r)^k)| >= 0, largest", -max(formula), at_least=True),
         exact_claim("-|best - K-SEQ| >= 0, largest", -max(reached), at_least=True),
@@ -111,8 +108,8 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
     many, targets = tuple(range(1, 11)), (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)
     found = {b: [_binary_best(b, 0.25, k) for k in many] for b in targets}
     for b, values in found.items():
-        outcome.row(f"target Ber({b})", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, values, strict=True)})
-        lines.append(Series(f"target Ber({b})", tuple(map(float, many)), tuple(values)))
+        outcome.exact_row(f"target Ber({b})", (f"k = {k}" for k in many), values)
+        lines.append(Series.of(f"target Ber({b})", many, values))
     falls = [
         a - b
         for place in range(len(many))
@@ -134,11 +131,8 @@ def figure3(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
     targets, many = [b / 20 for b in range(21)], (1, 2, 4, 8)
     found = {k: [_binary_best(b, 0.25, k) for b in targets] for k in many}
     for k, values in found.items():
-        outcome.row(
-            f"k = {k}",
-            {f"target {b:g}": Estimate.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
-        )
-        lines.append(Series(f"k = {k}", tuple(targets), tuple(values)))
+        outcome.exact_row(f"k = {k}", (f"target {b:g}" for b in targets[::2]), values[::2])
+        lines.append(Series.of(f"k = {k}", targets, values))
     ones = {k: sum(a > 1 - 1e-9 for a in values) / len(values) for k, values in found.items()}
     widest = {k: max(values) - min(values) for k, values in found.items()}
     outcome.claims += [
@@ -175,10 +169,9 @@ def figure5(experiments: Experiments) -> Outcome:
         for name, values in means.items():
             outcome.row(f"{pair.label}, {name}", {f"k = {k}": value for k, value in zip(many, values, strict=True)})
             if place == 0:
-                lines.append(Series(f"{name}, {pair.label}", tuple(map(float, many)), tuple(v.value for v in values)))
+                lines.append(Series.of(f"{name}, {pair.label}", many, (value.value for value in values)))
         shares = ours / best
-        smallest = {f"k = {k}": Estimate.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
-        outcome.row(f"{pair.label}, least K-SEQ / OTM-k", smallest)
+        outcome.exact_row(f"{pair.label}, least K-SEQ / OTM-k", (f"k = {k}" for k in many), shares.amin(0).tolist())
         outcome.claims += _otm_claims(best, ours, many, pair.label)
         if place == 0:
             outcome.claims.append(_solved(pairs))
@@ -204,15 +197,9 @@ def _otm_claims(
         exact_claim(f"least growth of either with k >= 0 ({label})", least, at_least=True),
         exact_claim(f"least OTM-k - K-SEQ >= 0 ({label})", float(difference.min()), at_least=True),
         exact_claim(
-            f"least K-SEQ / OTM-k - (1 - (1 - 1/k)^k) >= 0 ({label})",
-            float((ours / best - floor).min()),
-            at_least=True,
+            f"least K-SEQ / OTM-k - (1 - (1 - 1/k)^k) >= 0 ({label})", float((ours / best - floor).min()), at_least=True
         ),
-        claim(
-            f"mean OTM-k - K-SEQ > 0 at k = 4 ({label})",
-            Kind.MODELS,
-            resample(difference / len(best), column(3)),
-        ),
+        claim(f"mean OTM-k - K-SEQ > 0 at k = 4 ({label})", Kind.MODELS, resample(difference / len(best), column(3))),
     ]
 
 

@@ -120,7 +120,7 @@ def _measured(experiments: Experiments, paper: PaperTable) -> Outcome:
     outcome.timed_claims.append(head_costs(found))
     if paper.picture:
         lines = [
-            Series(name, tuple(map(float, range(3))), tuple(1000 * found[setting][name].value for setting in TIMED))
+            Series.of(name, range(3), (1000 * found[setting][name].value for setting in TIMED))
             for name in paper.columns
         ]
         outcome.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)
