@@ -110,8 +110,11 @@ def test_rates_are_compared_with_the_line_between_two_fixed_lengths():
     rows += [rates("entropy:0.9", 0.9, 0.4), rates("fixed:1", 0.2, 0.8, seed=1)]
     found = {entry["stopper"]: entry for entry in means(rows, 1.0)}
     assert found["fixed:1"]["verification_rate"] == pytest.approx(0.7)
-    assert found["fixed:1"]["verification_rate_error"] == pytest.approx(0.1)
-    assert found["fixed:2"]["verification_rate_error"] is None
+    assert found["fixed:1"]["verification_rates"] == [0.6, 0.8]
+    assert [mean_and_error(found[each]["verification_rates"], 3) for each in ("fixed:1", "fixed:2")] == [
+        "0.700 ± 0.100",
+        "0.500",
+    ]
     assert found["entropy:0.4"]["fixed_verification_rate"] == pytest.approx(0.6)
     assert found["entropy:0.9"]["fixed_verification_rate"] is None
     # Equation (2.3): t_draft (1 + discard) + (t_draft + t_target) verification, less what a round does not draft.

@@ -17,7 +17,7 @@ from draftproof.backends.loading.options import LoadOptions, parse_device
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.bench.cell import OURS, Cell, canonical
-from draftproof.bench.questions import Question
+from draftproof.bench.questions import Question, read_questions
 from draftproof.bench.record import Answer
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
@@ -138,6 +138,19 @@ class ModelCache:
             UserError: the tokenizers differ, with a token that shows it.
         """
         refuse_different(self.tokenizer(target), self.tokenizer(draft), target_name=target, draft_name=draft)
+
+    def pair(
+        self, target: str, draft: str, dtype: str, dataset: str, questions: int
+    ) -> tuple[SlotBackend, SlotBackend, list[list[int]]]:
+        """A target and its draft model, and the first questions of a data set as plain text in tokens.
+
+        Raises:
+            UserError: the tokenizers differ, or no such model or data set.
+        """
+        self.check_same_tokenizer(target, draft)
+        tokenizer, asked = self.tokenizer(target), read_questions(dataset, questions)
+        prompts = [[int(token) for token in tokenizer(question.prompt)["input_ids"]] for question in asked]
+        return self.backend(target, dtype, "auto"), self.backend(draft, dtype, "auto"), prompts
 
     def plain_engine(self, cell: Cell) -> Engine:
         """Plain decoding on a cell's target; it defines for every engine how prompts are encoded and answers end."""

@@ -7,7 +7,6 @@ line. Nothing is downloaded unless a data set `hub:...` is named.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from draftproof.errors import UserError, reason
 from draftproof.provenance import digest
-from draftproof.training.data import FORMS, read_text
+from draftproof.training.data import FORMS, parse_json, read_text
 
 SHIPPED = Path(__file__).parent / "data"
 HUB = "hub:"
@@ -87,7 +86,7 @@ def _read(name: str) -> list[Question]:
     kinds = path.suffixes
     if ".jsonl" in kinds:
         rows = enumerate(_text(path).split("\n"), 1)  # not splitlines: JSON text may contain its other line ends
-        parsed = [(number, _json(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
+        parsed = [(number, parse_json(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
         return _numbered(path.name.partition(".")[0], parsed, lambda number: f"{path}, line {number}")
     if ".txt" in kinds or ".raw" in kinds:
         return _plain(path.name.partition(".")[0], FORMS["lines"](_text(path)), cut=False)
@@ -99,13 +98,6 @@ def _read(name: str) -> list[Question]:
 
 def _text(path: Path) -> str:
     return read_text(path)[1]
-
-
-def _json(row: str, where: str) -> Any:
-    try:
-        return json.loads(row)
-    except (ValueError, RecursionError) as cause:
-        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
 
 
 def _plain(dataset: str, texts: list[str], *, cut: bool) -> list[Question]:

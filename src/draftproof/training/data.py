@@ -153,12 +153,21 @@ def _texts(file: Path, text: str, form: str) -> tuple[list[str], int]:
     return [part for part in FORMS[form](text) if part], 1
 
 
-def _of_json(row: str, where: str) -> str:
-    """The text in one line of JSON; of several turns (Spec-Bench), the first one."""
+def parse_json(row: str, where: str) -> Any:
+    """The value of one line of JSON.
+
+    Raises:
+        UserError: it is none, with its place.
+    """
     try:
-        record: Any = json.loads(row)
+        return json.loads(row)
     except (ValueError, RecursionError) as cause:
         raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
+
+
+def _of_json(row: str, where: str) -> str:
+    """The text in one line of JSON; of several turns (Spec-Bench), the first one."""
+    record = parse_json(row, where)
     key = next((key for key in KEYS if isinstance(record, dict) and record.get(key)), None)
     if key is None:
         raise UserError(f"{where}: legal is an object with one of {', '.join(KEYS)}")
