@@ -20,6 +20,7 @@ from draftproof.bench.rules import RuleComparison, SyntheticModel, compare_rules
 from draftproof.bench.stoppers import StopperComparison, compare_stoppers, costs, default_stoppers, means
 from draftproof.errors import UserError
 from draftproof.provenance import KEY
+from draftproof.results import mean_and_error
 from draftproof.theory.acceptance import optimal_acceptance
 from support.commands import call
 from support.gguf_files import write_llama

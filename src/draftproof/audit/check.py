@@ -86,11 +86,11 @@ class CheckLine:
     drafts: str
     method: str
     total_variation: float
-    p_value: float | None
-    detectable: float | None
     worst_cell: WorstOutcome
     failures: dict[str, float]
     verdict: str
+    p_value: float | None = None
+    detectable: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The line as values for JSON."""
@@ -226,8 +226,6 @@ def enumerated(rule: PathRule, pair: ToyPair, drafts: Drafts, tolerance: float =
         drafts=_size(drafts),
         method="enumeration",
         total_variation=found.distance,
-        p_value=None,
-        detectable=None,
         worst_cell=found.worst,
         failures=lost,
         verdict="ok" if good else "FAIL",
