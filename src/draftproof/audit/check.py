@@ -131,7 +131,7 @@ def _imported(target: str) -> Callable[..., Any]:
     except Exception as error:
         raise UserError(f"cannot import {target}: {_message(error)}") from error
     if not callable(found):
-        raise UserError(f"{target} is of type {type(found).__name__}: legal is a function")
+        raise UserError(f"{target}: expected a function, got one of type {type(found).__name__}")
     called: Callable[..., Any] = found
     return called
 

@@ -354,7 +354,7 @@ def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Li
     audit = Audit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
         if name not in audit.rules:
-            raise UserError(f"no rule {name!r} to audit: legal are {', '.join(audit.rules)}")
+            raise UserError(f"rule: expected one of {', '.join(audit.rules)}, got {name!r}")
     return _lines(audit, names)
 
 

@@ -87,8 +87,12 @@ class Transformers:
         assistant: Any = None,
         setting: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._eos = model, tokenizer, list(eos_token_ids)
-        self._method, self._assistant, self._setting = method, assistant, dict(setting or {})
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos = list(eos_token_ids)
+        self._method = method
+        self._assistant = assistant
+        self._setting = dict(setting or {})
         unknown = [name for name in self._setting if not hasattr(_generation_config(), name)]
         if unknown:
             raise UserError(f"transformers has no generation option {unknown[0]!r}")

@@ -49,7 +49,8 @@ class ModelCache:
     """
 
     def __init__(self, *, device: str | None = None, trust_remote_code: bool = False, tensor_parallel: int = 1) -> None:
-        self.device, self.processes = str(parse_device(device)), tensor_parallel
+        self.device = str(parse_device(device))
+        self.processes = tensor_parallel
         self._options: dict[str, Any] = {"device": self.device, "trust_remote_code": trust_remote_code}
         divided = {"device": device, "tensor_parallel": tensor_parallel}
         self._target_options = self._options | (divided if tensor_parallel != 1 else {})
@@ -168,8 +169,8 @@ class ModelCache:
         most = engine.target.max_positions
         if most is not None and len(ids) + cell.max_tokens > most:
             raise UserError(
-                f"question {question.id!r} of {cell.dataset} has {len(ids)} tokens, and {cell.target} reads {most}: "
-                f"with {cell.max_tokens} to come, legal are {most - cell.max_tokens}; ask for fewer tokens"
+                f"question {question.id!r} of {cell.dataset}: expected at most {most - cell.max_tokens} tokens, as "
+                f"{cell.target} reads {most} with the {cell.max_tokens} to come, got {len(ids)} (ask for fewer tokens)"
             )
         return ids
 

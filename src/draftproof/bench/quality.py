@@ -128,6 +128,6 @@ def win_rate(
             here, there = mine.answer.text, theirs.answer.text
             verdicts = (judge(prompt, here, there), 1 - judge(prompt, there, here))
             if not all(0 <= verdict <= 1 for verdict in verdicts):
-                raise ValueError(f"the judge returned {verdicts}: legal is 0 to 1, 1 for the first answer")
+                raise ValueError(f"judge: expected 0 to 1, 1 for the first answer, got {verdicts}")
             found.append(sum(verdicts) / 2)
     return bootstrap(found, fmean)

@@ -91,8 +91,8 @@ def _read(name: str) -> list[Question]:
     if ".txt" in kinds or ".raw" in kinds:
         return _plain(path.name.partition(".")[0], FORMS["lines"](_text(path)), cut=False)
     raise UserError(
-        f"no data set {name!r}: legal are {', '.join(shipped())}, a file (.jsonl or .txt, also .gz and .xz), "
-        f"FORM:FILE with FORM of {', '.join(FORMS)}, or hub:OWNER/NAME[:SPLIT[:COLUMN]]"
+        f"data set: expected {', '.join(shipped())}, a file (.jsonl or .txt, also .gz and .xz), FORM:FILE with FORM of "
+        f"{', '.join(FORMS)}, or hub:OWNER/NAME[:SPLIT[:COLUMN]], got {name!r}"
     )
 
 
@@ -122,10 +122,10 @@ def _numbered(dataset: str, rows: Iterable[tuple[int, Any]], where: Callable[[in
 def _of_object(dataset: str, row: Any, where: str, default_id: str) -> Question:
     """A question from one object of any of the known formats."""
     if not isinstance(row, dict):
-        raise UserError(f"{where}: legal is a JSON object")
+        raise UserError(f"{where}: expected a JSON object")
     form = next((form for form in _OBJECTS if form.key in row), None)
     if form is None:
-        raise UserError(f"{where}: legal is an object with one of {', '.join(form.key for form in _OBJECTS)}")
+        raise UserError(f"{where}: expected an object with one of {', '.join(form.key for form in _OBJECTS)}")
     turns = form.turns(row)
     if not turns or any(not isinstance(turn, str) or not turn.strip() for turn in turns):
         raise UserError(f"{where}: {form.key} holds no text")
@@ -179,5 +179,5 @@ def _hub_rows(spec: str) -> list[dict[str, Any]]:
             f"cannot load {name!r} from the hub: {reason(cause)}; a data set is named hub:OWNER/NAME[:SPLIT[:COLUMN]]"
         ) from cause
     if column and column not in names:
-        raise UserError(f"{name} has no column {column!r}: legal are {', '.join(names)}")
+        raise UserError(f"column of {name}: expected one of {', '.join(names)}, got {column!r}")
     return [{"prompt": row[column]} if column else dict(row) for row in loaded]

@@ -46,7 +46,8 @@ class SyntheticModel(TableModel):
 
     def __init__(self, vocab: int, family: int, own: int, noise: float) -> None:
         super().__init__(vocab, own, order=1)
-        self._family, self._noise = family, noise
+        self._family = family
+        self._noise = noise
 
     def logits(self, context: Sequence[int]) -> Float[Tensor, " vocab"]:
         """The row after a context; all kept rows are dropped when they would take too much memory."""
@@ -98,7 +99,7 @@ class RuleComparison:
                 raise UserError(f"rule: expected one of {', '.join((*SINGLE, *SEVERAL))}, got {rule!r}")
         refuse_below_one(n=min(self.lengths), drafts=min(self.drafts), seeds=self.seeds, tokens=self.tokens)
         if min(self.synthetic, default=2) < 2:
-            raise UserError(f"a synthetic vocabulary has {min(self.synthetic)} tokens: legal is 2 or more")
+            raise UserError(f"synthetic vocabulary: expected 2 tokens or more, got {min(self.synthetic)}")
 
 
 def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:

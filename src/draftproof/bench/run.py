@@ -122,7 +122,8 @@ class _Stage:
     """The answerers, the prompts, and the compositions that have warmed up."""
 
     def __init__(self, cache: ModelCache, warmup: int) -> None:
-        self._cache, self._warmup = cache, warmup
+        self._cache = cache
+        self._warmup = warmup
         self._prompts: dict[tuple[str, Question], list[int]] = {}
         self._warm: set[Cell] = set()
 

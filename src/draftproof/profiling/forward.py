@@ -172,8 +172,8 @@ def _shapes(
     most = target.max_positions
     if most is not None and max(len(tokens) + largest, *options.prompts, 0) > most:
         raise UserError(
-            f"a context of {len(tokens)} and {largest} more tokens, and prompts of {list(options.prompts)}: legal are "
-            f"{most} tokens together, the context of {target.name}"
+            f"tokens of a pass: expected at most {most} together, the context of {target.name}, got a context of "
+            f"{len(tokens)} with {largest} more, and prompts of {list(options.prompts)}"
         )
     text = torch.tensor(_text(tokens, max(largest, 1)), device=target.device)
     shapes: dict[str, TokenTree | None] = {

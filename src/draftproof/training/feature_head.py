@@ -91,7 +91,8 @@ class _FeatureRun:
     """One run of a job: the target, its tokenizer, and everything that is made from the data."""
 
     def __init__(self, job: FeatureJob, watch: Watch) -> None:
-        self.job, self.watch = job, watch
+        self.job = job
+        self.watch = watch
         self.cache = cache_folder(job.cache)
         refuse_gguf(job.target, "training a feature head")
         self.tokenizer = load_tokenizer(models.resolve(job.target))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import FeedOutput
 from draftproof.draft import Draft, Verdict
@@ -63,10 +64,10 @@ class _Changed(ChainVerifier):
         super().__init__(name, token_verify)
         self._change = change
 
+    @override
     def verify(
         self, drafts: Sequence[Draft], target_probs: Sequence[Probs], rng: Rng, states: Sequence[object] = ()
     ) -> list[Verdict]:
-        """See Verifier."""
         changed = [self._change(*row) for row in zip(drafts, target_probs, strict=True)]
         return super().verify([draft for draft, _ in changed], [probs for _, probs in changed], rng, states)
 

@@ -142,20 +142,41 @@ class Figure:
     bars: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """The outcome of a recipe."""
+    """The outcome of a recipe, made row by row.
 
-    rows: tuple[OurRow, ...]
-    claims: tuple[Claim, ...]
-    cells: tuple[PaperCell, ...]
+    Attributes:
+        paper: the paper's numbers.
+        rows, claims, notes, timed_claims: of ours.
+        cells: of the paper, with their marks.
+        figure: the data of a picture.
+    """
+
+    paper: PaperTable
+    rows: list[OurRow] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    cells: list[PaperCell] = field(default_factory=list)
     figure: Figure | None = None
-    notes: tuple[str, ...] = ()
-    timed_claims: tuple[Claim, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    timed_claims: list[Claim] = field(default_factory=list)
+
+    def row(self, label: str, values: Mapping[str, Estimate | str], *, timed: bool = False) -> None:
+        """Add one of our rows."""
+        self.rows.append(OurRow(label, dict(values), timed))
+
+    def exact_row(self, label: str, names: Iterable[str], values: Iterable[float]) -> None:
+        """Add one of our rows, of computed numbers."""
+        self.row(label, dict(zip(names, map(Estimate.exact, values), strict=True)))
+
+    def finish(self, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> Outcome:
+        """The same outcome, with a mark for every cell of the paper."""
+        self.cells = mark_cells(self.paper, answers) + (picture_cells(self.claims) if self.paper.picture else [])
+        return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; None for numbers that are not finite."""
-        made: dict[str, Any] = finite(asdict(self))
+        """Plain values for JSON, without the paper's; None for numbers that are not finite."""
+        made: dict[str, Any] = finite({name: value for name, value in asdict(self).items() if name != "paper"})
         return made
 
 
@@ -177,40 +198,6 @@ class Recipe:
     def name(self) -> str:
         """Its name on the command line."""
         return self.paper.name
-
-
-@dataclass
-class OutcomeBuilder:
-    """Builds an outcome row by row."""
-
-    paper: PaperTable
-    rows: list[OurRow] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
-    timed_claims: list[Claim] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    figure: Figure | None = None
-
-    def row(self, label: str, values: Mapping[str, Estimate | str], *, timed: bool = False) -> None:
-        """Add one of our rows."""
-        self.rows.append(OurRow(label, dict(values), timed))
-
-    def exact_row(self, label: str, names: Iterable[str], values: Iterable[float]) -> None:
-        """Add one of our rows, of computed numbers."""
-        self.row(label, dict(zip(names, map(Estimate.exact, values), strict=True)))
-
-    def finish(self, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> Outcome:
-        """The outcome, with a mark for every cell of the paper."""
-        cells = mark_cells(self.paper, answers)
-        if self.paper.picture:
-            cells += picture_cells(self.claims)
-        return Outcome(
-            rows=tuple(self.rows),
-            claims=tuple(self.claims),
-            cells=tuple(cells),
-            figure=self.figure,
-            notes=tuple(self.notes),
-            timed_claims=tuple(self.timed_claims),
-        )
 
 
 def mark_cells(paper: PaperTable, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> list[PaperCell]:

@@ -21,7 +21,6 @@ from draftproof.reproduction.recipes.base import (
     Missing,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
     Series,
 )
@@ -90,7 +89,7 @@ def _block_over_token(at: AtPlaces, label: str) -> Claim:
 
 def table1(experiments: Experiments) -> Outcome:
     """Token and block at n = 8."""
-    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
+    outcome, answers = Outcome(PAPER["table1"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
         found, held = at.efficiencies(PAPER_N), _block_over_token(at, pair.label)
@@ -109,7 +108,7 @@ def table1(experiments: Experiments) -> Outcome:
 
 def table2(experiments: Experiments) -> Outcome:
     """Token and block by temperature."""
-    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
+    outcome, answers = Outcome(PAPER["table2"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         sums: dict[float, AtPlaces] = {}
         for temperature in (0.2, 0.6, 1.0):
@@ -144,7 +143,7 @@ def _equal(at: AtPlaces, n: int, where: str) -> Claim:
 
 def figure4(experiments: Experiments) -> Outcome:
     """Token and block by n."""
-    outcome, answers = OutcomeBuilder(PAPER["figure4"]), Answers()
+    outcome, answers = Outcome(PAPER["figure4"]), Answers()
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
         at, steps = at_places(experiments, pair, 1.0), list(itertools.pairwise(LENGTHS))
@@ -179,7 +178,7 @@ def figure4(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Greedy block verification beside the others: in one round and over whole runs."""
-    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
+    outcome, answers = Outcome(PAPER["table4"]), Answers()
     rules = CHAIN_RULES
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
@@ -212,7 +211,7 @@ def table4(experiments: Experiments) -> Outcome:
 
 def table5(experiments: Experiments) -> Outcome:
     """One draft against two."""
-    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
+    outcome, answers = Outcome(PAPER["table5"]), Answers()
     columns = {"token": key("token", PAPER_N), "block": key("block", PAPER_N)}
     columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
     for place, pair in enumerate(experiments.profile.pairs):

@@ -8,7 +8,7 @@ import math
 from draftproof.reproduction.claims import exact_claim
 from draftproof.reproduction.experiments import Experiments
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import Figure, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.base import Figure, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.toys import bernoulli, constant
 from draftproof.theory.lengths import block_length, full_information_length, token_length
 
@@ -34,7 +34,7 @@ def block_level(draft: float, length: int) -> float:
 
 def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Both couplings by length, and block verification, which sees only the drafted tokens."""
-    outcome, lines, apart = OutcomeBuilder(PAPER["figure2"]), [], []
+    outcome, lines, apart = Outcome(PAPER["figure2"]), [], []
     p = constant(bernoulli(TARGET))
     for chance in DRAFTS:
         q = constant(bernoulli(chance))

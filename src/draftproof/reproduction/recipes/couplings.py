@@ -17,7 +17,7 @@ from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.expected_accepted import chain_ccdf
 from draftproof.reproduction.experiments import Experiments, PairNames
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.base import Figure, OurNumber, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.toys import bernoulli, constant, rows, uniform
 from draftproof.theory.acceptance import kseq_acceptance, kseq_guarantee, optimal_acceptance, uniform_acceptance
 from draftproof.theory.lengths import block_length, full_information_length, token_length
@@ -38,7 +38,7 @@ def toy_ccdf(rule: str, n: int) -> list[float]:
 
 def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """The toy pair."""
-    outcome = OutcomeBuilder(TOY_FIGURE)
+    outcome = Outcome(TOY_FIGURE)
     ccdfs = {rule: toy_ccdf(rule, 10) for rule in ("token", "block")}
     gaps = [b - t for b, t in zip(ccdfs["block"], ccdfs["token"], strict=True)]
     outcome.claims += [
@@ -61,7 +61,7 @@ def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing i
 
 def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Uniform pairs."""
-    outcome, lines, size = OutcomeBuilder(PAPER["figure1"]), [], 120
+    outcome, lines, size = Outcome(PAPER["figure1"]), [], 120
     many = (1, 2, 4, 8, 16, 32)
     formula, reached, grown, last = [], [], [], []
     for ratio in (2, 3, 4, 10):
@@ -104,7 +104,7 @@ def _binary_apart(targets: Sequence[float], many: Sequence[int]) -> Claim:
 
 def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by k."""
-    outcome, lines = OutcomeBuilder(PAPER["figure2"]), []
+    outcome, lines = Outcome(PAPER["figure2"]), []
     many, targets = tuple(range(1, 11)), (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)
     found = {b: [_binary_best(b, 0.25, k) for k in many] for b in targets}
     for b, values in found.items():
@@ -127,7 +127,7 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
 
 def figure3(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by the target's parameter."""
-    outcome, lines = OutcomeBuilder(PAPER["figure3"]), []
+    outcome, lines = Outcome(PAPER["figure3"]), []
     targets, many = [b / 20 for b in range(21)], (1, 2, 4, 8)
     found = {k: [_binary_best(b, 0.25, k) for b in targets] for k in many}
     for k, values in found.items():
@@ -155,7 +155,7 @@ def compressed(p: Float[Tensor, " V"], q: Float[Tensor, " V"], top: int = 10) ->
 
 def figure5(experiments: Experiments) -> Outcome:
     """OTM-k and K-SEQ on the distributions of a pair after its prompts."""
-    outcome, lines = OutcomeBuilder(PAPER["figure5"]), []
+    outcome, lines = Outcome(PAPER["figure5"]), []
     many = (1, 2, 3, 4, 8, 16, 40)
     for place, pair in enumerate(experiments.profile.pairs):
         pairs = _distributions(experiments, pair)

@@ -15,7 +15,7 @@ from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.draft_samples import STEPS, DraftSamples, round_sums, trained_head
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import CLOSE, Answers, OurNumber, Outcome, OutcomeBuilder, Recipe
+from draftproof.reproduction.recipes.base import CLOSE, Answers, OurNumber, Outcome, Recipe
 from draftproof.reproduction.recipes.specdec_pp import SETS, THRESHOLDS, adaptive, best, samples_of, throughput
 from draftproof.reproduction.recipes.sums import less
 from draftproof.training.heads import Labels, run_head
@@ -56,7 +56,7 @@ def chosen_threshold(columns: Sequence[int]) -> Statistic:
 
 def table3(experiments: Experiments) -> Outcome:
     """Weights and depths."""
-    outcome, answers = OutcomeBuilder(PAPER["table3"]), Answers()
+    outcome, answers = Outcome(PAPER["table3"]), Answers()
     heads = heads_of(experiments)
     names = list(heads)
     known, fresh = (samples_of(experiments, OPENINGS, seed) for seed in (1, 0))

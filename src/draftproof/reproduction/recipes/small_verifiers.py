@@ -25,7 +25,6 @@ from draftproof.reproduction.recipes.base import (
     Figure,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
     Series,
 )
@@ -65,7 +64,7 @@ def area_of(parts: Parts) -> float:
 
 def figure3(experiments: Experiments) -> Outcome:
     """ROC of a linear verifier on two data sets."""
-    outcome, answers, lines = OutcomeBuilder(PAPER["figure3"]), Answers(), []
+    outcome, answers, lines = Outcome(PAPER["figure3"]), Answers(), []
     for (paper, own), row in zip(SETS.items(), PAPER["figure3"].rows, strict=True):
         head = verifier(experiments, own)
         samples = profile_samples(experiments, own)
@@ -87,7 +86,7 @@ def _roc(label: str, parts: Parts) -> Series:
 
 def figure12(experiments: Experiments) -> Outcome:
     """ROC by the ratio that labels a token acceptable."""
-    outcome, lines = OutcomeBuilder(PAPER["figure12"]), []
+    outcome, lines = Outcome(PAPER["figure12"]), []
     samples = profile_samples(experiments, OPENINGS)
     parts = {lam: area(verifier(experiments, OPENINGS, lam), samples, lam) for lam in LAMBDAS}
     for lam, own in parts.items():
@@ -104,7 +103,7 @@ def figure12(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Verifiers on the other data set: by AUC, and in runs beside speculative decoding."""
-    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
+    outcome, answers = Outcome(PAPER["table4"]), Answers()
     made = {own: verifier(experiments, own) for own in SETS.values()}
     for paper, own in SETS.items():
         samples = profile_samples(experiments, own)
@@ -152,7 +151,7 @@ def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
 
 def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is read
     """The shipped verifier's hyperparameters."""
-    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
+    outcome, answers = Outcome(PAPER["table5"]), Answers()
     where = heads_dir() / "approximate"
     options = json.loads((where / "provenance.json").read_text(encoding="utf-8"))["options"]
     lam, tau = options["labels"]["lam"], load_head(where).config.threshold
@@ -167,7 +166,7 @@ def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is rea
 def _closed(name: str, unit: float, of: partial[float]) -> Outcome:
     """A figure of Theorem 3.3 or 3.4: the curve by eta_TP for two eta_FP, and its distance from the ideal."""
     paper = PAPER["figure5"] if name == "tokens" else PAPER["figure6"]
-    outcome, lines = OutcomeBuilder(paper), []
+    outcome, lines = Outcome(paper), []
     ideal = of(RUN, 1.0, 0.0)
     gaps = [of(RUN, true, false) - ideal for true in RATES for false in (0.0, 0.1, 0.25, 0.5)]
     sharp = of(RUN, 1.0, 0.5) - ideal

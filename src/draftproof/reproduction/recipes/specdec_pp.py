@@ -28,7 +28,6 @@ from draftproof.reproduction.recipes.base import (
     Figure,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
     Series,
 )
@@ -137,7 +136,7 @@ def _faster(name: str, sums: Tensor) -> Claim:
 
 def table1(experiments: Experiments) -> Outcome:
     """Best throughputs under the paper's seconds."""
-    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
+    outcome, answers = Outcome(PAPER["table1"]), Answers()
     outcome.claims.append(exact_gain())
     rows: dict[str, dict[str, Estimate | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
     for name, sums in compared(experiments).items():
@@ -164,7 +163,7 @@ _SETS_NOTE = (
 
 def figure1(experiments: Experiments) -> Outcome:
     """Gains and speed-ups."""
-    outcome, answers = OutcomeBuilder(PAPER["figure1"]), Answers()
+    outcome, answers = Outcome(PAPER["figure1"]), Answers()
     rows: dict[str, dict[str, Estimate]] = {name: {} for name in PAPER["figure1"].rows}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
@@ -188,7 +187,7 @@ def figure1(experiments: Experiments) -> Outcome:
 
 def figure4(experiments: Experiments) -> Outcome:
     """The Pareto frontiers."""
-    outcome, lines = OutcomeBuilder(PAPER["figure4"]), []
+    outcome, lines = Outcome(PAPER["figure4"]), []
     for name, sums in compared(experiments).items():
         points = [[resample(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
         for label, columns in (("constant", FIXED), ("adaptive", ADAPTIVE)):

@@ -23,7 +23,6 @@ from draftproof.reproduction.recipes.base import (
     Missing,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
 )
 from draftproof.reproduction.recipes.sums import RunSums, less
@@ -82,7 +81,7 @@ def milliseconds(sums: RunSums, run: int) -> Statistic:
 
 def table2(experiments: Experiments) -> Outcome:
     """Calls, time and quality of each method."""
-    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
+    outcome, answers = Outcome(PAPER["table2"]), Answers()
     runs = [experiments.scaled_run(SMALL, **parts) for parts in METHODS.values()]
     sums = RunSums(experiments.in_turns(runs))
     at = {name: place for place, name in enumerate(METHODS)}
@@ -136,7 +135,7 @@ def _counting_claims(sums: RunSums, at: Mapping[str, int]) -> dict[tuple[str, st
 
 
 def _quality_claims(
-    experiments: Experiments, runs: Sequence[PlannedRun], at: Mapping[str, int], outcome: OutcomeBuilder
+    experiments: Experiments, runs: Sequence[PlannedRun], at: Mapping[str, int], outcome: Outcome
 ) -> list[Claim]:
     """Claims about SPRINTER's loss in likelihood and at a position; the draft model alone is the bound of both."""
     alone = experiments.scaled_run(PairNames(SMALL.draft, SMALL.draft), **PLAIN)
@@ -179,7 +178,7 @@ def drifts(experiments: Experiments) -> Float[Tensor, "prompts columns"]:
 
 def table3(experiments: Experiments) -> Outcome:
     """Preference, speed and operations against each method."""
-    outcome, answers = OutcomeBuilder(PAPER["table3"]), Answers()
+    outcome, answers = Outcome(PAPER["table3"]), Answers()
     ours = experiments.scaled_run(SMALL, **METHODS["SPRINTER"])
     for name in ("SD", "mentored"):
         other = experiments.scaled_run(SMALL, **METHODS[name])
