@@ -103,7 +103,7 @@ def main() -> int:
     chosen = [each for each in chosen if not options.variant or each.variant == options.variant]
     unknown = sorted(set(options.only or ()) - {each.model_type for each in chosen})
     if unknown or not chosen:
-        parser.error(f"no configuration {unknown or options.variant!r}: legal are transformers' model types")
+        parser.error(f"expected model types of transformers, got {unknown or options.variant!r}")
     options.records.parent.mkdir(parents=True, exist_ok=True)
     run(chosen, options.records, again=options.again)
     return report(chosen, options.records, keep=options.keep_exact, update=options.update)

@@ -112,7 +112,7 @@ def main() -> int:
 
     levels = [level.name for level in library.LEVELS]
     if unknown := set(words) - set(KINDS) - set(levels):
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}; legal are {', '.join((*KINDS, *levels))}")
+        sys.exit(f"expected {', '.join((*KINDS, *levels))}, got {', '.join(sorted(unknown))}")
     chosen = builds(
         [each for each in KINDS if each in words] or list(KINDS), [each for each in words if each in levels]
     )

@@ -107,7 +107,7 @@ def _where(drafter: str) -> tuple[str, str]:
     """The kind of a drafter and the directory of its head; that of the package where none is named."""
     kind, _, where = drafter.partition(":")
     if kind not in READERS:
-        raise SystemExit(f"drafter {kind!r} is not measured here: legal are {', '.join(READERS)}")
+        raise SystemExit(f"drafter: expected one of {', '.join(READERS)}, got {kind!r}")
     return kind, where or str(feature_head_dir())
 
 

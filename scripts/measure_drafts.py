@@ -96,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     known = {} if options.costs is None else costs_of(options.costs)
     if missing := [name for name in options.shape if known and name not in known]:
-        sys.exit(f"{options.costs} has no shape {missing[0]!r}: legal are {'; '.join(known)}")
+        sys.exit(f"shape in {options.costs}: expected one of {'; '.join(known)}, got {missing[0]!r}")
     facts, rows, raw = run_facts(), [], {}
     for target in options.targets:
         for verifier, length in RULES:

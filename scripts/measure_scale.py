@@ -548,19 +548,19 @@ def page(options: argparse.Namespace, found: dict[str, Any], facts: dict[str, An
 def _price(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     if name not in MACHINES or not value.replace(".", "", 1).isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r}: legal is NAME=PRICE, with one of {', '.join(MACHINES)}")
+        raise argparse.ArgumentTypeError(f"expected NAME=PRICE with one of {', '.join(MACHINES)}, got {text!r}")
     return name, float(value)
 
 
 def _rate(text: str) -> float:
     if not text.replace(".", "", 1).isdigit() or not 0 <= float(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: legal are rates from 0 to below 1")
+        raise argparse.ArgumentTypeError(f"expected a rate from 0 to below 1, got {text!r}")
     return float(text)
 
 
 def _positive(text: str) -> int:
     if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r}: legal are whole numbers from 1 on")
+        raise argparse.ArgumentTypeError(f"expected an integer of 1 or more, got {text!r}")
     return int(text)
 
 

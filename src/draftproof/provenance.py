@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -106,7 +107,11 @@ def header(facts: Mapping[str, Any]) -> list[str]:
     shown = [machine.get("accelerator") or machine.get("processor") or "processor unknown", _flags(machine)]
     shown += [f"{name}: {machine[name]}" for name in ("threads", "cores") if name in machine]
     shown += [machine["architecture"]] if "architecture" in machine else []
-    shown.append(_native(machine))
+    shown.append(
+        f"native kernels for {' and '.join(machine['native']) or 'nothing'}"
+        if "native" in machine
+        else "native kernels unknown"
+    )
     load = facts.get("load_average")
     shown.append("load average unknown" if load is None else f"load average {load:.1f}")
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
@@ -124,16 +129,8 @@ def _flags(machine: Mapping[str, Any]) -> str:
     if "flags" not in machine:
         return "flags unknown"
     missing = [flag for flag in _FLAGS if flag not in machine["flags"]]
-    return f"with {', '.join(machine['flags']) or 'none of these flags'}" + (
-        f", without {', '.join(missing)}" if missing else ""
-    )
-
-
-def _native(machine: Mapping[str, Any]) -> str:
-    """The types that native kernels were used for."""
-    if "native" not in machine:
-        return "native kernels unknown"
-    return f"native kernels for {' and '.join(machine['native']) or 'nothing'}"
+    there = f"with {', '.join(machine['flags']) or 'none of these flags'}"
+    return f"{there}, without {', '.join(missing)}" if missing else there
 
 
 def measured_at(facts: Mapping[str, Any]) -> str:
@@ -236,6 +233,17 @@ def without_directory(word: str) -> str:
         ("", "", word),
     )
     return before + mark + (Path(path).name if os.path.isabs(path) else path)  # noqa: PTH117 - words, not paths
+
+
+def shown_options(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass, with names and paths without directories."""
+    return {name: _shown(value) for name, value in asdict(options).items()}
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_shown(each) for each in value]
+    return without_directory(str(value)) if isinstance(value, str | Path) else value
 
 
 def model_name(name: str) -> str:

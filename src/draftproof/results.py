@@ -51,6 +51,12 @@ def mean_and_deviation(values: Sequence[float], digits: int = 3) -> str:
     return shown if len(values) < 2 else f"{shown} ± {stdev(values):.{digits}f}"
 
 
+def mean_and_error(values: Sequence[float], digits: int) -> str:
+    """The mean with its standard error, where there are several values."""
+    error = f" ± {stdev(values) / math.sqrt(len(values)):.{digits}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{digits}f}{error}"
+
+
 @dataclass(frozen=True)
 class Results:
     """The results of a measurement, ready to be printed and written.

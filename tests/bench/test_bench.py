@@ -273,7 +273,9 @@ def test_an_impossible_run_is_refused_before_it_begins(tmp_path, cache, question
         run(cells_of(), questions, tmp_path, repeats=0, cache=cache)
     assert not list(tmp_path.iterdir())
     long = {"tinystories": [Question("long", "tinystories", ("word " * 600,), chat=False)]}
-    with pytest.raises(UserError, match=r"question 'long' of tinystories has .* tokens, and embedded:target reads 512"):
+    with pytest.raises(
+        UserError, match=r"question 'long' of tinystories: expected at most 504 tokens, as embedded:target reads 512"
+    ):
         run(cells_of(), long, tmp_path, cache=cache)
     assert not list(tmp_path.iterdir())  # the folder is free for the command without the mistake
 
@@ -582,7 +584,7 @@ def test_rouge_and_judges_compare_question_by_question():
     assert quality.win_rate(longer, base, judge, prompts).value == 0.5
     assert quality.win_rate(base, base, judge, prompts).value == 0.5
     assert quality.win_rate(longer, base, lambda *_: 1.0, prompts).value == 0.5  # a judge that likes what comes first
-    with pytest.raises(ValueError, match="legal is 0 to 1"):
+    with pytest.raises(ValueError, match="judge: expected 0 to 1"):
         quality.win_rate(longer, base, lambda *_: 7.0, prompts)
 
 

@@ -69,7 +69,7 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--dataset", "nothing"), "no data set 'nothing'"),
+        (("--dataset", "nothing"), "data set: expected "),
         (("--target", "embedded:nobody"), "no embedded model 'embedded:nobody'"),
         (("--drafter", "telepathy"), "drafter is 'telepathy'"),
         (("--stopper", "never"), "stopper is 'never'"),

@@ -20,6 +20,7 @@ from draftproof.bench.rules import RuleComparison, SyntheticModel, compare_rules
 from draftproof.bench.stoppers import StopperComparison, compare_stoppers, costs, default_stoppers, means
 from draftproof.errors import UserError
 from draftproof.provenance import KEY
+from draftproof.results import mean_and_error
 from draftproof.theory.acceptance import optimal_acceptance
 from support.commands import call
 from support.gguf_files import write_llama
@@ -110,8 +111,11 @@ def test_rates_are_compared_with_the_line_between_two_fixed_lengths():
     rows += [rates("entropy:0.9", 0.9, 0.4), rates("fixed:1", 0.2, 0.8, seed=1)]
     found = {entry["stopper"]: entry for entry in means(rows, 1.0)}
     assert found["fixed:1"]["verification_rate"] == pytest.approx(0.7)
-    assert found["fixed:1"]["verification_rate_error"] == pytest.approx(0.1)
-    assert found["fixed:2"]["verification_rate_error"] is None
+    assert found["fixed:1"]["verification_rates"] == [0.6, 0.8]
+    assert [mean_and_error(found[each]["verification_rates"], 3) for each in ("fixed:1", "fixed:2")] == [
+        "0.700 ± 0.100",
+        "0.500",
+    ]
     assert found["entropy:0.4"]["fixed_verification_rate"] == pytest.approx(0.6)
     assert found["entropy:0.9"]["fixed_verification_rate"] is None
     # Equation (2.3): t_draft (1 + discard) + (t_draft + t_target) verification, less what a round does not draft.
@@ -259,16 +263,16 @@ def test_the_worker_imports_nothing_of_draftproof():
         (("engines", "--batch", 0), "batch is 0"),
         (("batches", "--batch", 0), "batch is 0"),
         (("batches", "--drafter", "none"), "drafter none is plain decoding"),
-        (("batches", "--dataset", "nothing"), "no data set 'nothing'"),
+        (("batches", "--dataset", "nothing"), "data set: expected "),
         (("batches", "--drafter", "perhaps"), "drafter is 'perhaps'"),
         (("rules", "--rule", "perhaps"), "rule: expected one of match"),
         (("rules", "--seeds", 0), "seeds is 0"),
-        (("rules", "--synthetic", 1), "a synthetic vocabulary has 1 tokens"),
+        (("rules", "--synthetic", 1), "synthetic vocabulary: expected 2 tokens or more, got 1"),
         (("rules", "--target", "embedded:nobody"), "embedded:nobody"),
         (("stoppers", "--stopper", "schedule:3"), "no fixed length to compare with"),
         (("stoppers", "--stopper", "fixed:2", "--stopper", "never"), "stopper is 'never'"),
         (("stoppers", "--max-tokens", 0), "tokens is 0"),
-        (("stoppers", "--dataset", "nothing"), "no data set 'nothing'"),
+        (("stoppers", "--dataset", "nothing"), "data set: expected "),
     ],
 )
 def test_errors_are_one_line(args, words):

@@ -104,8 +104,8 @@ def test_a_limit_takes_the_first():
     ("rows", "words"),
     [
         (["{"], "line 1: not JSON"),
-        ([{"prompt": "fine"}, "[1]"], "line 2: legal is a JSON object"),
-        ([{"other": 1}], "line 1: legal is an object with one of turns, prompt"),
+        ([{"prompt": "fine"}, "[1]"], "line 2: expected a JSON object"),
+        ([{"other": 1}], "line 1: expected an object with one of turns, prompt"),
         ([{"turns": []}], "line 1: turns holds no text"),
         ([{"turns": ["a", 2]}], "line 1: turns holds no text"),
         ([{"prompt": "  "}], "line 1: prompt holds no text"),
@@ -124,8 +124,8 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, rows, words):
 def test_unreadable_files_are_refused(tmp_path):
     for name, words in [
         (str(tmp_path / "no.jsonl"), "cannot read"),
-        (str(tmp_path / "no.csv"), "no data set"),
-        ("mtbench", "no data set 'mtbench': legal are copying"),
+        (str(tmp_path / "no.csv"), "data set: expected"),
+        ("mtbench", "data set: expected copying"),
         (f"paragraphs:{tmp_path / 'no.txt'}", "cannot read"),
     ]:
         with pytest.raises(UserError, match=words):
@@ -162,9 +162,9 @@ def test_the_hub_is_used_only_where_it_is_named(monkeypatch):
     found = read_questions(f"{HUB}some/set:train:query")
     assert asked == [("some/set", "train")]
     assert [question.prompt for question in found] == ["why?", "how?"]
-    with pytest.raises(UserError, match="no column 'q': legal are query, id"):
+    with pytest.raises(UserError, match="expected one of query, id, got 'q'"):
         read_questions(f"{HUB}some/set:train:q")
-    with pytest.raises(UserError, match="row 0: legal is an object"):
+    with pytest.raises(UserError, match="row 0: expected an object"):
         read_questions(f"{HUB}some/set")
 
 

@@ -35,11 +35,6 @@ ROOMS = ({""}, {"cache"}, {"recurrent", "products"}, {"hf"}, {"lean"}, {"heads"}
 ROOM = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 # Modules that still assign several attributes in one statement. This list may only become shorter.
 SEVERAL_ATTRIBUTES = {
-    "draftproof.audit.served.client",
-    "draftproof.audit.served.evidence",
-    "draftproof.audit.served.pairs",
-    "draftproof.audit.served.run",
-    "draftproof.audit.served.scoring",
     "draftproof.backends.base",
     "draftproof.backends.cache.prefix_cache",
     "draftproof.backends.cache.sessions",
@@ -72,11 +67,6 @@ SEVERAL_ATTRIBUTES = {
     "draftproof.backends.products.packed_linear",
     "draftproof.backends.recurrent.mixers",
     "draftproof.backends.recurrent.states",
-    "draftproof.bench.competitors",
-    "draftproof.bench.model_cache",
-    "draftproof.bench.rules",
-    "draftproof.bench.run",
-    "draftproof.bench.worker",
     "draftproof.drafters.auto",
     "draftproof.drafters.self_draft",
     "draftproof.drafters.suffix",
@@ -90,15 +80,7 @@ SEVERAL_ATTRIBUTES = {
     "draftproof.engine.threads",
     "draftproof.native.operations",
     "draftproof.native.structures",
-    "draftproof.profiling.phases",
     "draftproof.testing",
-    "draftproof.theory.decision",
-    "draftproof.training.eagle3_net",
-    "draftproof.training.feature_head",
-    "draftproof.training.feature_loss",
-    "draftproof.training.feature_rows",
-    "draftproof.training.loop",
-    "draftproof.training.peagle_net",
 }
 
 

@@ -34,11 +34,7 @@ from support.chi_square import ALPHA, chi_square
 pytestmark = pytest.mark.slow
 DRIVER = Path(support.__file__).with_name("vllm_driver.py")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-PROPOSER = {
-    "method": "custom_class",
-    "model": "draftproof.integrations.vllm.Proposer",
-    "num_speculative_tokens": 4,
-}
+PROPOSER = {"method": "custom_class", "model": "draftproof.integrations.vllm.Proposer", "num_speculative_tokens": 4}
 SMALL = 8  # vocabulary of the models whose distributions are tested
 PROMPT = [1, 5, 3, 5, 3, 6]
 

@@ -155,7 +155,7 @@ def test_every_rule_is_timed_beside_a_softmax(tmp_path):
         (("round", "--questions", 0), "questions is 0"),
         (("round", "--drafter", "telepathy"), "drafter is 'telepathy'"),
         (("round", "--backend", "abacus"), "got 'abacus'"),
-        (("round", "--dataset", "nothing"), "no data set 'nothing'"),
+        (("round", "--dataset", "nothing"), "data set: expected "),
         (("round", "--target", "embedded:fast-draft"), "needs a draft model"),
         (("forward", "--context", 0), "context is 0"),
         (("forward", "--new-tokens", 0), "new tokens is 0"),

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from draftproof.cli import app
 from draftproof.errors import UserError
 from draftproof.provenance import KEY, header
+from draftproof.reproduction import draft_samples, recipes
 from draftproof.reproduction import experiments as experiments_module
-from draftproof.reproduction import recipes
 from draftproof.reproduction import run as reproduce
 from draftproof.reproduction.draft_samples import SamplePlan, fixed_lengths, round_sums, sample_drafts, stopped_lengths
 from draftproof.reproduction.expected_accepted import CHAIN_RULES, TRIE_RULES, key
@@ -102,7 +102,8 @@ def test_recipes_of_every_module_run_often():
 
 
 @pytest.mark.parametrize("module", OFTEN)
-def test_recipes_run(module, tmp_path):
+def test_recipes_run(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(draft_samples, "STEPS", 10)
     made = reproduce.reproduce(OFTEN[module], tmp_path, TINY)
     assert sorted(each.name for each in made) == sorted(OFTEN[module])
     for each in made:

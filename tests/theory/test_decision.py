@@ -280,7 +280,7 @@ def test_only_the_overlap_matters_to_constant_lengths_without_contexts():
 @pytest.mark.parametrize(("name", "value"), [("tokens", 0), ("limit", 0), ("order", -1)])
 def test_impossible_problems_are_refused(name, value):
     problem = _problem(0)
-    with pytest.raises(UserError, match=f"{name}={value}"):
+    with pytest.raises(UserError, match=rf"{name} of a decision problem: expected \d or more, got {value}"):
         dataclasses.replace(problem, **{name: value})
 
 

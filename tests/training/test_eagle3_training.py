@@ -96,7 +96,7 @@ def texts(tmp_path):
 def test_layers_are_low_middle_and_high():
     assert default_layers(30) == (2, 15, 27)
     assert default_layers(6) == (1, 3, 5)
-    with pytest.raises(UserError, match="which has 2: legal is 4 or more"):
+    with pytest.raises(UserError, match="expected 4 layers or more, of which it reads three, got 2"):
         default_layers(2)
 
 
@@ -123,11 +123,11 @@ def test_a_trained_head_drafts_for_its_target_and_learns(tmp_path, texts, kind):
 
 
 def test_formats_that_are_none_are_refused(tmp_path, texts):
-    with pytest.raises(UserError, match="format is 'gguf': legal are draftproof, eagle3, peagle"):
+    with pytest.raises(UserError, match="format: expected one of draftproof, eagle3, peagle, got 'gguf'"):
         job(tmp_path, texts, "no", format="gguf")
     with pytest.raises(UserError, match="start continues a head of format draftproof"):
         job(tmp_path, texts, "no", start=tmp_path)
-    with pytest.raises(UserError, match="unroll is 1: a peagle head"):
+    with pytest.raises(UserError, match="unroll: expected 2 to 8 for format peagle, got 1"):
         job(tmp_path, texts, "no", format="peagle", unroll=1)
 
 

@@ -81,13 +81,14 @@ def place(tmp_path):
     return tmp_path
 
 
-def job(place, out, **options):
+def job(place, out, prompts=None, **options):
     material = Material(
         "embedded:target",
         f"feature_head:{place / 'mine'}",
         (place / "stories.txt",),
         params=SamplingParams(max_tokens=6),
         starts=1,
+        prompts=prompts,
         cache=place / "cache",
     )
     plan = TrainingPlan(steps=20, learning_rate=3e-3, log_every=10)
@@ -113,7 +114,7 @@ def test_heads_for_a_feature_head_are_its_stoppers(place):
 
 
 def test_a_verifier_for_a_feature_head(place):
-    summary = make_verifier_head(job(place, place / "verifier", kind="verifier", depth=0, threshold=0.5))
+    summary = make_verifier_head(job(place, place / "verifier", kind="verifier", depth=0, threshold=0.5, prompts=40))
     found = summary["sprinter"]
     assert 0 <= found["drift"]["position_tv"] <= found["drift"]["draft_tv"] <= 1
     assert found["lossless"]["block_efficiency"] >= 1

@@ -206,10 +206,10 @@ def test_an_interrupted_run_gives_the_same_head(tmp_path, texts, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch": 3}, "legal are 1, 2, 4"),
-        ({"length": 4}, "8 or more"),
+        ({"batch": 3}, "expected 1, 2, 4"),
+        ({"length": 4}, "8 tokens or more"),
         ({"windows": 5, "length": 100_000}, "no window"),
-        ({"answers_each": 0}, "legal is 1 or more"),
+        ({"answers_each": 0}, "answers each is 0"),
     ],
 )
 def test_impossible_jobs_say_what_is_legal(tmp_path, texts, options, words):

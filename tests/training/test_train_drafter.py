@@ -219,7 +219,7 @@ def test_windows_begin_at_the_beginning_of_texts():
         (0, 1, 2, 3, 0, 4), (0, 4, 5, 0, 10, 11), (0, 10, 11, 12, 13, 14),
     }  # fmt: skip
     assert max(window[-2] for window in seen) == 39
-    with pytest.raises(UserError, match="the texts hold 5 tokens"):
+    with pytest.raises(UserError, match="one window of 6 tokens, got 5"):
         corpus.stream([[1, 2, 3]], 0, length=6)
 
 
@@ -268,21 +268,21 @@ def test_tokenizer_encodes_any_text_and_marks_its_beginning():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--heads", "3"], "width 128 with 3 heads"),
-        (["--kv-heads", "3"], "4 heads with 3 of keys and values"),
+        (["--heads", "3"], "width: expected a multiple of twice the heads (6), got 128"),
+        (["--kv-heads", "3"], "kv heads: expected a divisor of the 4 heads, got 3"),
         (["--layers", "0"], "layers is 0"),
-        (["--vocab", "100"], "vocabulary is 100"),
+        (["--vocab", "100"], "(bytes and an end token), got 100"),
         (["--vocab", "60000"], "choose a smaller vocabulary"),
-        (["--distil", "embedded:target", "--loss", "mse"], "loss is 'mse': legal are kl, reverse_kl, tv"),
-        (["--distil", "embedded:target", "--on-policy", "me"], "policy is 'me'"),
+        (["--distil", "embedded:target", "--loss", "mse"], "loss: expected one of kl, reverse_kl, tv, got 'mse'"),
+        (["--distil", "embedded:target", "--on-policy", "me"], "policy: expected one of text, draft, target, got 'me'"),
         (["--on-policy", "draft"], "--distil"),
         (["--distil", "embedded:nothing"], "no embedded model"),
         (["--config", "nowhere.json"], "cannot read a config from nowhere.json"),
-        (["--precision", "int8"], "precision is 'int8'"),
-        (["--background-share", "1.7"], "background share is 1.7"),
-        (["--form", "verse"], "form is 'verse'"),
-        (["--length", "4"], "length 4"),
-        (["--positions", "64"], "windows of 256 tokens are longer than the model reads"),
+        (["--precision", "int8"], "precision: expected one of float32, bfloat16, got 'int8'"),
+        (["--background-share", "1.7"], "background share: expected 0 to 1, got 1.7"),
+        (["--form", "verse"], "stories, documents, got 'verse'"),
+        (["--length", "4"], "length: expected 18 or more, got 4"),
+        (["--positions", "64"], "at most the 64 tokens that the model reads, got 256"),
         (["--distil", "embedded:target", "--init", "nowhere/at/all"], "no such file or directory"),
         (["--steps", "0"], "steps is 0"),
     ],

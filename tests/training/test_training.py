@@ -88,7 +88,7 @@ def test_json_lines_are_read_by_every_known_key(tmp_path):
         ("a.jsonl", '{"answer": "x"}', "one of prompt"),
         ("a.jsonl", '{"turns": [3]}', "holds no text"),
         ("a.txt", "\n\n", "holds no text"),
-        ("a.csv", "x", "is not known"),
+        ("a.csv", "x", "expected a name that ends in .txt"),
     ],
 )
 def test_broken_data_is_refused_with_its_line(tmp_path, name, text, message):
@@ -113,7 +113,7 @@ def test_a_text_is_in_the_same_part_among_any_other_texts():
         assert set(fewer[name]) <= set(parts[name])
     limited = data.split(examples, limit=40)
     assert {name: len(part) for name, part in limited.items()} == {"train": 32, "valid": 4, "test": 4}
-    with pytest.raises(UserError, match="too few"):
+    with pytest.raises(UserError, match="texts: expected about 30 or more"):
         data.split(examples[:3])
 
 
@@ -585,10 +585,10 @@ def test_jobs_with_illegal_values_are_refused(tmp_path, story_file):
     with pytest.raises(UserError, match="exists already"):
         job(tmp_path, story_file)
     for options, message in (
-        ({"mix": 1.0}, "mix is 1"),
-        ({"threshold": 2.0}, "threshold is 2"),
-        ({"cost_ratio": 0.0}, "cost ratio is 0"),
-        ({"trial_prompts": 0}, "trial prompts 0"),
+        ({"mix": 1.0}, "mix: expected"),
+        ({"threshold": 2.0}, "threshold: expected 0 to 1"),
+        ({"cost_ratio": 0.0}, "cost ratio: expected"),
+        ({"trial_prompts": 0}, "trial prompts is 0"),
     ):
         with pytest.raises(UserError, match=message):
             job(tmp_path / "new", story_file, **options)
@@ -629,7 +629,11 @@ def test_every_option_has_a_help_text(command):
         (["head", *PAIR, "--data", "DATA", "--out", "OUT", "--reads-draw"], 2, "needs --kind sprinter"),
         ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "OUT", "--mix", "0.1"], 2, "--mix does not go with"),
         ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "OUT", "--sweep"], 2, "--sweep does not go with"),
-        (["head", *PAIR, "--data", "DATA", "--out", "OUT", "--mix", "3"], 1, "mix is 3"),
+        (
+            ["head", *PAIR, "--data", "DATA", "--out", "OUT", "--mix", "3"],
+            1,
+            "mix: expected 0 or more and less than 1, got 3",
+        ),
         ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "OUT", "--lambda", "0"], 1, "lambda"),
         ([*SPRINTER, *PAIR, "--data", "DATA", "--out", "DATA"], 1, "exists already"),
     ],

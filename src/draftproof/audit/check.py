@@ -86,11 +86,11 @@ class CheckLine:
     drafts: str
     method: str
     total_variation: float
-    p_value: float | None
-    detectable: float | None
     worst_cell: WorstOutcome
     failures: dict[str, float]
     verdict: str
+    p_value: float | None = None
+    detectable: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The line as values for JSON."""
@@ -131,7 +131,7 @@ def _imported(target: str) -> Callable[..., Any]:
     except Exception as error:
         raise UserError(f"cannot import {target}: {_message(error)}") from error
     if not callable(found):
-        raise UserError(f"{target} is of type {type(found).__name__}: legal is a function")
+        raise UserError(f"{target}: expected a function, got one of type {type(found).__name__}")
     called: Callable[..., Any] = found
     return called
 
@@ -226,8 +226,6 @@ def enumerated(rule: PathRule, pair: ToyPair, drafts: Drafts, tolerance: float =
         drafts=_size(drafts),
         method="enumeration",
         total_variation=found.distance,
-        p_value=None,
-        detectable=None,
         worst_cell=found.worst,
         failures=lost,
         verdict="ok" if good else "FAIL",

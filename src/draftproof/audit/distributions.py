@@ -169,7 +169,7 @@ class SharedRng:
         """Each column is a choice between no and yes."""
         flat = self._clean(prob).reshape(prob.shape[0], -1)
         if (flat > 1).any():
-            raise ValueError(f"a decision with probability {float(flat.max())}: legal are 0 to 1")
+            raise ValueError(f"probability of a decision: expected 0 to 1, got {float(flat.max())}")
         picks = [self._choose(torch.stack([1 - x, x], -1)) for x in flat.T]
         return torch.tensor(picks, dtype=torch.bool).reshape(1, *prob.shape[1:]).expand(prob.shape)
 
@@ -267,7 +267,7 @@ def illegal(path: int, accepted: int, token: int, shape: torch.Size) -> str:
     """What is wrong with a verdict, or ""; `shape` is that of p, [B, K, n + 1, V]."""
     for name, value, limit in zip(("path", "accepted", "token"), (path, accepted, token), shape[1:], strict=True):
         if not 0 <= value < limit:
-            return f"returned {name} {value}: legal are 0 to {limit - 1}"
+            return f"returned {name} {value}, not 0 to {limit - 1}"
     return ""
 
 

@@ -161,10 +161,17 @@ class ClaimLine:
 Line = RuleLine | ClaimLine
 
 
-def _as_path(found: Selection, draws: int) -> PathVerdict:
-    """A selection as a verdict on chains of one token: a token from the residual is the bonus token."""
+def _as_path(found: Selection, draws: int, p: Float[Tensor, "B K m V"], rng: Rng) -> PathVerdict:
+    """A selection as a verdict on chains of one token: after an accepted token the bonus token is drawn from p.
+
+    A token from the residual is the bonus token.
+    """
     none = found.accepted >= draws
-    return PathVerdict(found.accepted.masked_fill(none, 0), (~none).long(), found.token)
+    path = found.accepted.masked_fill(none, 0)
+    settled = torch.nn.functional.one_hot(found.token, p.shape[-1]).to(p)
+    after = p[torch.arange(p.shape[0]), path, 1]
+    token = rng.categorical(torch.where(none.unsqueeze(-1), settled, after))
+    return PathVerdict(path, (~none).long(), token)
 
 
 def kseq_rule(
@@ -172,7 +179,7 @@ def kseq_rule(
 ) -> PathVerdict:
     """K-SEQ on chains of one token; after an accepted token the bonus token comes from p."""
     found = functional.kseq_select(tokens[:, :, 0], q[:, 0, 0], p[:, 0, 0], rng=rng, validate=False)
-    return _with_bonus(_as_path(found, tokens.shape[1]), p, rng)
+    return _as_path(found, tokens.shape[1], p, rng)
 
 
 def otm_rule(
@@ -181,14 +188,7 @@ def otm_rule(
     """The optimal coupling on chains of one token; all drafts have the same p and q."""
     plan = functional.otm_plan(p[0, 0, 0], q[0, 0, 0], tokens.shape[1])
     found = functional.otm_select(tokens[:, :, 0], plan, rng=rng)
-    return _with_bonus(_as_path(found, tokens.shape[1]), p, rng)
-
-
-def _with_bonus(found: PathVerdict, p: Float[Tensor, "B K m V"], rng: Rng) -> PathVerdict:
-    """Draw the bonus token from p after an accepted token; after a rejection keep the token."""
-    settled = torch.nn.functional.one_hot(found.token, p.shape[-1]).to(p)
-    after = p[torch.arange(p.shape[0]), found.path, 1]
-    return found._replace(token=rng.categorical(torch.where((found.accepted > 0).unsqueeze(-1), after, settled)))
+    return _as_path(found, tokens.shape[1], p, rng)
 
 
 def _chain(name: str, rule: Callable[..., Any], **options: Any) -> Rule:
@@ -297,38 +297,32 @@ class Audit:
         """Rules that must be equal for single chains, or for chains of one token."""
         for one, other, chains, length in IDENTITIES:
             drafts = f"one chain of {length}" if chains == 1 else f"{chains} chains of {length}"
-            yield self._identity(f"{one} = {other} for {drafts}", one, other, chains, length)
+            distances = [self._distance(one, other, place, chains, length) for place in range(len(self.pairs))]
+            found = max(distances)
+            worst = self.pairs[distances.index(found)].name
+            yield ClaimLine(
+                "identity", f"{one} = {other} for {drafts}", found, worst, "ok" if found < EXACT else "FAIL"
+            )
 
-    def _identity(self, claim: str, one: str, other: str, chains: int, length: int) -> ClaimLine:
-        """Compare the joint distributions of draft, accepted tokens and bonus token; the path may differ."""
-
-        def distance(place: int) -> float:
-            a, b = (self.joint(name, place, chains, length).sum(1) for name in (one, other))
-            return 0.5 * float((a - b).abs().sum())
-
-        worst = max(range(len(self.pairs)), key=distance)
-        found = distance(worst)
-        verdict = "ok" if found < EXACT else "FAIL"
-        return ClaimLine("identity", claim, found, self.pairs[worst].name, verdict)
+    def _distance(self, one: str, other: str, place: int, chains: int, length: int) -> float:
+        """Total variation of two joint distributions of draft, accepted tokens and bonus token; the path may differ."""
+        a, b = (self.joint(name, place, chains, length).sum(1) for name in (one, other))
+        return 0.5 * float((a - b).abs().sum())
 
     def orderings(self) -> Iterator[ClaimLine]:
         """Expected accepted tokens in the order that theory states, on every pair."""
+        places = range(len(self.pairs))
         for more, chains, less, fewer, slack in ORDERINGS:
-            margin = partial(self._margin, more, chains, less, fewer)
-            yield self._ordering(f"{more} accepts at least as much as {less}", margin, slack)
-        yield self._ordering("kseq accepts as much as its closed form", self._kseq_gap, SEARCH)
+            lengths = ((self.length(more, at, chains, DRAFTED), self.length(less, at, fewer, DRAFTED)) for at in places)
+            yield self._ordering(f"{more} accepts at least as much as {less}", [a - b for a, b in lengths], slack)
+        closed = [float(kseq_acceptance(*_root(pair), DRAWS)) for pair in self.pairs]
+        gaps = [-abs(self.length("kseq", at, DRAWS, 1) - closed[at]) for at in places]
+        yield self._ordering("kseq accepts as much as its closed form", gaps, SEARCH)
 
-    def _margin(self, more: str, chains: int, less: str, fewer: int, place: int) -> float:
-        return self.length(more, place, chains, DRAFTED) - self.length(less, place, fewer, DRAFTED)
-
-    def _kseq_gap(self, place: int) -> float:
-        p, q = _root(self.pairs[place])
-        return -abs(self.length("kseq", place, DRAWS, 1) - float(kseq_acceptance(p, q, DRAWS)))
-
-    def _ordering(self, claim: str, margin: Callable[[int], float], slack: float) -> ClaimLine:
-        worst = min(range(len(self.pairs)), key=margin)
-        found = margin(worst)
-        return ClaimLine("ordering", claim, found, self.pairs[worst].name, "ok" if found > -slack else "FAIL")
+    def _ordering(self, claim: str, margins: Sequence[float], slack: float) -> ClaimLine:
+        found = min(margins)
+        worst = self.pairs[margins.index(found)].name
+        return ClaimLine("ordering", claim, found, worst, "ok" if found > -slack else "FAIL")
 
 
 def _root(pair: ToyPair) -> tuple[Float[Tensor, "1 V"], Float[Tensor, "1 V"]]:
@@ -360,7 +354,7 @@ def audit_rules(names: Sequence[str] = (), *, full: bool = False) -> Iterator[Li
     audit = Audit(suite(full=full), None if full else IN_ENGINE)
     for name in names:
         if name not in audit.rules:
-            raise UserError(f"no rule {name!r} to audit: legal are {', '.join(audit.rules)}")
+            raise UserError(f"rule: expected one of {', '.join(audit.rules)}, got {name!r}")
     return _lines(audit, names)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,9 +21,10 @@ from draftproof.bench.report import speed
 from draftproof.engine.engine import Engine
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
-from draftproof.provenance import load_average, run_facts, without_directory
+from draftproof.provenance import load_average, run_facts, shown_options, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
+from draftproof.training.sweep import total_stats
 
 PLAIN = "plain"
 
@@ -111,18 +112,16 @@ def compare_batches(options: BatchComparison, *, watch: Watch = silent) -> Resul
                 rows.append({**setting, "load": load_average(), "times": times})
                 tick(len(rows), tokens=sum(timing.tokens for timing in found.values()))
     title = f"{without_directory(options.target)}: {options.drafter} beside plain decoding"
-    named = {**asdict(options), "target": without_directory(options.target)}
-    named["draft"] = None if options.draft is None else without_directory(options.draft)
-    return Results(title, _lines(options, rows), {"options": named, "rows": rows}, facts)
+    return Results(title, _lines(options, rows), {"options": shown_options(options), "rows": rows}, facts)
 
 
 def _measured(engine: Engine, prompts: Sequence[list[int]], batch: int, temperature: float, tokens: int) -> Timing:
     engine.max_batch = batch
-    limits = [
-        SamplingParams(temperature=temperature, max_tokens=tokens, seed=1 + place) for place in range(len(prompts))
-    ]
+    params = SamplingParams(temperature=temperature, max_tokens=tokens)
     start, first = time.perf_counter(), []
-    requests = [engine.add(prompt, one, offline=True)[0] for prompt, one in zip(prompts, limits, strict=True)]
+    requests = [
+        engine.add(prompt, replace(params, seed=seed), offline=True)[0] for seed, prompt in enumerate(prompts, 1)
+    ]
     waited = list(requests[:batch])
     while not all(request.finished for request in requests):
         engine.step()
@@ -130,10 +129,8 @@ def _measured(engine: Engine, prompts: Sequence[list[int]], batch: int, temperat
             first.append(time.perf_counter() - start)
             waited.remove(request)
     seconds = time.perf_counter() - start
-    found = [engine.output(request).stats for request in requests]  # raises what a request failed with
-    return Timing(
-        seconds, median(first), sum(one.num_tokens for one in found), sum(one.num_target_calls for one in found)
-    )
+    total = total_stats(engine.output(request).stats for request in requests)  # raises what a request failed with
+    return Timing(seconds, median(first), total.num_tokens, total.num_target_calls)
 
 
 def _lines(options: BatchComparison, rows: Sequence[dict[str, Any]]) -> list[str]:

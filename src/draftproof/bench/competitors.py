@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -86,8 +87,12 @@ class Transformers:
         assistant: Any = None,
         setting: Mapping[str, Any] | None = None,
     ) -> None:
-        self._model, self._tokenizer, self._eos = model, tokenizer, list(eos_token_ids)
-        self._method, self._assistant, self._setting = method, assistant, dict(setting or {})
+        self._model = model
+        self._tokenizer = tokenizer
+        self._eos = list(eos_token_ids)
+        self._method = method
+        self._assistant = assistant
+        self._setting = dict(setting or {})
         unknown = [name for name in self._setting if not hasattr(_generation_config(), name)]
         if unknown:
             raise UserError(f"transformers has no generation option {unknown[0]!r}")
@@ -122,9 +127,7 @@ class Transformers:
             drafted_per_position=_reached(drafted, drafted),
             seconds={"total": total},
             first_tokens=accepted[0] + 1,
-            first_seconds=starts[1] - began
-            if len(starts) > 1
-            else total,  # the tokens of the first call are known then
+            first_seconds=(starts[1] - began if len(starts) > 1 else total),  # its tokens are known then
             peak_memory=peak,
         )
 
@@ -204,19 +207,11 @@ def _reached(lengths: Sequence[int], drafted: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(length > place for length in lengths) for place in range(max(drafted, default=0)))
 
 
-def _plain(cache: ModelCache, cell: Cell) -> Answerer:
-    return _make(cache, cell)
-
-
 def _assisted(cache: ModelCache, cell: Cell) -> Answerer:
     if cell.draft is None:
         raise UserError("transformers' assisted generation needs a draft model: name one with draft (--draft)")
     cache.check_same_tokenizer(cell.target, cell.draft)
     return _make(cache, cell, assistant=cache.model(cell.draft, cell.dtype))
-
-
-def _lookup(cache: ModelCache, cell: Cell) -> Answerer:
-    return _make(cache, cell, {"prompt_lookup_num_tokens": _LOOKUP_TOKENS})
 
 
 def _make(
@@ -233,9 +228,9 @@ def _make(
 
 
 COMPETITORS: dict[str, Callable[[ModelCache, Cell], Answerer]] = {
-    "transformers": _plain,
+    "transformers": _make,
     "transformers-assisted": _assisted,
-    "transformers-lookup": _lookup,
+    "transformers-lookup": partial(_make, setting={"prompt_lookup_num_tokens": _LOOKUP_TOKENS}),
 }
 
 

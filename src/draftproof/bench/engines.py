@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,9 +31,10 @@ from draftproof.engine.engine import Engine
 from draftproof.engine.stats import Stats
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
-from draftproof.provenance import run_facts, without_directory
+from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
+from draftproof.training.sweep import total_stats
 
 # vLLM's build for CPUs needs these on a small machine.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -108,7 +109,7 @@ def compare_engines(options: EngineComparison, *, watch: Watch = silent) -> Resu
                     _row(name, batch, temperature, options.tokens, timings[name][1:]) for name in engines
                 ]  # the first turn warms up
     title = f"{without_directory(options.target)} beside {options.other}"
-    return Results(title, _lines(options, rows), _figures(options, rows), facts)
+    return Results(title, _lines(options, rows), {"options": shown_options(options), "rows": rows}, facts)
 
 
 def _in_order(names: list[str], turn: int) -> list[str]:
@@ -117,10 +118,7 @@ def _in_order(names: list[str], turn: int) -> list[str]:
 
 
 def _row(name: str, batch: int, temperature: float, tokens: int, timings: Sequence[Timing]) -> dict[str, Any]:
-    counts = Stats()
-    for _, stats in timings:
-        if stats is not None:
-            counts.add(stats)
+    counts = total_stats(stats for _, stats in timings if stats is not None)
     return {
         "batch": batch,
         "temperature": temperature,
@@ -128,13 +126,6 @@ def _row(name: str, batch: int, temperature: float, tokens: int, timings: Sequen
         "tokens_per_second": [batch * tokens / seconds for seconds, _ in timings],
         "tokens_per_call": counts.block_efficiency if counts.num_target_calls else None,
     }
-
-
-def _figures(options: EngineComparison, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    named = asdict(options)
-    for name in ("python", "model", "target", "draft", "drafter"):
-        named[name] = None if named[name] is None else without_directory(str(named[name]))
-    return {"options": named, "rows": list(rows)}
 
 
 def _lines(options: EngineComparison, rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -190,18 +181,12 @@ def _ours(options: EngineComparison, batch: int) -> dict[str, Measure]:
 
 def _measure(engine: Engine) -> Measure:
     def measure(request: worker.Request) -> Timing:
-        params = [
-            SamplingParams(
-                temperature=request["temperature"], max_tokens=request["tokens"], ignore_eos=True, seed=1 + number
-            )
-            for number in range(len(request["prompts"]))
-        ]
-        watch, counts = Stopwatch(engine.target.device), Stats()
+        base = SamplingParams(temperature=request["temperature"], max_tokens=request["tokens"], ignore_eos=True)
+        params = [replace(base, seed=1 + number) for number in range(len(request["prompts"]))]
+        watch = Stopwatch(engine.target.device)
         outputs = engine.generate(request["prompts"], params)
         seconds, _ = watch.stop()
-        for output in outputs:
-            counts.add(output.stats)
-        return seconds, counts
+        return seconds, total_stats(output.stats for output in outputs)
 
     return measure
 

@@ -25,6 +25,7 @@ from draftproof.bench.estimate import Estimate, bootstrap
 from draftproof.bench.record import Record
 from draftproof.engine.registry import find_drafter
 from draftproof.engine.stats import PARTS, Stats
+from draftproof.training.sweep import total_stats
 
 Shape = Mapping[str, Any]
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "codegen", "phi", "falcon")
@@ -43,10 +44,7 @@ def question_and_seed(record: Record) -> tuple[str, int]:
 
 def total(records: Iterable[Record]) -> Stats:
     """Counts and seconds added up."""
-    made = Stats()
-    for record in records:
-        made.add(record.stats)
-    return made
+    return total_stats(record.stats for record in records)
 
 
 def _ratio(over: str, under: str) -> Callable[[Sequence[Stats]], float]:

@@ -17,7 +17,7 @@ from draftproof.backends.loading.options import LoadOptions, parse_device
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
 from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
 from draftproof.bench.cell import OURS, Cell, canonical
-from draftproof.bench.questions import Question
+from draftproof.bench.questions import Question, read_questions
 from draftproof.bench.record import Answer
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import DEFAULT_CONSTANT_STOPPER, find_drafter
@@ -49,7 +49,8 @@ class ModelCache:
     """
 
     def __init__(self, *, device: str | None = None, trust_remote_code: bool = False, tensor_parallel: int = 1) -> None:
-        self.device, self.processes = str(parse_device(device)), tensor_parallel
+        self.device = str(parse_device(device))
+        self.processes = tensor_parallel
         self._options: dict[str, Any] = {"device": self.device, "trust_remote_code": trust_remote_code}
         divided = {"device": device, "tensor_parallel": tensor_parallel}
         self._target_options = self._options | (divided if tensor_parallel != 1 else {})
@@ -139,6 +140,19 @@ class ModelCache:
         """
         refuse_different(self.tokenizer(target), self.tokenizer(draft), target_name=target, draft_name=draft)
 
+    def pair(
+        self, target: str, draft: str, dtype: str, dataset: str, questions: int
+    ) -> tuple[SlotBackend, SlotBackend, list[list[int]]]:
+        """A target and its draft model, and the first questions of a data set as plain text in tokens.
+
+        Raises:
+            UserError: the tokenizers differ, or no such model or data set.
+        """
+        self.check_same_tokenizer(target, draft)
+        tokenizer, asked = self.tokenizer(target), read_questions(dataset, questions)
+        prompts = [[int(token) for token in tokenizer(question.prompt)["input_ids"]] for question in asked]
+        return self.backend(target, dtype, "auto"), self.backend(draft, dtype, "auto"), prompts
+
     def plain_engine(self, cell: Cell) -> Engine:
         """Plain decoding on a cell's target; it defines for every engine how prompts are encoded and answers end."""
         return self.engine(canonical(replace(cell, engine=OURS, drafter="none")))
@@ -155,8 +169,8 @@ class ModelCache:
         most = engine.target.max_positions
         if most is not None and len(ids) + cell.max_tokens > most:
             raise UserError(
-                f"question {question.id!r} of {cell.dataset} has {len(ids)} tokens, and {cell.target} reads {most}: "
-                f"with {cell.max_tokens} to come, legal are {most - cell.max_tokens}; ask for fewer tokens"
+                f"question {question.id!r} of {cell.dataset}: expected at most {most - cell.max_tokens} tokens, as "
+                f"{cell.target} reads {most} with the {cell.max_tokens} to come, got {len(ids)} (ask for fewer tokens)"
             )
         return ids
 

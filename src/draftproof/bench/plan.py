@@ -94,15 +94,16 @@ class BenchProfile:
 
     Attributes:
         about: how long it takes, in a few words.
-        sizes: options for a target that the user names.
-        embedded: for the pair inside the package: the options that all its parts share, and the parts.
-        pulled: the same for SmolLM2-135M, measured where it was pulled.
+        sizes: options for a target that the user names, and for SmolLM2-135M, measured where it was pulled.
+        embedded: other values of these options for the pair inside the package.
+        embedded_parts, pulled_parts: the parts of both.
     """
 
     about: str
     sizes: BenchOptions
-    embedded: tuple[BenchOptions, tuple[BenchOptions, ...]]
-    pulled: tuple[BenchOptions, tuple[BenchOptions, ...]]
+    embedded: BenchOptions
+    embedded_parts: tuple[BenchOptions, ...]
+    pulled_parts: tuple[BenchOptions, ...]
 
 
 def _parts(lengths: Sequence[int], drafts: Sequence[int]) -> tuple[BenchOptions, ...]:
@@ -128,28 +129,9 @@ PROFILES = {
     "quick": BenchProfile(
         "under ten minutes on two quiet cores",
         BenchOptions(dataset=("mt-bench", "gsm8k"), questions=6, max_tokens=32, repeats=1, competitor=_OTHERS),
-        (
-            BenchOptions(
-                temperature=(1.0,),
-                seed=(1, 2),
-                competitor=_OTHERS,
-                questions=12,
-                max_tokens=64,
-                repeats=1,
-            ).over(_EMBEDDED),
-            _parts((4, 8), (2, 4)),
-        ),
-        (
-            BenchOptions(
-                dataset=("mt-bench", "gsm8k"),
-                temperature=(0.0, 1.0),
-                competitor=_OTHERS,
-                questions=6,
-                max_tokens=32,
-                repeats=1,
-            ).over(_SMOL),
-            _SMOL_PARTS,
-        ),
+        BenchOptions(temperature=(1.0,), seed=(1, 2), questions=12, max_tokens=64),
+        _parts((4, 8), (2, 4)),
+        _SMOL_PARTS,
     ),
     "full": BenchProfile(
         "all data sets, lengths, numbers of drafts and temperatures: hours",
@@ -161,28 +143,9 @@ PROFILES = {
             repeats=3,
             competitor=(*_OTHERS, "transformers-lookup"),
         ),
-        (
-            BenchOptions(
-                temperature=(0.0, 0.2, 0.6, 1.0),
-                seed=(1, 2, 3, 4),
-                competitor=(*_OTHERS, "transformers-lookup"),
-                questions=16,
-                max_tokens=128,
-                repeats=3,
-            ).over(_EMBEDDED),
-            _parts((4, 6, 8), (2, 4, 8)),
-        ),
-        (
-            BenchOptions(
-                dataset=("mt-bench", "gsm8k", "humaneval", "self-instruct", "vicuna-bench", "fiction"),
-                temperature=(0.0, 0.6, 1.0),
-                competitor=(*_OTHERS, "transformers-lookup"),
-                questions=16,
-                max_tokens=128,
-                repeats=3,
-            ).over(_SMOL),
-            (*_SMOL_PARTS, BenchOptions(drafter=("chains:2", "chains:4"), verifier=("spectr", "trie_block"))),
-        ),
+        BenchOptions(temperature=(0.0, 0.2, 0.6, 1.0), seed=(1, 2, 3, 4)),
+        _parts((4, 6, 8), (2, 4, 8)),
+        (*_SMOL_PARTS, BenchOptions(drafter=("chains:2", "chains:4"), verifier=("spectr", "trie_block"))),
     ),
 }
 
@@ -199,16 +162,17 @@ def parts(options: BenchOptions, profile: str | None) -> tuple[list[BenchOptions
     """
     if profile is not None and profile not in PROFILES:
         raise UserError(f"profile: expected one of {', '.join(PROFILES)}, got {profile!r}")
+    sizes = BenchOptions() if profile is None else PROFILES[profile].sizes
     if profile is None or options.target is not None:
-        sizes = BenchOptions() if profile is None else PROFILES[profile].sizes
         return [_complete(options.over(sizes))], []
-    chosen, notes = [PROFILES[profile].embedded], []
+    chosen, notes = PROFILES[profile], []
+    made = [options.over(part).over(chosen.embedded).over(_EMBEDDED) for part in chosen.embedded_parts]
     missing = [name for name in (_SMOL.target, _SMOL.draft) if not models.pulled(str(name))]
     if missing:
         notes.append(f"left out {_SMOL.target}: draftproof models pull {missing[0]} has not been run")
     else:
-        chosen.append(PROFILES[profile].pulled)
-    return [_complete(options.over(part).over(common)) for common, own in chosen for part in own], notes
+        made += [options.over(part).over(_SMOL) for part in chosen.pulled_parts]
+    return [_complete(part.over(sizes)) for part in made], notes
 
 
 def _complete(options: BenchOptions) -> BenchOptions:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-
-import torch
+from statistics import fmean
 
 from draftproof.bench.cell import Cell
 from draftproof.bench.estimate import Estimate, bootstrap
@@ -79,9 +78,8 @@ def log_likelihood(cache: ModelCache, cell: Cell, question: Question, tokens: Se
     """Mean log-probability of an answer's tokens under the target at temperature 1, without top-k or top-p."""
     target = cache.plain_engine(cell).target
     response = Response(tuple(cache.encode(cell, question)), tuple(tokens))
-    (rows,) = ModelPair(target, target, SamplingParams()).p([response])
-    chosen = rows[:-1].gather(-1, torch.tensor(response.tokens).unsqueeze(-1))
-    return float(chosen.double().clamp(min=1e-30).log().mean())
+    (total,) = ModelPair(target, target, SamplingParams()).log_likelihoods([response])
+    return total / len(response.tokens)
 
 
 def likelihood(records: Iterable[Record], scores: Scores) -> Estimate | None:
@@ -91,7 +89,7 @@ def likelihood(records: Iterable[Record], scores: Scores) -> Estimate | None:
         if name_of(record) not in scores:
             return None
         found.setdefault(question_and_seed(record)[0], []).append(scores[name_of(record)])
-    return bootstrap([sum(each) / len(each) for each in found.values()], _mean)
+    return bootstrap([fmean(each) for each in found.values()], fmean)
 
 
 def rouge(own: Iterable[Record], base: Iterable[Record]) -> Estimate | None:
@@ -105,8 +103,8 @@ def rouge(own: Iterable[Record], base: Iterable[Record]) -> Estimate | None:
         scores = rouge_scores(texts[1::2], texts[0::2])
         if scores is None:
             return None
-        found.append(_mean([each["rougeL"] for each in scores]))
-    return bootstrap(found, _mean) if found else None
+        found.append(fmean([each["rougeL"] for each in scores]))
+    return bootstrap(found, fmean) if found else None
 
 
 def win_rate(
@@ -130,10 +128,6 @@ def win_rate(
             here, there = mine.answer.text, theirs.answer.text
             verdicts = (judge(prompt, here, there), 1 - judge(prompt, there, here))
             if not all(0 <= verdict <= 1 for verdict in verdicts):
-                raise ValueError(f"the judge returned {verdicts}: legal is 0 to 1, 1 for the first answer")
+                raise ValueError(f"judge: expected 0 to 1, 1 for the first answer, got {verdicts}")
             found.append(sum(verdicts) / 2)
-    return bootstrap(found, _mean)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return bootstrap(found, fmean)

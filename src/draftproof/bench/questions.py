@@ -7,7 +7,6 @@ line. Nothing is downloaded unless a data set `hub:...` is named.
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from draftproof.errors import UserError, reason
 from draftproof.provenance import digest
-from draftproof.training.data import FORMS, read_text
+from draftproof.training.data import FORMS, parse_json, read_text
 
 SHIPPED = Path(__file__).parent / "data"
 HUB = "hub:"
@@ -87,25 +86,18 @@ def _read(name: str) -> list[Question]:
     kinds = path.suffixes
     if ".jsonl" in kinds:
         rows = enumerate(_text(path).split("\n"), 1)  # not splitlines: JSON text may contain its other line ends
-        parsed = [(number, _json(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
+        parsed = [(number, parse_json(row, f"{path}, line {number}")) for number, row in rows if row.strip()]
         return _numbered(path.name.partition(".")[0], parsed, lambda number: f"{path}, line {number}")
     if ".txt" in kinds or ".raw" in kinds:
         return _plain(path.name.partition(".")[0], FORMS["lines"](_text(path)), cut=False)
     raise UserError(
-        f"no data set {name!r}: legal are {', '.join(shipped())}, a file (.jsonl or .txt, also .gz and .xz), "
-        f"FORM:FILE with FORM of {', '.join(FORMS)}, or hub:OWNER/NAME[:SPLIT[:COLUMN]]"
+        f"data set: expected {', '.join(shipped())}, a file (.jsonl or .txt, also .gz and .xz), FORM:FILE with FORM of "
+        f"{', '.join(FORMS)}, or hub:OWNER/NAME[:SPLIT[:COLUMN]], got {name!r}"
     )
 
 
 def _text(path: Path) -> str:
     return read_text(path)[1]
-
-
-def _json(row: str, where: str) -> Any:
-    try:
-        return json.loads(row)
-    except (ValueError, RecursionError) as cause:
-        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
 
 
 def _plain(dataset: str, texts: list[str], *, cut: bool) -> list[Question]:
@@ -130,10 +122,10 @@ def _numbered(dataset: str, rows: Iterable[tuple[int, Any]], where: Callable[[in
 def _of_object(dataset: str, row: Any, where: str, default_id: str) -> Question:
     """A question from one object of any of the known formats."""
     if not isinstance(row, dict):
-        raise UserError(f"{where}: legal is a JSON object")
+        raise UserError(f"{where}: expected a JSON object")
     form = next((form for form in _OBJECTS if form.key in row), None)
     if form is None:
-        raise UserError(f"{where}: legal is an object with one of {', '.join(form.key for form in _OBJECTS)}")
+        raise UserError(f"{where}: expected an object with one of {', '.join(form.key for form in _OBJECTS)}")
     turns = form.turns(row)
     if not turns or any(not isinstance(turn, str) or not turn.strip() for turn in turns):
         raise UserError(f"{where}: {form.key} holds no text")
@@ -187,5 +179,5 @@ def _hub_rows(spec: str) -> list[dict[str, Any]]:
             f"cannot load {name!r} from the hub: {reason(cause)}; a data set is named hub:OWNER/NAME[:SPLIT[:COLUMN]]"
         ) from cause
     if column and column not in names:
-        raise UserError(f"{name} has no column {column!r}: legal are {', '.join(names)}")
+        raise UserError(f"column of {name}: expected one of {', '.join(names)}, got {column!r}")
     return [{"prompt": row[column]} if column else dict(row) for row in loaded]

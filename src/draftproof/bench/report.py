@@ -115,27 +115,22 @@ def figure(found: Estimate, digits: int = 2) -> str:
 
 def count_table(own: Sequence[Summary]) -> list[str]:
     """A table of tokens generated and accepted."""
-    return table(COUNT_HEADS, [count_row(one) for one in own])
+    return table(COUNT_HEADS, [_count_row(one) for one in own])
 
 
-def count_row(one: Summary) -> list[str]:
-    """A method's row in the table of counts."""
+def _count_row(one: Summary) -> list[str]:
+    stats = measures.total(measures.first(one.records))
     return [
         _marked(one),
         figure(measures.block_efficiency(one.records)),
         "-" if one.gain is None else f"{figure(one.gain, 3)}{'' if one.gain.sure else ' ?'}",
         figure(measures.mean_accepted(one.records)),
-        _share(one),
+        f"{stats.num_accepted_tokens / stats.num_draft_tokens:.0%}" if stats.num_draft_tokens else "-",
         figure(measures.discard_rate(one.records)),
         figure(measures.verification_rate(one.records)),
         "-" if one.flops is None else f"{one.flops / 1e9:.3g}",
         "-" if one.agrees is None else f"{one.agrees[0]} of {one.agrees[1]}",
     ]
-
-
-def _share(one: Summary) -> str:
-    stats = measures.total(measures.first(one.records))
-    return f"{stats.num_accepted_tokens / stats.num_draft_tokens:.0%}" if stats.num_draft_tokens else "-"
 
 
 def speed_table(own: Sequence[Summary]) -> list[str]:

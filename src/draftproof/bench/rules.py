@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from math import sqrt
-from statistics import fmean, stdev
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +17,16 @@ from torch import Tensor
 
 from draftproof.backends.base import Backend
 from draftproof.bench.model_cache import ModelCache
-from draftproof.bench.questions import read_questions
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, make_verifier
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
-from draftproof.provenance import run_facts
-from draftproof.results import Results, table
+from draftproof.provenance import run_facts, shown_options, without_directory
+from draftproof.results import Results, mean_and_error, table
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 from draftproof.testing import TableModel
+from draftproof.training.sweep import rates
 
 SINGLE = ("match", "gumbel", "token", "block")  # rules for one draft
 SEVERAL = ("multi_round", "spectr", "traversal", "trie_block", "multi_path")  # rules for several drafts
@@ -48,7 +46,8 @@ class SyntheticModel(TableModel):
 
     def __init__(self, vocab: int, family: int, own: int, noise: float) -> None:
         super().__init__(vocab, own, order=1)
-        self._family, self._noise = family, noise
+        self._family = family
+        self._noise = noise
 
     def logits(self, context: Sequence[int]) -> Float[Tensor, " vocab"]:
         """The row after a context; all kept rows are dropped when they would take too much memory."""
@@ -100,7 +99,7 @@ class RuleComparison:
                 raise UserError(f"rule: expected one of {', '.join((*SINGLE, *SEVERAL))}, got {rule!r}")
         refuse_below_one(n=min(self.lengths), drafts=min(self.drafts), seeds=self.seeds, tokens=self.tokens)
         if min(self.synthetic, default=2) < 2:
-            raise UserError(f"a synthetic vocabulary has {min(self.synthetic)} tokens: legal is 2 or more")
+            raise UserError(f"synthetic vocabulary: expected 2 tokens or more, got {min(self.synthetic)}")
 
 
 def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:
@@ -110,7 +109,9 @@ def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:
         UserError: a model or data set that does not exist.
     """
     facts = run_facts()
-    pairs = [f"synthetic, vocabulary {size}" for size in options.synthetic] or [f"{options.target} / {options.draft}"]
+    pairs = [f"synthetic, vocabulary {size}" for size in options.synthetic] or [
+        f"{without_directory(options.target)} / {without_directory(options.draft)}"
+    ]
     settings = [
         (n, rule, count)
         for n, rule, count in itertools.product(options.lengths, options.rules, options.drafts)
@@ -119,22 +120,19 @@ def compare_rules(options: RuleComparison, *, watch: Watch = silent) -> Results:
     rows: list[dict[str, Any]] = []
     with watch("measuring", len(pairs) * len(settings), 0) as tick:
         for place, pair in enumerate(pairs):
-            target, draft, prompts = _synthetic(options.synthetic[place]) if options.synthetic else _loaded(options)
+            target, draft, prompts = (
+                _synthetic(options.synthetic[place])
+                if options.synthetic
+                else ModelCache().pair(options.target, options.draft, options.dtype, options.dataset, options.questions)
+            )
             for n, rule, count in settings:
                 drafter = f"chains:{count}" if rule in SEVERAL else "model"
                 part = make_drafter(drafter, target=target, draft=draft, stopper=f"fixed:{n}")
                 values = _efficiency(Engine(target, part, make_verifier(rule)), prompts, options)
-                rows.append(
-                    {
-                        "pair": pair,
-                        "n": n,
-                        "rule": rule,
-                        "drafts": count if rule in SEVERAL else 1,
-                        "tokens_per_call": values,
-                    }
-                )
+                setting = {"pair": pair, "n": n, "rule": rule, "drafts": count if rule in SEVERAL else 1}
+                rows.append({**setting, "tokens_per_call": values})
                 tick(len(rows), tokens=options.seeds * options.tokens * len(prompts))
-    figures = {"options": asdict(options), "rows": rows}
+    figures = {"options": shown_options(options), "rows": rows}
     return Results("Tokens per target call by rule and number of drafts", _lines(options, rows), figures, facts)
 
 
@@ -147,25 +145,12 @@ def _synthetic(vocab: int) -> tuple[Backend, Backend, list[list[int]]]:
     )
 
 
-def _loaded(options: RuleComparison) -> tuple[Backend, Backend, list[list[int]]]:
-    """The pair of models, with the questions as plain text."""
-    cache = ModelCache()
-    cache.check_same_tokenizer(options.target, options.draft)
-    tokenizer = cache.tokenizer(options.target)
-    questions = read_questions(options.dataset, options.questions)
-    prompts = [[int(token) for token in tokenizer(question.prompt)["input_ids"]] for question in questions]
-    target, draft = (cache.backend(name, options.dtype, "auto") for name in (options.target, options.draft))
-    return target, draft, prompts
-
-
 def _efficiency(engine: Engine, prompts: Sequence[Sequence[int]], options: RuleComparison) -> list[float]:
     """Tokens per target call of each seed, all prompts together."""
     found = []
     for seed in range(options.seeds):
         params = SamplingParams(max_tokens=options.tokens, seed=seed, ignore_eos=True)
-        outputs = engine.generate([list(prompt) for prompt in prompts], params)
-        calls = sum(output.stats.num_target_calls for output in outputs)
-        found.append(sum(output.stats.num_tokens for output in outputs) / calls)
+        found.append(rates(engine.generate([list(prompt) for prompt in prompts], params))["block_efficiency"])
     return found
 
 
@@ -178,7 +163,7 @@ def _lines(options: RuleComparison, rows: Sequence[dict[str, Any]]) -> list[str]
     ]
     for pair, n in itertools.product(dict.fromkeys(row["pair"] for row in rows), options.lengths):
         found = {
-            (row["rule"], row["drafts"]): _mean(row["tokens_per_call"])
+            (row["rule"], row["drafts"]): mean_and_error(row["tokens_per_call"], 2)
             for row in rows
             if (row["pair"], row["n"]) == (pair, n)
         }
@@ -187,8 +172,3 @@ def _lines(options: RuleComparison, rows: Sequence[dict[str, Any]]) -> list[str]
         heads = ("rule", *(f"K = {count}" for count in counts))
         lines += table(heads, [(rule, *(found.get((rule, k), "") for k in counts)) for rule in options.rules])
     return lines
-
-
-def _mean(values: Sequence[float]) -> str:
-    error = f" ± {stdev(values) / sqrt(len(values)):.2f}" if len(values) > 1 else ""
-    return f"{fmean(values):.2f}{error}"

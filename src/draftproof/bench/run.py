@@ -76,8 +76,8 @@ def run(
         raise UserError(f"expected 1 repeat or more and a warmup of 0 or more, got {repeats} and {warmup}")
     chosen = {name: _questions_of(name, questions) for name in datasets(cells)}
     cache = cache or ModelCache()
-    where: dict[str, Any] = {"device": cache.device, "processes": cache.processes}
-    metadata = resumed(out, describe(cells, chosen, repeats=repeats, warmup=warmup, **where, notes=notes))
+    counts = {"repeats": repeats, "warmup": warmup, "processes": cache.processes}
+    metadata = resumed(out, {**_described(cells, chosen, cache.device), **counts, "notes": list(notes)})
     log = Log(out)
     done = {record.key for record in log.records}
     left = [turn for turn in turns(cells, chosen, repeats) if turn.key not in done]
@@ -122,7 +122,8 @@ class _Stage:
     """The answerers, the prompts, and the compositions that have warmed up."""
 
     def __init__(self, cache: ModelCache, warmup: int) -> None:
-        self._cache, self._warmup = cache, warmup
+        self._cache = cache
+        self._warmup = warmup
         self._prompts: dict[tuple[str, Question], list[int]] = {}
         self._warm: set[Cell] = set()
 
@@ -153,27 +154,14 @@ class _Stage:
 # --- the metadata of a run: provenance.json ---------------------------------------------------------------------------
 
 
-def describe(
-    cells: Sequence[Cell],
-    questions: Questions,
-    *,
-    repeats: int,
-    warmup: int,
-    device: str,
-    processes: int = 1,
-    notes: Sequence[str] = (),
-) -> dict[str, Any]:
+def _described(cells: Sequence[Cell], questions: Questions, device: str) -> dict[str, Any]:
     """The metadata of a run before its first measurement: facts of the run, models, data, cells."""
     names = dict.fromkeys(name for cell in cells for name in (cell.target, cell.draft) if name)
     return {
         KEY: run_facts(device),
         "models": {name: {"fingerprint": fingerprint(name), "shape": read_shape(name)} for name in names},
         "data": {name: {"questions": len(own), "digest": data_digest(own)} for name, own in questions.items()},
-        "repeats": repeats,
-        "warmup": warmup,
-        "processes": processes,
         "order": "by question and repeat; the cells of one data set, temperature and seed take turns",
-        "notes": list(notes),
         "cells": [cell.to_dict() for cell in cells],
     }
 

@@ -7,22 +7,20 @@ them use a given ratio of the times of a draft pass and a target pass (SpecDec++
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from math import sqrt
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from draftproof.backends.base import Backend, logits_along
 from draftproof.bench.model_cache import ModelCache
-from draftproof.bench.questions import read_questions
 from draftproof.drafters.model import ModelDrafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import SHIPPED_HEADS, make_drafter, make_stopper, make_verifier
 from draftproof.errors import UserError, refuse_below_one
 from draftproof.progress import Watch, silent
-from draftproof.provenance import run_facts, without_directory
-from draftproof.results import Results, new_figure, save_figure, table
+from draftproof.provenance import run_facts, shown_options, without_directory
+from draftproof.results import Results, mean_and_error, new_figure, save_figure, table
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.history import Oracle
 from draftproof.theory.cost import PassCosts
@@ -100,12 +98,8 @@ def compare_stoppers(options: StopperComparison, *, watch: Watch = silent) -> Re
     facts, stoppers = run_facts(), options.all_stoppers
     for stopper in stoppers:
         make_stopper(stopper, options.draft)  # an invalid one is refused before anything is measured
-    cache = ModelCache()
-    cache.check_same_tokenizer(options.target, options.draft)
-    target, draft = (cache.backend(name, options.dtype, "auto") for name in (options.target, options.draft))
-    tokenizer = cache.tokenizer(options.target)
-    questions = read_questions(options.dataset, options.questions)
-    prompts = [[int(token) for token in tokenizer(question.prompt)["input_ids"]] for question in questions]
+    names = (options.target, options.draft)
+    target, draft, prompts = ModelCache().pair(*names, options.dtype, options.dataset, options.questions)
     rows: list[dict[str, Any]] = []
     with watch("measuring", len(options.temperature) * len(stoppers), 0) as tick:
         for at, temperature in enumerate(options.temperature):
@@ -118,11 +112,9 @@ def compare_stoppers(options: StopperComparison, *, watch: Watch = silent) -> Re
                 rows += [{"temperature": temperature, "stopper": shown, **row} for row in own]
                 tick(at * len(stoppers) + number, tokens=sum(row["tokens"] for row in own))
             if temperature == 0:
-                engine = _oracle(options, target, draft, prompts)
-                rows.append(
-                    {"temperature": 0.0, "stopper": ORACLE, **_rates(engine, prompts, options, temperature, seed=0)}
-                )
-    figures = {"options": {**asdict(options), "stoppers": [without_directory(each) for each in stoppers]}, "rows": rows}
+                found = _rates(_oracle(options, target, draft, prompts), prompts, options, temperature, seed=0)
+                rows.append({"temperature": 0.0, "stopper": ORACLE, **found})
+    figures = {"options": shown_options(replace(options, stoppers=stoppers)), "rows": rows}
     return Results("Discard and verification rates by stopper", _lines(options, rows), figures, facts)
 
 
@@ -148,7 +140,7 @@ def _oracle(options: StopperComparison, target: Backend, draft: Backend, prompts
 
 
 def means(rows: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, Any]]:
-    """Mean rates of each stopper at a temperature, with their standard errors (None for a single seed)."""
+    """Mean rates of each stopper at a temperature, and those of each seed."""
     made = []
     own = [row for row in rows if row["temperature"] == temperature]
     for stopper in dict.fromkeys(row["stopper"] for row in own):
@@ -156,7 +148,7 @@ def means(rows: Sequence[dict[str, Any]], temperature: float) -> list[dict[str, 
         for rate in RATES:
             values = [row[rate] for row in own if row["stopper"] == stopper]
             entry[rate] = fmean(values)
-            entry[f"{rate}_error"] = stdev(values) / sqrt(len(values)) if len(values) > 1 else None
+            entry[f"{rate}s"] = values
         made.append(entry)
     fixed = [entry for entry in made if entry["family"] == FIXED]
     return with_fixed_drafts(fixed, made)
@@ -186,7 +178,7 @@ def _lines(options: StopperComparison, rows: Sequence[dict[str, Any]]) -> list[s
         cells = [
             (
                 entry["stopper"],
-                *(_with_error(entry, rate) for rate in RATES),
+                *(mean_and_error(entry[f"{rate}s"], 3) for rate in RATES),
                 _against_fixed(entry),
                 *(f"{own[entry['stopper']]:.3f}" for own in spent.values()),
             )
@@ -194,11 +186,6 @@ def _lines(options: StopperComparison, rows: Sequence[dict[str, Any]]) -> list[s
         ]
         lines += ["", f"## Temperature {temperature:g}", "", *table(heads, cells), "", *_best(entries, spent)]
     return lines
-
-
-def _with_error(entry: dict[str, Any], rate: str) -> str:
-    error = entry[f"{rate}_error"]
-    return f"{entry[rate]:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 def _against_fixed(entry: dict[str, Any]) -> str:

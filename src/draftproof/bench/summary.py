@@ -17,12 +17,8 @@ from draftproof.bench.run import read_metadata
 
 PLAIN = "plain"
 BASES = (PLAIN, "transformers", "transformers-assisted", "transformers-lookup")
-_WHERE_THEY_DIFFER = (
-    "draft",
-    "dtype",
-    "draft_dtype",
-    "backend",
-)  # in a method's name only where they differ within a table
+# In a method's name only where they differ within a table.
+_WHERE_THEY_DIFFER = ("draft", "dtype", "draft_dtype", "backend")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,9 @@ def llama_cpp(model: str, dtype: str, batch: int) -> Generate:  # noqa: ARG001 -
     import xllamacpp  # type: ignore[import-not-found]
 
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_parallel, params.n_ctx = model, batch, 1024 * batch
+    params.model.path = model
+    params.n_parallel = batch
+    params.n_ctx = 1024 * batch
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = len(os.sched_getaffinity(0))
     params.verbosity = -1
     server = xllamacpp.Server(params)

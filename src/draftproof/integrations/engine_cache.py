@@ -110,10 +110,7 @@ class Composition:
             refuse_different(self.tokenizer, words, target_name=_name(target), draft_name=options.draft)
         loaded_in, _ = draft_dtype(options.draft_dtype, str(target.dtype).removeprefix("torch."))
         how = LoadOptions(
-            dtype=loaded_in,
-            device=str(target.device),
-            trust_remote_code=options.trust_remote_code,
-            check=options.check,
+            dtype=loaded_in, device=str(target.device), trust_remote_code=options.trust_remote_code, check=options.check
         )
         return load(options.draft, how).backend
 

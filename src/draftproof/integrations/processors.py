@@ -167,10 +167,7 @@ class Processors(ScoreProcessor):
 
     @override
     def __call__(
-        self,
-        scores: Float[Tensor, "rows vocab"],
-        output_ids: Sequence[int],
-        paths: Sequence[Sequence[int]],
+        self, scores: Float[Tensor, "rows vocab"], output_ids: Sequence[int], paths: Sequence[Sequence[int]]
     ) -> Float[Tensor, "rows vocab"]:
         """Run the processors on each row, except on contexts that the scores above exclude: none expects those."""
         made = scores.clone()

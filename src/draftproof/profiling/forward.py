@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -29,7 +29,7 @@ from draftproof.errors import UserError, refuse_below_one
 from draftproof.native.dispatch import VARIABLE
 from draftproof.profiling.hardware import bandwidth, weights_read
 from draftproof.progress import Watch, silent
-from draftproof.provenance import run_facts, without_directory
+from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, table
 from draftproof.rng import CounterRoundRng
 from draftproof.sampling import SamplingParams
@@ -125,9 +125,7 @@ def measure_forward(options: ForwardOptions, *, watch: Watch = silent) -> Result
                 | {"seconds": seconds}
                 for (name, shape), seconds in found.items()
             ]
-    named = {**asdict(options), "target": without_directory(options.target)}
-    named["draft"] = None if options.draft is None else without_directory(options.draft)
-    figures = {"options": named, "bytes_per_second": read, "rows": rows}
+    figures = {"options": shown_options(options), "bytes_per_second": read, "rows": rows}
     return Results("The time of a forward pass", _lines(options, rows, read), figures, facts)
 
 
@@ -174,8 +172,8 @@ def _shapes(
     most = target.max_positions
     if most is not None and max(len(tokens) + largest, *options.prompts, 0) > most:
         raise UserError(
-            f"a context of {len(tokens)} and {largest} more tokens, and prompts of {list(options.prompts)}: legal are "
-            f"{most} tokens together, the context of {target.name}"
+            f"tokens of a pass: expected at most {most} together, the context of {target.name}, got a context of "
+            f"{len(tokens)} with {largest} more, and prompts of {list(options.prompts)}"
         )
     text = torch.tensor(_text(tokens, max(largest, 1)), device=target.device)
     shapes: dict[str, TokenTree | None] = {

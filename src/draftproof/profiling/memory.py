@@ -215,8 +215,8 @@ def refuse_overlong(engine: Engine, workload: Workload) -> None:
     most = engine.target.max_positions
     if most is not None and total > most:
         raise UserError(
-            f"{workload.prompt_tokens} prompt tokens and {workload.new_tokens} new ones are {total}: legal are {most} "
-            f"together, the context of {engine.target.name}"
+            f"prompt and new tokens: expected at most {most} together, the context of {engine.target.name}, got "
+            f"{workload.prompt_tokens} and {workload.new_tokens}"
         )
 
 

@@ -137,14 +137,12 @@ class _Observed:
     """
 
     def __init__(
-        self,
-        part: object,
-        method: str,
-        *,
-        before: Callable[..., None] | None = None,
-        after: Callable[[Any], None],
+        self, part: object, method: str, *, before: Callable[..., None] | None = None, after: Callable[[Any], None]
     ) -> None:
-        self._part, self._method, self._before, self._after = part, method, before, after
+        self._part = part
+        self._method = method
+        self._before = before
+        self._after = after
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._part, name)

@@ -7,7 +7,7 @@ logits, p and q), and the time of its operations at the rate of a large product.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +26,7 @@ from draftproof.engine.stats import PARTS
 from draftproof.errors import refuse_below_one
 from draftproof.profiling.hardware import ReadWeights, bandwidth, product_rate, weights_read
 from draftproof.progress import Watch, silent
-from draftproof.provenance import run_facts, without_directory
+from draftproof.provenance import run_facts, shown_options, without_directory
 from draftproof.results import Results, table
 from draftproof.sampling import SamplingParams
 
@@ -104,10 +104,7 @@ def measure_round(options: RoundOptions, *, watch: Watch = silent) -> Results:
                     rows.append({"question": number, "backend": cell.backend, "method": cell.method, **row})
             tick(number + 1, tokens=options.tokens * len(engines))
     floors = _floors(options, vocab_size=next(iter(engines.values())).target.vocab_size)
-    named = {
-        name: without_directory(value) if isinstance(value, str) else value for name, value in asdict(options).items()
-    }
-    figures = {"options": named, "rows": rows, "floors": floors}
+    figures = {"options": shown_options(options), "rows": rows, "floors": floors}
     return Results("The time of a round", _lines(options, rows, floors), figures, facts)
 
 

@@ -15,18 +15,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.engine.engine import Engine
-from draftproof.heads import Head
+from draftproof.heads import Head, HeadConfig
 from draftproof.provenance import digest
-from draftproof.reproduction.experiments import OPENINGS, Experiments, PairNames
+from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments, PairNames
 from draftproof.rng import fold
 from draftproof.sampling import SamplingParams
 from draftproof.stoppers.base import StopperBase
 from draftproof.stoppers.trained import LIMIT
 from draftproof.training.features import JudgeRows, ModelPair, collect, drafted
-from draftproof.training.heads import run_head
+from draftproof.training.heads import Labels, run_head, train_head
+from draftproof.training.loop import TrainingPlan
 from draftproof.training.responses import Response
 
 STRIDE = 4  # tokens from one position to the next
+STEPS = 400  # of the training of heads
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,6 @@ class DraftSamples:
         """Sums over the drafts of each prompt."""
         return values.double().reshape(self.prompts, -1).sum(-1)
 
-    def prompt_of_row(self) -> Tensor:
-        """The number of the prompt that each row belongs to."""
-        return torch.arange(len(self.at_token)) // (len(self.at_token) // self.prompts)
-
 
 def sample_drafts(experiments: Experiments, plan: SamplePlan) -> DraftSamples:
     """The drafts of a plan, from the cached records if they exist."""
@@ -89,6 +87,22 @@ def sample_drafts(experiments: Experiments, plan: SamplePlan) -> DraftSamples:
         before_token=collect(drafted(pair, above=True), rows, folder / "above"),
         prompts=plan.prompts,
     )
+
+
+def profile_samples(
+    experiments: Experiments, dataset: str, seed: int = 0, *, most: int = 16, top_k: int = 0
+) -> DraftSamples:
+    """Drafts of the small pair at the profile's size, after at most so many prompts; most data sets have 16."""
+    profile = experiments.profile
+    prompts = min(profile.prompts, most)
+    return sample_drafts(experiments, SamplePlan(SMALL, dataset, prompts, profile.places, seed, top_k))
+
+
+def trained_head(kind: str, known: JudgeRows, valid: JudgeRows, labels: Labels, depth: int = 0) -> Head:
+    """A head for the small pair, trained in a few steps."""
+    config = HeadConfig(kind, known.hidden.shape[-1], SMALL.draft, SMALL.target, depth=depth)
+    plan = TrainingPlan(steps=STEPS, learning_rate=3e-3, warmup=20)
+    return train_head(config, known, valid, plan, labels)[0]
 
 
 def model_pair(experiments: Experiments, pair: PairNames, top_k: int = 0) -> ModelPair:

@@ -194,7 +194,7 @@ class Recorder:
         rng: Rng,
         states: Sequence[object],  # noqa: ARG002 - the recorder has no state
     ) -> list[Verdict]:
-        """See Verifier: nothing is accepted, the next token is the target's own."""
+        """Nothing is accepted, and the next token is the target's own."""
         if all(len(draft) and max(map(len, chains_of(draft))) >= max(self.lengths) for draft in drafts):
             self.rounds.append(self._expected(*pieces(drafts, target_probs)))
         tokens = rng.categorical(torch.stack([probs[0] for probs in target_probs])).tolist()

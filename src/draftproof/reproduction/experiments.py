@@ -16,7 +16,6 @@ from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.bench.cell import Cell
 from draftproof.bench.model_cache import ModelCache
 from draftproof.bench.questions import read_questions, shipped
-from draftproof.drafters.base import Drafter
 from draftproof.engine.engine import Engine
 from draftproof.engine.registry import make_drafter, reads_draft
 from draftproof.errors import UserError
@@ -199,10 +198,6 @@ class Experiments:
         """A model, loaded once."""
         return self._cache.backend(name, dtype, "auto")
 
-    def tokenizer(self, name: str) -> Any:
-        """A model's tokenizer."""
-        return self._cache.tokenizer(name)
-
     def prompts(self, name: str, count: int, dataset: str = OPENINGS) -> list[list[int]]:
         """Prompts of a shipped data set as token ids of a model, cut to PROMPT tokens.
 
@@ -214,12 +209,7 @@ class Experiments:
         texts = [question.prompt for question in read_questions(dataset, count)]
         if len(texts) < count:
             raise UserError(f"{dataset} has {len(texts)} questions: {count} are needed")
-        return [[int(token) for token in self.tokenizer(name)(text)["input_ids"]][:PROMPT] for text in texts]
-
-    def drafter(self, pair: PairNames, name: str, stopper: str) -> Drafter:
-        """A drafter by name, with the draft model where it reads one."""
-        draft = self.backend(pair.draft, pair.dtype) if reads_draft(name) else None
-        return make_drafter(name, target=self.backend(pair.target, pair.dtype), draft=draft, stopper=stopper)
+        return [[int(token) for token in self._cache.tokenizer(name)(text)["input_ids"]][:PROMPT] for text in texts]
 
     def _turns(self, runs: Sequence[PlannedRun]) -> list[list[Row]]:
         """Measure batch by batch, all runs in turns, so that a machine that slows down affects all of them."""
@@ -252,15 +242,19 @@ class Experiments:
         """The rows of prompts that are decoded in one batch."""
         deepest, most = max(places.lengths), max((*places.drafts, places.chains))
         name = f"chains:{most}" if places.drafter == "model" else f"{places.drafter}x{most}"
+        target = self.backend(places.pair.target, places.pair.dtype)
+        draft = self.backend(places.pair.draft, places.pair.dtype) if reads_draft(name) else None
         sums: list[Row] = [{"prompt": first + at, "places": 0, "accepted": {}} for at in range(len(prompts))]
         for seed in range(places.seeds):
             recorder = Recorder(places.lengths, places.drafts)
-            part = self.drafter(places.pair, name, f"fixed:{deepest}")
-            target = self.backend(places.pair.target, places.pair.dtype)
+            part = make_drafter(name, target=target, draft=draft, stopper=f"fixed:{deepest}")
             each = [_params(places, seed, first + at, places.places + deepest) for at in range(len(prompts))]
             Engine(target, part, recorder, max_batch=len(prompts)).generate(list(prompts), each)
-            for expected in recorder.rounds:
-                _add(sums, expected)
+            for expected in recorder.rounds:  # every row has the same number: all requests have the same length
+                for at, row in enumerate(sums):
+                    row["places"] += 1
+                    for column, values in expected.items():
+                        row["accepted"][column] = row["accepted"].get(column, 0.0) + values[at]
         return sums
 
 
@@ -297,11 +291,3 @@ def _params(planned: PlannedRun | Places, seed: int, number: int, tokens: int) -
         seed=fold(seed, number) >> 1,
         ignore_eos=True,
     )
-
-
-def _add(sums: list[Row], expected: dict[str, list[float]]) -> None:
-    """Add one round of all rows; every row has the same number of rounds, because all requests have the same length."""
-    for at, row in enumerate(sums):
-        row["places"] += 1
-        for name, values in expected.items():
-            row["accepted"][name] = row["accepted"].get(name, 0.0) + values[at]

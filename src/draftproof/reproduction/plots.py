@@ -35,7 +35,7 @@ def draw(outcome: dict[str, Any], out: Path, notify: Callable[[str], None]) -> s
         elif line["error"]:
             axes.errorbar(line["x"], line["y"], line["error"], label=line["label"], marker="o", capsize=3)
         else:
-            axes.plot(line["x"], line["y"], "o-" if line["line"] else "o", markersize=4, label=line["label"])
+            axes.plot(line["x"], line["y"], "o-", markersize=4, label=line["label"])
     axes.set_xlabel(shown["x"])
     axes.set_ylabel(shown["y"])
     axes.grid(alpha=0.3)

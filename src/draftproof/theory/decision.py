@@ -48,7 +48,7 @@ class Problem:
     def __post_init__(self) -> None:
         for name, least in (("tokens", 1), ("limit", 1), ("order", 0)):
             if getattr(self, name) < least:
-                raise UserError(f"a decision problem has {name}={getattr(self, name)}: legal is {least} or more")
+                raise UserError(f"{name} of a decision problem: expected {least} or more, got {getattr(self, name)}")
 
     @property
     def discard_cost(self) -> float:
@@ -116,8 +116,10 @@ class Values:
     """
 
     def __init__(self, problem: Problem, policy: Policy | None = None) -> None:
-        self.problem, self._policy = problem, policy
-        self._discard, self._call = problem.discard_cost, problem.call_cost
+        self.problem = problem
+        self._policy = policy
+        self._discard = problem.discard_cost
+        self._call = problem.call_cost
         self._steps = functools.cache(self._read_steps)
         self._loss = functools.cache(self._sum_loss)
         self._start = functools.cache(self._solve_start)

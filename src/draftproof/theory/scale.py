@@ -123,7 +123,7 @@ def _sums(machine: Machine, model: Model, read: int, devices: int) -> float:
     if devices == 1:
         return 0.0
     if not machine.link:
-        raise ValueError(f"{machine.name} has no link to others: legal is 1 device")
+        raise ValueError(f"devices: expected 1, as {machine.name} has no link to others, got {devices}")
     size = read * model.width * model.number
     return _SUMS * model.layers * (machine.sum + 2.0 * (devices - 1) / devices * size / machine.link)
 

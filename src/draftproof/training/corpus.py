@@ -55,7 +55,7 @@ def stream(rows: Sequence[Sequence[int]], end: int, *, length: int) -> Stream:
         flat += [end, *row]
     flat.append(end)
     if len(flat) < length:
-        raise UserError(f"the texts hold {len(flat)} tokens: legal is at least one window of {length}")
+        raise UserError(f"texts: expected at least one window of {length} tokens, got {len(flat)} (give more text)")
     return Stream(torch.tensor(flat, dtype=torch.int32), torch.tensor(starts))
 
 

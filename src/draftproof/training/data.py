@@ -98,14 +98,14 @@ def read_examples(
         UserError: a file that cannot be read or has no text; the message names the file, and the line in .jsonl.
     """
     if form not in FORMS:
-        raise UserError(f"form is {form!r}: legal are {', '.join(FORMS)}")
+        raise UserError(f"form: expected one of {', '.join(FORMS)}, got {form!r}")
     found: dict[Example, None] = {}
     sources = []
     for file in map(Path, files):
         raw, text = read_text(file)
         texts, default = _texts(file, text, form)
         if not texts:
-            raise UserError(f"{file} holds no text: legal is .txt, or .jsonl with one of {', '.join(KEYS)}")
+            raise UserError(f"{file} holds no text: expected .txt, or .jsonl with one of {', '.join(KEYS)}")
         sentences = default if opening is None else opening
         found |= {Example(_opening(text, sentences), text): None for text in texts}
         sources.append(DataFile(file.name, hashlib.sha256(raw).hexdigest(), len(raw), len(texts)))
@@ -120,22 +120,13 @@ def read_text(file: Path) -> tuple[bytes, str]:
     Raises:
         UserError: it cannot be read or unpacked, or it is not UTF-8.
     """
-    raw = _bytes(file)
-    return raw, _text(file, raw)
-
-
-def _bytes(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        raw = file.read_bytes()
     except OSError as cause:
         raise UserError(f"cannot read {file}: {cause.strerror or cause}") from cause
-
-
-def _text(file: Path, raw: bytes) -> str:
-    """The unpacked text of a file."""
     unpack = _UNPACK.get(file.suffix)
     try:
-        return (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
+        return raw, (unpack(raw) if unpack else raw).decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as cause:
         raise UserError(f"{file} is not UTF-8 text (byte {cause.start})") from None
     except (OSError, EOFError, lzma.LZMAError) as cause:
@@ -149,19 +140,28 @@ def _texts(file: Path, text: str, form: str) -> tuple[list[str], int]:
         rows = enumerate(text.split("\n"), 1)  # not splitlines: JSON text may contain the other line ends
         return [_of_json(row, f"{file}, line {number}") for number, row in rows if row.strip()], 0
     if suffix not in {".txt", ".raw", ""}:
-        raise UserError(f"the kind of {file} is not known: legal are .txt, .raw and .jsonl, also with .gz or .xz")
+        raise UserError(f"{file}: expected a name that ends in .txt, .raw or .jsonl, or with .gz or .xz after it")
     return [part for part in FORMS[form](text) if part], 1
+
+
+def parse_json(row: str, where: str) -> Any:
+    """The value of one line of JSON.
+
+    Raises:
+        UserError: it is none, with its place.
+    """
+    try:
+        return json.loads(row)
+    except (ValueError, RecursionError) as cause:
+        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
 
 
 def _of_json(row: str, where: str) -> str:
     """The text in one line of JSON; of several turns (Spec-Bench), the first one."""
-    try:
-        record: Any = json.loads(row)
-    except (ValueError, RecursionError) as cause:
-        raise UserError(f"{where}: not JSON ({getattr(cause, 'msg', 'nested too deeply')})") from None
+    record = parse_json(row, where)
     key = next((key for key in KEYS if isinstance(record, dict) and record.get(key)), None)
     if key is None:
-        raise UserError(f"{where}: legal is an object with one of {', '.join(KEYS)}")
+        raise UserError(f"{where}: expected an object with one of {', '.join(KEYS)}")
     value = record[key][0] if isinstance(record[key], list) else record[key]
     if not isinstance(value, str) or not value.strip():
         raise UserError(f"{where}: {key} holds no text")
@@ -192,30 +192,20 @@ def split(examples: Sequence[Example], limit: int | None = None) -> dict[str, li
     Raises:
         UserError: there are too few examples: a part is empty.
     """
-    keyed = sorted((hashlib.sha256(each.text.encode()).digest(), each) for each in map(_Keyed, examples))
+
+    def key(example: Example) -> tuple[bytes, str]:
+        return hashlib.sha256(example.text.encode()).digest(), example.prompt
+
+    ordered = sorted(examples, key=key)
     parts: dict[str, list[Example]] = {}
     for name, tenths in _TENTHS.items():
-        mine = [each.example for key, each in keyed if key[-1] % 10 in tenths]
+        mine = [each for each in ordered if key(each)[0][-1] % 10 in tenths]
         parts[name] = mine if limit is None else mine[: max(limit * len(tenths) // 10, 1)]
     if short := [name for name in SPLITS if not parts[name]]:
         raise UserError(
-            f"{len(examples)} texts are too few: none falls into the part {short[0]}; legal is about 30 or more"
+            f"texts: expected about 30 or more, got {len(examples)}, none of which falls into the part {short[0]}"
         )
     return parts
-
-
-@dataclass(frozen=True)
-class _Keyed:
-    """An example with an order, for texts with equal hashes."""
-
-    example: Example
-
-    @property
-    def text(self) -> str:
-        return self.example.text
-
-    def __lt__(self, other: _Keyed) -> bool:
-        return self.example.prompt < other.example.prompt
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any, *, cache: Path, key: str) -> list[list[int]]:

@@ -54,9 +54,7 @@ class DrafterRun:
         self.settings = job.settings if job.init is None else settings_of(Path(models.resolve(job.init), "config.json"))
         positions = self.settings["max_position_embeddings"]
         if job.length > positions:
-            raise UserError(
-                f"windows of {job.length} tokens are longer than the model reads: legal are at most {positions}"
-            )
+            raise UserError(f"length: expected at most the {positions} tokens that the model reads, got {job.length}")
         examples, self.sources = read_examples(job.texts.data, form=job.texts.form, opening=1)
         self.parts = split(examples, job.texts.limit)
         self.background: list[Example] = []

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_below_one
 from draftproof.files import refuse_existing
 from draftproof.training.distil import LOSSES
 from draftproof.training.loop import TrainingPlan
@@ -45,16 +45,12 @@ class Shape:
     vocabulary: int = 2048
 
     def __post_init__(self) -> None:
-        low = {name: value for name, value in asdict(self).items() if value < (name not in ("kv_heads", "hidden"))}
-        if low:
-            name, value = next(iter(low.items()))
-            raise UserError(f"{name} is {value}: legal is 1 or more")
+        chosen = {name: value for name, value in asdict(self).items() if value or name not in ("kv_heads", "hidden")}
+        refuse_below_one(**chosen)
         if self.width % (2 * self.heads):
-            raise UserError(f"width {self.width} with {self.heads} heads: legal is a multiple of twice the heads")
+            raise UserError(f"width: expected a multiple of twice the heads ({2 * self.heads}), got {self.width}")
         if self.heads % (self.kv_heads or self.heads):
-            raise UserError(
-                f"{self.heads} heads with {self.kv_heads} of keys and values: legal are divisors of the number of heads"
-            )
+            raise UserError(f"kv heads: expected a divisor of the {self.heads} heads, got {self.kv_heads}")
 
     def config(self) -> dict[str, Any]:
         """Arguments of transformers' LlamaConfig, without the vocabulary."""
@@ -96,7 +92,7 @@ class Texts:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
-            raise UserError(f"background share is {self.share:g}: legal are 0 to 1")
+            raise UserError(f"background share: expected 0 to 1, got {self.share:g}")
 
 
 @dataclass(frozen=True)
@@ -121,11 +117,11 @@ class Imitation:
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
-            raise UserError(f"loss is {self.loss!r}: legal are {', '.join(LOSSES)}")
+            raise UserError(f"loss: expected one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.policy not in POLICIES:
-            raise UserError(f"policy is {self.policy!r}: legal are {', '.join(POLICIES)}")
+            raise UserError(f"policy: expected one of {', '.join(POLICIES)}, got {self.policy!r}")
         if not 0 < self.share <= 1:
-            raise UserError(f"share of continuations is {self.share:g}: legal is above 0, up to 1")
+            raise UserError(f"share of continuations: expected more than 0, up to 1, got {self.share:g}")
 
 
 @dataclass(frozen=True)
@@ -172,15 +168,13 @@ class DrafterJob:
     trial_tokens: int = 128
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.held, self.trial_prompts, self.trial_tokens) < 1 or self.length < PROMPT + 2:
-            raise UserError(
-                f"rows is {self.rows}, held-out tokens {self.held}, length {self.length}, trials {self.trial_prompts} "
-                f"of {self.trial_tokens} tokens: legal are 1 or more, and a length of {PROMPT + 2} or more"
-            )
-        if self.precision not in PRECISIONS:
-            raise UserError(f"precision is {self.precision!r}: legal are {', '.join(PRECISIONS)}")
-        if self.stored not in (*PRECISIONS, "float16"):
-            raise UserError(f"stored is {self.stored!r}: legal are {', '.join((*PRECISIONS, 'float16'))}")
+        counts = {"trial_prompts": self.trial_prompts, "trial_tokens": self.trial_tokens}
+        refuse_below_one(rows=self.rows, held_out_tokens=self.held, **counts)
+        if self.length < PROMPT + 2:
+            raise UserError(f"length: expected {PROMPT + 2} or more, got {self.length}")
+        for name, legal in (("precision", PRECISIONS), ("stored", (*PRECISIONS, "float16"))):
+            if getattr(self, name) not in legal:
+                raise UserError(f"{name}: expected one of {', '.join(legal)}, got {getattr(self, name)!r}")
         refuse_existing(self.out)
 
     @property

@@ -45,7 +45,8 @@ class Eagle3Module(nn.Module):
 
     def __init__(self, config: FeatureConfig, layers: tuple[int, ...]) -> None:
         super().__init__()
-        self.config, self.layers = config, layers
+        self.config = config
+        self.layers = layers
         width, inner = config.hidden_size, config.inner_size
         self.head_dim = width // config.heads
         keys = config.key_heads * self.head_dim
@@ -126,7 +127,7 @@ def default_layers(total: int) -> tuple[int, ...]:
     for found in ((2, total // 2, total - 3), (1, total // 2, total - 1)):
         if 0 < found[0] < found[1] < found[2]:
             return found
-    raise UserError(f"an EAGLE-3 head reads three layers of the target, which has {total}: legal is 4 or more")
+    raise UserError(f"target of an EAGLE-3 head: expected 4 layers or more, of which it reads three, got {total}")
 
 
 def save_eagle3(

@@ -42,6 +42,7 @@ from draftproof.training.feature_rows import Row, StateRows, Store, frequent, wi
 from draftproof.training.loop import Record, train
 from draftproof.training.peagle_net import PEagleModule
 from draftproof.training.responses import sample_responses
+from draftproof.training.sweep import pass_costs, total_stats
 
 _BATCH = 32  # number of answers that are sampled at once, so that the weights are read once for all of them
 _COUNTED = 4000  # least number of windows of text in which tokens are counted
@@ -90,7 +91,8 @@ class _FeatureRun:
     """One run of a job: the target, its tokenizer, and everything that is made from the data."""
 
     def __init__(self, job: FeatureJob, watch: Watch) -> None:
-        self.job, self.watch = job, watch
+        self.job = job
+        self.watch = watch
         self.cache = cache_folder(job.cache)
         refuse_gguf(job.target, "training a feature head")
         self.tokenizer = load_tokenizer(models.resolve(job.target))
@@ -286,15 +288,11 @@ class _FeatureRun:
         engine = Engine(self.target, self._drafter(net), tokenizer=self.tokenizer, eos_token_ids=self.eos, max_batch=1)
         params = SamplingParams(max_tokens=96, seed=self.job.plan.seed)
         stats = [output.stats for output in engine.generate([list(prompt) for prompt in prompts], params)]
-        calls = sum(one.num_target_calls for one in stats)
-        steps = sum(one.num_draft_tokens for one in stats)
-        seconds = [one.seconds for one in stats]
-        per_step = sum(each.draft for each in seconds) / max(steps, 1)
-        per_call = sum(each.target for each in seconds) / max(calls, 1)
+        costs = pass_costs(total_stats(stats))
         return {
             "block_efficiency": statistics.fmean(one.block_efficiency for one in stats),
-            "draft_step_ms": 1000 * per_step,
-            "target_call_ms": 1000 * per_call,
+            "draft_step_ms": 1000 * costs.draft,
+            "target_call_ms": 1000 * costs.target,
         }
 
     def save(self, net: Net, folder: Path) -> None:

@@ -51,7 +51,8 @@ class _Unrolled:
 
     def __init__(self, length: int, window: int, device: torch.device, first: int = 0) -> None:
         self._places = torch.arange(length, device=device)
-        self._window, self._first = window, first
+        self._window = window
+        self._first = first
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

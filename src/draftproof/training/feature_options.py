@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.files import refuse_existing
 from draftproof.training.loop import TrainingPlan
 
@@ -80,22 +80,17 @@ class FeatureJob:
     def __post_init__(self) -> None:
         refuse_existing(self.out)
         if self.format not in FORMATS:
-            raise UserError(f"format is {self.format!r}: legal are {', '.join(FORMATS)}")
+            raise UserError(f"format: expected one of {', '.join(FORMATS)}, got {self.format!r}")
         if self.format != FORMATS[0] and self.start is not None:
             raise UserError(f"start continues a head of format {FORMATS[0]}, and the format is {self.format}")
-        if self.format == "peagle" and self.unroll < 2:
-            raise UserError(
-                f"unroll is {self.unroll}: a peagle head drafts that many tokens in one pass, and legal are 2 to 8"
-            )
         if self.batch < 1 or 32 % self.batch:
-            raise UserError(f"batch is {self.batch} windows: legal are 1, 2, 4, 8, 16 and 32")
-        if self.answers_each < 1:
-            raise UserError(f"answers_each is {self.answers_each}: legal is 1 or more")
-        if self.length < 8 or self.windows < 1 or not 1 <= self.unroll <= 8:
-            raise UserError(
-                f"length is {self.length} tokens, windows is {self.windows}, unroll is {self.unroll}: "
-                "legal are 8 or more, 1 or more, and 1 to 8"
-            )
+            raise UserError(f"batch: expected 1, 2, 4, 8, 16 or 32 windows, got {self.batch}")
+        refuse_below_one(answers_each=self.answers_each, windows=self.windows)
+        if self.length < 8:
+            raise UserError(f"length: expected 8 tokens or more, got {self.length}")
+        least = 2 if self.format == "peagle" else 1  # a peagle head drafts that many tokens in one pass
+        if not least <= self.unroll <= 8:
+            raise UserError(f"unroll: expected {least} to 8 for format {self.format}, got {self.unroll}")
 
     @property
     def work(self) -> Path:

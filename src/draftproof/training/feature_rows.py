@@ -152,7 +152,8 @@ class Store:
         key: str,
         layers: Sequence[int] = (),
     ) -> None:
-        self.target, self.layers = target, tuple(layers)
+        self.target = target
+        self.layers = tuple(layers)
         key = digest(key, list(layers)) if layers else key
         self.length = length
         cut = [[list(rows[i : i + SHARD]) for i in range(0, len(rows), SHARD)] for rows in kinds if rows]

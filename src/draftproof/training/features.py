@@ -102,6 +102,16 @@ class ModelPair:
         """The target's distribution before each token of each response, and after the last token."""
         return [probs for probs, _ in self._read(self.target, rows, hidden=False)]
 
+    def log_likelihoods(self, rows: Sequence[Response]) -> list[float]:
+        """The sum of the log-probabilities of each response's tokens under the target."""
+        found = []
+        for start in range(0, len(rows), BATCH):
+            batch = rows[start : start + BATCH]
+            for row, p in zip(batch, self.p(batch), strict=True):
+                chosen = p[:-1].gather(-1, torch.tensor(row.tokens, dtype=torch.int64).unsqueeze(-1))
+                found.append(float(chosen.double().clamp(min=_LEAST).log().sum()))
+        return found
+
     def q(self, rows: Sequence[Response]) -> list[tuple[Float[Tensor, "tokens vocab"], Float[Tensor, "tokens dim"]]]:
         """The draft's distribution and last hidden state before each token of each response, and after the last one."""
         return self._read(self.draft, rows, hidden=True)
@@ -221,12 +231,7 @@ def _rows(
 
 
 def collect(
-    build: Build,
-    responses: Sequence[Response],
-    folder: Path,
-    *,
-    watch: Watch = silent,
-    title: str = "reading features",
+    build: Build, responses: Sequence[Response], folder: Path, *, watch: Watch = silent, title: str = "reading features"
 ) -> JudgeRows:
     """The rows of all responses, from shards on disk where they exist.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftproof.errors import UserError
+from draftproof.errors import UserError, refuse_below_one
 from draftproof.files import refuse_existing
 from draftproof.sampling import SamplingParams
 from draftproof.training.heads import Labels
@@ -48,10 +48,9 @@ class Material:
     cache: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.starts < 1 or (self.prompts is not None and self.prompts < 1):
-            raise UserError(f"starts is {self.starts}, prompts is {self.prompts}: legal are 1 or more")
+        refuse_below_one(starts=self.starts, prompts=1 if self.prompts is None else self.prompts)
         if self.opening is not None and self.opening < 0:
-            raise UserError(f"opening is {self.opening}: legal are 0 (all of a text) or more sentences")
+            raise UserError(f"opening: expected 0 (all of a text) or more sentences, got {self.opening}")
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,12 @@ class HeadJob:
 
     def __post_init__(self) -> None:
         if self.mix is not None and not 0 <= self.mix < 1:
-            raise UserError(f"mix is {self.mix:g}: legal is 0 or more and less than 1")
+            raise UserError(f"mix: expected 0 or more and less than 1, got {self.mix:g}")
         if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise UserError(f"threshold is {self.threshold:g}: legal are 0 to 1")
+            raise UserError(f"threshold: expected 0 to 1, got {self.threshold:g}")
         if self.cost_ratio is not None and not 0 < self.cost_ratio < 1:
-            raise UserError(f"cost ratio is {self.cost_ratio:g}: legal is between 0 and 1")
-        if self.batch < 1 or self.trial_prompts < 1:
-            raise UserError(f"batch is {self.batch}, trial prompts {self.trial_prompts}: legal are 1 or more")
+            raise UserError(f"cost ratio: expected a number between 0 and 1, got {self.cost_ratio:g}")
+        refuse_below_one(batch=self.batch, trial_prompts=self.trial_prompts)
         refuse_existing(self.out)
 
     @property

@@ -43,9 +43,8 @@ class Labels:
 
     def __post_init__(self) -> None:
         if min(self.w_acc, self.w_rej, self.lam) <= 0:
-            raise UserError(
-                f"w_acc, w_rej and lambda are {self.w_acc:g}, {self.w_rej:g} and {self.lam:g}: legal is above 0"
-            )
+            values = f"{self.w_acc:g}, {self.w_rej:g} and {self.lam:g}"
+            raise UserError(f"w_acc, w_rej and lambda: expected numbers above 0, got {values}")
 
     def acceptable(self, log_ratio: Float[Tensor, " rows"]) -> Tensor:
         """Whether q <= lam p."""
@@ -116,7 +115,7 @@ def train_head(
     Source: SPRINTER, arXiv 2502.04557, appendix A.5, for the choice of the weights.
     """
     if not len(rows) or not len(valid):
-        raise UserError(f"{len(rows)} rows to train on and {len(valid)} to validate on: legal is 1 or more of each")
+        raise UserError(f"rows: expected 1 or more to train on and to validate on, got {len(rows)} and {len(valid)}")
     head = fresh_head(config, plan.seed)
     every = max(plan.steps // 20, 1)
     plan = TrainingPlan(**{**plan.__dict__, "evaluate_every": every, "keep_best": "valid_loss"})

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from draftproof.errors import UserError, reason
+from draftproof.errors import UserError, reason, refuse_below_one
 from draftproof.files import whole_file
 from draftproof.progress import Watch, silent
 from draftproof.rng import fold
@@ -82,10 +82,9 @@ class TrainingPlan:
     save_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.log_every < 1:
-            raise UserError(f"steps is {self.steps} and log_every {self.log_every}: legal are 1 or more")
+        refuse_below_one(steps=self.steps, log_every=self.log_every)
         if not 0 < self.learning_rate < math.inf:
-            raise UserError(f"learning rate is {self.learning_rate}: legal is a finite number above 0")
+            raise UserError(f"learning rate: expected a finite number above 0, got {self.learning_rate}")
 
     def rate(self, step: int) -> float:
         """Learning rate of a step; the first step is 0."""
@@ -196,10 +195,13 @@ class _TrainingRun:
 
     def _record(self, value: float, rate: float) -> None:
         state = self.state
-        state.step, state.total, state.count = state.step + 1, state.total + value, state.count + 1
+        state.step = state.step + 1
+        state.total = state.total + value
+        state.count = state.count + 1
         if state.step % self.plan.log_every == 0 or state.step == self.plan.steps:
             state.history.append({"step": state.step, "loss": state.total / state.count, "rate": rate})
-            state.total, state.count = 0.0, 0
+            state.total = 0.0
+            state.count = 0
 
     def evaluation_due(self) -> bool:
         """Whether held-out data is evaluated after this step."""

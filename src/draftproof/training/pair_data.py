@@ -118,8 +118,8 @@ class PairData:
         found = [row for row in self._short(ids) if row]
         if not found:
             raise UserError(
-                f"all {len(ids)} prompts of the part {part} are too long for the models: legal are 1 to "
-                f"{self._room - 1} tokens"
+                f"prompts: expected 1 to {self._room - 1} tokens, which the models can read with a response; all "
+                f"{len(ids)} of the part {part} have others (cut them, or use other texts)"
             )
         return found
 

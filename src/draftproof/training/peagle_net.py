@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from typing_extensions import override
 
 from draftproof.backends.heads.feature_net import FeatureConfig
 from draftproof.training.eagle3_net import Eagle3Module
@@ -28,18 +29,20 @@ class PEagleModule(Eagle3Module):
 
     def __init__(self, config: FeatureConfig, layers: tuple[int, ...], *, mask_token: int, places: int) -> None:
         super().__init__(config, layers)
-        self.mask_token, self.places = mask_token, places
+        self.mask_token = mask_token
+        self.places = places
         self.mask_hidden = nn.Parameter(torch.randn(len(layers) * config.hidden_size))
 
+    @override
     def carried(self, out: Float[Tensor, "rows width dim"], ids: Int[Tensor, "rows width"]) -> tuple[Tensor, Tensor]:
-        """See `Eagle3Module.carried`: what every masked place reads."""
+        """What every masked place reads."""
         mask: Tensor = self.fc(self.mask_hidden)
         return mask.to(out.dtype).expand_as(out), torch.full_like(ids, self.mask_token)
 
+    @override
     def own_config(self) -> dict[str, int]:
-        """See `Eagle3Module.own_config`."""
         return {"mask_token_id": self.mask_token}
 
+    @override
     def own_tensors(self) -> dict[str, Tensor]:
-        """See `Eagle3Module.own_tensors`."""
         return {"mask_hidden": self.mask_hidden.data.view(1, 1, -1)}

@@ -122,14 +122,8 @@ def accepted_at(head: Head, q: Float[Tensor, "rows vocab"], hidden: Float[Tensor
 def log_likelihood(pair: ModelPair, outputs: Sequence[Output], prompts: Sequence[Sequence[int]]) -> float:
     """Mean log-probability per token of outputs, under the target's own distribution."""
     rows = [Response(tuple(prompt), out.token_ids) for prompt, out in zip(prompts, outputs, strict=True)]
-    total, count = 0.0, 0
-    for start in range(0, len(rows), 8):
-        batch = [row for row in rows[start : start + 8] if row.tokens]
-        for row, p in zip(batch, pair.p(batch), strict=True):
-            chosen = p[:-1].gather(-1, torch.tensor(row.tokens).unsqueeze(-1))
-            total += float(chosen.double().clamp(min=1e-30).log().sum())
-            count += len(row.tokens)
-    return total / max(count, 1)
+    rows = [row for row in rows if row.tokens]
+    return math.fsum(pair.log_likelihoods(rows)) / max(sum(len(row.tokens) for row in rows), 1)
 
 
 def quality(trial: Trial, head: Head, tokenizer: Any) -> dict[str, Any]:

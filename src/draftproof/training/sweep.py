@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,17 @@ class Trial:
         return rates(self.run(stopper, rule))
 
 
+def total_stats(each: Iterable[Stats]) -> Stats:
+    """Counts and seconds added up."""
+    total = Stats()
+    for one in each:
+        total.add(one)
+    return total
+
+
 def rates(outputs: Sequence[Output]) -> dict[str, Any]:
     """Discard rate, verification rate, block efficiency, drafted tokens per call, and tokens of several responses."""
-    total = Stats()
-    for output in outputs:
-        total.add(output.stats)
+    total = total_stats(output.stats for output in outputs)
     return {
         "discard_rate": total.discard_rate,
         "verification_rate": total.verification_rate,
@@ -91,41 +97,40 @@ def rates(outputs: Sequence[Output]) -> dict[str, Any]:
 
 def measure_costs(trial: Trial) -> PassCosts:
     """Seconds of a pass of each model in the engine, with one sequence at a time and four drafted tokens per round."""
-    stats = [output.stats for output in trial.run(FixedLength(4), "block", max_batch=1)]
-    drafted, calls = (sum(getattr(each, name) for each in stats) for name in ("num_draft_tokens", "num_target_calls"))
-    return PassCosts(
-        draft=sum(each.seconds.draft for each in stats) / max(drafted, 1),
-        target=sum(each.seconds.target for each in stats) / max(calls, 1),
-    )
+    return pass_costs(total_stats(output.stats for output in trial.run(FixedLength(4), "block", max_batch=1)))
 
 
-def stopper_of(head: Head, threshold: float) -> Stopper:
-    """The stopper for a head of kind acceptance or log_ratio.
-
-    Raises:
-        UserError: the head is a verifier, which has no threshold h.
-    """
-    if head.config.kind == "verifier":
-        raise UserError("a head of kind verifier has no threshold h: legal are acceptance and log_ratio")
-    return (Acceptance if head.config.kind == "acceptance" else Ratio)(head, threshold)
+def pass_costs(total: Stats) -> PassCosts:
+    """Seconds of drafting a token and of a target call."""
+    draft, target = total.seconds.draft, total.seconds.target
+    return PassCosts(draft / max(total.num_draft_tokens, 1), target / max(total.num_target_calls, 1))
 
 
 def fixed_table(trial: Trial, rule: str, *, watch: Watch = silent) -> list[dict[str, Any]]:
     """Rates of constant lengths, the baseline."""
-    made = []
-    with watch("constant lengths", len(LENGTHS), 0) as tick:
-        for number, length in enumerate(LENGTHS, 1):
-            made.append({"length": length, **trial.rates(FixedLength(length), rule)})
-            tick(number, tokens=int(made[-1]["tokens"]))
-    return made
+    return _table(trial, rule, {("length", length): FixedLength(length) for length in LENGTHS}, watch)
 
 
 def head_table(trial: Trial, head: Head, rule: str, *, watch: Watch = silent) -> list[dict[str, Any]]:
-    """Rates of one head at every threshold."""
+    """Rates of one head at every threshold.
+
+    Raises:
+        UserError: the head is a verifier, which has no threshold h.
+    """
+    kinds: dict[str, Callable[[Head, float], Stopper]] = {"acceptance": Acceptance, "log_ratio": Ratio}
+    if head.config.kind not in kinds:
+        raise UserError(f"kind of head: expected one of {', '.join(kinds)}, got {head.config.kind!r}")
+    make = kinds[head.config.kind]
+    return _table(trial, rule, {("threshold", h): make(head, h) for h in THRESHOLDS}, watch)
+
+
+def _table(
+    trial: Trial, rule: str, stoppers: Mapping[tuple[str, int | float], Stopper], watch: Watch
+) -> list[dict[str, Any]]:
     made = []
-    with watch("thresholds", len(THRESHOLDS), 0) as tick:
-        for number, threshold in enumerate(THRESHOLDS, 1):
-            made.append({"threshold": threshold, **trial.rates(stopper_of(head, threshold), rule)})
+    with watch(f"rates by {next(iter(stoppers))[0]}", len(stoppers), 0) as tick:
+        for number, ((name, value), stopper) in enumerate(stoppers.items(), 1):
+            made.append({name: value, **trial.rates(stopper, rule)})
             tick(number, tokens=int(made[-1]["tokens"]))
     return made
 
@@ -183,8 +188,7 @@ def compare_latency(
     made = []
     for ratio in ratios:
         costs = PassCosts(draft=ratio, target=1.0)
-        best = [choose(with_latency(rows, costs)) for rows in (fixed, heads)]
-        names = ("fixed", "head")
-        made.append({"cost_ratio": ratio, **{name: row["latency"] for name, row in zip(names, best, strict=True)}})
-        made[-1] |= {"length": best[0]["length"], "threshold": best[1]["threshold"]}
+        own, head = (choose(with_latency(rows, costs)) for rows in (fixed, heads))
+        best = {"fixed": own["latency"], "head": head["latency"]}
+        made.append({"cost_ratio": ratio, **best, "length": own["length"], "threshold": head["threshold"]})
     return made

@@ -26,7 +26,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, *, positions: int) ->
     from transformers import PreTrainedTokenizerFast
 
     if vocabulary <= _BYTES:
-        raise UserError(f"vocabulary is {vocabulary}: legal is more than {_BYTES}, the bytes and the end token")
+        raise UserError(f"vocabulary: expected more than {_BYTES} tokens (bytes and an end token), got {vocabulary}")
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

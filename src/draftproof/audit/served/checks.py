@@ -98,7 +98,7 @@ def chosen(names: Sequence[str]) -> list[str]:
     """
     for name in names:
         if name not in NAMES:
-            raise UserError(f"there is no check {name!r}: legal are {', '.join(NAMES)}")
+            raise UserError(f"check: expected one of {', '.join(NAMES)}, got {name!r}")
     return list(dict.fromkeys(names)) or list(NAMES)
 
 

@@ -84,13 +84,15 @@ class Client:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise UserError(f"the server's URL is {url!r}: legal are addresses like http://127.0.0.1:8000")
+            raise UserError(f"URL of the server: expected an address like http://127.0.0.1:8000, got {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model
-        self._retries, self._seconds, self._key_name = retries, timeout, key_name
+        self._retries = retries
+        self._seconds = timeout
+        self._key_name = key_name
         key = key or key_for(url, key_name)
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise UserError("the API key holds characters that no header may have: legal are printable ASCII ones")
+            raise UserError("API key: expected printable ASCII characters, got others, which no header may have")
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -140,7 +142,8 @@ class Client:
         accepted: list[tuple[bool, dict[str, Any]]] = []
         for as_ids in (True, False):
             for asked in _TOKEN_FIELDS:
-                self.prompts_as_ids, self._token_field = as_ids, dict(asked)
+                self.prompts_as_ids = as_ids
+                self._token_field = dict(asked)
                 try:
                     reply = await self.complete(prompt, text, {"max_tokens": 2, "temperature": 1.0})
                 except Refused as error:
@@ -154,7 +157,8 @@ class Client:
                 break
         if not accepted:
             raise UserError(f"{self.url} refuses a plain completion: {refusal}")
-        self.prompts_as_ids, self._token_field = accepted[0][0], {}
+        self.prompts_as_ids = accepted[0][0]
+        self._token_field = {}
 
     async def complete(self, prompt: Sequence[int], text: str, fields: Mapping[str, Any]) -> Reply:
         """One completion.
@@ -227,7 +231,7 @@ class Client:
     def _checked(self, answer: httpx.Response, path: str) -> dict[str, Any]:
         if answer.status_code in (401, 403):
             raise UserError(
-                f"{self.url} refuses the key ({answer.status_code}): set {self._key_name} to a legal one"
+                f"{self.url} refuses the key ({answer.status_code}): set {self._key_name} to a valid one"
                 + (f" ({_OPENAI_KEY} is sent to https://{_OPENAI_HOST} only)" if os.environ.get(_OPENAI_KEY) else "")
             )
         if answer.status_code == 404 and path != "/version":

@@ -61,14 +61,16 @@ class Evidence:
         *,
         floor: float = 0.0,
     ) -> None:
-        self.kinds, self.shares = tuple(kinds), tuple(shares)
+        self.kinds = tuple(kinds)
+        self.shares = tuple(shares)
         self.tokens = 0
         self._share = torch.tensor(self.shares, dtype=torch.float64)
         own = torch.tensor([(slack or {}).get(kind, 0.0) for kind in self.kinds], dtype=torch.float64)
         self._cost = torch.log1p(own.unsqueeze(-1) * self._share)
         self._log = torch.zeros(len(self.kinds), len(self.shares), dtype=torch.float64)
         self._against = self._log.clone()  # minus the logarithm of the e-values against each fault
-        self._best, self._least = self._log.clone(), self._log.clone()
+        self._best = self._log.clone()
+        self._least = self._log.clone()
         self._loss = -math.log1p(-floor)
         self._peak = 0.0
 

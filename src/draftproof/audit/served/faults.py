@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import override
 
 from draftproof.backends.base import FeedOutput
 from draftproof.draft import Draft, Verdict
@@ -63,10 +64,10 @@ class _Changed(ChainVerifier):
         super().__init__(name, token_verify)
         self._change = change
 
+    @override
     def verify(
         self, drafts: Sequence[Draft], target_probs: Sequence[Probs], rng: Rng, states: Sequence[object] = ()
     ) -> list[Verdict]:
-        """See Verifier."""
         changed = [self._change(*row) for row in zip(drafts, target_probs, strict=True)]
         return super().verify([draft for draft, _ in changed], [probs for _, probs in changed], rng, states)
 
@@ -108,11 +109,7 @@ class _ForgetfulPenalties(Engine):
 
 # name: (class of the engine, its verifier, the check that must find it)
 FAULTS: dict[str, tuple[type[Engine], Callable[[], ChainVerifier], str]] = {
-    "token residual in block verification": (
-        Engine,
-        lambda: ChainVerifier("block", _token_residual),
-        "plain",
-    ),
+    "token residual in block verification": (Engine, lambda: ChainVerifier("block", _token_residual), "plain"),
     "q taken before temperature": (Engine, lambda: _Changed("token", _untempered), "temperature"),
     "bonus token from the wrong row": (Engine, lambda: _Changed("token", _wrong_row), "plain"),
     "top_p skipped on drafts": (_DraftsWithoutTopP, token_verifier, "top_p"),

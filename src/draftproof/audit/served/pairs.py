@@ -78,7 +78,8 @@ class PairEvidence:
     """
 
     def __init__(self, slack: float, most: int) -> None:
-        self._slack, self._most = slack, most
+        self._slack = slack
+        self._most = most
         self._learned = Learned()
         self._log = {(name, stake): 0.0 for name in (*_FEATURES, "learned") for stake in _STAKES}
         self._peak = 0.0
@@ -152,7 +153,8 @@ async def audit_pair(
             try:
                 await _compare(server, reference, options, texts, encode, finding, evidence, alpha, progress)
             except Refused as error:
-                finding.verdict, finding.why = REFUSED, f"a server refuses it: {error}"
+                finding.verdict = REFUSED
+                finding.why = f"a server refuses it: {error}"
             found.append(finding)
         return facts, found
     finally:
@@ -208,7 +210,8 @@ async def _compare(
         progress(check.name, min(finding.tokens, options.budget), options.budget)
     finding.evidence = evidence.to_dict() | {"alpha": alpha}
     if finding.broken:
-        finding.verdict, finding.why = FAIL, finding.broken[0]
+        finding.verdict = FAIL
+        finding.why = finding.broken[0]
     elif evidence.p_value <= alpha:
         likely = max(finding.evidence["features"].items(), key=lambda item: float(item[1]))[0]
         finding.verdict = FAIL

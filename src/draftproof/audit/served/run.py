@@ -59,14 +59,15 @@ class Options:
         chosen(self.checks)
         for name in ("alpha", "beta", "share"):
             if not 0 < getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}: legal is between 0 and 1")
+                raise UserError(f"{name}: expected a number between 0 and 1, got {getattr(self, name)}")
         if self.share < min(SHARES):
-            raise UserError(f"share is {self.share}: legal is {min(SHARES)} or more")
+            raise UserError(f"share: expected {min(SHARES)} or more, got {self.share}")
         for name, least in (("max_tokens", LONGEST_MINIMUM), ("budget", 1), ("parallel", 1)):
             if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}: legal is {least} or more")
+                raise UserError(f"{name}: expected {least} or more, got {getattr(self, name)}")
         if isinstance(self.numerics, str) and self.numerics not in NUMERICS:
-            raise UserError(f"numerics is {self.numerics!r}: legal are {', '.join(NUMERICS)} or a number (the slack)")
+            named = ", ".join(NUMERICS)
+            raise UserError(f"numerics: expected one of {named}, or a number (the slack), got {self.numerics!r}")
 
 
 @dataclass
@@ -130,7 +131,10 @@ class Audit:
         folder: Path | None = None,
         progress: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
-        self._client, self._right, self._rounded, self._options = client, right, rounded, options
+        self._client = client
+        self._right = right
+        self._rounded = rounded
+        self._options = options
         self._texts = list(prompts)
         self._prompts = [right.encode(text) for text in prompts]
         self._progress = progress
@@ -198,7 +202,8 @@ class Audit:
             replies = await self._ask(check, batch)
             refused = next((reply for reply in replies if isinstance(reply, str)), None)
             if refused is not None:
-                finding.verdict, finding.why = REFUSED, f"the server refuses it: {refused}"
+                finding.verdict = REFUSED
+                finding.why = f"the server refuses it: {refused}"
                 return finding
             self._take(finding, params, batch, [r for r in replies if isinstance(r, Reply)], evidence, kinds, tie)
             number = batch.stop
@@ -350,7 +355,8 @@ class Audit:
         if evidence.kinds:
             finding.evidence = evidence.to_dict(options.beta) | {"alpha": alpha}
         if finding.broken:
-            finding.verdict, finding.why = FAIL, finding.broken[0]
+            finding.verdict = FAIL
+            finding.why = finding.broken[0]
         elif evidence.found(alpha):
             likely = evidence.suspects()[0]
             finding.verdict = FAIL

@@ -54,7 +54,9 @@ class Reference:
     def __init__(
         self, target: Backend, tokenizer: Any, *, draft: Backend | None = None, eos_token_ids: Sequence[int] = ()
     ) -> None:
-        self.target, self.draft, self.tokenizer = target, draft, tokenizer
+        self.target = target
+        self.draft = draft
+        self.tokenizer = tokenizer
         self.ends = tuple(eos_token_ids)
 
     @classmethod

@@ -116,13 +116,7 @@ def _connected(address: str) -> Iterator[None]:
     variables = {name: os.environ[name] for name in ("HF_HUB_OFFLINE",) if name in os.environ}
     own = {"include_dashboard": False, "object_store_memory": _LOCAL_STORE} if address == "local" else {}
     try:
-        ray.init(
-            address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": variables},
-            **own,
-        )
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, runtime_env={"env_vars": variables}, **own)
     except (RayError, ConnectionError, RuntimeError, ValueError) as cause:
         raise UserError(f"cannot reach a Ray cluster at {address!r}: {reason(cause)}") from cause
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -105,14 +105,17 @@ class Series:
         label: in the legend.
         x, y: its points.
         error: lengths of the intervals below and above the points, if all points have one.
-        line: whether the points are joined.
     """
 
     label: str
     x: tuple[float, ...]
     y: tuple[float, ...]
     error: tuple[tuple[float, ...], ...] = ()
-    line: bool = True
+
+    @classmethod
+    def of(cls, label: str, x: Iterable[int | float], y: Iterable[float]) -> Series:
+        """A line through points."""
+        return cls(label, tuple(map(float, x)), tuple(map(float, y)))
 
     @classmethod
     def through(cls, label: str, x: Iterable[int], found: Sequence[Estimate]) -> Series:
@@ -120,7 +123,7 @@ class Series:
         below = tuple(max(each.value - each.low, 0.0) for each in found)
         above = tuple(max(each.high - each.value, 0.0) for each in found)
         known = all(math.isfinite(reach) for each in found for reach in (each.value - each.low, each.high - each.value))
-        return cls(label, tuple(map(float, x)), tuple(each.value for each in found), (below, above) if known else ())
+        return replace(cls.of(label, x, [each.value for each in found]), error=(below, above) if known else ())
 
 
 @dataclass(frozen=True)
@@ -139,20 +142,41 @@ class Figure:
     bars: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """The outcome of a recipe."""
+    """The outcome of a recipe, made row by row.
 
-    rows: tuple[OurRow, ...]
-    claims: tuple[Claim, ...]
-    cells: tuple[PaperCell, ...]
+    Attributes:
+        paper: the paper's numbers.
+        rows, claims, notes, timed_claims: of ours.
+        cells: of the paper, with their marks.
+        figure: the data of a picture.
+    """
+
+    paper: PaperTable
+    rows: list[OurRow] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    cells: list[PaperCell] = field(default_factory=list)
     figure: Figure | None = None
-    notes: tuple[str, ...] = ()
-    timed_claims: tuple[Claim, ...] = ()
+    notes: list[str] = field(default_factory=list)
+    timed_claims: list[Claim] = field(default_factory=list)
+
+    def row(self, label: str, values: Mapping[str, Estimate | str], *, timed: bool = False) -> None:
+        """Add one of our rows."""
+        self.rows.append(OurRow(label, dict(values), timed))
+
+    def exact_row(self, label: str, names: Iterable[str], values: Iterable[float]) -> None:
+        """Add one of our rows, of computed numbers."""
+        self.row(label, dict(zip(names, map(Estimate.exact, values), strict=True)))
+
+    def finish(self, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> Outcome:
+        """The same outcome, with a mark for every cell of the paper."""
+        self.cells = mark_cells(self.paper, answers) + (picture_cells(self.claims) if self.paper.picture else [])
+        return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; None for numbers that are not finite."""
-        made: dict[str, Any] = finite(asdict(self))
+        """Plain values for JSON, without the paper's; None for numbers that are not finite."""
+        made: dict[str, Any] = finite({name: value for name, value in asdict(self).items() if name != "paper"})
         return made
 
 
@@ -174,36 +198,6 @@ class Recipe:
     def name(self) -> str:
         """Its name on the command line."""
         return self.paper.name
-
-
-@dataclass
-class OutcomeBuilder:
-    """Builds an outcome row by row."""
-
-    paper: PaperTable
-    rows: list[OurRow] = field(default_factory=list)
-    claims: list[Claim] = field(default_factory=list)
-    timed_claims: list[Claim] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    figure: Figure | None = None
-
-    def row(self, label: str, values: Mapping[str, Estimate | str], *, timed: bool = False) -> None:
-        """Add one of our rows."""
-        self.rows.append(OurRow(label, dict(values), timed))
-
-    def finish(self, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> Outcome:
-        """The outcome, with a mark for every cell of the paper."""
-        cells = mark_cells(self.paper, answers)
-        if self.paper.picture:
-            cells += picture_cells(self.claims)
-        return Outcome(
-            rows=tuple(self.rows),
-            claims=tuple(self.claims),
-            cells=tuple(cells),
-            figure=self.figure,
-            notes=tuple(self.notes),
-            timed_claims=tuple(self.timed_claims),
-        )
 
 
 def mark_cells(paper: PaperTable, answers: Mapping[tuple[str, str], OurNumber | Missing]) -> list[PaperCell]:
@@ -234,10 +228,8 @@ def _cell(row: str, column: str, value: float | str, found: OurNumber | Missing)
     elif broken := [each for each in found.claims if each.verdict is not Judgement.HOLDS]:
         mark = Mark.NOT
         reason = "; ".join(f"{each.text}: {each.verdict} ({each.interval})" for each in broken)
-    elif not found.claims:
-        mark, reason = Mark.NOT, found.why or "our models and data are others"
     else:
-        mark, reason = Mark.DIRECTION, found.why or "our models and data are others"
+        mark, reason = Mark.DIRECTION if found.claims else Mark.NOT, found.why or "our models and data are others"
     return PaperCell(row, column, value, found.ours, tolerance, mark, reason, found.timed)
 
 

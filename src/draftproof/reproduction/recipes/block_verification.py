@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from draftproof.bench.estimate import Estimate, Statistic, resample
+from draftproof.bench.estimate import Estimate, resample
 from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.expected_accepted import CHAIN_RULES, key
 from draftproof.reproduction.experiments import Experiments, PairNames, Row
@@ -21,25 +21,10 @@ from draftproof.reproduction.recipes.base import (
     Missing,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
     Series,
 )
-from draftproof.reproduction.recipes.sums import (
-    TIMED,
-    AtPlaces,
-    apart,
-    between,
-    efficiency,
-    faster,
-    gain,
-    less,
-    run_efficiency,
-    run_sums,
-    several,
-    speed,
-    why_other,
-)
+from draftproof.reproduction.recipes.sums import AtPlaces, RunSums, between, efficiency, less, several, why_other
 
 PAPER = paper_tables("block_verification")
 LENGTHS = (1, 4, 6, 8)
@@ -82,52 +67,40 @@ def whole_runs(experiments: Experiments, pair: PairNames, temperature: float, n:
 
 def _times(
     experiments: Experiments, pair: PairNames, temperature: float, n: int
-) -> tuple[dict[str, Estimate], Claim, Claim]:
-    """Whole runs of plain, token and block: speeds over plain, and claims about block against token."""
-    runs = whole_runs(experiments, pair, temperature, n)[:3]
-    sums = run_sums(runs, TIMED)
-    found = {
-        "WS token": resample(sums, speed(1, 0)),
-        "WS block": resample(sums, speed(2, 0)),
-        "WS gain %": resample(sums, faster(2, 1, 100.0)),
-        "BE token in runs": resample(sums, run_efficiency(1, 3)),
-        "BE block in runs": resample(sums, run_efficiency(2, 3)),
-    }
-    counts = resample(sums, less(run_efficiency(2, 3), run_efficiency(1, 3)))
+) -> tuple[dict[str, Estimate], dict[str, Estimate], Claim, Claim]:
+    """Whole runs of token and block: speeds over plain, block efficiencies, and claims about block against token."""
+    sums = RunSums(whole_runs(experiments, pair, temperature, n)[:3])
+    speeds = {"WS token": sums.estimate(sums.speed(1, 0)), "WS block": sums.estimate(sums.speed(2, 0))}
+    speeds["WS gain %"] = sums.estimate(sums.faster(2, 1, 100.0))
+    token, block = sums.efficiency(1), sums.efficiency(2)
     label = f"{pair.label}, T = {temperature:g}, n = {n}"
     return (
-        found,
-        claim(f"whole runs: BE block - BE token > 0 ({label})", Kind.MODELS, counts),
-        claim(
-            f"time: speed of block over token - 1 > 0 ({label})",
-            Kind.MODELS,
-            resample(sums, faster(2, 1)),
-        ),
+        speeds,
+        {"BE token": sums.estimate(token), "BE block": sums.estimate(block)},
+        sums.claim(f"whole runs: BE block - BE token > 0 ({label})", less(block, token)),
+        sums.claim(f"time: speed of block over token - 1 > 0 ({label})", sums.faster(2, 1)),
     )
+
+
+def _block_over_token(at: AtPlaces, label: str) -> Claim:
+    text = f"BE block - BE token > 0 ({label}, n = {PAPER_N})"
+    return at.at_least(text, key("block", PAPER_N), key("token", PAPER_N))
 
 
 def table1(experiments: Experiments) -> Outcome:
     """Token and block at n = 8."""
-    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
+    outcome, answers = Outcome(PAPER["table1"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
-        found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
-        found["BE gain %"] = at.gain(PAPER_N)
-        held = at.at_least(
-            f"BE block - BE token > 0 ({pair.label}, n = {PAPER_N})", key("block", PAPER_N), key("token", PAPER_N)
-        )
-        times, counted, timed = _times(experiments, pair, 1.0, PAPER_N)
+        found, held = at.efficiencies(PAPER_N), _block_over_token(at, pair.label)
+        speeds, in_runs, counted, timed = _times(experiments, pair, 1.0, PAPER_N)
         outcome.claims += [held, counted]
         outcome.timed_claims.append(timed)
         outcome.row(pair.label, found)
-        outcome.row(
-            f"{pair.label}, whole runs",
-            {name.removesuffix(" in runs"): value for name, value in times.items() if "BE" in name},
-        )
-        outcome.row(f"{pair.label}, times", {name: value for name, value in times.items() if "WS" in name}, timed=True)
+        outcome.row(f"{pair.label}, whole runs", in_runs)
+        outcome.row(f"{pair.label}, times", speeds, timed=True)
         if place == 0:
             why = why_other(PAPER["table1"].number("Average", "BE token"), found["BE token"], PAPER_N, pair.label)
-            speeds = {name: value for name, value in times.items() if "WS" in name}
             answers = _gain_answers(found | speeds, [held], [timed], why)
     outcome.notes.append("Every data set of the paper is compared with the same prompts of ours, openings of stories.")
     return outcome.finish(answers)
@@ -135,134 +108,110 @@ def table1(experiments: Experiments) -> Outcome:
 
 def table2(experiments: Experiments) -> Outcome:
     """Token and block by temperature."""
-    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
+    outcome, answers = Outcome(PAPER["table2"]), Answers()
     for place, pair in enumerate(experiments.profile.pairs):
         sums: dict[float, AtPlaces] = {}
         for temperature in (0.2, 0.6, 1.0):
             at = sums[temperature] = at_places(experiments, pair, temperature)
-            found = {"BE token": at.efficiency("token", PAPER_N), "BE block": at.efficiency("block", PAPER_N)}
-            found["BE gain %"] = at.gain(PAPER_N)
-            text = f"BE block - BE token > 0 ({pair.label}, T = {temperature:g}, n = {PAPER_N})"
-            held = at.at_least(text, key("block", PAPER_N), key("token", PAPER_N))
+            label = f"{pair.label}, T = {temperature:g}"
+            found, held = at.efficiencies(PAPER_N), _block_over_token(at, label)
             outcome.claims.append(held)
-            outcome.row(f"{pair.label}, T = {temperature:g}", found)
+            outcome.row(label, found)
             if place == 0:
-                times, counted, timed = _times(experiments, pair, temperature, PAPER_N)
+                speeds, _, counted, timed = _times(experiments, pair, temperature, PAPER_N)
                 outcome.claims.append(counted)
                 outcome.timed_claims.append(timed)
-                speeds = {name: value for name, value in times.items() if "WS" in name}
-                outcome.row(f"{pair.label}, T = {temperature:g}, times", speeds, timed=True)
+                outcome.row(f"{label}, times", speeds, timed=True)
                 row = f"T = {temperature:.1f}"
                 why = why_other(PAPER["table2"].number(row, "BE token"), found["BE token"], PAPER_N, pair.label)
                 answers |= _gain_answers(found | speeds, [held], [timed], why, row)
-        outcome.claims += [_temperature_claim(pair, sums, low, high) for low, high in ((0.2, 0.6), (0.6, 1.0))]
+        for low, high in ((0.2, 0.6), (0.6, 1.0)):
+            text = f"gain at T = {high:g} - gain at T = {low:g} > 0 ({pair.label})"
+            above, below = sums[high], sums[low]
+            grown = between(above, below, above.gain(PAPER_N), below.gain(PAPER_N))
+            outcome.claims.append(claim(text, Kind.MODELS, grown))
         greedy = at_places(experiments, pair, 0.0, places=4, seeds=1)  # nothing is drawn
-        equal = resample(greedy.sums, apart(greedy, PAPER_N))
-        outcome.claims.append(
-            claim(f"-|BE block - BE token| >= 0 at T = 0 ({pair.label})", Kind.MUST, equal, at_least=True)
-        )
+        outcome.claims.append(_equal(greedy, PAPER_N, f"T = 0 ({pair.label})"))
     return outcome.finish(answers)
 
 
-def _temperature_claim(pair: PairNames, sums: dict[float, AtPlaces], low: float, high: float) -> Claim:
-    """The claim that the gain grows with temperature."""
-    above, below = sums[high], sums[low]
-    text = f"gain at T = {high:g} - gain at T = {low:g} > 0 ({pair.label})"
-    return claim(text, Kind.MODELS, between(above, below, _gain(above, PAPER_N), _gain(below, PAPER_N)))
+def _equal(at: AtPlaces, n: int, where: str) -> Claim:
+    """The claim that block and token verification are equally efficient."""
+    text = f"-|BE block - BE token| >= 0 at {where}"
+    return claim(text, Kind.MUST, resample(at.sums, at.apart(n)), at_least=True)
 
 
 def figure4(experiments: Experiments) -> Outcome:
     """Token and block by n."""
-    outcome, answers = OutcomeBuilder(PAPER["figure4"]), Answers()
+    outcome, answers = Outcome(PAPER["figure4"]), Answers()
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
-        at = at_places(experiments, pair, 1.0)
-        equal = resample(at.sums, apart(at, 1))
+        at, steps = at_places(experiments, pair, 1.0), list(itertools.pairwise(LENGTHS))
         grown = [
             claim(
                 f"gain at n = {b} - gain at n = {a} > 0 ({pair.label})",
                 Kind.MUST,
-                resample(at.sums, less(_gain(at, b), _gain(at, a))),
+                resample(at.sums, less(at.gain(b), at.gain(a))),
             )
-            for a, b in itertools.pairwise(LENGTHS)
+            for a, b in steps
         ]
         longer = [
             at.at_least(f"BE {rule} at n = {b} - at n = {a} > 0 ({pair.label})", key(rule, b), key(rule, a))
             for rule in ("token", "block")
-            for a, b in itertools.pairwise(LENGTHS)
+            for a, b in steps
         ]
-        same = claim(f"-|BE block - BE token| >= 0 at n = 1 ({pair.label})", Kind.MUST, equal, at_least=True)
-        outcome.claims += [*grown, *longer, same]
-        lines.append(Series.through(pair.label, LENGTHS, [at.gain(n) for n in LENGTHS]))
+        outcome.claims += [*grown, *longer, _equal(at, 1, f"n = 1 ({pair.label})")]
+        found = {n: at.efficiencies(n) for n in LENGTHS}
+        lines.append(Series.through(pair.label, LENGTHS, [own["BE gain %"] for own in found.values()]))
         for n in LENGTHS[1:]:
-            found = {
-                "BE token": at.efficiency("token", n),
-                "BE block": at.efficiency("block", n),
-                "BE gain %": at.gain(n),
-            }
-            outcome.row(f"{pair.label}, n = {n}", found)
+            outcome.row(f"{pair.label}, n = {n}", found[n])
             if place < 2:
                 row = f"{('XXS', 'XXXS')[place]}, n = {n}"
-                why = why_other(PAPER["figure4"].number(row, "BE token"), found["BE token"], n, pair.label)
-                answers |= _gain_answers(found, [*grown, *longer], [], why, row)
-    lines.append(Series("paper, XXS", (4.0, 6.0, 8.0), (3.36, 6.10, 8.30)))
-    lines.append(Series("paper, XXXS", (4.0, 6.0, 8.0), (3.16, 5.07, 6.27)))
+                why = why_other(PAPER["figure4"].number(row, "BE token"), found[n]["BE token"], n, pair.label)
+                answers |= _gain_answers(found[n], [*grown, *longer], [], why, row)
+    lines.append(Series.of("paper, XXS", (4, 6, 8), (3.36, 6.10, 8.30)))
+    lines.append(Series.of("paper, XXXS", (4, 6, 8), (3.16, 5.07, 6.27)))
     outcome.figure = Figure("n", "gain of block over token verification, %", tuple(lines))
     outcome.notes.append("XXS is compared with our first pair, XXXS with the second; the targets differ as well.")
     return outcome.finish(answers)
 
 
-def _gain(at: AtPlaces, n: int) -> Statistic:
-    return gain(at[key("block", n)], at[key("token", n)])
-
-
 def table4(experiments: Experiments) -> Outcome:
     """Greedy block verification beside the others: in one round and over whole runs."""
-    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
+    outcome, answers = Outcome(PAPER["table4"]), Answers()
     rules = CHAIN_RULES
     for place, pair in enumerate(experiments.profile.pairs):
         at = at_places(experiments, pair, 1.0)
+        text = "one round: BE {} - BE {} >= 0 ({}, n = {})"
         one = [
-            at.at_least(
-                f"one round: BE {a} - BE {b} >= 0 ({pair.label}, n = {PAPER_N})",
-                key(a, PAPER_N),
-                key(b, PAPER_N),
-                strict=False,
-            )
+            at.at_least(text.format(a, b, pair.label, PAPER_N), key(a, PAPER_N), key(b, PAPER_N), strict=False)
             for a, b in (("greedy_block", "block"), ("block", "token"))
         ]
-        runs = whole_runs(experiments, pair, 1.0, PAPER_N)[1:]
-        sums = run_sums(runs)
-        found = {f"BE {rule.replace('_', ' ')}": resample(sums, run_efficiency(i)) for i, rule in enumerate(rules)}
+        sums = RunSums(whole_runs(experiments, pair, 1.0, PAPER_N)[1:])
+        names = {f"BE {rule.replace('_', ' ')}": rule for rule in rules}
+        found = {name: sums.estimate(sums.efficiency(i)) for i, name in enumerate(names)}
         whole = [
-            claim(
+            sums.claim(
                 f"whole runs: BE {rules[a]} - BE {rules[b]} > 0 ({pair.label})",
-                Kind.MODELS,
-                resample(sums, less(run_efficiency(a), run_efficiency(b))),
+                less(sums.efficiency(a), sums.efficiency(b)),
             )
             for a, b in ((1, 0), (2, 0), (1, 2))
         ]
         outcome.claims += [*one, *whole]
         outcome.row(f"{pair.label}, whole runs", found)
-        outcome.row(
-            f"{pair.label}, one round",
-            {f"BE {rule.replace('_', ' ')}": at.efficiency(rule, PAPER_N) for rule in rules},
-        )
+        one_round = {name: at.efficiency(rule, PAPER_N) for name, rule in names.items()}
+        outcome.row(f"{pair.label}, one round", one_round)
         if place == 0:
             why = why_other(3.21, found["BE token"], PAPER_N, pair.label)
-            order = {
-                "BE token": (whole[0], whole[1]),
-                "BE block": (whole[0], whole[2]),
-                "BE greedy block": (whole[1], whole[2]),
-            }
-            for column, value in found.items():
-                answers[ANY, column] = OurNumber(value, CLOSE, order[column], why, relative=True)
+            order = (whole[:2], [whole[0], whole[2]], whole[1:])
+            for (column, value), own in zip(found.items(), order, strict=True):
+                answers[ANY, column] = OurNumber(value, CLOSE, tuple(own), why, relative=True)
     return outcome.finish(answers)
 
 
 def table5(experiments: Experiments) -> Outcome:
     """One draft against two."""
-    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
+    outcome, answers = Outcome(PAPER["table5"]), Answers()
     columns = {"token": key("token", PAPER_N), "block": key("block", PAPER_N)}
     columns |= {"SpecTr": key("spectr", PAPER_N, 2), "SpecInfer": key("multi_round", PAPER_N, 2)}
     for place, pair in enumerate(experiments.profile.pairs):
@@ -298,15 +247,10 @@ def _batch_speeds(experiments: Experiments, pair: PairNames) -> tuple[dict[str, 
     parts |= {"SpecTr": ("chains:2", "spectr"), "SpecInfer": ("chains:2", "multi_round")}
     plain = experiments.scaled_run(pair, drafter="none", stopper="", temperature=1.0)
     drafting = [replace(plain, drafter=d, stopper=f"fixed:{PAPER_N}", verifier=v) for d, v in parts.values()]
-    runs = experiments.in_turns([plain, *drafting])
-    sums = run_sums(runs, TIMED)
-    found = {f"WS {name}": resample(sums, speed(at, 0)) for at, name in enumerate(parts, 1)}
+    sums = RunSums(experiments.in_turns([plain, *drafting]))
+    found = {f"WS {name}": sums.estimate(sums.speed(at, 0)) for at, name in enumerate(parts, 1)}
     timed = [
-        claim(
-            f"time: speed of block over {name} - 1 > 0 ({pair.label})",
-            Kind.MODELS,
-            resample(sums, faster(2, at)),
-        )
+        sums.claim(f"time: speed of block over {name} - 1 > 0 ({pair.label})", sums.faster(2, at))
         for at, name in enumerate(parts, 1)
         if name in {"SpecTr", "SpecInfer"}
     ]

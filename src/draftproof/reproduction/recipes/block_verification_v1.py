@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 
-from draftproof.bench.estimate import Estimate
 from draftproof.reproduction.claims import exact_claim
 from draftproof.reproduction.experiments import Experiments
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import Figure, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.base import Figure, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.toys import bernoulli, constant
 from draftproof.theory.lengths import block_length, full_information_length, token_length
 
@@ -35,7 +34,7 @@ def block_level(draft: float, length: int) -> float:
 
 def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Both couplings by length, and block verification, which sees only the drafted tokens."""
-    outcome, lines, apart = OutcomeBuilder(PAPER["figure2"]), [], []
+    outcome, lines, apart = Outcome(PAPER["figure2"]), [], []
     p = constant(bernoulli(TARGET))
     for chance in DRAFTS:
         q = constant(bernoulli(chance))
@@ -46,9 +45,9 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         ]
         shipped = [block_length(p, q, n) for n in LENGTHS]
         for name, values in (("token level", token), ("block level", block), ("block verification", shipped)):
-            outcome.row(f"draft Ber({chance}), {name}", {f"L = {n}": Estimate.exact(values[n - 1]) for n in LENGTHS})
+            outcome.exact_row(f"draft Ber({chance}), {name}", (f"L = {n}" for n in LENGTHS), values)
             if chance != TARGET and name != "block verification":
-                lines.append(Series(f"{name}, p = {chance}", tuple(map(float, LENGTHS)), tuple(values)))
+                lines.append(Series.of(f"{name}, p = {chance}", LENGTHS, values))
         if chance == TARGET:
             same = max(abs(b - t) for b, t in zip(block, token, strict=True))
             outcome.claims.append(

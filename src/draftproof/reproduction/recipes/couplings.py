@@ -17,7 +17,7 @@ from draftproof.reproduction.draft_samples import model_pair
 from draftproof.reproduction.expected_accepted import chain_ccdf
 from draftproof.reproduction.experiments import Experiments, PairNames
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.base import Figure, OurNumber, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.toys import bernoulli, constant, rows, uniform
 from draftproof.theory.acceptance import kseq_acceptance, kseq_guarantee, optimal_acceptance, uniform_acceptance
 from draftproof.theory.lengths import block_length, full_information_length, token_length
@@ -38,7 +38,7 @@ def toy_ccdf(rule: str, n: int) -> list[float]:
 
 def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """The toy pair."""
-    outcome = OutcomeBuilder(TOY_FIGURE)
+    outcome = Outcome(TOY_FIGURE)
     ccdfs = {rule: toy_ccdf(rule, 10) for rule in ("token", "block")}
     gaps = [b - t for b, t in zip(ccdfs["block"], ccdfs["token"], strict=True)]
     outcome.claims += [
@@ -52,19 +52,16 @@ def toy_figure(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing i
         "full information": full_information_length(p, q, 2),
     }
     for rule, ccdf in ccdfs.items():
-        outcome.row(f"Pr({rule} accepts >= x)", {f"x = {x}": Estimate.exact(ccdf[x]) for x in range(1, 11)})
-    outcome.figure = Figure(
-        "x",
-        "Pr(accepted >= x), n = 10",
-        tuple(Series(rule, tuple(map(float, range(11))), tuple(ccdf)) for rule, ccdf in ccdfs.items()),
-    )
+        outcome.exact_row(f"Pr({rule} accepts >= x)", (f"x = {x}" for x in range(1, 11)), ccdf[1:])
+    lines = tuple(Series.of(rule, range(11), ccdf) for rule, ccdf in ccdfs.items())
+    outcome.figure = Figure("x", "Pr(accepted >= x), n = 10", lines)
     answers = {(row, "E[accepted] at n = 2"): OurNumber(Estimate.exact(value), 1e-12) for row, value in means.items()}
     return outcome.finish(answers)
 
 
 def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Uniform pairs."""
-    outcome, lines, size = OutcomeBuilder(PAPER["figure1"]), [], 120
+    outcome, lines, size = Outcome(PAPER["figure1"]), [], 120
     many = (1, 2, 4, 8, 16, 32)
     formula, reached, grown, last = [], [], [], []
     for ratio in (2, 3, 4, 10):
@@ -74,8 +71,8 @@ def figure1(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
         reached += [abs(a - float(kseq_acceptance(p, q, k))) for a, k in zip(best, many, strict=True)]
         grown += [b - a for a, b in itertools.pairwise(best)]
         last.append(best[-1])
-        outcome.row(f"r = {ratio}", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, best, strict=True)})
-        lines.append(Series(f"r = {ratio}", tuple(map(float, many)), tuple(best)))
+        outcome.exact_row(f"r = {ratio}", (f"k = {k}" for k in many), best)
+        lines.append(Series.of(f"r = {ratio}", many, best))
     outcome.claims += [
         exact_claim("-|best - (1 - (1 - 1/r)^k)| >= 0, largest", -max(formula), at_least=True),
         exact_claim("-|best - K-SEQ| >= 0, largest", -max(reached), at_least=True),
@@ -107,12 +104,12 @@ def _binary_apart(targets: Sequence[float], many: Sequence[int]) -> Claim:
 
 def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by k."""
-    outcome, lines = OutcomeBuilder(PAPER["figure2"]), []
+    outcome, lines = Outcome(PAPER["figure2"]), []
     many, targets = tuple(range(1, 11)), (0.05, 0.1, 0.25, 0.5, 0.75, 0.95)
     found = {b: [_binary_best(b, 0.25, k) for k in many] for b in targets}
     for b, values in found.items():
-        outcome.row(f"target Ber({b})", {f"k = {k}": Estimate.exact(a) for k, a in zip(many, values, strict=True)})
-        lines.append(Series(f"target Ber({b})", tuple(map(float, many)), tuple(values)))
+        outcome.exact_row(f"target Ber({b})", (f"k = {k}" for k in many), values)
+        lines.append(Series.of(f"target Ber({b})", many, values))
     falls = [
         a - b
         for place in range(len(many))
@@ -130,15 +127,12 @@ def figure2(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is s
 
 def figure3(experiments: Experiments) -> Outcome:  # noqa: ARG001 - nothing is sampled
     """Bernoulli pairs by the target's parameter."""
-    outcome, lines = OutcomeBuilder(PAPER["figure3"]), []
+    outcome, lines = Outcome(PAPER["figure3"]), []
     targets, many = [b / 20 for b in range(21)], (1, 2, 4, 8)
     found = {k: [_binary_best(b, 0.25, k) for b in targets] for k in many}
     for k, values in found.items():
-        outcome.row(
-            f"k = {k}",
-            {f"target {b:g}": Estimate.exact(a) for b, a in zip(targets, values, strict=True) if b * 10 % 1 == 0},
-        )
-        lines.append(Series(f"k = {k}", tuple(targets), tuple(values)))
+        outcome.exact_row(f"k = {k}", (f"target {b:g}" for b in targets[::2]), values[::2])
+        lines.append(Series.of(f"k = {k}", targets, values))
     ones = {k: sum(a > 1 - 1e-9 for a in values) / len(values) for k, values in found.items()}
     widest = {k: max(values) - min(values) for k, values in found.items()}
     outcome.claims += [
@@ -161,7 +155,7 @@ def compressed(p: Float[Tensor, " V"], q: Float[Tensor, " V"], top: int = 10) ->
 
 def figure5(experiments: Experiments) -> Outcome:
     """OTM-k and K-SEQ on the distributions of a pair after its prompts."""
-    outcome, lines = OutcomeBuilder(PAPER["figure5"]), []
+    outcome, lines = Outcome(PAPER["figure5"]), []
     many = (1, 2, 3, 4, 8, 16, 40)
     for place, pair in enumerate(experiments.profile.pairs):
         pairs = _distributions(experiments, pair)
@@ -175,10 +169,9 @@ def figure5(experiments: Experiments) -> Outcome:
         for name, values in means.items():
             outcome.row(f"{pair.label}, {name}", {f"k = {k}": value for k, value in zip(many, values, strict=True)})
             if place == 0:
-                lines.append(Series(f"{name}, {pair.label}", tuple(map(float, many)), tuple(v.value for v in values)))
+                lines.append(Series.of(f"{name}, {pair.label}", many, (value.value for value in values)))
         shares = ours / best
-        smallest = {f"k = {k}": Estimate.exact(float(shares[:, i].min())) for i, k in enumerate(many)}
-        outcome.row(f"{pair.label}, least K-SEQ / OTM-k", smallest)
+        outcome.exact_row(f"{pair.label}, least K-SEQ / OTM-k", (f"k = {k}" for k in many), shares.amin(0).tolist())
         outcome.claims += _otm_claims(best, ours, many, pair.label)
         if place == 0:
             outcome.claims.append(_solved(pairs))
@@ -204,15 +197,9 @@ def _otm_claims(
         exact_claim(f"least growth of either with k >= 0 ({label})", least, at_least=True),
         exact_claim(f"least OTM-k - K-SEQ >= 0 ({label})", float(difference.min()), at_least=True),
         exact_claim(
-            f"least K-SEQ / OTM-k - (1 - (1 - 1/k)^k) >= 0 ({label})",
-            float((ours / best - floor).min()),
-            at_least=True,
+            f"least K-SEQ / OTM-k - (1 - (1 - 1/k)^k) >= 0 ({label})", float((ours / best - floor).min()), at_least=True
         ),
-        claim(
-            f"mean OTM-k - K-SEQ > 0 at k = 4 ({label})",
-            Kind.MODELS,
-            resample(difference / len(best), column(3)),
-        ),
+        claim(f"mean OTM-k - K-SEQ > 0 at k = 4 ({label})", Kind.MODELS, resample(difference / len(best), column(3))),
     ]
 
 

@@ -10,16 +10,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.bench.estimate import Estimate, Statistic, resample
-from draftproof.heads import Head, HeadConfig
+from draftproof.heads import Head
 from draftproof.reproduction.claims import Claim, Kind, claim
-from draftproof.reproduction.draft_samples import DraftSamples, round_sums, sample_drafts
+from draftproof.reproduction.draft_samples import STEPS, DraftSamples, round_sums, trained_head
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.paper_tables import paper_tables
-from draftproof.reproduction.recipes.base import CLOSE, Answers, OurNumber, Outcome, OutcomeBuilder, Recipe
-from draftproof.reproduction.recipes.specdec_pp import SETS, THRESHOLDS, adaptive, best, sample_plan, throughput
+from draftproof.reproduction.recipes.base import CLOSE, Answers, OurNumber, Outcome, Recipe
+from draftproof.reproduction.recipes.specdec_pp import SETS, THRESHOLDS, adaptive, best, samples_of, throughput
 from draftproof.reproduction.recipes.sums import less
-from draftproof.training.heads import Labels, run_head, train_head
-from draftproof.training.loop import TrainingPlan
+from draftproof.training.heads import Labels, run_head
 from draftproof.training.metrics import kl_rows
 
 PAPER = paper_tables("specdec_pp")
@@ -28,18 +27,11 @@ WEIGHTS, DEPTHS = (1.0, 3.0, 6.0, 12.0), (0, 1, 2, 3, 4)
 
 def heads_of(experiments: Experiments) -> dict[str, Head]:
     """A head for each weight and depth, trained on drafts of other texts with the same beginnings."""
-    known, valid = (sample_drafts(experiments, sample_plan(experiments, OPENINGS, seed)) for seed in (1, 2))
-    made = {}
-    for weight, depth in itertools.product(WEIGHTS, DEPTHS):
-        config = HeadConfig("acceptance", known.at_token.hidden.shape[-1], SMALL.draft, SMALL.target, depth=depth)
-        plan = TrainingPlan(steps=STEPS, learning_rate=3e-3, warmup=20)
-        made[f"w_rej {weight:g}, D {depth}"], _ = train_head(
-            config, known.at_token, valid.at_token, plan, Labels(w_rej=weight)
-        )
-    return made
-
-
-STEPS = 400
+    known, valid = (samples_of(experiments, OPENINGS, seed).at_token for seed in (1, 2))
+    return {
+        f"w_rej {weight:g}, D {depth}": trained_head("acceptance", known, valid, Labels(w_rej=weight), depth)
+        for weight, depth in itertools.product(WEIGHTS, DEPTHS)
+    }
 
 
 def kl_sums(samples: DraftSamples, heads: Sequence[Head]) -> Float[Tensor, "prompts columns"]:
@@ -64,13 +56,10 @@ def chosen_threshold(columns: Sequence[int]) -> Statistic:
 
 def table3(experiments: Experiments) -> Outcome:
     """Weights and depths."""
-    outcome, answers = OutcomeBuilder(PAPER["table3"]), Answers()
+    outcome, answers = Outcome(PAPER["table3"]), Answers()
     heads = heads_of(experiments)
     names = list(heads)
-    known, fresh = (
-        sample_drafts(experiments, sample_plan(experiments, OPENINGS, 1)),
-        sample_drafts(experiments, sample_plan(experiments, OPENINGS)),
-    )
+    known, fresh = (samples_of(experiments, OPENINGS, seed) for seed in (1, 0))
     train, held = (kl_sums(samples, list(heads.values())) for samples in (known, fresh))
     of_weight = {w: [names.index(f"w_rej {w:g}, D {d}") for d in DEPTHS] for w in WEIGHTS}
     kl = [
@@ -90,7 +79,7 @@ def table3(experiments: Experiments) -> Outcome:
     }
     higher = {}
     for paper, own in SETS.items():
-        samples = sample_drafts(experiments, sample_plan(experiments, own))
+        samples = samples_of(experiments, own)
         sums = round_sums(samples, [lengths for head in heads.values() for lengths in adaptive(samples, head)])
         mine = {name: range(at * len(THRESHOLDS), (at + 1) * len(THRESHOLDS)) for at, name in enumerate(names)}
         for name, columns in mine.items():

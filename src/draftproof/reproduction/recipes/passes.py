@@ -15,7 +15,7 @@ from draftproof.bench.measures import fit_times
 from draftproof.reproduction.claims import Claim, Kind, claim
 from draftproof.reproduction.experiments import SMALL, Experiments, PairNames, PlannedRun, Row
 from draftproof.reproduction.paper_tables import PaperTable, paper_tables
-from draftproof.reproduction.recipes.base import Answers, Figure, OurNumber, Outcome, OutcomeBuilder, Recipe, Series
+from draftproof.reproduction.recipes.base import Answers, Figure, OurNumber, Outcome, Recipe, Series
 from draftproof.reproduction.recipes.specdec_pp import TOP_K
 from draftproof.reproduction.recipes.sums import resampled
 
@@ -105,7 +105,7 @@ WHY = "models of 260 thousand parameters on a CPU take milliseconds where the pa
 
 def _measured(experiments: Experiments, paper: PaperTable) -> Outcome:
     """The seconds of a pass in the columns of a table or figure, which has a row or several for each setting."""
-    outcome, answers, found = OutcomeBuilder(paper), Answers(), passes(experiments)
+    outcome, answers, found = Outcome(paper), Answers(), passes(experiments)
     for setting, values in found.items():
         text = f"R squared - 0.98 >= 0 ({setting})"
         fits = claim(text, Kind.MODELS, values["R squared"].plus(-0.98), at_least=True)
@@ -120,7 +120,7 @@ def _measured(experiments: Experiments, paper: PaperTable) -> Outcome:
     outcome.timed_claims.append(head_costs(found))
     if paper.picture:
         lines = [
-            Series(name, tuple(map(float, range(3))), tuple(1000 * found[setting][name].value for setting in TIMED))
+            Series.of(name, range(3), (1000 * found[setting][name].value for setting in TIMED))
             for name in paper.columns
         ]
         outcome.figure = Figure("0: stand-alone, 1: SpecDec, 2: SpecDec++", "ms a pass", tuple(lines), bars=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from draftproof.bench.estimate import Estimate, resample
+from draftproof.bench.estimate import Estimate
 from draftproof.embedded import heads_dir
 from draftproof.files import whole_directory
-from draftproof.heads import Head, HeadConfig, load_head, save_head
+from draftproof.heads import Head, load_head, save_head
 from draftproof.reproduction.claims import Claim, Kind, claim, exact_claim
-from draftproof.reproduction.draft_samples import DraftSamples, SamplePlan, sample_drafts
+from draftproof.reproduction.draft_samples import DraftSamples, profile_samples, trained_head
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
 from draftproof.reproduction.paper_tables import paper_tables
 from draftproof.reproduction.recipes.base import (
@@ -25,52 +25,36 @@ from draftproof.reproduction.recipes.base import (
     Figure,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
     Series,
 )
-from draftproof.reproduction.recipes.sprinter import FIELDS, METHODS, milliseconds, wins_over
-from draftproof.reproduction.recipes.sums import resampled, run_sums
+from draftproof.reproduction.recipes.sprinter import METHODS, milliseconds, wins_over
+from draftproof.reproduction.recipes.sums import RunSums, resampled
 from draftproof.theory.sprinter import expected_accepted, expected_stopping_time
-from draftproof.training.features import JudgeRows
-from draftproof.training.heads import Labels, run_head, train_head
-from draftproof.training.loop import TrainingPlan
+from draftproof.training.heads import Labels, run_head
 from draftproof.training.metrics import auc, roc
 
 PAPER = paper_tables("sprinter")
 SETS = {"Wiki": OPENINGS, "LM1B": "fiction"}  # the paper's data sets, and ours in their place
-STEPS = 400
 LAMBDAS = (1.0, 1.2, 1.5)
 RATES = tuple(i / 10 for i in range(11))
 RUN, DRAFT_SECONDS = 5, 0.1
 Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]  # scores and labels of each prompt
 
 
-def sample_plan(experiments: Experiments, dataset: str, seed: int) -> SamplePlan:
-    """The positions where drafts are sampled; most shipped data sets have 16 questions."""
-    prompts = min(experiments.profile.prompts, 16)
-    return SamplePlan(SMALL, dataset, prompts=prompts, places=experiments.profile.places, seed=seed)
-
-
 def verifier(experiments: Experiments, dataset: str, lam: float = 1.2) -> Head:
     """A linear verifier on the state before each token, trained on drafts of other texts (seeds 1 and 2)."""
-    known, valid = (sample_drafts(experiments, sample_plan(experiments, dataset, seed)).before_token for seed in (1, 2))
-    config = HeadConfig("verifier", known.hidden.shape[-1], SMALL.draft, SMALL.target, depth=0)
-    plan = TrainingPlan(steps=STEPS, learning_rate=3e-3, warmup=20)
-    return train_head(config, known, valid, plan, Labels(lam=lam))[0]
-
-
-def scores(head: Head, rows: JudgeRows) -> torch.Tensor:
-    """The verifier's probability that each token is acceptable."""
-    with torch.no_grad():
-        return run_head(head, rows).double().sigmoid()
+    known, valid = (profile_samples(experiments, dataset, seed).before_token for seed in (1, 2))
+    return trained_head("verifier", known, valid, Labels(lam=lam))
 
 
 def area(head: Head, samples: DraftSamples, lam: float = 1.2) -> Parts:
-    """Scores and labels of each prompt, for `area_of`."""
-    good, score = Labels(lam=lam).acceptable(samples.before_token.log_ratio), scores(head, samples.before_token)
-    prompt = samples.prompt_of_row()
-    return [(score[prompt == at], good[prompt == at]) for at in range(samples.prompts)]
+    """The verifier's probabilities and the labels of the tokens of each prompt, for `area_of`."""
+    rows = samples.before_token
+    with torch.no_grad():
+        score = run_head(head, rows).double().sigmoid().reshape(samples.prompts, -1)
+    good = Labels(lam=lam).acceptable(rows.log_ratio).reshape(samples.prompts, -1)
+    return list(zip(score, good, strict=True))
 
 
 def area_of(parts: Parts) -> float:
@@ -80,10 +64,10 @@ def area_of(parts: Parts) -> float:
 
 def figure3(experiments: Experiments) -> Outcome:
     """ROC of a linear verifier on two data sets."""
-    outcome, answers, lines = OutcomeBuilder(PAPER["figure3"]), Answers(), []
+    outcome, answers, lines = Outcome(PAPER["figure3"]), Answers(), []
     for (paper, own), row in zip(SETS.items(), PAPER["figure3"].rows, strict=True):
         head = verifier(experiments, own)
-        samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
+        samples = profile_samples(experiments, own)
         found = resampled(area(head, samples), area_of)
         above = claim(f"AUC - 0.5 > 0 ({own})", Kind.MODELS, found.plus(-0.5))
         outcome.claims.append(above)
@@ -97,13 +81,13 @@ def figure3(experiments: Experiments) -> Outcome:
 
 def _roc(label: str, parts: Parts) -> Series:
     points = roc(torch.cat([score for score, _ in parts]), torch.cat([good for _, good in parts]))
-    return Series(label, tuple(p["false_positive"] for p in points), tuple(p["true_positive"] for p in points))
+    return Series.of(label, (p["false_positive"] for p in points), (p["true_positive"] for p in points))
 
 
 def figure12(experiments: Experiments) -> Outcome:
     """ROC by the ratio that labels a token acceptable."""
-    outcome, lines = OutcomeBuilder(PAPER["figure12"]), []
-    samples = sample_drafts(experiments, sample_plan(experiments, OPENINGS, 0))
+    outcome, lines = Outcome(PAPER["figure12"]), []
+    samples = profile_samples(experiments, OPENINGS)
     parts = {lam: area(verifier(experiments, OPENINGS, lam), samples, lam) for lam in LAMBDAS}
     for lam, own in parts.items():
         outcome.row(f"{SMALL.label}, lambda {lam:g}", {"AUC": resampled(own, area_of)})
@@ -119,10 +103,10 @@ def figure12(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Verifiers on the other data set: by AUC, and in runs beside speculative decoding."""
-    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
+    outcome, answers = Outcome(PAPER["table4"]), Answers()
     made = {own: verifier(experiments, own) for own in SETS.values()}
     for paper, own in SETS.items():
-        samples = sample_drafts(experiments, sample_plan(experiments, own, 0))
+        samples = profile_samples(experiments, own)
         areas = {name: area(head, samples) for name, head in made.items()}
         kept = _transfers(areas, own)
         outcome.claims.append(kept)
@@ -131,11 +115,11 @@ def table4(experiments: Experiments) -> Outcome:
             replace(base, stopper=f"approximate:{_saved(experiments, name, made[name])}", verifier="last_token")
             for name in SETS.values()
         ]
-        sums = run_sums(experiments.in_turns([base, *lossy]), FIELDS)
+        sums = RunSums(experiments.in_turns([base, *lossy]))
         values: dict[str, Estimate | str] = {}
         times: dict[str, Estimate | str] = {}
         for place, (trained, name) in enumerate(SETS.items()):
-            wins, spent = wins_over(experiments, lossy[place], base), resample(sums, milliseconds(place + 1))
+            wins, spent = wins_over(experiments, lossy[place], base), sums.estimate(milliseconds(sums, place + 1))
             values[f"AUC, trained on {trained}"] = resampled(areas[name], area_of)
             values[f"win-tie, trained on {trained}"], times[f"ms, trained on {trained}"] = wins, spent
             cell = f"on {paper}"
@@ -167,7 +151,7 @@ def _saved(experiments: Experiments, dataset: str, head: Head) -> Path:
 
 def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is read
     """The shipped verifier's hyperparameters."""
-    outcome, answers = OutcomeBuilder(PAPER["table5"]), Answers()
+    outcome, answers = Outcome(PAPER["table5"]), Answers()
     where = heads_dir() / "approximate"
     options = json.loads((where / "provenance.json").read_text(encoding="utf-8"))["options"]
     lam, tau = options["labels"]["lam"], load_head(where).config.threshold
@@ -182,16 +166,15 @@ def table5(experiments: Experiments) -> Outcome:  # noqa: ARG001 - a file is rea
 def _closed(name: str, unit: float, of: partial[float]) -> Outcome:
     """A figure of Theorem 3.3 or 3.4: the curve by eta_TP for two eta_FP, and its distance from the ideal."""
     paper = PAPER["figure5"] if name == "tokens" else PAPER["figure6"]
-    outcome, lines = OutcomeBuilder(paper), []
+    outcome, lines = Outcome(paper), []
     ideal = of(RUN, 1.0, 0.0)
     gaps = [of(RUN, true, false) - ideal for true in RATES for false in (0.0, 0.1, 0.25, 0.5)]
     sharp = of(RUN, 1.0, 0.5) - ideal
     for false in (0.1, 0.5):
         values = [of(RUN, true, false) for true in RATES]
-        row = {f"eta_TP = {true:g}": Estimate.exact(value) for true, value in zip(RATES, values, strict=True)}
-        outcome.row(f"eta_FP = {false:g}", row)
-        lines.append(Series(f"eta_FP = {false:g}", RATES, tuple(values)))
-    lines.append(Series("ideal verifier", RATES, (ideal,) * len(RATES)))
+        outcome.exact_row(f"eta_FP = {false:g}", (f"eta_TP = {true:g}" for true in RATES), values)
+        lines.append(Series.of(f"eta_FP = {false:g}", RATES, values))
+    lines.append(Series.of("ideal verifier", RATES, [ideal] * len(RATES)))
     steps = [of(RUN, b, 0.5) - of(RUN, a, 0.5) for a, b in itertools.pairwise(RATES)]
     outcome.claims += [
         exact_claim(

@@ -15,10 +15,9 @@ from draftproof.heads import Head, load_head
 from draftproof.reproduction.claims import Claim, Kind, claim, exact_claim
 from draftproof.reproduction.draft_samples import (
     DraftSamples,
-    SamplePlan,
     fixed_lengths,
+    profile_samples,
     round_sums,
-    sample_drafts,
     stopped_lengths,
 )
 from draftproof.reproduction.experiments import OPENINGS, SMALL, Experiments
@@ -29,7 +28,6 @@ from draftproof.reproduction.recipes.base import (
     Figure,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
     Series,
 )
@@ -47,11 +45,10 @@ ALONE = 0.108  # seconds of a target pass without speculation, section 4.2
 TOP_K = 50
 
 
-def sample_plan(experiments: Experiments, dataset: str, seed: int = 0) -> SamplePlan:
-    """The positions where drafts are sampled; the other shipped data sets have 16 questions."""
-    scale = experiments.profile
-    prompts = scale.prompts if dataset == OPENINGS else min(scale.prompts, 16)
-    return SamplePlan(SMALL, dataset, prompts=prompts, places=scale.places, seed=seed, top_k=TOP_K)
+def samples_of(experiments: Experiments, dataset: str, seed: int = 0) -> DraftSamples:
+    """Drafts after the prompts of a data set, of which the openings of stories have more than 16."""
+    most = experiments.profile.prompts if dataset == OPENINGS else 16
+    return profile_samples(experiments, dataset, seed, most=most, top_k=TOP_K)
 
 
 def throughput(column: int, costs: PassCosts = COSTS) -> Statistic:
@@ -128,9 +125,7 @@ def _rows_of(model: TableModel) -> Callable[[tuple[int, ...]], Tensor]:
 def compared(experiments: Experiments) -> dict[str, Float[Tensor, "prompts columns"]]:
     """Sums of all settings by the paper's data sets."""
     head = shipped_head()
-    return {
-        name: settings(sample_drafts(experiments, sample_plan(experiments, own)), head) for name, own in SETS.items()
-    }
+    return {name: settings(samples_of(experiments, own), head) for name, own in SETS.items()}
 
 
 def _faster(name: str, sums: Tensor) -> Claim:
@@ -141,16 +136,13 @@ def _faster(name: str, sums: Tensor) -> Claim:
 
 def table1(experiments: Experiments) -> Outcome:
     """Best throughputs under the paper's seconds."""
-    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
+    outcome, answers = Outcome(PAPER["table1"]), Answers()
     outcome.claims.append(exact_gain())
     rows: dict[str, dict[str, Estimate | str]] = {"adaptive": {}, "constant": {}, "best settings": {}}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
         outcome.claims.append(held)
-        found = {
-            "SpecDec++": resample(sums, best(ADAPTIVE)),
-            "SpecDec (baseline)": resample(sums, best(FIXED)),
-        }
+        found = {"SpecDec++": resample(sums, best(ADAPTIVE)), "SpecDec (baseline)": resample(sums, best(FIXED))}
         for (row, value), label in zip(found.items(), rows, strict=False):
             rows[label][name] = value
             why = "by the same two seconds, but another pair accepts other lengths"
@@ -171,8 +163,8 @@ _SETS_NOTE = (
 
 def figure1(experiments: Experiments) -> Outcome:
     """Gains and speed-ups."""
-    outcome, answers = OutcomeBuilder(PAPER["figure1"]), Answers()
-    rows: dict[str, dict[str, Estimate | str]] = {name: {} for name in PAPER["figure1"].rows}
+    outcome, answers = Outcome(PAPER["figure1"]), Answers()
+    rows: dict[str, dict[str, Estimate]] = {name: {} for name in PAPER["figure1"].rows}
     for name, sums in compared(experiments).items():
         held = _faster(name, sums)
         outcome.claims.append(held)
@@ -180,16 +172,12 @@ def figure1(experiments: Experiments) -> Outcome:
         rows["speed-up, SpecDec++"][name] = resample(sums, lambda totals: ALONE * best(ADAPTIVE)(totals))
         rows["speed-up, SpecDec"][name] = resample(sums, lambda totals: ALONE * best(FIXED)(totals))
         for row, values in rows.items():
-            ours = values[name]
-            assert isinstance(ours, Estimate), "all three are numbers"
             tolerance, relative = (1.5, False) if row == "gain %" else (CLOSE, True)
-            answers[row, name] = OurNumber(ours, tolerance, (held,), "another pair of models", relative=relative)
-    lines = []
-    for label, source in (
-        ("paper", PAPER["figure1"].rows["gain %"]),
-        ("ours", [_value(rows["gain %"][n]) for n in SETS]),
-    ):
-        lines.append(Series(label, tuple(map(float, range(3))), tuple(float(x or 0) for x in source)))
+            answers[row, name] = OurNumber(
+                values[name], tolerance, (held,), "another pair of models", relative=relative
+            )
+    lines = [Series.of("paper", range(3), (float(x or 0) for x in PAPER["figure1"].rows["gain %"]))]
+    lines.append(Series.of("ours", range(3), (each.value for each in rows["gain %"].values())))
     outcome.figure = Figure("0: Alpaca, 1: HumanEval, 2: GSM8K", "gain of adaptive lengths, %", tuple(lines), bars=True)
     for label, values in rows.items():
         outcome.row(f"{SMALL.label}, {label}", values)
@@ -197,20 +185,15 @@ def figure1(experiments: Experiments) -> Outcome:
     return outcome.finish(answers)
 
 
-def _value(found: Estimate | str) -> float:
-    assert isinstance(found, Estimate), "a number"
-    return found.value
-
-
 def figure4(experiments: Experiments) -> Outcome:
     """The Pareto frontiers."""
-    outcome, lines = OutcomeBuilder(PAPER["figure4"]), []
+    outcome, lines = Outcome(PAPER["figure4"]), []
     for name, sums in compared(experiments).items():
         points = [[resample(sums, rate) for rate in rates(at)] for at in (*FIXED, *ADAPTIVE)]
         for label, columns in (("constant", FIXED), ("adaptive", ADAPTIVE)):
             own = [points[at] for at in columns]
             x, y = (tuple(each[side].value for each in own) for side in (0, 1))
-            lines.append(Series(f"{label}, {SETS[name]}", x, y))
+            lines.append(Series.of(f"{label}, {SETS[name]}", x, y))
         for at, setting in zip(
             (*FIXED, *ADAPTIVE), (*(f"n = {n}" for n in LENGTHS), *(f"h = {h:g}" for h in THRESHOLDS)), strict=True
         ):

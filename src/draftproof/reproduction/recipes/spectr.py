@@ -23,7 +23,6 @@ from draftproof.reproduction.recipes.base import (
     Figure,
     OurNumber,
     Outcome,
-    OutcomeBuilder,
     Recipe,
     Series,
 )
@@ -61,7 +60,7 @@ def _growth(at: AtPlaces, label: str) -> list[Claim]:
 
 def table2(experiments: Experiments) -> Outcome:
     """Tokens a call by K and L."""
-    outcome, answers = OutcomeBuilder(PAPER["table2"]), Answers()
+    outcome, answers = Outcome(PAPER["table2"]), Answers()
     lines = []
     for place, pair in enumerate(experiments.profile.pairs):
         at = _grid(experiments, pair)
@@ -83,7 +82,7 @@ def table2(experiments: Experiments) -> Outcome:
 
 def table4(experiments: Experiments) -> Outcome:
     """Three draft models of different strength: early exits of the same target."""
-    outcome, answers = OutcomeBuilder(PAPER["table4"]), Answers()
+    outcome, answers = Outcome(PAPER["table4"]), Answers()
     pair = SMALL
     layers = dict(zip(("2M", "6M", "20M"), (2, 3, 4), strict=True))
     grids = {size: _grid(experiments, pair, drafter=f"early_exit:{count}", seeds=1) for size, count in layers.items()}
@@ -115,7 +114,7 @@ def _better(weak: AtPlaces, strong: AtPlaces, fewer: int, more: int) -> Claim:
 
 def table1(experiments: Experiments) -> Outcome:
     """The time of a pass by tokens and batch."""
-    outcome, answers = OutcomeBuilder(PAPER["table1"]), Answers()
+    outcome, answers = Outcome(PAPER["table1"]), Answers()
     why = "a CPU has no idle arithmetic to read more tokens with"
     for place, pair in enumerate(experiments.profile.pairs):
         found = _passes(experiments, pair)

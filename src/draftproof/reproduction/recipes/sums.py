@@ -10,58 +10,64 @@ from jaxtyping import Float
 from torch import Tensor
 
 from draftproof.bench.estimate import Estimate, Item, Statistic, bootstrap, resample
-from draftproof.reproduction.claims import Claim, Kind, claim
+from draftproof.reproduction.claims import Claim, Kind, claim, column
 from draftproof.reproduction.expected_accepted import key
-from draftproof.reproduction.experiments import Experiments, PairNames, Places, Row
+from draftproof.reproduction.experiments import COUNTS, Experiments, PairNames, Places, Row
 from draftproof.reproduction.recipes.base import implied_acceptance
 
-TIMED = ("num_tokens", "num_target_calls", "seconds")
 
+class RunSums:
+    """For each prompt the counts of several runs, summed over seeds; columns run after run.
 
-def place_sums(rows: Sequence[Row], columns: Sequence[str]) -> Float[Tensor, "prompts columns"]:
-    """For each prompt the number of places, then the accepted tokens of each column."""
-    return torch.tensor(
-        [[row["places"], *(row["accepted"][name] for name in columns)] for row in rows], dtype=torch.float64
-    )
+    Args:
+        parts: the rows of each run.
+        fields: of the rows; "seconds" are those of a whole answer.
+    """
 
+    def __init__(self, parts: Sequence[Sequence[Row]], fields: Sequence[str] = (*COUNTS, "seconds")) -> None:
+        self._fields = list(fields)
+        count = 1 + max(row["prompt"] for row in parts[0])
+        self._sums = torch.zeros(count, len(parts) * len(fields), dtype=torch.float64)
+        for number, rows in enumerate(parts):
+            for row in rows:
+                values = [row[field]["total"] if field == "seconds" else row[field] for field in fields]
+                at = slice(number * len(fields), (number + 1) * len(fields))
+                self._sums[row["prompt"], at] += torch.tensor(values, dtype=torch.float64)
 
-def run_sums(
-    parts: Sequence[Sequence[Row]], fields: Sequence[str] = ("num_tokens", "num_target_calls")
-) -> Float[Tensor, "prompts columns"]:
-    """For each prompt the named counts of every run, summed over seeds; columns run after run."""
-    count = 1 + max(row["prompt"] for row in parts[0])
-    sums = torch.zeros(count, len(parts) * len(fields), dtype=torch.float64)
-    for number, rows in enumerate(parts):
-        for row in rows:
-            for place, field in enumerate(fields):
-                value = row["seconds"]["total"] if field == "seconds" else row[field]
-                sums[row["prompt"], number * len(fields) + place] += value
-    return sums
+    def column(self, run: int, field: str) -> Statistic:
+        """The total of one count of a run."""
+        return column(run * len(self._fields) + self._fields.index(field))
+
+    def per(self, run: int, over: str, under: str) -> Statistic:
+        """The ratio of two counts of a run."""
+        top, bottom = self.column(run, over), self.column(run, under)
+        return lambda totals: top(totals) / bottom(totals)
+
+    def efficiency(self, run: int) -> Statistic:
+        """Tokens a target call."""
+        return self.per(run, "num_tokens", "num_target_calls")
+
+    def speed(self, run: int, base: int) -> Statistic:
+        """Tokens a second of a run over those of another."""
+        mine, theirs = (self.per(each, "num_tokens", "seconds") for each in (run, base))
+        return lambda totals: mine(totals) / theirs(totals)
+
+    def faster(self, run: int, base: int, unit: float = 1.0) -> Statistic:
+        """The speed of a run over another one's, minus 1, times `unit`."""
+        return lambda totals: unit * (self.speed(run, base)(totals) - 1)
+
+    def estimate(self, statistic: Statistic) -> Estimate:
+        """A statistic of these sums."""
+        return resample(self._sums, statistic)
+
+    def claim(self, text: str, statistic: Statistic, kind: Kind = Kind.MODELS) -> Claim:
+        """The claim that a statistic is above 0."""
+        return claim(text, kind, self.estimate(statistic))
 
 
 def efficiency(column: int) -> Statistic:
     """1 + accepted tokens per position; column 0 counts the positions."""
     return lambda totals: 1 + totals[:, column] / totals[:, 0]
-
-
-def gain(above: int, below: int) -> Statistic:
-    """Per cent by which one column's block efficiency exceeds another's."""
-    return lambda totals: 100 * (efficiency(above)(totals) / efficiency(below)(totals) - 1)
-
-
-def speed(run: int, plain: int) -> Statistic:
-    """Tokens a second of a run over those of another; three columns a run: tokens, calls, seconds."""
-    return lambda t: (t[:, 3 * run] / t[:, 3 * run + 2]) / (t[:, 3 * plain] / t[:, 3 * plain + 2])
-
-
-def faster(run: int, other: int, unit: float = 1.0) -> Statistic:
-    """The speed of a run over another one's, minus 1, times `unit`."""
-    return lambda totals: unit * (speed(run, other)(totals) - 1)
-
-
-def run_efficiency(run: int, fields: int = 2) -> Statistic:
-    """Tokens a target call of a whole run."""
-    return lambda totals: totals[:, fields * run] / totals[:, fields * run + 1]
 
 
 def resampled(items: Sequence[Item], statistic: Callable[[Sequence[Item]], float]) -> Estimate:
@@ -85,7 +91,8 @@ class AtPlaces:
 
     def __init__(self, experiments: Experiments, places: Places, columns: Sequence[str]) -> None:
         self.columns = list(columns)
-        self.sums: Float[Tensor, "prompts columns"] = place_sums(experiments.places(places), columns)
+        rows = [[row["places"], *(row["accepted"][name] for name in columns)] for row in experiments.places(places)]
+        self.sums: Float[Tensor, "prompts columns"] = torch.tensor(rows, dtype=torch.float64)
 
     def __getitem__(self, name: str) -> int:
         """The number of a column."""
@@ -95,9 +102,20 @@ class AtPlaces:
         """Block efficiency of a rule."""
         return resample(self.sums, efficiency(self[key(rule, n, drafts)]))
 
-    def gain(self, n: int) -> Estimate:
-        """Gain of block over token verification, in per cent."""
-        return resample(self.sums, gain(self[key("block", n)], self[key("token", n)]))
+    def gain(self, n: int) -> Statistic:
+        """Per cent by which the block efficiency of block verification exceeds that of token verification."""
+        block, token = (efficiency(self[key(rule, n)]) for rule in ("block", "token"))
+        return lambda totals: 100 * (block(totals) / token(totals) - 1)
+
+    def efficiencies(self, n: int) -> dict[str, Estimate]:
+        """Block efficiencies of token and block verification, and the gain."""
+        found = {f"BE {rule}": self.efficiency(rule, n) for rule in ("token", "block")}
+        return {**found, "BE gain %": resample(self.sums, self.gain(n))}
+
+    def apart(self, n: int) -> Statistic:
+        """Minus the distance between the efficiencies of block and token verification; 0 if they are equal."""
+        one, other = (efficiency(self[key(rule, n)]) for rule in ("block", "token"))
+        return lambda totals: -(one(totals) - other(totals)).abs()
 
     def at_least(self, text: str, one: str, other: str, kind: Kind = Kind.MUST, *, strict: bool = True) -> Claim:
         """The claim that one column is above another (or not below it)."""
@@ -123,9 +141,3 @@ def between(one: AtPlaces, other: AtPlaces, of_one: Statistic, of_other: Statist
     width = one.sums.shape[1]
     both = torch.cat([one.sums, other.sums], -1)
     return resample(both, lambda totals: of_one(totals[:, :width]) - of_other(totals[:, width:]))
-
-
-def apart(at: AtPlaces, n: int) -> Statistic:
-    """Minus the distance between the efficiencies of block and token verification; 0 if they are equal."""
-    one, other = efficiency(at[key("block", n)]), efficiency(at[key("token", n)])
-    return lambda totals: -(one(totals) - other(totals)).abs()

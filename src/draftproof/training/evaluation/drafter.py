@@ -26,6 +26,7 @@ from draftproof.training.data import read_examples, split
 from draftproof.training.evaluation.pair import about
 from draftproof.training.feature_loss import Frame, acceptance, target_rows
 from draftproof.training.feature_rows import Row, StateRows, Store, windows
+from draftproof.training.sweep import pass_costs, total_stats
 
 HEAD, UNTRAINED, LOOKUP = "feature head", "the same, untrained", "lookup"
 TEXT, ANSWERS = "held-out text", "own answers"
@@ -212,14 +213,9 @@ def _mean(parts: list[torch.Tensor]) -> float:
 def _run(engine: Engine, prompts: list[list[int]], seed: int) -> dict[str, float]:
     """Tokens per target call, and the time of a drafted token in target calls, one request after another."""
     params = SamplingParams(max_tokens=RUN, seed=seed)
-    stats = [engine.generate([prompt], params)[0].stats for prompt in prompts]
-    calls = sum(one.num_target_calls for one in stats)
-    drafted = sum(one.num_draft_tokens for one in stats)
-    call = sum(one.seconds.target for one in stats) / calls
-    return {
-        "tokens_per_call": sum(one.num_tokens for one in stats) / calls,
-        "step": sum(one.seconds.draft for one in stats) / max(drafted, 1) / call,
-    }
+    total = total_stats(engine.generate([prompt], params)[0].stats for prompt in prompts)
+    costs = pass_costs(total)
+    return {"tokens_per_call": total.block_efficiency, "step": costs.draft / costs.target}
 
 
 def _lines(options: DrafterOptions, found: dict[str, Any]) -> list[str]:
