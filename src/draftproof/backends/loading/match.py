@@ -29,14 +29,14 @@ class Match:
         nbytes: that are read for a token.
         share: of the target's.
         why_not: why it cannot draft; empty where it can.
-        shared: the share of the target's tokens in a text that it has; below 1 only with another vocabulary.
+        shared: with another vocabulary, the share of the target's tokens in a text that it has, too.
     """
 
     name: str
     nbytes: int
     share: float
     why_not: str
-    shared: float = 1.0
+    shared: float | None = None
 
     def gain(self, accepted: float) -> tuple[float, int]:
         """Speed-up over plain decoding at the best length, and that length, by bytes alone.
@@ -70,7 +70,7 @@ def matches(target: str, folders: Iterable[Path] = ()) -> list[Match]:
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
     own = _place(target)
     found = [_match(name, right, whole) for name in dict.fromkeys(names) if _place(name) != own]
-    return sorted(found, key=lambda each: (bool(each.why_not), each.shared < 1, each.nbytes))
+    return sorted(found, key=lambda each: (bool(each.why_not), each.shared is not None, each.nbytes))
 
 
 def _place(name: str) -> str | None:
@@ -91,7 +91,7 @@ def _match(name: str, right: LoadedModel, whole: int) -> Match:
         found = shared_tokens(right.tokenizer, load(name).tokenizer, target_name=right.name, draft_name=name)
     except UserError as cause:
         return Match(name, nbytes, share, str(cause))
-    shared = 1.0 if found is None else share_of_text(found, right.tokenizer)
+    shared = None if found is None else share_of_text(found, right.tokenizer)
     return Match(name, nbytes, share, "" if share < 1 else "it is not smaller than the target", shared)
 
 

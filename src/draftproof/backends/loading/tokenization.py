@@ -16,13 +16,17 @@ from draftproof.errors import UserError, reason
 from draftproof.models.gguf_file import GGUFFile, is_gguf
 from draftproof.models.gguf_tokenizer import read_file_tokenizer
 
-LEAST_SHARED = 0.3  # of the target's tokens in a text: with fewer, nearly every draft ends at its first token
+LEAST_SHARED = 0.3  # of the target's tokens in a text: with fewer, at most 1 / 0.7 tokens come of a target pass
 _TEXT = (
-    "The ship left the harbour on a grey morning in March 1897, with forty passengers and a cargo of wool. Nobody on "
-    "board knew how long the voyage would take; the captain, who had crossed these waters many times, only said: “We "
-    "will see.” By evening the wind had turned, and the children were asleep.\n\n"
-    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n"
-    "    return total / len(values)\n"
+    "The ship left the harbour of Bergen on a grey morning in March 1897, with forty passengers and a cargo of wool. "
+    "Nobody on board knew how long the voyage would take; the captain, who had crossed these waters many times, only "
+    "said: “We will see.” By evening the wind had turned, and the children were asleep.\n\n"
+    "Summarise the quarterly figures below, and explain which assumptions the forecast depends on. Revenue rose by "
+    "12.5% to $3,480,000, while the cost of freight, insurance and storage fell slightly. A biochemist would call the "
+    "mixture unstable: the enzyme denatures above 40 °C. Her grandmother laughed, poured the coffee, and told Marta and "
+    "Tobias about the pawnbroker, the stolen lantern and the old cartographer of Ghent.\n\n"
+    'def mean(values: list[float]) -> float:\n    """The arithmetic mean."""\n    total = 0.0\n'
+    "    for value in values:\n        total += value\n    return total / len(values) if values else float('nan')\n"
 )
 
 
@@ -94,7 +98,7 @@ def shared_tokens(target: Any, draft: Any, *, target_name: str, draft_name: str)
 
 def share_of_text(tokens: TokenMap, target: Any) -> float:
     """The share of a target's tokens in a short text, English with some code, that a draft model has, too."""
-    return tokens.share(target(_TEXT, add_special_tokens=False)["input_ids"])
+    return tokens.share(target.backend_tokenizer.encode(_TEXT, add_special_tokens=False).ids)
 
 
 def why_different(first: Any, second: Any) -> str | None:

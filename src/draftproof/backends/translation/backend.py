@@ -54,7 +54,7 @@ class TranslatedBackend:
         """See `base.room`."""
         if self.max_positions is None or self.inner.max_positions is None:
             return None
-        used = len(self._map.opening) + sum(len(self._map.spelled(each)) for each in tokens)
+        used = len(self._map.opening) + self._map.positions(tokens)
         left = self.inner.max_positions - used
         return min(left // WIDEST if constrained else left, self.max_positions - len(tokens))
 

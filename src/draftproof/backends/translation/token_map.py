@@ -22,6 +22,19 @@ _BYTES = {chr(each): each for each in _SHOWN} | {
 }
 
 
+class _Spellings(dict[int, tuple[int, ...]]):
+    """The draft model's tokens by token of the target, made when first asked for."""
+
+    def __init__(self, known: Mapping[int, tuple[int, ...]], spell: Callable[[int], Sequence[int]]) -> None:
+        super().__init__(known)
+        self._spell = spell
+
+    def __missing__(self, token: int) -> tuple[int, ...]:
+        found = self[token] = tuple(self._spell(token))[-WIDEST:]
+        assert found, "every token is written by at least one"
+        return found
+
+
 class TokenMap:
     """A map from some tokens of a draft model to tokens of a target, of which no two have one target token.
 
@@ -48,8 +61,7 @@ class TokenMap:
         self.draft_ids = torch.tensor([back[each][0] for each in sorted(back)])
         self.opening = tuple(opening)
         self._shared = back.keys()
-        self._spelled = dict(back)
-        self._spell = spell
+        self._spelled = _Spellings(back, spell)
 
     def __len__(self) -> int:
         return len(self._shared)
@@ -60,11 +72,11 @@ class TokenMap:
 
     def spelled(self, token: int) -> tuple[int, ...]:
         """The draft model's tokens for a token of the target, 1 to WIDEST; one where there is a pair."""
-        found = self._spelled.get(token)
-        if found is None:
-            found = self._spelled[token] = tuple(self._spell(token))[-WIDEST:]
-            assert found, "every token is written by at least one"
-        return found
+        return self._spelled[token]
+
+    def positions(self, tokens: Sequence[int]) -> int:
+        """How many tokens of the draft model write some of the target's, in any order."""
+        return sum(map(len, map(self._spelled.__getitem__, tokens)))
 
     def within(self, size: int) -> TokenMap:
         """The part of the map that uses draft tokens below `size` only: a model may have fewer than its tokenizer."""
