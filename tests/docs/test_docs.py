@@ -38,7 +38,13 @@ from support.each import for_each
 
 SHELL = ("sh", "console")
 # Options of other programs that pages name.
-OTHERS = {"--strict", "--speculative-config", "--additional-config", "--guidellm"}  # of vLLM, mkdocs and our scripts
+OTHERS = {
+    "--strict",
+    "--speculative-config",
+    "--additional-config",
+    "--guidellm",
+    "--lengths",
+}  # of vLLM, mkdocs and our scripts
 COMMANDS = every_command()
 EVERY_OPTION = options_of(*COMMANDS.values()) | {"--help"}
 NAMES = {

@@ -31,7 +31,17 @@ FLOORS = (
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # The rooms of backends, likewise; "" is the contract.
-ROOMS = ({""}, {"cache"}, {"recurrent", "products"}, {"hf"}, {"lean"}, {"heads"}, {"heads.published"}, {"loading"})
+ROOMS = (
+    {""},
+    {"cache"},
+    {"translation"},
+    {"recurrent", "products"},
+    {"hf"},
+    {"lean"},
+    {"heads"},
+    {"heads.published"},
+    {"loading"},
+)
 ROOM = {name: floor for floor, names in enumerate(ROOMS) for name in names}
 # Modules that still assign several attributes in one statement. This list may only become shorter.
 SEVERAL_ATTRIBUTES = {

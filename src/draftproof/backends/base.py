@@ -8,7 +8,7 @@ stem's last token. `keep` is the only undo.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -360,6 +360,25 @@ def info(backend: Backend) -> ModelInfo | None:
     """Sizes and number format of a backend's model, by its attribute `facts`; None where it has none."""
     found: ModelInfo | None = getattr(backend, "facts", None)
     return found
+
+
+def room(backend: Backend, tokens: Sequence[int], *, vocab_size: int, constrained: bool) -> int | None:
+    """How many drafted tokens a draft model can read after some; None when unbounded, 0 where it cannot read these.
+
+    A backend whose tokens take more than a position each counts itself, in a method `room(tokens, constrained=...)`.
+
+    Args:
+        backend: of the draft model.
+        tokens: of a text.
+        vocab_size: of the target; the draft model's may be smaller by padding.
+        constrained: whether tokens to which the draft model gives no probability may be drawn, as a grammar demands.
+    """
+    own: Callable[..., int | None] | None = getattr(backend, "room", None)
+    if own is not None:
+        return own(tokens, constrained=constrained)
+    if backend.vocab_size < vocab_size and max(tokens) >= backend.vocab_size:
+        return 0
+    return None if backend.max_positions is None else backend.max_positions - len(tokens)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

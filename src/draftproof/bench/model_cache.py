@@ -15,7 +15,9 @@ from draftproof.backends.loading.by_name import load_model, refuse_gguf
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions, parse_device
 from draftproof.backends.loading.options import draft_dtype as read_draft_dtype
-from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
+from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different, shared_tokens
+from draftproof.backends.translation.backend import DraftBackend, over_target
+from draftproof.backends.translation.token_map import TokenMap
 from draftproof.bench.cell import OURS, Cell, canonical
 from draftproof.bench.questions import Question, read_questions
 from draftproof.bench.record import Answer
@@ -58,6 +60,7 @@ class ModelCache:
         self._models: dict[tuple[str, str], Any] = {}
         self._tokenizers: dict[str, Any] = {}
         self._engines: dict[tuple[str | None, ...], Engine] = {}
+        self._shared: dict[tuple[str, str], TokenMap | None] = {}
 
     def tokenizer(self, name: str) -> Any:
         """The tokenizer of a model."""
@@ -115,11 +118,11 @@ class ModelCache:
     def _assembled(self, cell: Cell, max_batch: int) -> Engine:
         # A feature head makes its target keep every hidden state, which would slow down all other cells.
         purpose = "states" if find_drafter(cell.drafter)[0].traits.reads_states else ""
-        tokenizer, draft = self.tokenizer(cell.target), None
+        tokenizer = self.tokenizer(cell.target)
+        draft: DraftBackend | None = None
         dtype, _ = read_draft_dtype(cell.draft_dtype, cell.dtype)
         if cell.draft is not None:
-            self.check_same_tokenizer(cell.target, cell.draft)
-            draft = self.backend(cell.draft, dtype, cell.backend, whole=True)
+            draft = self._draft(cell.target, cell.draft, dtype, cell.backend)
         return Engine.assemble(
             self.backend(cell.target, cell.dtype, cell.backend, purpose),
             draft,
@@ -131,6 +134,14 @@ class ModelCache:
             max_batch=max_batch,
             prefix_reuse=False,  # each question is measured as if it came first
         )
+
+    def _draft(self, target: str, draft: str, dtype: str, backend: str) -> DraftBackend:
+        """A draft model over a target's tokens."""
+        pair = (target, draft)
+        if pair not in self._shared:
+            tokenizers = map(self.tokenizer, pair)
+            self._shared[pair] = shared_tokens(*tokenizers, target_name=target, draft_name=draft)
+        return over_target(self.backend(draft, dtype, backend, whole=True), self._shared[pair])
 
     def check_same_tokenizer(self, target: str, draft: str) -> None:
         """Refuse a draft model with another tokenizer.

@@ -97,6 +97,8 @@ def match(
     for each in found:
         gain, length = each.gain(accepted)
         fits = f"{each.share:.2f} of a token, {gain:.2f} times as fast with {length} drafted"
+        if each.shared is not None:
+            fits += f"; other vocabulary: {100 * each.shared:.0f}% shared"
         typer.echo(f"{each.name}  {fits if not each.why_not else f'no: {each.why_not}'}")
     if not found:
         note(f"no other models here; search further with --in DIR, or look for a small model of the family of {target}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftproof import native
-from draftproof.backends.base import Backend, Feed, Session, unread
+from draftproof.backends.base import Backend, Feed, Session, room, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.drafters.base import Drafter, DraftRequest
 from draftproof.errors import UserError, blamed_on
@@ -105,11 +105,9 @@ class DraftModel:
         It is 0 where a token of the request has no embedding in the model, whose vocabulary may be smaller than the
         target's by padding.
         """
-        if self.backend.vocab_size < self._vocab_size and max(request.tokens) >= self.backend.vocab_size:
-            return 0
-        most = self.backend.max_positions
-        room = limit if most is None else most - len(request.tokens)
-        return max(min(request.limit, limit, room), 0)
+        constrained = request.transforms.constraint is not None
+        most = room(self.backend, request.tokens, vocab_size=self._vocab_size, constrained=constrained)
+        return max(min(request.limit, limit, limit if most is None else most), 0)
 
     def path_dependent(self, request: DraftRequest) -> bool:
         """Whether a transform makes q depend on the drafted path, so that its ids are needed on the host."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.loading.load import load
 from draftproof.backends.model_info import end_tokens
+from draftproof.backends.translation.backend import DraftBackend
 from draftproof.engine.composition import DrafterTraits
 from draftproof.engine.cost_file import CostFile
 from draftproof.engine.loop import DecodingLoop
@@ -31,7 +32,7 @@ class Engine(DecodingLoop):
     """Generates from a target model, speculatively when it is given a drafter; arguments as of `DecodingLoop`."""
 
     _kept: CostFile | None = None
-    _draft: SlotBackend | None = None
+    _draft: DraftBackend | None = None
     _options: EngineOptions | None = None
     _named_rule: Verifier | None = None
 
@@ -95,7 +96,7 @@ class Engine(DecodingLoop):
 
         Args:
             target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
-            draft: the draft model, named likewise; its tokenizer must be the target's.
+            draft: the draft model, named likewise; with another tokenizer it drafts the tokens that both have.
             options: how the engine is made.
             **changes: fields of `EngineOptions`, over those of `options`: `Engine.load(name, drafter="ngram:8")`.
 
@@ -106,7 +107,7 @@ class Engine(DecodingLoop):
         made.refuse_draft_dtype_alone()
         source = load(target, made.of_target())
         other = None if made.draft is None else load(made.draft, made.of_draft(), drafts_for=source)
-        small = None if other is None or made.drafter == "none" else other.backend
+        small = None if other is None or made.drafter == "none" else other.draft
         return cls.assemble(source.backend, small, source.tokenizer, options=made)
 
     @classmethod
@@ -114,7 +115,7 @@ class Engine(DecodingLoop):
     def assemble(
         cls,
         target: SlotBackend,
-        draft: SlotBackend | None,
+        draft: DraftBackend | None,
         tokenizer: Any,
         *,
         options: EngineOptions | None = None,

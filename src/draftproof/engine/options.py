@@ -23,7 +23,8 @@ class EngineOptions:
     """How an engine is made: the models' form, the parts of a round, and limits.
 
     Attributes:
-        draft: the draft model: registered name, hub id, directory or .gguf file; its tokenizer must be the target's.
+        draft: the draft model: registered name, hub id, directory or .gguf file; with another tokenizer it
+            drafts the tokens that both have.
         drafter: where drafts come from, a name of DRAFTERS with its argument. Default "auto": in every round what pays
             most of the draft model, what ships for the target, the target with weights of 4 bits, and repeated
             passages.

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from draftproof import models
-from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.loading.in_memory import Version, backend_in_memory, refuse_training, weights_version
 from draftproof.backends.loading.load import load
 from draftproof.backends.loading.options import LoadOptions, draft_dtype
-from draftproof.backends.loading.tokenization import load_tokenizer, refuse_different
+from draftproof.backends.loading.tokenization import load_tokenizer, shared_tokens
+from draftproof.backends.translation.backend import DraftBackend, over_target
 from draftproof.engine.engine import Engine
 from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import SHIPPED_FEATURE_HEADS
@@ -82,7 +82,7 @@ class Composition:
         own = [getattr(self.options, each.name) for each in fields(self.options)]
         return (*own, *(None if each is None else id(each) for each in (self.draft, self.tokenizer)))
 
-    def engine(self, model: Any, draft: SlotBackend | None, *, keeps: bool = True) -> Engine:
+    def engine(self, model: Any, draft: DraftBackend | None, *, keeps: bool = True) -> Engine:
         """A new engine around a model.
 
         Args:
@@ -96,7 +96,7 @@ class Composition:
         engine.eos_token_ids = ()  # each call names its own
         return engine
 
-    def draft_backend(self, target: Any) -> SlotBackend | None:
+    def draft_backend(self, target: Any) -> DraftBackend | None:
         """The draft model, loaded; None where there is none."""
         options = self.options
         if options.drafter == "none" or (self.draft is None and options.draft is None):
@@ -105,14 +105,15 @@ class Composition:
             return backend_in_memory(self.draft, check=options.check)
         assert options.draft is not None, "one of them is given"
         where = models.obtain(options.draft)
+        shared = None
         if self.tokenizer is not None:
             words = load_tokenizer(where, trust_remote_code=options.trust_remote_code)
-            refuse_different(self.tokenizer, words, target_name=_name(target), draft_name=options.draft)
+            shared = shared_tokens(self.tokenizer, words, target_name=_name(target), draft_name=options.draft)
         loaded_in, _ = draft_dtype(options.draft_dtype, str(target.dtype).removeprefix("torch."))
         how = LoadOptions(
             dtype=loaded_in, device=str(target.device), trust_remote_code=options.trust_remote_code, check=options.check
         )
-        return load(options.draft, how).backend
+        return over_target(load(options.draft, how).backend, shared)
 
 
 def _name(model: Any) -> str:
@@ -139,7 +140,7 @@ class Held:
 
     engine: Engine
     version: Version
-    draft: SlotBackend | None
+    draft: DraftBackend | None
     draft_version: Version | None
     owner: weakref.ref[Any] | None
     lock: threading.Lock = field(default_factory=threading.Lock)

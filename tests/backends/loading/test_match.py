@@ -11,6 +11,7 @@ from draftproof import UserError, models
 from draftproof.backends.loading.match import VERIFIED, Match, matches
 from draftproof.cli import app
 from draftproof.embedded import draft_dir, stories_target_dir, target_dir
+from support.vocabularies import renumbered
 
 ROOT = Path(__file__).parents[3]
 
@@ -22,6 +23,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     for name, source in (("small", draft_dir()), ("same", target_dir()), ("other", stories_target_dir())):
         shutil.copytree(source, tmp_path / "here" / name)
+    renumbered(draft_dir(), tmp_path / "here" / "renumbered", missing=0.3)
     (tmp_path / "here" / "broken").mkdir()
     (tmp_path / "here" / "broken" / "config.json").write_text("{}")
     return tmp_path / "here"
@@ -33,7 +35,10 @@ def test_what_fits_comes_first_and_what_does_not_says_why(folder):
     assert found["small"].why_not == ""
     assert 0 < found["small"].share < 1
     assert "not smaller than the target" in found["same"].why_not
-    assert "tokenizer" in found["other"].why_not
+    assert found["small"].shared is None
+    assert found["renumbered"].why_not == ""
+    assert 0.3 < found["renumbered"].shared < 1
+    assert "not smaller than the target" in found["other"].why_not
     assert found["broken"].why_not
 
 
@@ -64,6 +69,8 @@ def test_the_command(folder):
     first, *_ = shown.stdout.splitlines()
     assert "small" in first
     assert "times as fast" in first
+    assert "other vocabulary" not in first
+    assert "other vocabulary: " in next(line for line in shown.stdout.splitlines() if "renumbered" in line)
     made = CliRunner().invoke(app, ["models", "match", "embedded:target", "--in", str(folder), "--json"])
     rows = json.loads(made.stdout, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert rows[0]["gain"] > 0

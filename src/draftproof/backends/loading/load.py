@@ -17,8 +17,10 @@ from draftproof.backends.loading.fast_tokenizer import FastTokenizer
 from draftproof.backends.loading.gguf_model import in_own_numbers
 from draftproof.backends.loading.options import WEIGHTS, LoadOptions
 from draftproof.backends.loading.packed_checkpoint import read_packed
-from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer, refuse_different
+from draftproof.backends.loading.tokenization import load_tokenizer, read_tokenizer, share_of_text, shared_tokens
 from draftproof.backends.loading.verified import KeptCheck
+from draftproof.backends.translation.backend import DraftBackend, over_target
+from draftproof.backends.translation.token_map import TokenMap
 from draftproof.errors import reason
 from draftproof.models.gguf_file import GGUFFile, is_gguf
 
@@ -38,14 +40,14 @@ def load(name: str, options: LoadOptions | None = None, *, drafts_for: LoadedMod
             are read later.
 
     Raises:
-        UserError: a name that is none, a model that cannot be had, or a draft model with another tokenizer.
+        UserError: a name that is none, a model that cannot be had, or a draft model that shares too few tokens.
     """
     options = options or LoadOptions()
     if options.tensor_parallel != 1:
         take_part(options.tensor_parallel)
     made = LoadedModel(name, options)
     if drafts_for is not None:
-        refuse_different(drafts_for.tokenizer, made.tokenizer, target_name=drafts_for.name, draft_name=name)
+        made.draft_for(drafts_for)
     return made
 
 
@@ -64,6 +66,28 @@ class LoadedModel:
         self._tokenizer_source = tokenizer_of(where)
         self._check = KeptCheck.of(Path(where), options)
         self._where = Path(where)
+        self._shared: TokenMap | None = None
+
+    def draft_for(self, target: LoadedModel) -> None:
+        """Let `draft` be over the tokens of a target.
+
+        Raises:
+            UserError: the models share too few tokens.
+        """
+        self._shared = shared_tokens(target.tokenizer, self.tokenizer, target_name=target.name, draft_name=self.name)
+        if self._shared is not None:
+            _log.warning(
+                "%s has another vocabulary than %s: drafts are of %d tokens that both have, %.0f%% of those in a text",
+                self.name,
+                target.name,
+                len(self._shared),
+                100 * share_of_text(self._shared, target.tokenizer),
+            )
+
+    @property
+    def draft(self) -> DraftBackend:
+        """The model as a draft model, over the tokens of the target that it drafts for."""
+        return over_target(self.backend, self._shared)
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -1,4 +1,4 @@
-"""Which models on this disk can draft for a target: the same tokenizer, and how much of its weights a token reads."""
+"""Which models on this disk can draft for a target: shared tokens, and how much of its weights one reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from draftproof import models
 from draftproof.backends.lean.checkpoint import weight_files
 from draftproof.backends.loading.load import LoadedModel, load
-from draftproof.backends.loading.tokenization import refuse_different
+from draftproof.backends.loading.tokenization import share_of_text, shared_tokens
 from draftproof.errors import UserError
 from draftproof.models.found import found_files
 from draftproof.models.gguf_file import GGUFFile, is_gguf
@@ -29,12 +29,14 @@ class Match:
         nbytes: that are read for a token.
         share: of the target's.
         why_not: why it cannot draft; empty where it can.
+        shared: with another vocabulary, the share of the target's tokens in a text that it has, too.
     """
 
     name: str
     nbytes: int
     share: float
     why_not: str
+    shared: float | None = None
 
     def gain(self, accepted: float) -> tuple[float, int]:
         """Speed-up over plain decoding at the best length, and that length, by bytes alone.
@@ -49,7 +51,7 @@ class Match:
 
 
 def matches(target: str, folders: Iterable[Path] = ()) -> list[Match]:
-    """What can draft for a target, the smallest first, and after those what cannot.
+    """What can draft for a target, the smallest first; then those with another vocabulary, then what cannot.
 
     Args:
         target: its name.
@@ -68,7 +70,7 @@ def matches(target: str, folders: Iterable[Path] = ()) -> list[Match]:
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
     own = _place(target)
     found = [_match(name, right, whole) for name in dict.fromkeys(names) if _place(name) != own]
-    return sorted(found, key=lambda each: (bool(each.why_not), each.nbytes))
+    return sorted(found, key=lambda each: (bool(each.why_not), each.shared is not None, each.nbytes))
 
 
 def _place(name: str) -> str | None:
@@ -86,10 +88,11 @@ def _match(name: str, right: LoadedModel, whole: int) -> Match:
         return Match(name, 0, math.inf, str(cause))
     share = nbytes / whole
     try:
-        refuse_different(right.tokenizer, load(name).tokenizer, target_name=right.name, draft_name=name)
+        found = shared_tokens(right.tokenizer, load(name).tokenizer, target_name=right.name, draft_name=name)
     except UserError as cause:
         return Match(name, nbytes, share, str(cause))
-    return Match(name, nbytes, share, "" if share < 1 else "it is not smaller than the target")
+    shared = None if found is None else share_of_text(found, right.tokenizer)
+    return Match(name, nbytes, share, "" if share < 1 else "it is not smaller than the target", shared)
 
 
 def _read_bytes(name: str) -> int:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from draftproof.backends.translation.token_map import token_bytes
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_BYTE = re.compile("<0x([0-9A-F]{2})>")
-_SHOWN = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that byte-level tokenizers write as themselves
-_BYTES = {chr(each): each for each in _SHOWN} | {
-    chr(256 + place): each for place, each in enumerate(sorted({*range(256)} - {*_SHOWN}))
-}
 
 
 class TokenText:
@@ -29,15 +25,7 @@ class TokenText:
 
     def content(self, token: int) -> bytes:
         """The bytes of a token, also where they are a part of a character."""
-        text = self(token)
-        if _REPLACEMENT not in text:
-            return text.encode()
-        piece = str(self._tokenizer.convert_ids_to_tokens(token))
-        if found := _BYTE.fullmatch(piece):
-            return bytes([int(found[1], 16)])
-        if all(letter in _BYTES for letter in piece):
-            return bytes(_BYTES[letter] for letter in piece)
-        return text.encode()
+        return token_bytes(str(self._tokenizer.convert_ids_to_tokens(token)), self(token))
 
     def named(self, token: int) -> str:
         """The text of one token; OpenAI's form of its bytes where they are a part of a character."""
