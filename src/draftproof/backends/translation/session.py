@@ -28,9 +28,8 @@ class TranslatedSession(Session):
         super().__init__()
         self.inner = inner
         self._map = tokens
-        self._known: list[
-            int
-        ] = []  # tokens that were translated last, to `_ids`; the first i of them end at `_ends[i]`
+        # The tokens that were translated last, to `_ids`: the first i of them end at `_ends[i]`.
+        self._known: list[int] = []
         self._ids: list[int] = []
         self._ends = [0]
 
