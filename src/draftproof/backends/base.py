@@ -362,20 +362,21 @@ def info(backend: Backend) -> ModelInfo | None:
     return found
 
 
-def room(backend: Backend, tokens: Sequence[int], *, vocab_size: int, constrained: bool) -> int | None:
+def room(backend: Backend, tokens: Sequence[int], *, vocab_size: int, edits: bool) -> int | None:
     """How many drafted tokens a draft model can read after some; None when unbounded, 0 where it cannot read these.
 
-    A backend whose tokens take more than a position each counts itself, in a method `room(tokens, constrained=...)`.
+    A backend whose tokens take more than a position each counts itself, in a method `room(tokens, edits=...)`.
 
     Args:
         backend: of the draft model.
         tokens: of a text.
         vocab_size: of the target; the draft model's may be smaller by padding.
-        constrained: whether tokens to which the draft model gives no probability may be drawn, as a grammar demands.
+        edits: whether logits are changed before the draw, so that any token may be drawn, also one to which the draft
+            model gives no probability.
     """
     own: Callable[..., int | None] | None = getattr(backend, "room", None)
     if own is not None:
-        return own(tokens, constrained=constrained)
+        return own(tokens, edits=edits)
     if backend.vocab_size < vocab_size and max(tokens) >= backend.vocab_size:
         return 0
     return None if backend.max_positions is None else backend.max_positions - len(tokens)

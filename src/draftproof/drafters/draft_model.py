@@ -105,8 +105,8 @@ class DraftModel:
         It is 0 where a token of the request has no embedding in the model, whose vocabulary may be smaller than the
         target's by padding.
         """
-        constrained = request.transforms.constraint is not None
-        most = room(self.backend, request.tokens, vocab_size=self._vocab_size, constrained=constrained)
+        edits = request.transforms.edits
+        most = room(self.backend, request.tokens, vocab_size=self._vocab_size, edits=edits)
         return max(min(request.limit, limit, limit if most is None else most), 0)
 
     def path_dependent(self, request: DraftRequest) -> bool:
@@ -149,7 +149,7 @@ class DraftModel:
         if columns is not None:
             narrow = shaped(fitted.to(torch.promote_types(fitted.dtype, torch.float32)), transforms.params)
             return native.spread(narrow, columns, self._vocab_size)
-        if transforms.constraint is not None:  # a head for some tokens only may have none that fits the grammar
+        if ids is not None or transforms.constraint is not None:  # edits may leave none of the drafter's own tokens
             fitted = fitted.clamp(min=_UNLIKELY)
         outputs = request.tokens[request.prompt_length :] if transforms.path_dependent else []
         return probabilities(fitted, transforms, outputs, paths)

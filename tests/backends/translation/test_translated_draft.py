@@ -1,28 +1,33 @@
 """A draft model with another vocabulary: exact outputs by enumeration, and sessions that follow the target's tokens."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed, room, unread
 from draftproof.backends.cache.prefix_cache import PrefixCache
 from draftproof.backends.translation.backend import TranslatedBackend
 from draftproof.backends.translation.token_map import WIDEST, TokenMap
+from draftproof.bench.cell import Cell
+from draftproof.bench.model_cache import ModelCache
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
 from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.embedded import draft_dir, target_dir
 from draftproof.engine.registry import make_verifier
+from draftproof.integrations.transformers import speculative
 from draftproof.rng import CounterRoundRng
 from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, assert_lossless
 from draftproof.tree import TokenTree
-from support.helpers import backend
+from support.helpers import backend, tokenizer
 from support.vocabularies import renumbered
 
 TOKENS = TokenMap({4: 0, 1: 2}, {1: (0, 3)}.__getitem__, opening=(2,))  # the target's token 1 is written by two
@@ -82,8 +87,8 @@ def test_the_output_distribution_is_the_targets_under_sampling_parameters(rule, 
 
 def test_the_output_distribution_is_the_targets_across_the_end_of_the_drafts_context():
     short = translated(max_positions=6)
-    assert room(short, [1], vocab_size=3, constrained=False) == 3
-    assert room(short, [1, 1, 1], vocab_size=3, constrained=False) < 0
+    assert room(short, [1], vocab_size=3, edits=False) == 3
+    assert room(short, [1, 1, 1], vocab_size=3, edits=False) < 0
     assert_lossless(maker("block", draft=short), prompt=(1,), params=SamplingParams(max_tokens=4))
 
 
@@ -120,7 +125,10 @@ def test_a_session_of_another_model_is_refused():
 
 
 class OnlyOne:
-    """A constraint that allows the token 1 alone, which is not shared."""
+    """A constraint, or a processor of scores, that leaves the token 1 alone, which is not shared."""
+
+    def __call__(self, scores, _output_ids, paths):
+        return scores.masked_fill(~self.allowed((), paths), float("-inf"))
 
     def fresh(self):
         return self
@@ -133,10 +141,11 @@ class OnlyOne:
 
 
 @pytest.mark.parametrize("most", [30, 100])
-def test_a_grammar_may_draw_tokens_that_are_not_shared(most):
+@pytest.mark.parametrize("kind", ["constraint", "processor"])
+def test_edits_of_logits_may_draw_tokens_that_are_not_shared(kind, most):
     wrapped = translated(max_positions=most)
     drafter = ModelDrafter(DraftModel(wrapped, vocab_size=3), FixedLength(4))
-    transforms = SamplingParams().bind(vocab_size=3, eos_token_ids=(), prompt_ids=[0, 0], constraint=OnlyOne())
+    transforms = replace(SamplingParams().bind(vocab_size=3, prompt_ids=[0, 0]), **{kind: OnlyOne()})
     (draft,) = drafter.propose([DraftRequest(0, [0, 0], 2, 9, transforms)], CounterRoundRng([1], [0]))
     room = (most - 3) // WIDEST  # each may be written by so many
     assert draft.tree.ids == (1,) * min(room, 4)
@@ -286,8 +295,6 @@ def test_the_default_drafter_takes_it_too(copies):
 
 
 def test_weights_can_change(copies):
-    from transformers import AutoModelForCausalLM
-
     engine = Engine.load(str(target_dir()), str(copies["all"]), drafter="model", stopper="fixed:3")
     params = SamplingParams(temperature=0.0, max_tokens=20)
     before = engine.generate(PROMPTS, params)
@@ -305,3 +312,23 @@ def test_a_grammar_is_kept(copies):
     )
     assert [each.text for each in plain] == [each.text for each in drafted]
     assert all(each.stats.num_accepted_tokens for each in drafted)
+
+
+def test_benchmarks_and_generate_of_transformers_take_it(copies):
+    cell = Cell(str(target_dir()), str(copies["most"]), "model", "fixed:3", "block", dtype="float32")
+    measured = ModelCache(device="cpu").engine(cell).generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=40))
+    expected = outputs(copies["most"], dtype="float32")
+    assert [each.stats.num_accepted_tokens for each in measured] == [
+        each.stats.num_accepted_tokens for each in expected
+    ]
+    model = AutoModelForCausalLM.from_pretrained(target_dir(), dtype=torch.float32)
+    words = tokenizer()
+    given = words(PROMPTS[0], return_tensors="pt")
+    plain = model.generate(**given, max_new_tokens=40, do_sample=False)
+    drafted = model.generate(
+        **given,
+        max_new_tokens=40,
+        do_sample=False,
+        custom_generate=speculative(str(copies["most"]), drafter="model", tokenizer=words),
+    )
+    assert plain.tolist() == drafted.tolist()

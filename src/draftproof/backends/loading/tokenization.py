@@ -22,9 +22,9 @@ _TEXT = (
     "Nobody on board knew how long the voyage would take; the captain, who had crossed these waters many times, only "
     "said: “We will see.” By evening the wind had turned, and the children were asleep.\n\n"
     "Summarise the quarterly figures below, and explain which assumptions the forecast depends on. Revenue rose by "
-    "12.5% to $3,480,000, while the cost of freight, insurance and storage fell slightly. A biochemist would call the "
-    "mixture unstable: the enzyme denatures above 40 °C. Her grandmother laughed, poured the coffee, and told Marta "
-    "and Tobias about the pawnbroker, the stolen lantern and the old cartographer of Ghent.\n\n"
+    "12.5% to $3,480,000, while the cost of freight, insurance and storage fell slightly. A chemist calls this "
+    "mixture unstable: the enzyme denatures above 40 °C. Her grandmother laughed, poured coffee, and told Marta and "
+    "Tobias about the pawnbroker, the stolen lantern and the old cartographer of Ghent.\n\n"
     'def mean(values: list[float]) -> float:\n    """The arithmetic mean."""\n    total = 0.0\n'
     "    for value in values:\n        total += value\n    return total / len(values) if values else float('nan')\n"
 )

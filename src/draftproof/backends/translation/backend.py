@@ -50,13 +50,13 @@ class TranslatedBackend:
         """A fresh session."""
         return TranslatedSession(self._map, self.inner.open())
 
-    def room(self, tokens: Sequence[int], *, constrained: bool) -> int | None:
+    def room(self, tokens: Sequence[int], *, edits: bool) -> int | None:
         """See `base.room`."""
         if self.max_positions is None or self.inner.max_positions is None:
             return None
         used = len(self._map.opening) + self._map.positions(tokens)
         left = self.inner.max_positions - used
-        return min(left // WIDEST if constrained else left, self.max_positions - len(tokens))
+        return min(left // WIDEST if edits else left, self.max_positions - len(tokens))
 
     @torch.inference_mode()
     def forward(self, feeds: Sequence[Feed], *, hidden: bool = False) -> list[FeedOutput]:

@@ -28,8 +28,7 @@ class TranslatedSession(Session):
         super().__init__()
         self.inner = inner
         self._map = tokens
-        # The tokens that were translated last, to `_ids`: the first i of them end at `_ends[i]`.
-        self._known: list[int] = []
+        self._known: list[int] = []  # tokens that `_ids` translates; the first i of them end at `_ends[i]`
         self._ids: list[int] = []
         self._ends = [0]
 
