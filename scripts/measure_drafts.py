@@ -49,7 +49,7 @@ class Recorder:
         return getattr(self._rule, name)
 
     def verify(self, drafts: Sequence[Any], *given: Any) -> Any:
-        """See `Verifier.verify`."""
+        """The rule's verdicts, whose lengths are recorded."""
         made = self._rule.verify(drafts, *given)
         self.rounds += [(len(draft), len(one.path)) for draft, one in zip(drafts, made, strict=True) if len(draft)]
         return made

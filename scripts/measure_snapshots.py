@@ -21,6 +21,7 @@ from typing import Any
 import common
 import torch
 import transformers
+from typing_extensions import override
 
 from draftproof import Engine, SamplingParams
 from draftproof.backends.base import Feed, FeedOutput
@@ -102,8 +103,8 @@ class Oracle(NoDrafter):
         self.limit = length
         self._known, self._rate, self._source = known, rate, random.Random(0)
 
-    def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:  # noqa: ARG002
-        """See Drafter."""
+    @override
+    def propose(self, requests: Sequence[DraftRequest], rng: RoundRng) -> list[Draft]:
         (request,) = requests
         start = len(request.tokens) - request.prompt_length
         right = self._known[start : start + max(min(self.limit, request.limit), 0)]

@@ -1,10 +1,14 @@
 """Heads over several states of a target, random or trained for a moment, for tests of their training."""
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
 from draftproof.backends.heads.feature_net import FeatureConfig
 from draftproof.training.eagle3_net import Eagle3Module, save_eagle3
+from draftproof.training.feature_head import make_feature_head
 from draftproof.training.feature_options import FeatureJob
+from draftproof.training.feature_rows import Store
 from draftproof.training.loop import TrainingPlan
 
 WORDS = ["The little dog saw a big red ball.", "It ran and ran to get it.", "Then it was sad, and mom said: go home!"]
@@ -50,3 +54,22 @@ def job(tmp_path, texts, name, **options):
     kept = {"windows": 24, "length": 16, "ids": 200, "trial_prompts": 1, "dtype": "float32", "cache": tmp_path / "c"}
     options = {**kept, "format": "eagle3", **options}
     return FeatureJob("embedded:stories", tmp_path / name, plan, (texts,), **options)
+
+
+def whole_and_interrupted(whole, cut, monkeypatch, at):
+    """The weights of a training job, and of a like one that was interrupted at a batch, and continued."""
+    make_feature_head(whole)
+    calls, kept = [], Store.batch
+
+    def dying(self, step, size, seed):
+        calls.append(step)
+        if step == at and calls.count(at) == 1:
+            raise KeyboardInterrupt
+        return kept(self, step, size, seed)
+
+    monkeypatch.setattr(Store, "batch", dying)
+    with pytest.raises(KeyboardInterrupt):
+        make_feature_head(cut)
+    make_feature_head(cut)
+    assert calls.count(0) == 1, "the second run continued the first"
+    return [load_file(each.out / "model.safetensors") for each in (whole, cut)]

@@ -20,7 +20,7 @@ from draftproof.training.feature_loss import Frame, feature_loss, steps
 from draftproof.training.feature_rows import Row, Store
 from draftproof.training.peagle_net import PEagleModule
 from support.helpers import CONFIGS, random_model
-from support.small_heads import job, random_net, write, write_texts
+from support.small_heads import job, random_net, whole_and_interrupted, write, write_texts
 
 REFERENCE = os.environ.get("DRAFTPROOF_SPECULATORS")  # a Python that has the package
 
@@ -132,21 +132,8 @@ def test_formats_that_are_none_are_refused(tmp_path, texts):
 
 
 def test_an_interrupted_training_of_masked_places_gives_the_same_head(tmp_path, texts, monkeypatch):
-    make_feature_head(job(tmp_path, texts, "whole", format="peagle"))
-    cut, calls, kept = job(tmp_path, texts, "cut", format="peagle"), [], Store.batch
-
-    def dying(self, step, size, seed):
-        calls.append(step)
-        if step == 17 and calls.count(17) == 1:
-            raise KeyboardInterrupt
-        return kept(self, step, size, seed)
-
-    monkeypatch.setattr(Store, "batch", dying)
-    with pytest.raises(KeyboardInterrupt):
-        make_feature_head(cut)
-    make_feature_head(cut)
-    assert calls.count(0) == 1, "the second run continued the first"
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    jobs = (job(tmp_path, texts, name, format="peagle") for name in ("whole", "cut"))
+    one, two = whole_and_interrupted(*jobs, monkeypatch, 17)
     assert "mask_hidden" in one
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from draftproof import Engine, SamplingParams, UserError
@@ -23,6 +22,7 @@ from draftproof.training.feature_options import FeatureJob
 from draftproof.training.feature_rows import Row, Store, frequent, spread, windows
 from draftproof.training.loop import TrainingPlan
 from support.helpers import CONFIGS, random_model, tokenizer
+from support.small_heads import whole_and_interrupted
 
 WORDS = ["The little dog saw a big red ball.", "It ran and ran to get it.", "Then it was sad, and mom said: go home!"]
 
@@ -180,23 +180,8 @@ def test_a_trained_head_drafts_for_its_target_and_has_a_provenance(tmp_path, tex
 
 
 def test_an_interrupted_run_gives_the_same_head(tmp_path, texts, monkeypatch):
-    make_feature_head(job(tmp_path, texts, "whole"))
-    cut = job(tmp_path, texts, "cut")
-    calls = []
-    kept = Store.batch
-
-    def dying(self, step, size, seed):
-        calls.append(step)
-        if step == 7 and calls.count(7) == 1:
-            raise KeyboardInterrupt
-        return kept(self, step, size, seed)
-
-    monkeypatch.setattr(Store, "batch", dying)
-    with pytest.raises(KeyboardInterrupt):
-        make_feature_head(cut)
-    make_feature_head(cut)
-    assert calls.count(0) == 1, "the second run continued the first"
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    jobs = (job(tmp_path, texts, name) for name in ("whole", "cut"))
+    one, two = whole_and_interrupted(*jobs, monkeypatch, 7)
     assert all(torch.equal(value, two[name]) for name, value in one.items())
     net = load_net(tmp_path / "cut")
     target = HFBackend(Engine.load("embedded:target").target.model, name="embedded:target")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from draftproof.audit.served.checks import checks_for, chosen, violations
+from draftproof.audit.served.checks import Check, checks_for, chosen, violations
 from draftproof.audit.served.client import Client, Refused, Reply
 from draftproof.audit.served.kinds import looked_up
 from draftproof.audit.served.run import FAIL, OPEN, REFUSED, Finding, Options
@@ -137,88 +138,76 @@ async def audit_pair(
         What the server says of itself, and the findings.
     """
     prompts = [encode(text) for text in texts]
-    slack = float(options.numerics) if isinstance(options.numerics, int | float) else 0.01
     try:
         facts = await server.start(prompts[0], texts[0])
         await reference.start(prompts[0], texts[0])
         for each in (server, reference):  # without weights there is no tokenizer: prompts are texts
             each.prompts_as_ids = False
         names = [name for name in chosen(options.checks) if name not in ("greedy", "logit_bias", "min_tokens")]
-        alpha = options.alpha / max(len(names), 1)
+        pair = _Pair((server, reference), options, texts, encode, options.alpha / max(len(names), 1), progress)
         checks = checks_for((0, 1, 2))
-        found = []
-        for name in names:
-            finding = Finding(checks[name])
-            evidence = PairEvidence(slack, options.max_tokens)
-            try:
-                await _compare(server, reference, options, texts, encode, finding, evidence, alpha, progress)
-            except Refused as error:
-                finding.verdict = REFUSED
-                finding.why = f"a server refuses it: {error}"
-            found.append(finding)
-        return facts, found
+        return facts, [await pair.finding(checks[name]) for name in names]
     finally:
         await server.close()
         await reference.close()
 
 
-async def _compare(
-    server: Client,
-    reference: Client,
-    options: Options,
-    texts: Sequence[str],
-    encode: Callable[[str], list[int]],
-    finding: Finding,
-    evidence: PairEvidence,
-    alpha: float,
-    progress: Callable[[str, int, int], None],
-) -> None:
-    number, check = 0, finding.check
+@dataclass(frozen=True)
+class _Pair:
+    servers: tuple[Client, Client]
+    options: Options
+    texts: Sequence[str]
+    encode: Callable[[str], list[int]]
+    alpha: float
+    progress: Callable[[str, int, int], None]
 
-    def tokens(reply: Reply) -> list[int]:
-        return list(reply.tokens) if reply.tokens is not None else encode(reply.text)
+    async def finding(self, check: Check) -> Finding:
+        found, given = Finding(check), self.options.numerics
+        evidence = PairEvidence(float(given) if isinstance(given, int | float) else 0.01, self.options.max_tokens)
+        try:
+            await self._compare(found, evidence)
+        except Refused as error:
+            found.verdict = REFUSED
+            found.why = f"a server refuses it: {error}"
+            return found
+        found.evidence = evidence.to_dict() | {"alpha": self.alpha}
+        found.verdict = FAIL
+        if found.broken:
+            found.why = found.broken[0]
+        elif evidence.p_value <= self.alpha:
+            likely = max(found.evidence["features"].items(), key=lambda item: float(item[1]))[0]
+            found.why = f"the two servers answer differently (p = {evidence.p_value:.1e}), most in: {likely}"
+        else:
+            found.verdict = OPEN
+            found.why = f"no difference found in {evidence.pairs} pairs of answers"
+        return found
 
-    while finding.tokens < options.budget and evidence.p_value > alpha and not finding.broken:
-        batch = range(number, number + options.parallel)
-        asked = []
-        for each in batch:
-            text = texts[each % len(texts)]
-            fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": options.max_tokens, **check.fields}
-            for offset, client in enumerate((server, reference)):
-                seed = {"seed": 2 * (options.seed * 1_000_000 + each) + offset}
-                asked.append(client.complete((), text, fields | (seed if check.seeded or options.seeds else {})))
-        replies = await asyncio.gather(*asked)
-        for at, (left, right) in enumerate(zip(replies[::2], replies[1::2], strict=True)):
-            evidence.add(tokens(left), tokens(right))
-            finding.answers += 1
-            finding.tokens += max(len(tokens(left)), 1)
-            if check.form or check.fields.get("stop"):
-                own = tokens(left)
-                finding.broken += [
-                    f"answer {number + at}: {what}"
-                    for what in violations(
-                        check,
-                        text=left.text,
-                        tokens=own,
-                        finish=left.finish if left.finish == "stop" else None,
-                        max_tokens=options.max_tokens,
-                        ends=(),
-                        decoded=left.text,
-                    )
-                ]
-        number = batch.stop
-        progress(check.name, min(finding.tokens, options.budget), options.budget)
-    finding.evidence = evidence.to_dict() | {"alpha": alpha}
-    if finding.broken:
-        finding.verdict = FAIL
-        finding.why = finding.broken[0]
-    elif evidence.p_value <= alpha:
-        likely = max(finding.evidence["features"].items(), key=lambda item: float(item[1]))[0]
-        finding.verdict = FAIL
-        finding.why = f"the two servers answer differently (p = {evidence.p_value:.1e}), most in: {likely}"
-    else:
-        finding.verdict = OPEN
-        finding.why = f"no difference found in {evidence.pairs} pairs of answers"
+    async def _compare(self, found: Finding, evidence: PairEvidence) -> None:
+        number, check, most = 0, found.check, self.options.budget
+        while found.tokens < most and evidence.p_value > self.alpha and not found.broken:
+            batch = range(number, number + self.options.parallel)
+            replies = await asyncio.gather(*(self._asked(check, each, which) for each in batch for which in (0, 1)))
+            for each, left, right in zip(batch, replies[::2], replies[1::2], strict=True):
+                own = self._tokens(left)
+                evidence.add(own, self._tokens(right))
+                found.answers += 1
+                found.tokens += max(len(own), 1)
+                if check.form or check.fields.get("stop"):
+                    finish = left.finish if left.finish == "stop" else None
+                    shown: dict[str, Any] = {"text": left.text, "tokens": own, "finish": finish, "decoded": left.text}
+                    broken = violations(check, **shown, max_tokens=self.options.max_tokens, ends=())
+                    found.broken += [f"answer {each}: {what}" for what in broken]
+            number = batch.stop
+            self.progress(check.name, min(found.tokens, most), most)
+
+    def _asked(self, check: Check, number: int, which: int) -> Coroutine[Any, Any, Reply]:
+        fields: dict[str, Any] = {"temperature": 1.0, "max_tokens": self.options.max_tokens, **check.fields}
+        if check.seeded or self.options.seeds:
+            fields["seed"] = 2 * (self.options.seed * 1_000_000 + number) + which
+        return self.servers[which].complete((), self.texts[number % len(self.texts)], fields)
+
+    def _tokens(self, reply: Reply) -> list[int]:
+        return list(reply.tokens) if reply.tokens is not None else self.encode(reply.text)
 
 
 def words(text: str) -> list[int]:
