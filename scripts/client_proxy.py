@@ -200,8 +200,9 @@ class Proxy:
         api = _APIS.get(request.url.path.removesuffix(_COUNT)) if request.method == "POST" else None
         exchange = None
         if api is not None:
-            exchange, content = self._changed(api, request.url.path, json.loads(content))
-            if not request.url.path.endswith(_COUNT):  # what is counted is the prompt of the changed request, too
+            made, content = self._changed(api, request.url.path, json.loads(content))
+            if not request.url.path.endswith(_COUNT):  # its tokens are counted after the change, as the request's are
+                exchange = made
                 self.exchanges.append(exchange)
         left_out = ("host", "content-length", "connection", "accept-encoding")
         headers = {name: value for name, value in request.headers.items() if name not in left_out}
