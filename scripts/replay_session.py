@@ -1,12 +1,13 @@
 """Send an agent's recorded editing session to a server, one request after the other, and measure each.
 
-    python scripts/replay_session.py URL [--compare OTHER] [--require-calls] [--passes 3] [--out docs/results/session]
+    python scripts/replay_session.py URL [--compare OTHER] [--processes PID [PID]] [--require-calls] [--out OUT]
 
 URL and OTHER are addresses of OpenAI-compatible servers, without /v1. Each request has the recorded history, so all
 servers read the same prompts, whatever they answered; temperature is 0 and the most tokens are as recorded. A server of
 draftproof is asked twice, with drafts and with `"speculation": false`, and both answers must be equal: else the exit
 status is 1. Ways take turns request by request in an order that alternates, and each pass begins with words of its own,
 so that nothing is left in a cache from the pass before. A key is read from the variable OPENAI_API_KEY.
+On a machine with other work, --processes gives the process ids of the servers, whose processor time is shown besides.
 With --require-calls the model has to call a tool where the recorded agent called one; else it may.
 """
 
@@ -79,6 +80,7 @@ class Measured:
     Attributes:
         seconds: until its end.
         first: seconds to the first token.
+        processor: seconds of the server's processor time until the end; None where its process is not known.
         tokens: of the answer.
         prompt: tokens of the prompt.
         cached: how many of them the server knew; None where it does not say.
@@ -88,6 +90,7 @@ class Measured:
 
     seconds: float
     first: float
+    processor: float | None
     tokens: int
     prompt: int
     cached: int | None
@@ -107,10 +110,14 @@ class Way:
         client: with the server's address.
         more: fields of each request.
         counts: whether the server has the counters of draftproof.
+        process: the server's process id, where it is known.
     """
 
-    def __init__(self, client: httpx.Client, more: Mapping[str, Any], *, counts: bool) -> None:
+    def __init__(
+        self, client: httpx.Client, more: Mapping[str, Any], *, counts: bool, process: int | None = None
+    ) -> None:
         self._client = client
+        self._process = process
         self._more = more
         self._counts = counts
         self._model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
@@ -120,6 +127,13 @@ class Way:
             return {}
         page = self._client.get("/metrics").text
         return {name: _sample(page, each) for name, each in _COUNTERS.items()}
+
+    def _processor(self) -> float | None:
+        """Seconds of processor time of the server's process so far."""
+        if self._process is None:
+            return None
+        fields = Path(f"/proc/{self._process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def ask(self, request: Request, number: int, *, require_calls: bool) -> Measured:
         """Send one request in a pass of this number."""
@@ -137,7 +151,7 @@ class Way:
             "stream_options": {"include_usage": True},
             **self._more,
         }
-        before = self._counters()
+        before, used = self._counters(), self._processor()
         usage: dict[str, Any] = {}
         parts: list[str] = []
         end = ""
@@ -159,12 +173,13 @@ class Way:
                         began = time.perf_counter()
                     parts.append(said)
                     end = choice["finish_reason"] or end
-        finish = time.perf_counter()
+        finish, after = time.perf_counter(), self._processor()
         gained = {name: value - before[name] for name, value in self._counters().items()}
         details = usage.get("prompt_tokens_details") or {}
         return Measured(
             finish - start,
             (began or finish) - start,
+            None if used is None or after is None else after - used,
             usage["completion_tokens"],
             usage["prompt_tokens"],
             details.get("cached_tokens"),
@@ -188,8 +203,9 @@ def _said(delta: Mapping[str, Any]) -> str:
     return said
 
 
-def ways(url: str, other: str | None) -> dict[str, Way]:
+def ways(url: str, other: str | None, processes: Sequence[int]) -> dict[str, Way]:
     """Servers by name; with drafts and plain, where the first one is draftproof's."""
+    first, second = [*processes, None, None][:2]
     key = os.environ.get("OPENAI_API_KEY", "none")
 
     def client(address: str) -> httpx.Client:
@@ -200,13 +216,13 @@ def ways(url: str, other: str | None) -> dict[str, Way]:
         # Salts keep the two from taking over each other's prompts.
         plain = {"speculation": False, "cache_salt": PLAIN}
         made = {
-            OURS: Way(client(url), {"cache_salt": OURS}, counts=True),
-            PLAIN: Way(client(url), plain, counts=True),
+            OURS: Way(client(url), {"cache_salt": OURS}, counts=True, process=first),
+            PLAIN: Way(client(url), plain, counts=True, process=first),
         }
     else:
-        made = {url: Way(client(url), {}, counts=False)}
+        made = {url: Way(client(url), {}, counts=False, process=first)}
     if other is not None:
-        made[OTHER] = Way(client(other), {}, counts=False)
+        made[OTHER] = Way(client(other), {}, counts=False, process=second)
     return made
 
 
@@ -224,6 +240,7 @@ def _total(answers: Sequence[Measured]) -> dict[str, float]:
     decoding = sum(each.seconds - each.first for each in answers)
     return {
         "seconds": sum(each.seconds for each in answers),
+        "processor": sum(each.processor or 0 for each in answers),
         "first": 1000 * median(each.first for each in answers),
         "speed": sum(each.tokens - 1 for each in answers) / decoding,
         "per call": tokens / calls if calls else 0.0,
@@ -234,14 +251,13 @@ def _total(answers: Sequence[Measured]) -> dict[str, float]:
 
 def page(requests: Sequence[Request], found: Mapping[str, Sequence[Sequence[Measured]]], facts: Any) -> Results:
     """The results as a page."""
-    heads = {"seconds": 1, "first": 0, "speed": 1, "per call": 2, "accepted": 0, "cached": 0}
+    heads = {"seconds": 1, "processor": 1, "first": 0, "speed": 1, "per call": 2, "accepted": 0, "cached": 0}
     rows = []
     for name, passes in found.items():
         totals = [_total(each) for each in passes]
         cells = [median_and_range([each[head] for each in totals], digits) for head, digits in heads.items()]
         rows.append([name, *(cell if totals[0][head] else "-" for head, cell in zip(heads, cells, strict=True))])
-    passes = len(next(iter(found.values())))
-    first = next(iter(found.values()))
+    leading, first = next(iter(found.items()))
     single = []
     for at, request in enumerate(requests):
         answers = {name: [each[at] for each in turns] for name, turns in found.items()}
@@ -256,26 +272,32 @@ def page(requests: Sequence[Request], found: Mapping[str, Sequence[Sequence[Meas
                 mine.tokens,
                 f"{mine.tokens / calls:.2f}" if calls else "-",
                 *(f"{median(each.seconds for each in turns):.2f}" for turns in answers.values()),
-                *(f"{median(each.speed for each in turns):.0f}" for turns in answers.values()),
+                *(f"{median(each.processor or 0 for each in turns):.2f}" for turns in answers.values()),
             ]
         )
     lines = [
-        f"The session of {SESSION.name}: {len(requests)} requests, {passes} passes in turns, median [least, greatest]:",
+        f"{len(requests)} requests, one after the other; {len(first)} passes in turns, median [least, greatest]:",
         "",
         *table(
             [
-                *("way", "all requests, s", "first token, ms", "tokens a second after it", "tokens per target call"),
-                *("accepted drafts, %", "cached prompt tokens, %"),
+                "way",
+                "all requests, s",
+                "processor time, s",
+                "first token, ms",
+                "tokens a second after it",
+                "tokens per target call",
+                "accepted drafts, %",
+                "cached prompt tokens, %",
             ],
             rows,
         ),
         "",
     ]
     for name in list(found)[1:]:
-        differ = differences(found, next(iter(found)), name)
+        differ = differences(found, leading, name)
         said = f"differ in requests {', '.join(map(str, differ))}" if differ else "are equal in all passes"
-        lines += [f"Answers of {next(iter(found))} and {name} {said}.", ""]
-    names = [*(f"{name}, s" for name in found), *(f"{name}, tokens/s" for name in found)]
+        lines += [f"Answers of {leading} and {name} {said}.", ""]
+    names = [*(f"{name}, s" for name in found), *(f"{name}, processor, s" for name in found)]
     lines += [
         "Each request; tokens and calls are those of the first way in its first pass:",
         "",
@@ -290,12 +312,13 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("url", help="address of the server, without /v1")
     parser.add_argument("--compare", metavar="OTHER", help="address of another server")
+    parser.add_argument("--processes", type=int, nargs="*", default=[], metavar="PID", help="of URL, and of OTHER")
     parser.add_argument("--session", type=Path, default=SESSION)
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--require-calls", action="store_true", help="a tool must be called where the agent called one")
     options = parser.parse_args()
     facts, requests = run_facts(), read_session(options.session)
-    by_name = ways(options.url, options.compare)
+    by_name = ways(options.url, options.compare, options.processes)
     for way in by_name.values():
         way.ask(requests[0], -1, require_calls=options.require_calls)  # a server's first request takes longer
     found: dict[str, list[list[Measured]]] = {name: [] for name in by_name}

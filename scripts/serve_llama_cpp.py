@@ -2,7 +2,9 @@
 
     PYTHONPATH=FOLDER python scripts/serve_llama_cpp.py FILE.gguf --port 8001 [--template FILE] [--context 8192]
 
-FOLDER is where `pip install --target FOLDER xllamacpp` has put the package.
+On a machine with other work, set GOMP_SPINCOUNT=0: its threads meet in each operation, and one that waits for a thread
+which has no processor now keeps the other's. FOLDER is where `pip install --target FOLDER xllamacpp` has put the
+package.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from pathlib import Path
 
 def main() -> None:
     """Serve until the process is stopped."""
-    import xllamacpp
+    import xllamacpp  # type: ignore[import-not-found]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")

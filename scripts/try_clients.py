@@ -91,7 +91,7 @@ def _pi(amend: Callable[[str], str] = str, remark: str = "") -> Client:
         ("read", {"path": FILE}),
         variables={"PI_OFFLINE": "1"},
         amend=amend,
-        remark=remark,
+        remark=f"with {remark} in the printed file" if remark else "",
     )
 
 

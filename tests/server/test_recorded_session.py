@@ -36,7 +36,7 @@ def test_each_request_is_a_whole_conversation(replay):
 
 
 def test_a_way_that_answers_otherwise_is_named(replay):
-    one = replay.Measured(1.0, 0.5, 3, 10, 0, "a", {})
+    one = replay.Measured(1.0, 0.5, None, 3, 10, 0, "a", {})
     two = dataclasses.replace(one, text="b")
     assert replay.differences({"x": [[one, one]], "y": [[one, one]]}, "x", "y") == []
     assert replay.differences({"x": [[one, one], [one, one]], "y": [[one, one], [one, two]]}, "x", "y") == [2]
