@@ -369,7 +369,7 @@ def test_broken_models_are_one_line(tmp_path, file, content):
     shutil.copytree(target_dir(), broken)
     (broken / file).write_bytes(content)
     assert str(broken) in generate(STORY, "--target", str(broken), code=1).stderr
-    assert str(broken) in generate(STORY, "--draft", str(broken), code=1).stderr
+    assert str(broken) in generate(STORY, "--target", "embedded:target", "--draft", str(broken), code=1).stderr
 
 
 # --- chat ------------------------------------------------------------------------------------------------------------

@@ -51,6 +51,17 @@ def test_limits_are_told():
     assert tomllib.loads(client_config("codex", SERVED)[1])["model_context_window"] == 4096
 
 
+def test_codex_gets_no_setting_that_it_does_not_know():
+    """It warns at each start of others, such as a limit of answers."""
+    assert set(tomllib.loads(client_config("codex", SERVED)[1])) == {
+        "model",
+        "model_provider",
+        "model_context_window",
+        "web_search",
+        "model_providers",
+    }
+
+
 def test_an_unknown_client_is_refused_with_a_list():
     with pytest.raises(UserError, match=r"expected one of aider, .*qwen, got 'x'"):
         client_config("x", SERVED)

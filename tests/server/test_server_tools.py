@@ -184,7 +184,12 @@ def test_pydantic_tools_are_parsed(client):
         max_tokens=100,
     ) as stream:
         final = stream.get_final_completion()
-    assert all(isinstance(each.function.parsed_arguments, Order) for each in final.choices[0].message.tool_calls)
+    answer = final.choices[0].message
+    assert all(isinstance(each.function.parsed_arguments, Order) for each in answer.tool_calls)
+    # What the client has put together from a stream is sent back as it is, with the numbers of its deltas.
+    results = [{"role": "tool", "tool_call_id": each.id, "content": "ok"} for each in answer.tool_calls]
+    assert "index" in answer.to_dict()["tool_calls"][0]
+    client.chat.completions.create(model="story", messages=[*ASK, answer.to_dict(), *results], max_tokens=1)
 
 
 class Verdict(pydantic.BaseModel):

@@ -83,7 +83,6 @@ def _codex(served: ServedModel) -> str:
 model = {json.dumps(served.name)}
 model_provider = "draftproof"
 model_context_window = {served.context}
-model_max_output_tokens = {served.output}
 web_search = "disabled"
 
 [model_providers.draftproof]

@@ -140,6 +140,7 @@ class ToolCall(Body):
     """One call in a message of the model."""
 
     provider_specific_fields: Unread = None  # litellm's; not read
+    index: Unread = None  # of a stream's deltas, which the official client keeps in the message it puts together
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
