@@ -164,7 +164,8 @@ def test_exact_output_distribution(tmp_path):
     def drafter():
         return make_drafter("mtp", target=target, draft=None, stopper="fixed:2")
 
-    assert_output_distribution(target, drafter, "block", length=3)
+    # The delta rule works in float32 in every dtype: 1.3e-7 apart, and 1e-16 if it is made to work in float64.
+    assert_output_distribution(target, drafter, "block", length=3, tolerance=3e-7)
 
 
 # --- what decides, and what is refused -------------------------------------------------------------------------------

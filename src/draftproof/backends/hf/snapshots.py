@@ -25,6 +25,7 @@ from draftproof.backends.cache.sessions import SlotSession
 from draftproof.backends.cache.slot_cache import CacheView, SlotCache
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.hf.probe import Probe
+from draftproof.backends.recurrent import few_tokens
 from draftproof.backends.recurrent.mixers import STATES_ONLY, cache_name, continuation, in_pieces, mixers_of
 from draftproof.backends.recurrent.states import Group, State, StateView
 from draftproof.errors import UserError
@@ -148,6 +149,7 @@ class SnapshotBackend(HFBackend):
                 f"{name or type(model).__name__} keeps no recurrent state in transformers' own cache, which is what "
                 "backend snapshot is for: legal is backend auto"
             )
+        few_tokens.follow_passes(self._mixers)
         self._goes_on = continuation(model, self._mixers)
         self._state_nbytes = 0
         super().__init__(model, name=name, check=check)
@@ -206,7 +208,7 @@ class SnapshotBackend(HFBackend):
     def _compute(self, layout: Layout, *, hidden: bool) -> tuple[Tensor, Tensor | None]:
         groups = self._groups(layout.feeds)
         view = StateView(self._cache, layout.plan, groups)
-        with in_pieces(self._mixers, view, len(layout.feeds), layout.width):
+        with few_tokens.in_pass(), in_pieces(self._mixers, view, len(layout.feeds), layout.width):
             made = self._call(layout, view, hidden=hidden)
         for group in groups:
             for row, place in enumerate(group.rows):
