@@ -239,6 +239,7 @@ def _total(answers: Sequence[Measured]) -> dict[str, float]:
     tokens = sum(each.tokens for each in answers)
     decoding = sum(each.seconds - each.first for each in answers)
     return {
+        "tokens": tokens,
         "seconds": sum(each.seconds for each in answers),
         "processor": sum(each.processor or 0 for each in answers),
         "first": 1000 * median(each.first for each in answers),
@@ -251,7 +252,16 @@ def _total(answers: Sequence[Measured]) -> dict[str, float]:
 
 def page(requests: Sequence[Request], found: Mapping[str, Sequence[Sequence[Measured]]], facts: Any) -> Results:
     """The results as a page."""
-    heads = {"seconds": 1, "processor": 1, "first": 0, "speed": 1, "per call": 2, "accepted": 0, "cached": 0}
+    heads = {
+        "tokens": 0,
+        "seconds": 1,
+        "processor": 1,
+        "first": 0,
+        "speed": 1,
+        "per call": 2,
+        "accepted": 0,
+        "cached": 0,
+    }
     rows = []
     for name, passes in found.items():
         totals = [_total(each) for each in passes]
@@ -281,6 +291,7 @@ def page(requests: Sequence[Request], found: Mapping[str, Sequence[Sequence[Meas
         *table(
             [
                 "way",
+                "tokens of the answers",
                 "all requests, s",
                 "processor time, s",
                 "first token, ms",

@@ -167,6 +167,9 @@ def test_a_table():
     assert table(read_entries(BOOK)).splitlines()[1] == "food       36.00    3 %"
 '''
 
+NAME = "test_book.py"
+TEST_FILE = f"tests/{NAME}"  # of that repository, not of this one
+
 SYSTEM = """You are a careful coding assistant. You work in a repository on the user's computer, and you change it only
 with the tools that you are given.
 
@@ -276,7 +279,7 @@ STEPS: list[tuple[str, list[Call], int] | str] = [
     ("I will look at the files first.", [("list_files", {})], 64),
     (
         "I will read the report, the entries that it uses, and the tests.",
-        [("read_file", {"path": path}) for path in ("book/report.py", "book/entries.py", "tests/test_book.py")],
+        [("read_file", {"path": path}) for path in ("book/report.py", "book/entries.py", TEST_FILE)],
         128,
     ),
     ("I will run the tests to see what fails.", [("run_tests", {})], 64),
@@ -311,7 +314,7 @@ STEPS: list[tuple[str, list[Call], int] | str] = [
     ),
     (
         "The tests make entries with the old name. I will write them with the new one.",
-        [("write_file", {"path": "tests/test_book.py", "content": TESTS.replace("value=", "amount=")})],
+        [("write_file", {"path": TEST_FILE, "content": TESTS.replace("value=", "amount=")})],
         768,
     ),
     ("I will run the tests again.", [("run_tests", {})], 64),
@@ -377,7 +380,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         files = {"book/__init__.py": "", "book/entries.py": ENTRIES, "book/report.py": REPORT}
-        for path, text in {**files, "tests/test_book.py": TESTS, "tests/conftest.py": ""}.items():
+        for path, text in {**files, TEST_FILE: TESTS, "tests/conftest.py": ""}.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
         lines = session(folder)
