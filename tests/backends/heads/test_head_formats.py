@@ -85,5 +85,5 @@ def test_the_page_compares_heads(tmp_path, script, monkeypatch):
     assert len(figures["runs"]) == 2 * 2 * 2 * 3  # kinds, requests, temperatures, plain decoding and two heads
     assert figures["heads"]["peagle"]["options"]["unroll"] == 4
     monkeypatch.setattr(sys, "argv", [*words, "--head", "other=ngram:4"])
-    with pytest.raises(SystemExit, match="drafter 'ngram' is not measured here"):
+    with pytest.raises(SystemExit, match="expected one of feature_head, eagle3, peagle, got 'ngram'"):
         script.main()

@@ -19,6 +19,7 @@ from draftproof import Engine, SamplingParams, UserError, native
 from draftproof.backends.base import Feed
 from draftproof.backends.lean.backend import LeanBackend, LeanForward
 from draftproof.backends.loading import load as door
+from draftproof.backends.loading import tokenization
 from draftproof.backends.loading import verified as checked
 from draftproof.backends.loading.fast_tokenizer import Description, FastTokenizer, describe
 from draftproof.backends.loading.options import LoadOptions
@@ -252,11 +253,12 @@ def test_errors_are_those_of_a_first_start(copied, tmp_path):
         load(str(tmp_path / "nowhere"))
 
 
-def test_another_tokenizer_is_refused_before_models_are_read(monkeypatch, copied):
+def test_too_different_a_tokenizer_is_refused_before_models_are_read(monkeypatch, copied):
     first_and_second(copied)
     first_and_second("embedded:stories")
     monkeypatch.setattr(door, "load_backend", None)
     monkeypatch.setattr(checked.KeptCheck, "backend", None)
+    monkeypatch.setattr(tokenization, "LEAST_SHARED", 1.0)
     with pytest.raises(UserError, match="cannot draft for"):
         Engine.load("embedded:stories", copied)
 
