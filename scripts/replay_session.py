@@ -265,7 +265,7 @@ def page(requests: Sequence[Request], found: Mapping[str, Sequence[Sequence[Meas
     rows = []
     for name, passes in found.items():
         totals = [_total(each) for each in passes]
-        cells = [median_and_range([each[head] for each in totals], digits) for head, digits in heads.items()]
+        cells = [median_and_range([float(each[head]) for each in totals], digits) for head, digits in heads.items()]
         rows.append([name, *(cell if totals[0][head] else "-" for head, cell in zip(heads, cells, strict=True))])
     leading, first = next(iter(found.items()))
     single = []
