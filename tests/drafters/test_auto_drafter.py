@@ -7,6 +7,7 @@ import torch
 
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.draft import Draft
+from draftproof.drafters import auto as auto_module
 from draftproof.drafters.auto import AutoDrafter, Source
 from draftproof.drafters.base import DraftRequest
 from draftproof.drafters.draft_model import DraftModel
@@ -20,6 +21,7 @@ from draftproof.stoppers.base import RoundTime
 from draftproof.stoppers.costs import LearnedCosts, PassCosts
 from draftproof.testing import TableModel, engine_distribution, exact_distribution, target_distribution, total_variation
 from draftproof.theory.cost import RoundCosts
+from draftproof.tree import TokenTree
 from support.changing_costs import changing, source
 from support.distributions import checks_off
 from support.helpers import backend
@@ -73,6 +75,29 @@ def test_the_distribution_where_lookups_get_probabilities(rule):
     assert total_variation(found, target_distribution(target, tuple(prompt), params)) < 1e-9, (
         "some rules search for a factor"
     )
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "gumbel", "trie_block"])
+def test_the_distribution_where_chains_are_extended(rule, monkeypatch):
+    made, extended = [], auto_module.extended
+
+    def watched(*args):
+        made.append(extended(*args))
+        return made[-1]
+
+    monkeypatch.setattr(auto_module, "LEAST", 1)
+    monkeypatch.setattr(auto_module, "extended", watched)
+    target, prompt, params = TableModel(3, 1), [0, 2, 1, 0, 2], SamplingParams(max_tokens=4)
+
+    def make(round_rng):
+        return Engine(
+            target, changing((0.05, 0.04), rates=(0.9, 0.9), limit=1), make_verifier(rule), round_rng=round_rng
+        )
+
+    with checks_off():
+        found = engine_distribution(make, prompt, params)
+    assert total_variation(found, target_distribution(target, tuple(prompt), params)) < 1e-12
+    assert len(made) > 20
 
 
 class Peeking(ModelDrafter):
@@ -200,6 +225,35 @@ def test_lookups_that_fail_are_given_up_and_tried_again():
     chosen = play(drafter, [0, 1, 2] * 20, 300, lambda *_: 0)
     assert 1 <= chosen[50:].count("lookup") <= 10
     assert chosen[:3].count("lookup") >= 1
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_extensions_of_chains_are_made_as_long_as_they_are_accepted(accepted):
+    """A source with short chains in a text that repeats, where a lookup alone may not begin."""
+    passage = torch.randint(0, 40, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    target, tokens = TableModel(40, 0), [*passage, *passage[:10]]
+
+    class Following(ModelDrafter):
+        def propose(self, requests, rng):  # noqa: ARG002
+            ids = [passage[(len(requests[0].tokens) + place) % 50] for place in range(2)]
+            return [Draft(TokenTree.chain(torch.tensor(ids)), torch.full((2, 40), 1 / 40))]
+
+    short = source(2, RoundCosts(1.0, 0.05), 2, drafter=Following, rates=(0.95, 0.95))
+    drafter = AutoDrafter([short], SuffixDrafter(16, shared=False), PassCosts(0.05))
+    drafter._with_lookup = lambda best, *_: best
+    transforms = SamplingParams().bind(vocab_size=40, eos_token_ids=(), prompt_ids=tokens)
+    sizes = []
+    for number in range(200):
+        request = DraftRequest(0, tokens, 2, 50, transforms, target.open())
+        (draft,) = drafter.propose([request], CounterRoundRng([0], [number]))
+        own = drafter._drawn_tokens.get(0, len(draft))
+        sizes.append(len(draft) - own)
+        taken = len(draft) if accepted else own
+        tokens.append(passage[len(tokens) % 50])
+        drafter.observe(0, len(draft), taken)
+        drafter.spent(RoundTime(0.1 * own, 1.0, 1, len(draft), len(draft)))
+    assert max(sizes[:20]) > 0
+    assert (max(sizes[-20:]) > 4) if accepted else (sum(sizes[-50:]) <= 5)
 
 
 @pytest.mark.parametrize(("token", "looked"), [(0.5, True), (1.5, False)])
