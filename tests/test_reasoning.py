@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from typing_extensions import override
@@ -337,7 +338,18 @@ def test_a_text_is_divided_only_where_it_answers_a_chat():
     engine = thinking_engine(template=OPENED)
     assert engine.generate(["Once<think>"], SamplingParams(max_tokens=5, seed=1))[0].reasoning is None
     budget = SamplingParams(max_tokens=9, seed=1, thinking_token_budget=2)
-    assert engine.generate(["Once<think>"], budget)[0].token_ids[2] == engine.prompts.markers.end
+    limited = engine.generate(["Once<think>"], budget)[0]
+    assert limited.token_ids[2] == engine.prompts.markers.end
+    assert limited.text == engine.tokenizer.decode(limited.token_ids)
+    assert (limited.reasoning, limited.reasoning_tokens) == (None, 0)
+
+
+@pytest.mark.parametrize("prompt", [np.array([5, 6, 7]), (5, 6, 7), [5, 6, 7], range(5, 8)])
+def test_token_ids_in_any_form_are_no_chat(prompt):
+    engine = thinking_engine(template=OPENED)
+    with checks_off():  # an array is no sequence to them
+        request = engine.add(prompt, SamplingParams(max_tokens=2))[0]
+    assert (request.tokens, request.reasoning) == ([5, 6, 7], None)
 
 
 def test_a_limit_must_be_a_number():

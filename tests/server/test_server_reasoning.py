@@ -99,6 +99,11 @@ def test_reasoning_of_earlier_turns_goes_into_the_prompt(base):
 def test_a_prompt_that_is_no_chat_is_not_divided(base):
     choice = post(base, prompt="a <think>", max_tokens=4).json()["choices"][0]
     assert "reasoning" not in json.dumps(choice)
+    limited = post(base, prompt="a <think>", max_tokens=6, thinking_token_budget=2, return_token_ids=True, logprobs=0)
+    limited = limited.json()["choices"][0]
+    assert limited["token_ids"].index(END) == 2
+    assert limited["text"].partition("</think>")[0]
+    assert len(limited["logprobs"]["tokens"]) == 6
 
 
 # --- the switch -------------------------------------------------------------------------------------------------------

@@ -159,7 +159,8 @@ class RequestIntake:
         left = self.context_left(len(ids))
         limit = self._fitting(len(ids), left if params.max_tokens is None else min(params.max_tokens, left), params)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        reasoning = reasoning or self._reasoning(prompt, ids, params)
+        if reasoning is None and is_chat(prompt):
+            reasoning = self.prompts.reasoning(ids)
         if params.grammar is not None and constraint is None:
             constraint = self.grammars.constraint(params.grammar)
         transforms = params.bind(
@@ -167,7 +168,7 @@ class RequestIntake:
             eos_token_ids=self.eos_token_ids,
             prompt_ids=ids,
             bad_words=self.prompts.bad_words(params.bad_words),
-            constraint=self._constraint(params, None if params.grammar is None else constraint, reasoning),
+            constraint=self._constraint(params, None if params.grammar is None else constraint, reasoning, ids),
         )
         with self._lock:
             made = [
@@ -198,16 +199,15 @@ class RequestIntake:
             self.scheduler.waiting.extend(made)
         return made
 
-    def _reasoning(self, prompt: Prompt, ids: Sequence[int], params: SamplingParams) -> Reasoning | None:
-        """How the output begins: a chat's, or one with a limit of the reasoning, which other models keep anyway."""
-        if params.thinking_token_budget is None and not is_chat(prompt):
-            return None
-        return self.prompts.reasoning(ids)
-
     def _constraint(
-        self, params: SamplingParams, answer: Constraint | None, reasoning: Reasoning | None
+        self, params: SamplingParams, answer: Constraint | None, reasoning: Reasoning | None, ids: Sequence[int]
     ) -> Constraint | None:
-        """What the output has to fit: a form of the answer, and the limit of the reasoning before it."""
+        """What the output has to fit: a form of the answer, and the limit of the reasoning before it.
+
+        A limit holds after any prompt; only the answers to chats have their reasoning divided.
+        """
+        if params.thinking_token_budget is not None:
+            reasoning = reasoning or self.prompts.reasoning(ids)
         if reasoning is None or (answer is None and params.thinking_token_budget is None):
             return answer
         return ReasoningConstraint(

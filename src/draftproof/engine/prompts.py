@@ -188,7 +188,7 @@ def _text_only(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def is_chat(prompt: Any) -> bool:
     """Whether a prompt is the messages of a chat."""
-    return not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
