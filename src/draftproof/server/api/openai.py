@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,13 +34,15 @@ class OpenAIForm(Form):
     def __init__(self, body: SamplingFields) -> None:
         self._options = body.stream_options or StreamOptions()
 
+    @abstractmethod
     def first(self, answer: Answer) -> Iterator[dict[str, Any]]:
         """The choices of the chunks before the first piece."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def choice(self, answer: Answer, piece: Piece, parts: Parts) -> dict[str, Any]:
         """The choice of the chunk for a piece."""
-        raise NotImplementedError
+        ...
 
     @override
     def opening(self, answer: Answer) -> bytes:

@@ -6,6 +6,7 @@ Nothing is stored, so that an answer's id is good for nothing but logs.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ from draftproof.server.worker import Piece
 _Event = tuple[str, dict[str, Any]]  # its type without "response.", and what it says
 
 
-class _Item:
+class _Item(ABC):
     """One item of an answer, as far as it has come.
 
     Args:
@@ -66,21 +67,21 @@ class _Item:
         self.id = f"{self.prefix}_{name}"
         self.text = text
 
+    @abstractmethod
     def shown(self, status: Status) -> OutputItem:
         """What it is; one in progress has no text yet."""
-        raise NotImplementedError
 
     def opening(self) -> Iterator[_Event]:
         """The events between its beginning and its first text."""
         yield from ()
 
+    @abstractmethod
     def more(self, text: str) -> _Event:
         """The event for more of its text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing(self) -> Iterator[_Event]:
         """The events between its last text and its end."""
-        raise NotImplementedError
 
 
 class _Reasoning(_Item):
