@@ -13,7 +13,6 @@ from draftproof.backends.base import Feed
 from draftproof.draft import Origin
 from draftproof.drafters.draft_model import DraftModel
 from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.sampled_tree import SampledTreeDrafter
 from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.registry import make_verifier
 from draftproof.errors import NoTokenError
@@ -22,6 +21,7 @@ from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import TableModel, engine_distribution, total_variation
 from draftproof.tree import TokenTree
 from support.distributions import checks_off
+from support.small_drafters import DRAFTERS, PAIRS, model
 
 llguidance = pytest.importorskip("llguidance", reason="the extra serve is not installed")
 VOCAB, END = ("a", "b", "ab", "#"), 3
@@ -85,31 +85,7 @@ def by_hand(target, prompt, temperature, most):
     return found
 
 
-def model(target, **options):
-    return ModelDrafter(DraftModel(TableModel(4, 9), vocab_size=4, **options), FixedLength(2))
-
-
-DRAFTERS = {
-    "none": lambda _: None,
-    "model": model,
-    "hot": lambda target: model(target, temperature=3.0),
-    "suffix": lambda _: SuffixDrafter(3, threshold=0.0, shared=False),
-    "tree": lambda _: SampledTreeDrafter(DraftModel(TableModel(4, 9), vocab_size=4), FixedLength(1), chains=2),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("none", "block"),
-        ("model", "block"),
-        ("model", "token"),
-        ("hot", "block"),
-        ("suffix", "block"),
-        ("suffix", "token"),
-        ("tree", "trie_block"),
-    ],
-)
+@pytest.mark.parametrize(("name", "rule"), PAIRS)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_distribution_is_the_targets_with_the_mask(name, rule, temperature):
     target, prompt = TableModel(4, 1), [0, 1, 0, 2]
@@ -117,7 +93,7 @@ def test_the_distribution_is_the_targets_with_the_mask(name, rule, temperature):
     params = SamplingParams(max_tokens=most, temperature=temperature, grammar=f"regex:{PATTERN}")
 
     def make(round_rng):
-        return toy(DRAFTERS[name](target), rule, round_rng, target)
+        return toy(DRAFTERS[name](), rule, round_rng, target)
 
     with checks_off():
         found = engine_distribution(make, prompt, params)
@@ -178,7 +154,7 @@ def test_the_distribution_where_a_call_may_begin_in_any_text(name, rule):
     params = SamplingParams(max_tokens=5, grammar=f"lark:{CALLS}")
 
     def make(round_rng):
-        return toy(DRAFTERS[name](target), rule, round_rng, target)
+        return toy(DRAFTERS[name](), rule, round_rng, target)
 
     def plain(round_rng):
         return toy(None, "block", round_rng, target)
@@ -199,7 +175,7 @@ def test_a_mask_for_committed_contexts_only_shows_in_the_distribution():
     params = SamplingParams(max_tokens=4, grammar=f"regex:{PATTERN}")
 
     def make(round_rng):
-        engine = toy(model(target), "block", round_rng, target)
+        engine = toy(model(), "block", round_rng, target)
         compiled = GRAMMARS.constraint(params.grammar)
 
         class RootOnly:
@@ -233,7 +209,7 @@ def test_a_lossy_rule_keeps_no_looked_up_token_outside_the_grammar(rule):
     params = SamplingParams(max_tokens=5, grammar=f"regex:{PATTERN}")
 
     def make(round_rng):
-        return toy(DRAFTERS["suffix"](target), rule, round_rng, target)
+        return toy(DRAFTERS["suffix"](), rule, round_rng, target)
 
     with checks_off():
         found = engine_distribution(make, prompt, params)
@@ -368,7 +344,7 @@ def of_constraint(drafter, rule, spec, constraint, most=4):
             return constraint(spec)
 
     def make(round_rng):
-        engine = toy(DRAFTERS[drafter](target), rule, round_rng, target)
+        engine = toy(DRAFTERS[drafter](), rule, round_rng, target)
         if constraint is not None:
             engine.grammars = Given()
         return engine

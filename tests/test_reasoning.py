@@ -10,24 +10,19 @@ from typing_extensions import override
 from draftproof import Engine, SamplingParams, UserError
 from draftproof.backends.base import Feed
 from draftproof.cli._continue import GenerateRun, PromptInput
-from draftproof.drafters.draft_model import DraftModel
-from draftproof.drafters.model import ModelDrafter
-from draftproof.drafters.sampled_tree import SampledTreeDrafter
-from draftproof.drafters.suffix import SuffixDrafter
 from draftproof.engine.prompts import PromptReader
 from draftproof.engine.registry import make_verifier
 from draftproof.finish import Cutter
 from draftproof.integrations.rollout import Rollouts
 from draftproof.reasoning import Reasoning, ReasoningConstraint, ReasoningMarkers, reasoning_after, reasoning_markers
 from draftproof.sampling import Constraint
-from draftproof.stoppers.fixed import FixedLength
 from draftproof.testing import EnumeratedNoise, TableModel, exact_distribution, total_variation
 from support.distributions import checks_off
 from support.reasoning_models import MARKERS as IDS
 from support.reasoning_models import OPENED, QWEN, thinking_engine
+from support.small_drafters import DRAFTERS, PAIRS, VOCAB, model
 
 WORD, BEGIN, STOP, END = 0, 1, 2, 3  # the vocabulary of the toys
-VOCAB = 4
 MARKERS = ReasoningMarkers(BEGIN, STOP)
 PROMPT = [0, 2, 0, 1, 0]
 
@@ -116,28 +111,6 @@ def found_by(drafter, rule, target, asked, most, change=lambda constraint: const
 
     with checks_off():
         return exact_distribution(program)
-
-
-def model(**options):
-    return ModelDrafter(DraftModel(TableModel(VOCAB, 9), vocab_size=VOCAB, **options), FixedLength(2))
-
-
-DRAFTERS = {
-    "none": lambda: None,
-    "model": model,
-    "hot": lambda: model(temperature=3.0),
-    "suffix": lambda: SuffixDrafter(3, threshold=0.0, shared=False),
-    "tree": lambda: SampledTreeDrafter(DraftModel(TableModel(VOCAB, 9), vocab_size=VOCAB), FixedLength(1), chains=2),
-}
-PAIRS = [
-    ("none", "block"),
-    ("model", "block"),
-    ("model", "token"),
-    ("hot", "block"),
-    ("suffix", "block"),
-    ("suffix", "token"),
-    ("tree", "trie_block"),
-]
 
 
 FORMED = [(None, 0, True), (None, 1, True), (0, 0, True), (0, 2, True), (1, 2, True), (3, 2, True), (0, None, True)]
