@@ -102,14 +102,12 @@ def bad_word_ids(words: Sequence[str], encode: Callable[[str], Sequence[int]] | 
         UserError: no tokenizer, or a word that encodes to nothing.
     """
     if words and encode is None:
-        raise UserError(f"bad_words has {len(words)} texts, but there is no tokenizer: legal is ()")
+        raise UserError(f"bad_words: expected none, because there is no tokenizer, got {len(words)} texts")
     found: dict[tuple[int, ...], None] = {}
     for word in words:
         assert encode is not None, "checked above"
         bare, spaced = (tuple(encode(space + word.lstrip(" "))) for space in ("", " "))
         if not bare and not spaced:
-            raise UserError(
-                f"bad_words holds {word[:80]!r}, which encodes to no token: legal is a text of one token or more"
-            )
+            raise UserError(f"bad_words: expected texts of one token or more, got {word[:80]!r}, which encodes to none")
         found |= {ids: None for ids in (bare, spaced) if ids and (ids is bare or ids[0] not in bare[:1])}
     return tuple(found)

@@ -47,7 +47,7 @@ class Draft:
     def __post_init__(self) -> None:
         if self.probs is not None and self.probs.shape[0] != len(self.tree):
             raise ValueError(
-                f"a draft of {len(self.tree)} nodes has {self.probs.shape[0]} rows of q: one each is legal"
+                f"probs: expected one row of q for each of the {len(self.tree)} nodes, got {self.probs.shape[0]}"
             )
 
     def __len__(self) -> int:

@@ -79,4 +79,4 @@ def refuse_below_one(**numbers: int) -> None:
     """
     for name, value in numbers.items():
         if value < 1:
-            raise UserError(f"{name.replace('_', ' ')} is {value}: legal is 1 or more")
+            raise UserError(f"{name.replace('_', ' ')}: expected 1 or more, got {value}")

@@ -58,11 +58,10 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UserError(f"kind of a head is {self.kind!r}: legal are {', '.join(KINDS)}")
+            raise UserError(f"kind of a head: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         if self.hidden_size < 1 or not 0 <= self.depth <= 64:
             raise UserError(
-                f"a head has width {self.hidden_size} and depth {self.depth}: legal are a width of 1 or more and a "
-                "depth of 0 to 64"
+                f"head: expected a width of 1 or more and a depth of 0 to 64, got {self.hidden_size} and {self.depth}"
             )
         if self.reads_draw and self.kind != "verifier":
             raise UserError(
@@ -129,7 +128,7 @@ def load_head(directory: str | Path) -> Head:
     for name in (CONFIG, WEIGHTS):
         if not (where / name).is_file():
             raise UserError(
-                f"no head in {str(where)!r} ({name} is missing): legal is a directory made by `draftproof train head`"
+                f"no head in {str(where)!r} ({name} is missing): expected a directory made by `draftproof train head`"
             )
     head = Head(_read_config(where / CONFIG))
     try:

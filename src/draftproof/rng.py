@@ -268,8 +268,8 @@ class NoiseRng:
         """
         if weights.ndim not in (2, 3) or weights.shape[0] != len(self._rows):
             raise ValueError(
-                f"draws from weights of shape {tuple(weights.shape)} were requested from noise of {len(self._rows)} "
-                "rows: legal is [rows, vocab], or [rows, places, vocab]"
+                f"weights: expected [rows, vocab] or [rows, places, vocab] with {len(self._rows)} rows, got "
+                f"{tuple(weights.shape)}"
             )
         width = weights.shape[1] if weights.ndim == 3 else 1
         keys = [fold(seed, _NOISE, place + step) for seed, place in self._rows for step in range(width)]

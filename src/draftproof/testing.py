@@ -108,7 +108,7 @@ class EnumeratedNoise:
             ValueError: more than three tokens.
         """
         if len(weights) > len(_TRIANGLE):
-            raise ValueError(f"shared noise of {len(weights)} tokens cannot be enumerated: legal are up to 3")
+            raise ValueError(f"shared noise: expected up to 3 tokens to enumerate, got {len(weights)}")
         if not any(weights):
             return 0
         known = self._known.get((seed, place), _TRIANGLE)

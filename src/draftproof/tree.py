@@ -36,7 +36,7 @@ class TokenTree:
             )
         for node, parent in enumerate(self.parents, start=self.known):
             if not ROOT <= parent < node:
-                raise ValueError(f"node {node} has parent {parent}: legal are {ROOT} (the root) to {node - 1}")
+                raise ValueError(f"parent of node {node}: expected {ROOT} (the root) to {node - 1}, got {parent}")
 
     @classmethod
     def chain(cls, tokens: Int[Tensor, " nodes"]) -> TokenTree:

@@ -131,7 +131,7 @@ def test_continuations_are_rows_that_stay_together(engine):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"prompt": "word " * 3000}, "the prompt has"),
+        ({"prompt": "word " * 3000}, "prompt: expected 1 to 511 tokens, "),
         ({"prompt": ""}, "the row's prompt is empty"),
         ({"prompt": [1, 99999]}, "token 1 of the prompt is 99999"),
         ({"prompt": 3}, "the row's prompt: expected a text or a list of token ids"),
@@ -625,7 +625,7 @@ def test_options_that_do_not_go_together(tmp_path):
     for more, message in (
         (["--workers", 2], "--workers is of a Ray cluster"),
         (["--format", "csv"], "format: expected jsonl or parquet, got 'csv'"),
-        (["--rows-per-file", 0], "rows per file is 0"),
+        (["--rows-per-file", 0], "rows per file: expected 1 or more, got 0"),
         (["--no-chat", "--system", "x"], "needs the chat template"),
         (["--chat"], "no chat template"),
     ):

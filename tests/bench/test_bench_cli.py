@@ -71,10 +71,10 @@ def test_without_matplotlib_there_is_a_report_and_a_note(tmp_path, monkeypatch):
     [
         (("--dataset", "nothing"), "data set: expected "),
         (("--target", "embedded:nobody"), "no embedded model 'embedded:nobody'"),
-        (("--drafter", "telepathy"), "drafter is 'telepathy'"),
-        (("--stopper", "never"), "stopper is 'never'"),
+        (("--drafter", "telepathy"), "got 'telepathy'"),
+        (("--stopper", "never"), "got 'never'"),
         (("--n", "0"), "expected a draft length of 1 to 64, got 0"),
-        (("--verifier", "perhaps"), "verifier is 'perhaps'"),
+        (("--verifier", "perhaps"), "got 'perhaps'"),
         (("--temperature", "-1"), "temperature: expected a finite number >= 0"),
         (("--top-p", "2"), "top_p: expected 0 < top_p <= 1, got 2"),
         (("--dtype", "float7"), "float7"),

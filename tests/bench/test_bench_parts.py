@@ -260,18 +260,18 @@ def test_the_worker_imports_nothing_of_draftproof():
     [
         (("engines", "--other", "gpu-engine"), "other engine: expected one of vllm"),
         (("engines", "--python", "/no/python"), "cannot run /no/python"),
-        (("engines", "--batch", 0), "batch is 0"),
-        (("batches", "--batch", 0), "batch is 0"),
+        (("engines", "--batch", 0), "batch: expected 1 or more, got 0"),
+        (("batches", "--batch", 0), "batch: expected 1 or more, got 0"),
         (("batches", "--drafter", "none"), "drafter none is plain decoding"),
         (("batches", "--dataset", "nothing"), "data set: expected "),
-        (("batches", "--drafter", "perhaps"), "drafter is 'perhaps'"),
+        (("batches", "--drafter", "perhaps"), "got 'perhaps'"),
         (("rules", "--rule", "perhaps"), "rule: expected one of match"),
-        (("rules", "--seeds", 0), "seeds is 0"),
+        (("rules", "--seeds", 0), "seeds: expected 1 or more, got 0"),
         (("rules", "--synthetic", 1), "synthetic vocabulary: expected 2 tokens or more, got 1"),
         (("rules", "--target", "embedded:nobody"), "embedded:nobody"),
         (("stoppers", "--stopper", "schedule:3"), "no fixed length to compare with"),
-        (("stoppers", "--stopper", "fixed:2", "--stopper", "never"), "stopper is 'never'"),
-        (("stoppers", "--max-tokens", 0), "tokens is 0"),
+        (("stoppers", "--stopper", "fixed:2", "--stopper", "never"), "got 'never'"),
+        (("stoppers", "--max-tokens", 0), "tokens: expected 1 or more, got 0"),
         (("stoppers", "--dataset", "nothing"), "data set: expected "),
     ],
 )
@@ -280,9 +280,9 @@ def test_errors_are_one_line(args, words):
 
 
 def test_comparisons_of_illegal_values_are_refused():
-    with pytest.raises(UserError, match="repeats is 0"):
+    with pytest.raises(UserError, match="repeats: expected 1 or more, got 0"):
         EngineComparison("transformers", repeats=0)
-    with pytest.raises(UserError, match="batch is 0"):
+    with pytest.raises(UserError, match="batch: expected 1 or more, got 0"):
         StopperComparison(batch=0)
 
 

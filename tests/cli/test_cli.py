@@ -306,7 +306,7 @@ def test_broken_files_are_named_with_the_line(tmp_path, content, said):
 def test_a_prompt_of_a_file_that_cannot_be_decoded_is_named(tmp_path):
     file = tmp_path / "p.txt"
     file.write_text("Once\n" + "cat " * 600 + "\n")
-    assert f"{file}, line 2: the prompt has" in generate("--prompts", str(file), code=1).stderr
+    assert f"{file}, line 2: prompt: expected 1 to" in generate("--prompts", str(file), code=1).stderr
 
 
 @pytest.mark.parametrize(
@@ -323,13 +323,13 @@ def test_a_prompt_of_a_file_that_cannot_be_decoded_is_named(tmp_path):
         (["Once", "--logit-bias", "3=1e9"], 2, "logit_bias"),
         (["Once", "--stop", ""], 2, "stop"),
         (["Once", "--system", "x", "--no-chat"], 2, "--system needs the chat template"),
-        (["Once", "--verifier", "nonsense"], 1, "verifier is 'nonsense'"),
-        (["Once", "--stopper", "nonsense"], 1, "stopper is 'nonsense'"),
+        (["Once", "--verifier", "nonsense"], 1, "got 'nonsense'"),
+        (["Once", "--stopper", "nonsense"], 1, "got 'nonsense'"),
         (["Once", "--stopper", "fixed:0"], 1, "fixed"),
         (["Once", "--stopper", "fixed:x"], 1, "fixed"),
         (["Once", "--target", "./nowhere"], 1, "nowhere"),
         (["Once", "--target", "./nowhere.gguf"], 1, "nowhere.gguf"),
-        (["Once", "--drafter", "nonsense"], 1, "drafter is 'nonsense'"),
+        (["Once", "--drafter", "nonsense"], 1, "got 'nonsense'"),
         (["Once", "--device", "abacus"], 1, "abacus"),
         (["Once", "--dtype", "float7"], 1, "float7"),
     ],

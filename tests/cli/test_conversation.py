@@ -100,7 +100,8 @@ def test_a_full_context_is_said_and_the_conversation_goes_on(engine):
     assert end.note.startswith(f"cut off: the context is full with {engine.target.max_positions} tokens; /undo removes")
     assert talk.context().endswith(", 0 left")
     shown = wrong(talk, "And then?")
-    assert "tokens: with the context of embedded:target legal are 1 to 511; /undo removes the last exchange" in shown
+    assert "prompt: expected 1 to 511 tokens, by the context of embedded:target, got " in shown
+    assert "; /undo removes the last exchange" in shown
     said(talk, "/undo")
     talk.set("max_tokens", {"max_tokens": 2})
     assert done(talk.say("Once"))[1].request.finished

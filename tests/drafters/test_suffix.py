@@ -123,14 +123,14 @@ def test_tokens_of_the_last_round_are_remembered():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 0}, "suffix draft length is 0: legal are 1 to 64"),
-        ({"length": 65}, "suffix draft length is 65: legal are 1 to 64"),
-        ({"context": 0}, "suffix context is 0: legal are 1 to 64 tokens"),
-        ({"factor": -1.0}, "suffix factor is -1.0: legal are 0 or more"),
-        ({"factor": float("nan")}, "suffix factor is nan"),
-        ({"factor": float("inf")}, "suffix factor is inf"),
-        ({"threshold": 1.5}, "suffix threshold is 1.5: legal are probabilities, 0 to 1"),
-        ({"capacity": -1}, "suffix capacity is -1: legal is 0 or more tokens"),
+        ({"length": 0}, "suffix draft length: expected 1 to 64, got 0"),
+        ({"length": 65}, "suffix draft length: expected 1 to 64, got 65"),
+        ({"context": 0}, "suffix context: expected 1 to 64 tokens, got 0"),
+        ({"factor": -1.0}, "suffix factor: expected 0 or more .*, got -1.0"),
+        ({"factor": float("nan")}, "suffix factor: expected .*, got nan"),
+        ({"factor": float("inf")}, "suffix factor: expected .*, got inf"),
+        ({"threshold": 1.5}, "suffix threshold: expected a probability, 0 to 1, got 1.5"),
+        ({"capacity": -1}, "suffix capacity: expected 0 or more tokens, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
@@ -419,10 +419,10 @@ def test_a_drafter_is_made_by_name():
 @pytest.mark.parametrize(
     ("name", "draft", "message"),
     [
-        ("suffix:0", False, "suffix draft length is 0: legal are 1 to 64"),
-        ("suffix:long", False, "'long' is not a row of whole numbers: legal is for example suffix:16"),
-        ("suffix:8x2", False, "'8x2' is not one whole number: legal is for example suffix:16"),
-        ("ngram:8x2", False, "'8x2' is not one whole number: legal is for example ngram:8"),
+        ("suffix:0", False, "suffix draft length: expected 1 to 64, got 0"),
+        ("suffix:long", False, "expected a row of whole numbers, for example suffix:16, got 'long'"),
+        ("suffix:8x2", False, "expected one whole number, for example suffix:16, got '8x2'"),
+        ("ngram:8x2", False, "expected one whole number, for example ngram:8, got '8x2'"),
         ("suffix:8", True, "drafter suffix reads no draft model: leave out 'draft'"),
     ],
 )

@@ -91,11 +91,11 @@ def test_exact_output_distribution_on_a_real_model(chains, rule):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("early_exit:0", "legal are 1 to 4"),
-        ("early_exit:5", "legal are 1 to 4"),
-        ("early_exit", "takes a number of layers"),
-        ("early_exit:3x2x1", "takes a number of layers"),
-        ("early_exit:3x99", "legal are 1 to 64"),
+        ("early_exit:0", "expected 1 to 4 layers, got 0"),
+        ("early_exit:5", "expected 1 to 4 layers, got 5"),
+        ("early_exit", "expected a number of layers, .* got none"),
+        ("early_exit:3x2x1", "expected a number of layers, .* got 3x2x1"),
+        ("early_exit:3x99", "expected 1 to 64, got 99"),
     ],
 )
 def test_bad_arguments_say_what_is_legal(spec, words):

@@ -222,9 +222,9 @@ def test_observing_changes_nothing():
 @pytest.mark.parametrize(
     ("workload", "words"),
     [
-        ((0, 1, 1), "batch is 0: legal is 1 or more"),
-        ((1, -3, 1), "prompt tokens is -3"),
-        ((1, 1, 0), "new tokens is 0"),
+        ((0, 1, 1), "batch: expected 1 or more, got 0"),
+        ((1, -3, 1), "prompt tokens: expected 1 or more, got -3"),
+        ((1, 1, 0), "new tokens: expected 1 or more, got 0"),
         ((1, 500, 13), "expected at most 512 together, .* got 500 and 13"),
     ],
 )
@@ -251,7 +251,7 @@ def test_the_command_prints_figures_or_json():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--batch", "0"], "batch is 0"),
+        (["--batch", "0"], "batch: expected 1 or more, got 0"),
         (["--draft-length", "0"], "stopper fixed: expected a draft length of 1 to 64, got 0"),
         (["--dtype", "int4"], "dtype: expected one of auto, float32, bfloat16, float16, got 'int4'"),
         (["--drafter", "feature_head:nowhere"], "no feature head in 'nowhere'"),

@@ -509,7 +509,9 @@ def test_sizes_are_read(given, found):
 
 @pytest.mark.parametrize("given", ["much", "-1", "0", "2 gallons", 0, -5, "", True])
 def test_other_sizes_are_refused(given):
-    with pytest.raises(UserError, match=r"kv_memory is .*legal are a number of bytes above 0, or a text such as 2GiB"):
+    with pytest.raises(
+        UserError, match=r"kv_memory: expected a number of bytes above 0, or a text such as 2GiB .*, got "
+    ):
         read_bytes(given)
 
 
@@ -547,7 +549,9 @@ def test_requests_wait_for_memory_and_the_rest_is_refused_with_numbers():
     ]
     with pytest.raises(UserError, match=r"needs up to .* for 2000 tokens, and kv_memory is .*, enough for \d+ tokens"):
         under_test.add(words(3, 1990), params(3, tokens=10))
-    with pytest.raises(UserError, match=r"kv_memory is 10 bytes, and one token needs"):
+    with pytest.raises(
+        UserError, match=r"kv_memory: expected at least .*, what one token needs with its draft, got 10 bytes"
+    ):
         made("lean", kv_memory=10)
     (open_ended,) = under_test.add(words(4, 100), SamplingParams(max_tokens=None, ignore_eos=True))
     assert open_ended.max_tokens < 200, "without a number of its own it gets what there is"

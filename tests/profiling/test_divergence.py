@@ -83,7 +83,7 @@ def test_the_command(texts):
 
 
 def test_what_cannot_be_compared_is_refused(texts):
-    with pytest.raises(UserError, match="questions is 0"):
+    with pytest.raises(UserError, match="questions: expected 1 or more, got 0"):
         DivergenceOptions(questions=0)
     with pytest.raises(UserError, match=r"cannot be compared with embedded:stories: .*; both must share one tokenizer"):
         measure_divergence(DivergenceOptions(target="embedded:target", against="embedded:stories", dataset=texts))

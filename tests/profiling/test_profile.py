@@ -151,19 +151,19 @@ def test_every_rule_is_timed_beside_a_softmax(tmp_path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("round", "-n", 0), "draft length is 0"),
-        (("round", "--questions", 0), "questions is 0"),
-        (("round", "--drafter", "telepathy"), "drafter is 'telepathy'"),
+        (("round", "-n", 0), "draft length: expected 1 or more, got 0"),
+        (("round", "--questions", 0), "questions: expected 1 or more, got 0"),
+        (("round", "--drafter", "telepathy"), "got 'telepathy'"),
         (("round", "--backend", "abacus"), "got 'abacus'"),
         (("round", "--dataset", "nothing"), "data set: expected "),
         (("round", "--target", "embedded:fast-draft"), "needs a draft model"),
-        (("forward", "--context", 0), "context is 0"),
-        (("forward", "--new-tokens", 0), "new tokens is 0"),
+        (("forward", "--context", 0), "context: expected 1 or more, got 0"),
+        (("forward", "--new-tokens", 0), "new tokens: expected 1 or more, got 0"),
         (("forward", "--context", 400, "--new-tokens", 400), "the context of embedded:stories"),
         (("forward", "--prompt", 4000), "the context of embedded:stories"),
         (("forward", "--target", "embedded:nobody"), "embedded:nobody"),
         (("rules", "--vocab", 1), "vocab: expected 2 or more, got 1"),
-        (("rules", "--repeats", 0), "repeats is 0"),
+        (("rules", "--repeats", 0), "repeats: expected 1 or more, got 0"),
     ],
 )
 def test_errors_are_one_line(args, words):

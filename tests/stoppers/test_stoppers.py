@@ -182,7 +182,10 @@ def test_approximate_judges_the_newest_token_by_its_draw():
         (lambda: make_stopper("oracle"), "recorded run"),
         (lambda: make_stopper("acceptance:/no/such/place:0.5"), "no head in '/no/such/place'"),
         (lambda: make_stopper("schedule:many"), "whole number"),
-        (lambda: HeadConfig("nonsense", 4, "a", "b"), "legal are acceptance, log_ratio, verifier"),
+        (
+            lambda: HeadConfig("nonsense", 4, "a", "b"),
+            "expected one of acceptance, log_ratio, verifier, got 'nonsense'",
+        ),
         (lambda: HeadConfig("acceptance", 4, "a", "b", reads_draw=True), "cannot also read its draw"),
     ],
 )

@@ -194,7 +194,7 @@ def test_an_interrupted_run_gives_the_same_head(tmp_path, texts, monkeypatch):
         ({"batch": 3}, "expected 1, 2, 4"),
         ({"length": 4}, "8 tokens or more"),
         ({"windows": 5, "length": 100_000}, "no window"),
-        ({"answers_each": 0}, "answers each is 0"),
+        ({"answers_each": 0}, "answers each: expected 1 or more, got 0"),
     ],
 )
 def test_impossible_jobs_say_what_is_legal(tmp_path, texts, options, words):

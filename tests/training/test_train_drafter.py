@@ -270,7 +270,7 @@ def test_tokenizer_encodes_any_text_and_marks_its_beginning():
     [
         (["--heads", "3"], "width: expected a multiple of twice the heads (6), got 128"),
         (["--kv-heads", "3"], "kv heads: expected a divisor of the 4 heads, got 3"),
-        (["--layers", "0"], "layers is 0"),
+        (["--layers", "0"], "layers: expected 1 or more, got 0"),
         (["--vocab", "100"], "(bytes and an end token), got 100"),
         (["--vocab", "60000"], "choose a smaller vocabulary"),
         (["--distil", "embedded:target", "--loss", "mse"], "loss: expected one of kl, reverse_kl, tv, got 'mse'"),
@@ -284,7 +284,7 @@ def test_tokenizer_encodes_any_text_and_marks_its_beginning():
         (["--length", "4"], "length: expected 18 or more, got 4"),
         (["--positions", "64"], "at most the 64 tokens that the model reads, got 256"),
         (["--distil", "embedded:target", "--init", "nowhere/at/all"], "no such file or directory"),
-        (["--steps", "0"], "steps is 0"),
+        (["--steps", "0"], "steps: expected 1 or more, got 0"),
     ],
 )
 def test_mistakes_are_one_line(text, tmp_path, options, message):

@@ -588,11 +588,11 @@ def test_jobs_with_illegal_values_are_refused(tmp_path, story_file):
         ({"mix": 1.0}, "mix: expected"),
         ({"threshold": 2.0}, "threshold: expected 0 to 1"),
         ({"cost_ratio": 0.0}, "cost ratio: expected"),
-        ({"trial_prompts": 0}, "trial prompts is 0"),
+        ({"trial_prompts": 0}, "trial prompts: expected 1 or more, got 0"),
     ):
         with pytest.raises(UserError, match=message):
             job(tmp_path / "new", story_file, **options)
-    with pytest.raises(UserError, match="depth 99"):
+    with pytest.raises(UserError, match="depth of 0 to 64, got 64 and 99"):
         make_head(job(tmp_path / "new", story_file, depth=99))
 
 

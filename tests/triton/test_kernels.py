@@ -317,7 +317,7 @@ def test_who_uses_kernels(monkeypatch):
         assert choose.way(CUDA) is by
         assert choose.way(CPU) is choose.Way.TORCH
     monkeypatch.setenv(choose.VARIABLE, "yes")
-    with pytest.raises(UserError, match="'yes': legal are auto, 0, 1, interpret"):
+    with pytest.raises(UserError, match="expected one of auto, 0, 1, interpret, got 'yes'"):
         choose.way(CPU)
 
 

@@ -183,7 +183,7 @@ class Session:
         """
         stem = self.stem
         if not 0 <= base <= stem:
-            raise ValueError(f"keep({base}): legal are 0 to {stem}, the length of the stem")
+            raise ValueError(f"keep: expected 0 to {stem}, the length of the stem, got {base}")
         if nodes and base != stem:
             raise ValueError(f"keep({base}, nodes): nodes hang below the stem's last token, so base must be {stem}")
         above = -1

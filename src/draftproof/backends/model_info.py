@@ -15,7 +15,7 @@ _CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")  #
 
 ADVICE = "speculative decoding needs a decoder-only model whose keys, values and states are in transformers' own cache"
 
-SNAPSHOTS = "layers with a recurrent state, which this backend cannot take back: legal is backend snapshot, or auto"
+SNAPSHOTS = "layers with a recurrent state, which this backend cannot take back: use backend snapshot or auto"
 
 
 def refuse_unsuitable(model: Any, name: str) -> None:

@@ -23,8 +23,8 @@ def state_of(weights: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
     state: Any = weights.state_dict() if isinstance(weights, nn.Module) else weights
     if not isinstance(state, Mapping) or not all(isinstance(each, Tensor) for each in state.values()):
         raise UserError(
-            f"weights are a {type(weights).__name__}: legal is a transformers model, or its state dict, which has "
-            "tensors by name"
+            f"weights: expected a transformers model, or its state dict with tensors by name, got "
+            f"{type(weights).__name__}"
         )
     adapted = next((name for name in state if ".lora_" in name or ".base_layer." in name), None)
     if adapted is not None:
@@ -48,7 +48,7 @@ def refuse_misfits(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, 
     """
     problem = misfit({key: tuple(tensor.shape) for key, tensor in state.items()}, shapes)
     if problem is not None:
-        raise UserError(f"the new weights {problem}; legal is a whole state dict of {name}, under transformers' names")
+        raise UserError(f"the new weights {problem}; expected a whole state dict of {name}, under transformers' names")
     broken = [key for key in shapes if state[key].is_floating_point() and not bool(state[key].isfinite().all())]
     if broken:
         raise UserError(f"the new weights hold NaN or infinite numbers in {broken[0]}: the old ones stay in use")

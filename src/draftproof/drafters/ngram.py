@@ -41,9 +41,9 @@ class NgramDrafter:
 
     def __init__(self, length: int = 8, *, longest: int = 4, shortest: int = 1) -> None:
         if not 1 <= length <= 64:
-            raise UserError(f"ngram draft length is {length}: legal are 1 to 64")
+            raise UserError(f"ngram draft length: expected 1 to 64, got {length}")
         if not 1 <= shortest <= longest:
-            raise UserError(f"ngram suffixes are {shortest} to {longest}: legal is 1 <= shortest <= longest")
+            raise UserError(f"ngram suffixes: expected 1 <= shortest <= longest, got {shortest} and {longest}")
         self.name = f"ngram:{length}"
         self.limit = length
         self._sizes = range(longest, shortest - 1, -1)

@@ -99,7 +99,7 @@ class SampledTreeDrafter(ModelBacked):
 
     def __init__(self, model: DraftModel, stopper: Stopper, *, chains: int = 4, factors: Sequence[int] = ()) -> None:
         if not 1 <= chains <= MAX_DRAWS:
-            raise UserError(f"number of chains is {chains}: legal are 1 to {MAX_DRAWS}")
+            raise UserError(f"number of chains: expected 1 to {MAX_DRAWS}, got {chains}")
         if any(not 1 <= factor <= MAX_DRAWS for factor in factors):
             raise UserError(f"expansion factors are {list(factors)}: each must be 1 to {MAX_DRAWS}")
         if not model.backend.capabilities.trees:

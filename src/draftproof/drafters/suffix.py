@@ -74,15 +74,15 @@ class SuffixDrafter:
         shared: bool = True,
     ) -> None:
         if not 1 <= length <= 64:
-            raise UserError(f"suffix draft length is {length}: legal are 1 to 64")
+            raise UserError(f"suffix draft length: expected 1 to 64, got {length}")
         if not 1 <= context <= 64:
-            raise UserError(f"suffix context is {context}: legal are 1 to 64 tokens")
+            raise UserError(f"suffix context: expected 1 to 64 tokens, got {context}")
         if not 0 <= factor < math.inf:
-            raise UserError(f"suffix factor is {factor}: legal are 0 or more drafted tokens for each matched one")
+            raise UserError(f"suffix factor: expected 0 or more drafted tokens for each matched one, got {factor}")
         if not 0 <= threshold <= 1:
-            raise UserError(f"suffix threshold is {threshold}: legal are probabilities, 0 to 1")
+            raise UserError(f"suffix threshold: expected a probability, 0 to 1, got {threshold}")
         if capacity < 0:
-            raise UserError(f"suffix capacity is {capacity}: legal is 0 or more tokens")
+            raise UserError(f"suffix capacity: expected 0 or more tokens, got {capacity}")
         self.name = f"suffix:{length}"
         self.limit = length
         self._context, self._factor, self._threshold = context, factor, threshold

@@ -56,7 +56,9 @@ def _layers_and_chains(argument: str) -> list[int]:
     """The numbers of L or LxK."""
     found = numbers(argument, "early_exit:20x4")
     if not 1 <= len(found) <= 2:
-        raise UserError("drafter early_exit takes a number of layers: legal is for example early_exit:20")
+        raise UserError(
+            f"drafter early_exit: expected a number of layers, for example early_exit:20, got {argument or 'none'}"
+        )
     return found
 
 
@@ -65,8 +67,8 @@ def _bits_and_chains(argument: str) -> list[int]:
     found = numbers(argument, "quantized:4x2") or [BITS[0]]
     if len(found) > 2 or found[0] not in BITS:
         raise UserError(
-            f"drafter quantized takes the bits of a weight, not {argument!r}: legal are "
-            f"{' and '.join(f'quantized:{bits}' for bits in BITS)}, or quantized:4x2 for two chains"
+            f"drafter quantized: expected the bits of a weight, {', '.join(f'quantized:{bits}' for bits in BITS)}, or "
+            f"quantized:4x2 for two chains, got {argument!r}"
         )
     return found
 
@@ -101,7 +103,7 @@ def _lookup(make: Callable[..., Drafter], example: str) -> Callable[[DrafterCont
     def build(parts: DrafterContext, argument: str) -> Drafter:  # noqa: ARG001
         found = numbers(argument, example)
         if len(found) > 1:
-            raise UserError(f"{argument!r} is not one whole number: legal is for example {example}")
+            raise UserError(f"expected one whole number, for example {example}, got {argument!r}")
         return make(*found)
 
     return build
@@ -358,7 +360,7 @@ def find_drafter(spec: str) -> tuple[DrafterPart, str]:
         return _extended(found["first"], found["lookup"]), ""
     name, _, argument = spec.partition(":")
     if name not in DRAFTERS:
-        raise UserError(f"drafter is {name!r}: legal are {', '.join(part.form for part in DRAFTERS.values())}")
+        raise UserError(f"drafter: expected one of {', '.join(part.form for part in DRAFTERS.values())}, got {name!r}")
     return DRAFTERS[name], argument
 
 

@@ -68,8 +68,8 @@ class RequestIntake:
             raise UserError(f"drafter {self.drafter.name} drafts, and {self.plain_because}: use drafter none")
         if self.drafter.branching and not self.target.capabilities.trees:
             raise UserError(
-                f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them: legal are "
-                "drafters of single chains (model, ngram, suffix)"
+                f"drafter {self.drafter.name} drafts trees, and {self.target.name} cannot read them: use "
+                "a drafter of single chains (model, ngram, suffix)"
             )
 
     @property
@@ -261,7 +261,7 @@ class RequestIntake:
             longest = len(ids) + self.context_left(len(ids)) - 1
             reason = why_bounded(self.target)
             raise ContextError(
-                f"the prompt has {len(ids)} tokens: with the context of {self.target.name} legal are 1 to {longest}"
+                f"prompt: expected 1 to {longest} tokens, by the context of {self.target.name}, got {len(ids)}"
                 + (f" ({reason})" if reason else "")
             )
 

@@ -51,7 +51,7 @@ def read_bytes(value: int | str | None, name: str = "kv_memory") -> int | None:
         return None
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
     if isinstance(value, bool) or found is None or found[2].lower() not in _UNITS or not float(found[1]):
-        raise UserError(f"{name} is {value!r}: legal are a number of bytes above 0, or a text such as 2GiB or 500MB")
+        raise UserError(f"{name}: expected a number of bytes above 0, or a text such as 2GiB or 500MB, got {value!r}")
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
@@ -82,8 +82,8 @@ class MemoryBudget:
                 _read_one_token(each)
         if self.needed([1]) > most:
             raise UserError(
-                f"kv_memory is {in_units(most)}, and one token needs {in_units(self.needed([1]))} with its draft: "
-                "legal is more"
+                f"kv_memory: expected at least {in_units(self.needed([1]))}, what one token needs with its draft, got "
+                f"{in_units(most)}"
             )
 
     def _measured(self) -> list[Measured]:

@@ -37,7 +37,7 @@ class Part:
         """The error for an argument that this part does not take."""
         if not self.argument:
             return UserError(f"{self.name} takes no argument, and was given {argument!r}")
-        return UserError(f"{self.name} cannot read {argument!r}: legal is {self.form}, for example {self.example}")
+        return UserError(f"{self.name}: expected {self.form}, for example {self.example}, got {argument!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def numbers(text: str, example: str) -> list[int]:
     try:
         return [int(part) for part in text.split("x")] if text else []
     except ValueError:
-        raise UserError(f"{text!r} is not a row of whole numbers: legal is for example {example}") from None
+        raise UserError(f"expected a row of whole numbers, for example {example}, got {text!r}") from None
 
 
 def number(text: str, example: str) -> float:
@@ -93,7 +93,7 @@ def number(text: str, example: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UserError(f"{text!r} is no number: legal is for example {example}") from None
+        raise UserError(f"expected a number, for example {example}, got {text!r}") from None
 
 
 def is_number(text: str) -> bool:

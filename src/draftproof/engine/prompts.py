@@ -68,7 +68,7 @@ class PromptReader:
             return None, items
         for place, token in enumerate(items):
             if isinstance(token, bool) or not isinstance(token, numbers.Integral):
-                raise UserError(f"token {place} of the prompt is {token!r}: legal are whole numbers")
+                raise UserError(f"token {place} of the prompt: expected a whole number, got {token!r}")
         return None, [int(token) for token in items]
 
     def plain(self, text: str) -> list[int]:
@@ -180,7 +180,7 @@ def _text_only(place: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise UserError(
-                f"message {place} has a part of type {kind!r}: legal are texts; images, sound and video are not read, "
+                f"message {place}: expected parts of type text, got {kind!r}: images, sound and video are not read, "
                 "also where the model could"
             )
     return {**message, "content": "\n".join(part["text"] for part in content)}
@@ -200,7 +200,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise UserError(f"prompts is {prompts!r}: legal are a text, token ids, chat messages, or a list of those")
+        raise UserError(f"prompts: expected a text, token ids, chat messages, or a list of those, got {prompts!r}")
     items: list[Any] = list(prompts)
     if not items:
         raise UserError("no prompt given")
@@ -208,5 +208,5 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [items]
     for item in items:
         if not isinstance(item, str | list | tuple):
-            raise UserError(f"a prompt is {item!r}: legal are a text, token ids, or chat messages")
+            raise UserError(f"prompt: expected a text, token ids, or chat messages, got {item!r}")
     return items

@@ -37,8 +37,8 @@ def _named(name: str, argument: str) -> tuple[str, int]:
     where, chains = source(argument)
     if not where:
         raise UserError(
-            f"drafter {name} needs a head: legal is a directory or a hub id, for example {name}:heads/mine or "
-            f"{name}:OWNER/NAME"
+            f"drafter {name}: expected a head, a directory or a hub id, for example {name}:heads/mine or "
+            f"{name}:OWNER/NAME, got none"
         )
     return where, chains
 

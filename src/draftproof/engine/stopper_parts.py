@@ -185,7 +185,7 @@ def find_stopper(spec: str) -> tuple[StopperPart, str]:
     name, _, argument = spec.partition(":")
     if name not in STOPPERS:
         forms = ", ".join(part.form for part in OFFERED_STOPPERS.values())
-        raise UserError(f"stopper is {name!r}: legal are {forms} (the argument may be left out)")
+        raise UserError(f"stopper: expected one of {forms} (the argument may be left out), got {name!r}")
     return STOPPERS[name], argument
 
 

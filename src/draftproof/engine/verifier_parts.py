@@ -88,7 +88,7 @@ def find_verifier(spec: str) -> tuple[VerifierPart, str]:
     name, _, argument = spec.partition(":")
     if name not in VERIFIERS:
         lossless = ", ".join(known for known in VERIFIERS if known not in LOSSY)
-        raise UserError(f"verifier is {name!r}: legal are {lossless}, and the lossy {', '.join(LOSSY)}")
+        raise UserError(f"verifier: expected one of {lossless}, or the lossy {', '.join(LOSSY)}, got {name!r}")
     return VERIFIERS[name], argument
 
 

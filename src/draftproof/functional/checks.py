@@ -49,7 +49,7 @@ def check_tokens(tokens: Int[Tensor, "*rows"], vocab: int, valid: Tensor) -> Non
     bad = valid & ((tokens < 0) | (tokens >= vocab))
     if bad.any():
         where = _first(bad)
-        raise ValueError(f"tokens{list(where)} is {tokens[where].item()}: legal ids are 0 to {vocab - 1}")
+        raise ValueError(f"tokens{list(where)}: expected ids 0 to {vocab - 1}, got {tokens[where].item()}")
 
 
 def check_drawn(tokens: Int[Tensor, "*rows"], q: Float[Tensor, "*rows V"], valid: Tensor) -> None:
@@ -95,7 +95,7 @@ def check_chain(
         bad = (lengths < 0) | (lengths > n)
         if bad.any():
             where = _first(bad)
-            raise ValueError(f"lengths{list(where)} is {lengths[where].item()}: legal are 0 to {n}")
+            raise ValueError(f"lengths{list(where)}: expected 0 to {n}, got {lengths[where].item()}")
         inside = place <= lengths.unsqueeze(-1)
     check_rows("p", p, inside)
     drafted = inside[..., 1:]

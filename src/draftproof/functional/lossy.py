@@ -147,7 +147,7 @@ def mixture_verify(
     Source: the output distribution of SPRINTER, arXiv 2502.04557, Theorem 3.1, as a rule that needs no stopper.
     """
     if not 0 <= epsilon <= 1:
-        raise ValueError(f"epsilon is {epsilon}: legal are 0 (lossless) to 1 (accept everything)")
+        raise ValueError(f"epsilon: expected 0 (lossless) to 1 (accept everything), got {epsilon}")
     if validate:
         check_chain(tokens, q, p, lengths)
     accept = (log_ratios(tokens, q, p).exp() * (1 - epsilon) + epsilon).clamp_(max=1)
@@ -250,7 +250,7 @@ def mentored_verify(
     Source: Tran-Thien 2023, "An optimal lossy variant of speculative decoding" (Hugging Face blog).
     """
     if budget < 0:
-        raise ValueError(f"budget is {budget}: a divergence is not negative; 0 is lossless")
+        raise ValueError(f"budget: expected a divergence, 0 (lossless) or more, got {budget}")
     if validate:
         check_chain(tokens, q, p, lengths)
     size, n = row_lengths(tokens, lengths), tokens.shape[1]

@@ -79,7 +79,7 @@ def obtain_file(name: str, *, offline: bool) -> str:
         raise UserError(f"cannot list the files of {repository} on the hub: {reason(cause)}") from cause
     chosen = _choose(files, kind)
     if chosen is None:
-        raise UserError(f"no file of {repository} is {kind!r}: legal are {', '.join(sorted(files)) or 'none'}")
+        raise UserError(f"files of {repository}: expected one of {', '.join(sorted(files)) or 'none'}, got {kind!r}")
     try:
         paths = [hf_hub_download(repository, file) for file in _with_parts(chosen, files)]
     except Exception as cause:  # as above
@@ -182,7 +182,8 @@ def _of_ollama(name: str) -> Path:
     manifests, full = _manifests(), name if ":" in name else f"{name}:latest"
     if full not in manifests:
         raise UserError(
-            f"Ollama has no model {full!r} in {_ollama_folder()}: legal are {', '.join(sorted(manifests)) or 'none'}"
+            f"models of Ollama in {_ollama_folder()}: expected one of {', '.join(sorted(manifests)) or 'none'}, "
+            f"got {full!r}"
         )
     path = _blob(manifests[full])
     if path is None:

@@ -56,7 +56,7 @@ def way(device: torch.device) -> Way:
     """
     value = os.environ.get(VARIABLE) or "auto"
     if value not in LEGAL:
-        raise UserError(f"{VARIABLE} is {value!r}: legal are {', '.join(LEGAL)}")
+        raise UserError(f"{VARIABLE}: expected one of {', '.join(LEGAL)}, got {value!r}")
     if value == "interpret":
         _require(value)
         _interpret()

@@ -95,7 +95,8 @@ def quantize(
     ins = weight.shape[1]
     if bits not in BITS or group not in GROUPS or weight.dtype not in DTYPES:
         raise ValueError(
-            f"a {weight.dtype} weight to {bits} bits in groups of {group}: legal are {DTYPES}, {BITS} and {GROUPS}"
+            f"packed weight: expected a dtype of {DTYPES}, bits of {BITS} and groups of {GROUPS}, got "
+            f"{weight.dtype}, {bits} and {group}"
         )
     padding = (0, -ins % max(group, _PIECE))
     pieces = torch.split(F.pad(weight, padding), max(1, _AT_ONCE // max(ins, 1)))
@@ -311,7 +312,7 @@ def why_not(dtype: torch.dtype, device: torch.device, bits: int, group: int) -> 
     if dtype not in DTYPES:
         return f"its weights are {dtype}"
     if group not in GROUPS:
-        return f"groups of {group} inputs are too small: legal are {', '.join(map(str, GROUPS))}"
+        return f"its groups have {group} inputs, not {', '.join(map(str, GROUPS))}"
     maker = torch.Generator().manual_seed(0)
     weight = torch.randn(40, 8 * group, generator=maker).to(device, dtype)
     x = torch.randn(MOST + 1, 8 * group, generator=maker).to(device, dtype)

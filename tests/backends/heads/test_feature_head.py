@@ -270,7 +270,7 @@ def test_a_head_is_the_same_after_saving_and_loading(tmp_path, own_output):
         ({"hidden_size": 16}, "do not fit"),
         ({"vocab_size": 96}, "width 32 and 97 tokens"),
         ({"target": "models/other"}, "made for models/other, and the target is llama"),
-        ({"ids": 98}, "legal are 1 to 97"),
+        ({"ids": 98}, "expected 1 to 97"),
         ({"key_heads": 3}, "key heads divide heads"),
         ({"format": 9}, "of format 1"),
         ({"extra": 1}, "of format 1"),

@@ -508,7 +508,7 @@ def test_files_that_are_missing_or_pickled_are_refused(tmp_path):
         with pytest.raises(UserError, match=words):
             make_drafter(spec, target=target, draft=None, stopper="fixed:2")
 
-    refused("eagle3", "needs a head: legal is a directory or a hub id")
+    refused("eagle3", "expected a head, a directory or a hub id")
     refused(f"eagle3:{tmp_path}", "config.json is missing")
     refused(f"eagle3:{tmp_path}/none", "no such file or directory")
     folder = changed(tmp_path / "head")
@@ -542,5 +542,5 @@ def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path, monkeypatch):
 
 def test_targets_without_such_states_are_refused():
     target = tiny_target()
-    with pytest.raises(UserError, match="hidden states after layer 8 of tiny-target: legal are 0 to 7"):
+    with pytest.raises(UserError, match="hidden states of tiny-target: expected layers 0 to 7, got 8"):
         target.record_states([1, 8])

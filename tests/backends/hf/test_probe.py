@@ -232,7 +232,7 @@ def test_altered_models_stand_aside_before_anything_moves(how):
     ALTERED[how](before)
     ALTERED[how](model)
     assert supports(model) is not None
-    with pytest.raises(UserError, match=r"has no lean forward: .*; legal is backend hf"):
+    with pytest.raises(UserError, match=r"has no lean forward: .*; use backend hf"):
         LeanBackend(model)
     ids = torch.arange(9).unsqueeze(0)
     assert torch.equal(model(input_ids=ids).logits, before(input_ids=ids).logits)
@@ -257,7 +257,7 @@ REFUSED = {
     ),
     "mamba": (
         lambda: transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
-        "has layers with a recurrent state.*legal is backend snapshot",
+        "has layers with a recurrent state.*use backend snapshot",
     ),
 }
 

@@ -299,7 +299,7 @@ def test_auto_takes_the_backend_that_a_model_needs(tmp_path):
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba"])
 def test_other_backends_name_the_one_for_recurrent_layers(name):
-    with pytest.raises(UserError, match=r"layers with a recurrent state.*legal is backend snapshot"):
+    with pytest.raises(UserError, match=r"layers with a recurrent state.*use backend snapshot"):
         HFBackend(model(name), name=name)
 
 

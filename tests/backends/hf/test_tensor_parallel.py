@@ -71,28 +71,28 @@ def test_the_target_was_divided(divided, alone):
 
 def test_drafters_that_read_the_targets_weights_are_refused(divided):
     for name, what in (("quantized", "it has no quantized twin"), ("early_exit", "its first layers cannot draft")):
-        assert f"divided among 2 processes, so {what}: legal are drafters model, chains, tree, ngram" in divided[name]
+        assert f"divided among 2 processes, so {what}: use drafter model, chains, tree, ngram" in divided[name]
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
 def test_heads_that_cannot_be_divided_are_refused_with_what_is_legal():
-    said = r"tensor_parallel is 3, and .* has num_attention_heads 8 and num_key_value_heads 4, .*: legal are 1, 2, 4$"
+    said = r"tensor_parallel: expected one of 1, 2, 4, got 3: .* has num_attention_heads 8 and num_key_value_heads 4, "
     with pytest.raises(UserError, match=said):
         load_backend(str(target_dir()), tensor_parallel=3)
 
 
 def test_a_type_without_a_plan_is_refused_by_name(tmp_path):
     random_model(CONFIGS["gpt2"]()).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"no tensor-parallel plan for its type \(gpt2\); legal is tensor_parallel 1"):
+    with pytest.raises(UserError, match=r"no tensor-parallel plan for its type \(gpt2\); use tensor_parallel 1"):
         load_backend(str(tmp_path), tensor_parallel=2)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"backend": "lean"}, "backend is 'lean': only transformers' own forward pass .* legal is --backend hf"),
+        ({"backend": "lean"}, "backend is 'lean': only transformers' own forward pass .* use --backend hf"),
         ({"device": "cpu"}, "does not go with device 'cpu'"),
         ({"adapter": "somewhere"}, "does not go with adapter 'somewhere'"),
     ],
@@ -115,7 +115,7 @@ def test_a_program_that_was_started_alone_is_told_how_to_start_it():
 
 
 def test_numbers_below_one_are_refused():
-    with pytest.raises(UserError, match=r"tensor_parallel is 0: legal are 1 \(one process\) and more"):
+    with pytest.raises(UserError, match=r"tensor_parallel: expected 1 \(one process\) or more, got 0"):
         Engine.load(str(target_dir()), tensor_parallel=0)
     said = call("generate", "hi", "--tensor-parallel", "0", code=1).stderr
     assert "--tensor-parallel: expected 1 (one process) or more, got 0" in said

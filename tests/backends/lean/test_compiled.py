@@ -26,7 +26,7 @@ def test_where_nothing_can_be_compiled_one_line_says_so(monkeypatch):
         raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found")
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: broken)
-    with pytest.raises(UserError, match=r"No working C\+\+ compiler found.*legal is backend lean"):
+    with pytest.raises(UserError, match=r"No working C\+\+ compiler found.*use backend lean"):
         CompiledBackend(random_model(CONFIGS["llama"]()), name="llama")
 
 

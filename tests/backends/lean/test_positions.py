@@ -118,7 +118,7 @@ def test_mpt_ends_where_its_table_of_biases_ends():
     made = HFBackend(model, name="mpt")
     assert made.max_positions == 64
     prompt = [(5 * i) % 97 for i in range(70)]
-    with pytest.raises(UserError, match="legal are 1 to 63"):
+    with pytest.raises(UserError, match="expected 1 to 63"):
         Engine(made).generate([prompt], GREEDY)
     with pytest.raises(RuntimeError, match="size of tensor"):
         model(input_ids=torch.tensor([prompt]))
@@ -245,7 +245,7 @@ def test_without_the_switch_the_context_ends_at_the_length(monkeypatch):
     monkeypatch.setattr("draftproof.backends.hf.backend.switch_of", lambda _: None)
     made = HFBackend(longrope("phi3"), name="phi3")
     assert made.max_positions == LENGTH
-    with pytest.raises(UserError, match=r"legal are 1 to 39 .*original_max_position_embeddings is 40"):
+    with pytest.raises(UserError, match=r"expected 1 to 39 .*original_max_position_embeddings is 40"):
         Engine(made).generate([[(5 * i) % 97 for i in range(70)]], GREEDY)
 
 
@@ -268,7 +268,7 @@ def test_dynamic_angles_end_the_context_with_the_reason():
             assert list(out.token_ids) == generated(model, prompt, LENGTH - size)
         for size in (LENGTH, LENGTH + 1, 70):
             with pytest.raises(
-                UserError, match=r"legal are 1 to 39 .*rotary angles \(type dynamic\) change with every token"
+                UserError, match=r"expected 1 to 39 .*rotary angles \(type dynamic\) change with every token"
             ):
                 engine.generate([[(5 * i) % 97 for i in range(size)]], GREEDY)
 

@@ -138,7 +138,7 @@ def test_pickled_and_foreign_and_missing_tensors_are_refused(base, tmp_path):
 def test_adapters_that_add_tokens_are_refused(base, tmp_path):
     wrapped = peft.get_peft_model(plain(base), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     wrapped.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(UserError, match=r"\(PROMPT_TUNING\) depends on the tokens of a prompt .* legal are LoRA"):
+    with pytest.raises(UserError, match=r"\(PROMPT_TUNING\) depends on the tokens of a prompt .* expected LoRA"):
         load_backend(str(base), adapter=str(tmp_path / "adapter"))
 
 

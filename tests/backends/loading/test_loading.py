@@ -150,14 +150,16 @@ def test_a_shorter_context_ends_texts_and_refuses_prompts(drafter):
     (whole,) = Engine.load("embedded:target", drafter="none").generate([[1, 80, 90, 11]], greedy)
     assert (len(out.token_ids), out.finish_reason) == (20, "length")
     assert out.token_ids == whole.token_ids[:20]
-    with pytest.raises(UserError, match=r"legal are 1 to 23 \(max_model_len is 24\)"):
+    with pytest.raises(UserError, match=r"expected 1 to 23 tokens, .*\(max_model_len is 24\)"):
         engine.generate([[1] * 24], greedy)
 
 
 @pytest.mark.parametrize("length", [0, 1, -3, 100_000])
 def test_a_context_that_is_none_is_refused_with_both_numbers(length):
     own = Engine.load("embedded:target", drafter="none").target.max_positions
-    with pytest.raises(UserError, match=f"max_model_len is {length}, and embedded:target reads at most {own} .*2 to"):
+    with pytest.raises(
+        UserError, match=f"max_model_len: expected 2 to {own}, got {length}: embedded:target reads at most {own} "
+    ):
         Engine.load("embedded:target", max_model_len=length)
     assert Engine.load("embedded:target", max_model_len=own).target.bounded_by == ""
 

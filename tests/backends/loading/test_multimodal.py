@@ -94,5 +94,5 @@ def test_images_are_refused_with_the_place_of_the_message():
     told = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert reader.chat_text(told) == "a\nb"
     told[0]["content"].append({"type": "image", "url": "cat.png"})
-    with pytest.raises(UserError, match="message 0 has a part of type 'image': legal are texts"):
+    with pytest.raises(UserError, match="message 0: expected parts of type text, got 'image'"):
         reader.chat_text(told)

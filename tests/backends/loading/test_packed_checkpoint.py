@@ -261,5 +261,5 @@ def test_scales_and_groups_that_cannot_be_exact_are_refused():
     numbers, zeros = torch.zeros(16, 64, dtype=torch.uint8), torch.zeros(16, 1, dtype=torch.uint8)
     with pytest.raises(UnreadError, match="float16 does not hold its scales exactly"):
         grouped(numbers, zeros, torch.full((16, 1), 1e-9, dtype=torch.bfloat16), torch.float32)
-    with pytest.raises(UnreadError, match="its groups have 16 inputs, and legal are 32, 64, 128"):
+    with pytest.raises(UnreadError, match="its groups have 16 inputs, not 32, 64, 128"):
         grouped(numbers, zeros.expand(16, 4), torch.ones(16, 4), torch.float32)

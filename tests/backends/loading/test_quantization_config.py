@@ -189,7 +189,10 @@ REFUSED = {
     "no such file": ("nowhere.json", "nowhere.json.*no file that can be read"),
     "a number": (4, "it is a int"),
     "no method": ({"step": 0.5}, "it has no quant_method"),
-    "a method that is none": ({"quant_method": "rotate"}, "method 'rotate': legal are .*bitsandbytes.*torchao"),
+    "a method that is none": (
+        {"quant_method": "rotate"},
+        "expected one of the methods .*bitsandbytes.*torchao.*, got 'rotate'",
+    ),
     "no bits": ({"quant_method": "bitsandbytes"}, "it has no load_in_4bit or load_in_8bit"),
     "no bits, as an object": (transformers.BitsAndBytesConfig(), "it has no load_in_4bit or load_in_8bit"),
     "an unknown field": ({**ROUNDED, "setp": 1}, "unknown field 'setp': legal for rounding are quant_method, step"),

@@ -412,9 +412,9 @@ def test_a_rule_that_remembers_rounds_would_not_be_exact(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("quantized:3", "legal are quantized:4 and quantized:8"),
-        ("quantized:4x2x1", "legal are quantized:4 and quantized:8"),
-        ("quantized:four", "is not a row of whole numbers"),
+        ("quantized:3", "expected the bits of a weight, quantized:4, quantized:8"),
+        ("quantized:4x2x1", "expected the bits of a weight, quantized:4, quantized:8"),
+        ("quantized:four", "expected a row of whole numbers, .* got 'four'"),
         ("quantized:4", r"no native products of torch.float16"),
     ],
 )
@@ -433,5 +433,5 @@ def test_without_native_layers_it_is_refused(monkeypatch):
 
 def test_heads_that_native_attention_does_not_read_are_refused():
     target = LeanBackend(random_model(transformers.LlamaConfig(**ROPE, head_dim=258)), name="llama")
-    with pytest.raises(UserError, match=r"on backend lean are models in .* whose heads have at most 256 numbers"):
+    with pytest.raises(UserError, match=r"backend lean needs a model in .* whose heads have at most 256 numbers"):
         make_drafter("quantized:8", target=target, draft=None, stopper="fixed:4")

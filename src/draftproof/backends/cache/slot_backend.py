@@ -87,7 +87,7 @@ class SlotBackend(ABC):
             why = f" ({self.bounded_by})" if self.bounded_by else ""
             reads = "has no limit of its own" if most is None else f"reads at most {most} positions{why}"
             legal = "2 or more" if most is None else f"2 to {most}"
-            raise UserError(f"max_model_len is {positions}, and {self.name} {reads}: legal are {legal}")
+            raise UserError(f"max_model_len: expected {legal}, got {positions}: {self.name} {reads}")
         if positions != most:
             self.max_positions, self.bounded_by = positions, f"max_model_len is {positions}"
 
@@ -103,7 +103,7 @@ class SlotBackend(ABC):
         """
         wrong = [layer for layer in layers if not 0 <= layer <= self.facts.layers]
         if wrong:
-            raise UserError(f"hidden states after layer {wrong[0]} of {self.name}: legal are 0 to {self.facts.layers}")
+            raise UserError(f"hidden states of {self.name}: expected layers 0 to {self.facts.layers}, got {wrong[0]}")
         if tuple(layers) not in self._recorded:
             self._recorded = (*self._recorded, tuple(layers))
 
@@ -180,8 +180,8 @@ class SlotBackend(ABC):
             UserError: as `quantizing`, or a backend that has no such form.
         """
         raise UserError(
-            f"weights of {bits} bits: {self.name} is read by backend {self.kind}, and legal is backend lean (a dense "
-            "decoder in float32 or bfloat16), or a checkpoint that is quantized already"
+            f"weights of {bits} bits: expected backend lean (a dense decoder in float32 or bfloat16), got "
+            f"{self.name} on backend {self.kind}: take a checkpoint that is quantized already"
         )
 
     @abstractmethod
@@ -206,8 +206,8 @@ class SlotBackend(ABC):
             UserError: weights of another model, or a backend that cannot change them; this one stays as it was.
         """
         raise UserError(
-            f"the weights of {self.name} cannot be changed on backend {self.kind}: legal are backends lean, hf and "
-            f"snapshot; else load the model again"
+            f"the weights of {self.name} cannot be changed on backend {self.kind}: use backend lean, hf or "
+            "snapshot, or load the model again"
         )
 
     def quantizing(self, bits: int) -> Iterator[SlotBackend | None]:
@@ -220,6 +220,5 @@ class SlotBackend(ABC):
             UserError: it has no such form here, or not with this number of bits.
         """
         raise UserError(
-            f"{self.name} cannot be quantized to {bits} bits: legal are transformers models on backends lean, hf and "
-            f"snapshot, and this is backend {self.kind}"
+            f"{self.name} cannot be quantized to {bits} bits on backend {self.kind}: use backend lean, hf or snapshot"
         )

@@ -52,7 +52,7 @@ class LeanNet(HeadNet):
             if native_layers([layer]) is None or self._fuse.layout != "native":
                 raise UserError(
                     f"the feature head of {config.target} cannot be quantized, because its products are not native "
-                    f"here: legal are float types, and DRAFTPROOF_NATIVE must not be 0"
+                    f"here: use a float type, or unset DRAFTPROOF_NATIVE=0"
                 )
             layer, self._fuse = layer.quantized(bits), self._fuse.quantized(bits)
             self.logits = output.quantized_output(bits)

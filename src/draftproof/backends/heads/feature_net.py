@@ -61,7 +61,9 @@ class FeatureConfig:
                 "heads, and twice the heads divide the width"
             )
         if not 1 <= self.ids <= self.vocab_size:
-            raise UserError(f"a feature head for {self.ids} tokens: legal are 1 to {self.vocab_size}, the vocabulary")
+            raise UserError(
+                f"tokens of a feature head: expected 1 to {self.vocab_size}, the vocabulary, got {self.ids}"
+            )
 
 
 class FeatureNet(nn.Module):
@@ -179,7 +181,7 @@ def load_net(directory: str | Path) -> FeatureNet:
         if not (where / name).is_file():
             raise UserError(
                 f"no feature head in {str(where)!r} ({name} is missing): "
-                "legal is a directory of `draftproof train feature-head`"
+                "expected a directory of `draftproof train feature-head`"
             )
     net = FeatureNet(_read_config(where / CONFIG))
     try:

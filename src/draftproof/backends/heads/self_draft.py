@@ -73,7 +73,7 @@ class EarlyExitBackend(SelfDraftBackend):
     def __init__(self, whole: SlotBackend, layers: int) -> None:
         total = whole.facts.layers
         if not 1 <= layers < total:
-            raise UserError(f"early exit after {layers} layers of {whole.name}: legal are 1 to {total - 1}")
+            raise UserError(f"early exit of {whole.name}: expected 1 to {total - 1} layers, got {layers}")
         try:
             part = whole.first_layers(layers)
         except UserError as cause:

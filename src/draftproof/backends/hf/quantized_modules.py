@@ -91,7 +91,7 @@ def quantizing(
             there is no quantized product; nearly always before the first step.
     """
     if bits not in BITS:
-        raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
+        raise UserError(f"bits of the weights of {name}: expected {' or '.join(map(str, BITS))}, got {bits}")
     layers = linear_layers(model)
     why = _why_not(model, layers, bits)
     if why is not None:

@@ -147,7 +147,7 @@ class SnapshotBackend(HFBackend):
         if not self._mixers:
             raise UserError(
                 f"{name or type(model).__name__} keeps no recurrent state in transformers' own cache, which is what "
-                "backend snapshot is for: legal is backend auto"
+                "backend snapshot is for: use backend auto"
             )
         few_tokens.follow_passes(self._mixers)
         self._goes_on = continuation(model, self._mixers)

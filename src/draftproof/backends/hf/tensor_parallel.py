@@ -291,7 +291,7 @@ def join(size: int) -> Group:
         UserError: they were not started, or there are more or fewer of them.
     """
     if size < 2:
-        raise UserError(f"tensor_parallel is {size}: legal are 1 (one process) and more")
+        raise UserError(f"tensor_parallel: expected 1 (one process) or more, got {size}")
     if not is_launched():
         raise UserError(
             f"tensor_parallel is {size}, which needs {size} processes, and this one was started alone: start the "
@@ -345,7 +345,7 @@ def refuse_indivisible(config: Any, size: int, name: str) -> None:
     if not getattr(text, "base_model_tp_plan", None):
         raise UserError(
             f"{name} cannot be divided among processes: transformers has no tensor-parallel plan for its type "
-            f"({text.model_type}); legal is tensor_parallel 1, or device auto, which puts whole layers on each device"
+            f"({text.model_type}); use tensor_parallel 1, or device auto, which puts whole layers on each device"
         )
     heads = {each: found for each in _HEADS if isinstance(found := getattr(text, each, None), int)}
     wrong = {each: number for each, number in heads.items() if number % size}
@@ -353,8 +353,8 @@ def refuse_indivisible(config: Any, size: int, name: str) -> None:
         legal = [str(n) for n in range(1, min(heads.values()) + 1) if all(not number % n for number in heads.values())]
         shown = " and ".join(f"{each} {number}" for each, number in wrong.items())
         raise UserError(
-            f"tensor_parallel is {size}, and {name} has {shown}, which must be multiples of it: legal are "
-            f"{', '.join(legal)}"
+            f"tensor_parallel: expected one of {', '.join(legal)}, got {size}: {name} has {shown}, which must be "
+            "multiples of it"
         )
 
 
@@ -416,7 +416,7 @@ class ParallelBackend(HFBackend):
         if self._switch is not None:
             raise UserError(
                 f"{name} reads long texts with other rotary factors (longrope), which is not divided among processes: "
-                "legal is tensor_parallel 1"
+                "use tensor_parallel 1"
             )
         self.capabilities = replace(self.capabilities, hidden=0)
         self.embed = self._refuse_embedding
@@ -446,8 +446,8 @@ class ParallelBackend(HFBackend):
 
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(
-            f"{self.name} is divided among {self._group.size} processes, so {what}: legal are drafters model, chains, "
-            "tree, ngram, suffix, auto and none"
+            f"{self.name} is divided among {self._group.size} processes, so {what}: use drafter model, chains, tree, "
+            "ngram, suffix, auto or none"
         )
 
     def _refuse_embedding(self, _: Tensor) -> Tensor:

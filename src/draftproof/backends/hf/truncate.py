@@ -23,7 +23,7 @@ def first_layers(model: Any, layers: int, name: str) -> Any:
     """
     total = int(model.config.get_text_config().num_hidden_layers)
     if not 1 <= layers < total:
-        raise UserError(f"early exit after {layers} layers of {name}: legal are 1 to {total - 1}")
+        raise UserError(f"early exit of {name}: expected 1 to {total - 1} layers, got {layers}")
     path = _layers_path(model, total)
     if path is None:
         raise UserError(f"early exit: the layers of {name} ({type(model).__name__}) are not one list of modules")

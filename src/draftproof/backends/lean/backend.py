@@ -81,7 +81,7 @@ def readable_traits(model: Any, name: str) -> Traits:
     except UnreadError as cause:
         why = str(cause)
     if traits is None:
-        raise UserError(f"{name} has no lean forward: {why}; legal is backend hf (or auto)")
+        raise UserError(f"{name} has no lean forward: {why}; use backend hf or auto")
     return traits
 
 

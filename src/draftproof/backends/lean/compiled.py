@@ -130,8 +130,8 @@ class CompiledBackend(_ByProgram, LeanBackend):
             if by_graphs:
                 raise
             raise UserError(
-                f"torch.compile cannot compile {self.name} here ({reason(cause)}): it needs a C++ compiler; legal is "
-                f"backend lean, which does without"
+                f"torch.compile cannot compile {self.name} here ({reason(cause)}): it needs a C++ compiler; use "
+                f"backend lean, which needs none"
             ) from cause
         finally:
             session.close()

@@ -134,7 +134,7 @@ class Lean:
             UserError: another number of bits, or layers that are not native; before the first step.
         """
         if bits not in BITS:
-            raise UserError(f"{bits} bits for the weights of {name}: legal are {' and '.join(map(str, BITS))}")
+            raise UserError(f"bits of the weights of {name}: expected {' or '.join(map(str, BITS))}, got {bits}")
         why = self._why_not_quantized(bits)
         if why is not None:
             raise UserError(f"{name} cannot be quantized: {why}")
@@ -180,8 +180,8 @@ class Lean:
     def _why_not_quantized(self, bits: int) -> str | None:
         if self.embed.weight.device.type == "cpu" and native_layers(self.layers) is None:
             return (
-                "its layers are not native: legal on backend lean are models in float32 or bfloat16 whose heads have "
-                f"at most {MOST_DIM} numbers, and {native.VARIABLE} must not be 0"
+                "its layers are not native: backend lean needs a model in float32 or bfloat16 whose heads have at most "
+                f"{MOST_DIM} numbers, and {native.VARIABLE} must not be 0"
             )
         products = [getattr(layer, name) for _, layer, name in self._products()]
         return next((why for each in (*products, self.head) if (why := each.why_not_quantized(bits)) is not None), None)

@@ -92,7 +92,7 @@ def _compared(made: Any, expected: Float[Tensor, "tokens vocab"], adapter: str) 
     if not error < TOLERANCE.get(made.dtype, TOLERANCE[torch.bfloat16]):
         raise UserError(
             f"the adapter {adapter!r} changes more than the layers of its model (its logits are off by {error:.2g} "
-            "without peft's wrapper): legal are LoRA and other adapters of single layers"
+            "without peft's wrapper): expected LoRA or another adapter of single layers"
         )
     return made
 
@@ -120,8 +120,8 @@ def _folder(adapter: str) -> Path:
         if not (folder / name).is_file():
             more = "; pickled weights are refused on purpose" if name == WEIGHTS else ""
             raise UserError(
-                f"{adapter!r} is no adapter: there is no {name}{more} (legal: a directory or hub id that peft's "
-                "save_pretrained wrote)"
+                f"{adapter!r} is no adapter: there is no {name}{more} (expected a directory or hub id that "
+                "peft's save_pretrained wrote)"
             )
     return folder
 
@@ -147,8 +147,8 @@ def _wrapped(model: Any, folder: Path, adapter: str) -> Any:
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         raise UserError(
-            f"the adapter {adapter!r} ({kind}) depends on the tokens of a prompt or adds to them: legal are LoRA and "
-            "other adapters that change weights alike for every token"
+            f"the adapter {adapter!r} ({kind}) depends on the tokens of a prompt or adds to them: expected LoRA or "
+            "another adapter that changes weights alike for every token"
         )
     try:
         config.inference_mode = True

@@ -87,7 +87,7 @@ def load_backend(
     """
     backend = current_name(backend)
     if backend not in BACKENDS:
-        raise UserError(f"backend is {backend!r}: legal are {', '.join(BACKENDS)}")
+        raise UserError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     if tensor_parallel != 1:
         _refuse_undivided(
             source,
@@ -167,7 +167,7 @@ def _refuse_undivided(source: str, processes: int, **options: Any) -> None:
     if options["backend"] not in ("auto", HFBackend.kind):
         raise UserError(
             f"{what}, and backend is {options['backend']!r}: only transformers' own forward pass is divided among "
-            f"processes, so legal is --backend {HFBackend.kind} (or auto, which takes it)"
+            f"processes: use --backend {HFBackend.kind} (or auto, which takes it)"
         )
     for name in ("device", "adapter", "quantization_config"):
         if options[name] is not None:

@@ -52,7 +52,7 @@ def backend_in_memory(model: Any, *, backend: str = "auto", name: str | None = N
         UserError: an unknown backend, or one that does not support the model; a model in training mode.
     """
     if backend not in LEGAL:
-        raise UserError(f"backend is {backend!r}: legal for a model in memory are {', '.join(LEGAL)}")
+        raise UserError(f"backend: expected one of {', '.join(LEGAL)} for a model in memory, got {backend!r}")
     refuse_training(model)
     twin = _twin(model)
     kind = suitable(twin) if backend == "auto" else backend

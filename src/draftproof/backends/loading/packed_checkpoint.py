@@ -279,7 +279,7 @@ def grouped(
         more = size // max(WORDS)
         half, zeros, size = half.repeat_interleave(more, 1), zeros.repeat_interleave(more, 1), max(WORDS)
     if size not in WORDS or ins % size:
-        raise UnreadError(f"its groups have {size} inputs, and legal are {', '.join(map(str, WORDS))}")
+        raise UnreadError(f"its groups have {size} inputs, not {', '.join(map(str, WORDS))}")
     both = numbers.view(outs, -1, size // 2, 2)
     bytes_of = both[..., 0] | both[..., 1] << 4
     parts = (half.contiguous().view(torch.uint8).view(outs, -1, 2), zeros.unsqueeze(-1), bytes_of)

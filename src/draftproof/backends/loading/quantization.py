@@ -47,7 +47,7 @@ def read_quantization(given: Any) -> Any:
         raise _refused(given, f"it has no {wanted}")
     known = sorted({*(each.split("_4bit")[0].split("_8bit")[0] for each in AUTO_QUANTIZATION_CONFIG_MAPPING)})
     if method is not None and method not in known:
-        raise UserError(f"quantization_config names the method {method!r}: legal are {', '.join(known)}")
+        raise UserError(f"quantization_config: expected one of the methods {', '.join(known)}, got {method!r}")
     try:
         made: Any = AutoQuantizationConfig.from_dict(fields)
     except Exception as cause:
@@ -88,7 +88,7 @@ def quantization_fields(given: Any) -> dict[str, Any]:
 def _refused(given: Any, why: str) -> UserError:
     shown = given if isinstance(given, str) else repr(given)
     shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-    return UserError(f"quantization_config is {shown!r}: {why}. Legal: {LEGAL}; for example {_EXAMPLE}")
+    return UserError(f"quantization_config: expected {LEGAL}, for example {_EXAMPLE}, got {shown!r}: {why}")
 
 
 def quantization_for(source: str, given: Any) -> Any:
