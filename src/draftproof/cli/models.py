@@ -81,11 +81,12 @@ def match(
     """Show which models on this disk can draft for a target, and what that gains by the bytes that they read."""
     if not 0 < accepted < 1:
         raise UserError(f"accepted: expected a number between 0 and 1, got {accepted}")
+    from draftproof.backends.loading.load import load
     from draftproof.backends.loading.match import matches
 
     obtain(target)
     with quiet_libraries():
-        found = matches(target, folder or ())
+        found = matches(load(target), folder or ())
     if as_json:
         rows = [
             {**vars(each), "share": each.share if each.nbytes else None}  # JSON has no infinity

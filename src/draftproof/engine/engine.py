@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from draftproof.backends.cache.slot_backend import SlotBackend
 from draftproof.backends.loading.load import load
+from draftproof.backends.loading.match import find_draft
 from draftproof.backends.model_info import end_tokens
 from draftproof.backends.translation.backend import DraftBackend
 from draftproof.engine.composition import DrafterTraits
@@ -106,7 +107,8 @@ class Engine(DecodingLoop):
         made = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
         made.refuse_draft_dtype_alone()
         source = load(target, made.of_target())
-        other = None if made.draft is None else load(made.draft, made.of_draft(), drafts_for=source)
+        small_name = find_draft(source) if made.find_draft and made.draft is None else made.draft
+        other = None if small_name is None else load(small_name, made.of_draft(), drafts_for=source)
         small = None if other is None or made.drafter == "none" else other.draft
         return cls.assemble(source.backend, small, source.tokenizer, options=made)
 

@@ -25,6 +25,8 @@ class EngineOptions:
     Attributes:
         draft: the draft model: registered name, hub id, directory or .gguf file; with another tokenizer it
             drafts the tokens that both have.
+        find_draft: without a draft model, take the one on this disk that gains most by the bytes that it reads and has
+            the target's vocabulary (`draftproof models match`).
         drafter: where drafts come from, a name of DRAFTERS with its argument. Default "auto": in every round what pays
             most of the draft model, what ships for the target, the target with weights of 4 bits, and repeated
             passages.
@@ -66,6 +68,7 @@ class EngineOptions:
     """
 
     draft: str | None = None
+    find_draft: bool = False
     drafter: str | None = None
     stopper: str | None = None
     verifier: str | None = None

@@ -3,14 +3,19 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from draftproof import UserError, models
+from draftproof import Engine, UserError, models
+from draftproof.backends.loading import match
+from draftproof.backends.loading.load import load
 from draftproof.backends.loading.match import VERIFIED, Match, matches
 from draftproof.cli import app
-from draftproof.embedded import draft_dir, stories_target_dir, target_dir
+from draftproof.embedded import draft_dir, stories_draft_dir, stories_target_dir, target_dir
+from draftproof.engine import engine
+from draftproof.models.layers import truncated_copy
 from support.vocabularies import renumbered
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_what_fits_comes_first_and_what_does_not_says_why(folder):
-    found = {each.name.rsplit("/", 1)[-1]: each for each in matches("embedded:target", [folder])}
+    found = {each.name.rsplit("/", 1)[-1]: each for each in matches(load("embedded:target"), [folder])}
     assert next(iter(found)) == "small"
     assert found["small"].why_not == ""
     assert 0 < found["small"].share < 1
@@ -44,7 +49,7 @@ def test_what_fits_comes_first_and_what_does_not_says_why(folder):
 
 def test_a_candidate_that_cannot_be_had_is_listed_with_its_error(folder):
     (folder / "gone.gguf").symlink_to(folder / "nowhere.gguf")
-    found = {each.name.rsplit("/", 1)[-1]: each for each in matches("embedded:target", [folder])}
+    found = {each.name.rsplit("/", 1)[-1]: each for each in matches(load("embedded:target"), [folder])}
     assert "no such file or directory" in found["gone.gguf"].why_not
     assert found["small"].why_not == ""
 
@@ -61,6 +66,32 @@ def test_the_gain_is_that_of_the_bytes():
     best = max(gains, key=gains.get)
     assert one.gain(0.8) == (pytest.approx(gains[best]), best)
     assert one.gain(0.5)[1] < best
+
+
+def loaded(monkeypatch, *places, draft=None):
+    """What an engine loads that finds its draft model among these."""
+    names = []
+    monkeypatch.setenv("DRAFTPROOF_NATIVE", "0")  # where HOME is empty, the library would be built
+    monkeypatch.setattr(match, "found_files", lambda: [SimpleNamespace(name=str(place)) for place in places])
+    monkeypatch.setattr(engine, "load", lambda name, *rest, **more: names.append(name) or load(name, *rest, **more))
+    Engine.load("embedded:stories", draft, find_draft=True, drafter="none", check=False)
+    return names
+
+
+def test_an_engine_takes_the_model_on_this_disk_that_gains_most(folder, monkeypatch, caplog):
+    shallow = truncated_copy(stories_target_dir(), [0], folder / "shallow")
+    here = [folder / "other", folder / "broken", stories_draft_dir(), shallow]
+    smallest = min(here[2:], key=lambda place: (place / "model.safetensors").stat().st_size)
+    assert loaded(monkeypatch, *here) == ["embedded:stories", str(smallest)]
+    assert f"the draft model of embedded:stories is {smallest}, which reads 0." in caplog.text
+    named = str(stories_draft_dir())
+    assert loaded(monkeypatch, *here, draft=named) == ["embedded:stories", named]  # a name goes before what is found
+
+
+def test_without_a_model_that_gains_an_engine_has_no_draft_model(folder, monkeypatch, caplog):
+    here = [folder / name for name in ("other", "renumbered", "broken")]
+    assert loaded(monkeypatch, *here) == ["embedded:stories"]
+    assert "no model on this disk gains as a draft model of embedded:stories" in caplog.text
 
 
 def test_the_command(folder):
@@ -84,5 +115,5 @@ def test_the_command(folder):
 
 def test_a_target_that_is_not_there(folder):
     with pytest.raises(UserError, match="no such file"):
-        matches("./nowhere", [folder])
+        matches(load("./nowhere"), [folder])
     assert models.resolve("embedded:target")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from draftproof.theory.lengths import iid_block_efficiency
 
 VERIFIED = 1.04  # what a pass over five rows costs, of one row (docs/results/gguf.md, 1.5 B shapes)
 _MOST_DRAFTED = 8
+_LIKELY = 0.7  # accepted tokens of a drafted one, of small models of the same family
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,26 +53,39 @@ class Match:
         return max((iid_block_efficiency(accepted, n) / (n * self.share + VERIFIED), n) for n in lengths)
 
 
-def matches(target: str, folders: Iterable[Path] = ()) -> list[Match]:
+def find_draft(target: LoadedModel) -> str | None:
+    """The name of the model on this disk that gains most as the target's draft model; None where none gains.
+
+    Only models with the target's own vocabulary are taken. The gain is that of the bytes which both read.
+    """
+    fitting = [each for each in matches(target) if not each.why_not and each.shared is None]
+    best = max(fitting, key=lambda each: each.gain(_LIKELY), default=None)
+    if best is None or best.gain(_LIKELY)[0] <= 1:
+        _log.warning("no model on this disk gains as a draft model of %s (draftproof models match)", target.name)
+        return None
+    _log.warning("the draft model of %s is %s, which reads %.2f of its bytes", target.name, best.name, best.share)
+    return best.name
+
+
+def matches(target: LoadedModel, folders: Iterable[Path] = ()) -> list[Match]:
     """What can draft for a target, the smallest first; then those with another vocabulary, then what cannot.
 
     Args:
-        target: its name.
+        target: whose tokenizer is compared; its weights are not read.
         folders: that are searched for .gguf files and directories of models, beside what `found_files` finds and the
             registered models that are here.
 
     Raises:
         UserError: the target cannot be read.
     """
-    right = load(target)
-    whole = _read_bytes(target)
+    whole = _read_bytes(target.name)
     names = [name for name in models.REGISTRY if models.pulled(name)]
     names += [each.name for each in found_files()]
     for folder in folders:
         names += [str(path) for path in sorted(folder.rglob("*.gguf"))]
         names += [str(path.parent) for path in sorted(folder.rglob("config.json"))]
-    own = _place(target)
-    found = [_match(name, right, whole) for name in dict.fromkeys(names) if _place(name) != own]
+    own = _place(target.name)
+    found = [_match(name, target, whole) for name in dict.fromkeys(names) if _place(name) != own]
     return sorted(found, key=lambda each: (bool(each.why_not), each.shared is not None, each.nbytes))
 
 
@@ -81,17 +97,17 @@ def _place(name: str) -> str | None:
         return None
 
 
-def _match(name: str, right: LoadedModel, whole: int) -> Match:
+def _match(name: str, target: LoadedModel, whole: int) -> Match:
     try:
         nbytes = _read_bytes(name)
     except (UserError, OSError, KeyError, ValueError) as cause:
         return Match(name, 0, math.inf, str(cause))
     share = nbytes / whole
     try:
-        found = shared_tokens(right.tokenizer, load(name).tokenizer, target_name=right.name, draft_name=name)
+        found = shared_tokens(target.tokenizer, load(name).tokenizer, target_name=target.name, draft_name=name)
     except UserError as cause:
         return Match(name, nbytes, share, str(cause))
-    shared = None if found is None else share_of_text(found, right.tokenizer)
+    shared = None if found is None else share_of_text(found, target.tokenizer)
     return Match(name, nbytes, share, "" if share < 1 else "it is not smaller than the target", shared)
 
 
