@@ -100,7 +100,7 @@ def test_debug_shows_the_traceback(monkeypatch):
     shown = CliRunner().invoke(app, ["generate", STORY, "--verifier", "x", "--debug"])
     assert shown.exit_code == 1
     assert "Traceback" in shown.stderr
-    assert shown.stderr.splitlines()[-1].startswith("draftproof: error: verifier is 'x'")
+    assert shown.stderr.splitlines()[-1].startswith("draftproof: error: verifier: expected one of ")
     monkeypatch.setenv("DRAFTPROOF_DEBUG", "1")
     assert "Traceback" in CliRunner().invoke(app, ["generate", STORY, "--verifier", "x"]).stderr
 

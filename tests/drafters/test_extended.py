@@ -138,7 +138,7 @@ def test_a_prediction_extends_a_chain():
 
 @pytest.mark.parametrize("name", ["chains:2+suffix:4", "auto+suffix", "none+suffix", "suffix:4+suffix:4", "x+suffix:2"])
 def test_what_cannot_be_extended_is_refused(name):
-    with pytest.raises(UserError, match=r"expected one chain of drawn tokens|drafter is 'x'"):
+    with pytest.raises(UserError, match=r"expected one chain of drawn tokens|got 'x'"):
         find_drafter(name)
 
 
