@@ -105,7 +105,9 @@ class ModelDrafter(ModelBacked):
             chain.probs.append(row)
         hidden = [output.hidden[-1] for output in outputs if output.hidden is not None]
         logits = [output.logits[-1] for output in outputs if self.stopper.reads_logits]
-        return self.stopper.signal(DraftStep(drawn, q, stack_rows(hidden), stack_rows(logits)))
+        accepted = [output.accepted[-1] for output in outputs if output.accepted is not None]
+        rows = (stack_rows(each) for each in (hidden, logits, accepted))
+        return self.stopper.signal(DraftStep(drawn, q, *rows))
 
     def _judge(self, queued: list[tuple[list[_Chain], Float[Tensor, " _"]]]) -> None:
         """Copy the new signals to the host together, and end every chain at the first token where the stopper stops."""

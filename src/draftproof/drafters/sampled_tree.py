@@ -196,8 +196,9 @@ class SampledTreeDrafter(ModelBacked):
         above = [(made[id(tree)], places[id(tree)][tree.parents[node]]) for tree, node in new]
         hidden = [output.hidden[place] for output, place in above if output.hidden is not None]
         logits = [output.logits[place] for output, place in above if self.stopper.reads_logits]
+        accepted = [output.accepted[place] for output, place in above if output.accepted is not None]
         probs = torch.stack([tree.probs[node] for tree, node in new])
-        return DraftStep(tokens, probs, stack_rows(hidden), stack_rows(logits))
+        return DraftStep(tokens, probs, *(stack_rows(each) for each in (hidden, logits, accepted)))
 
     @staticmethod
     def _draw(

@@ -95,6 +95,11 @@ class Stopper(Protocol):
         ...
 
     @property
+    def reads_predictions(self) -> bool:
+        """Whether it reads DraftStep.accepted."""
+        ...
+
+    @property
     def timed(self) -> bool:
         """Whether its decisions depend on the time of earlier rounds."""
         ...
@@ -143,6 +148,7 @@ class StopperBase:
     constant = False
     hidden_size = 0
     reads_logits = False
+    reads_predictions = False
     timed = False
 
     def __init__(self, name: str, limit: int) -> None:

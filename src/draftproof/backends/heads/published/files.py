@@ -18,7 +18,8 @@ from draftproof.errors import UserError, reason
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ALGORITHM = "speculators_model_type"
-DRAFTERS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "mtp")  # that read published heads
+DRAFTERS = ("eagle3", "peagle", "dflash", "dspark", "dflash2", "eagle", "medusa", "mtp")  # that read published heads
+_NESTS = ("dflash_config", "dspark_config")
 _PATTERNS = [CONFIG, "*.safetensors", INDEX]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _CONVERT = (
@@ -47,13 +48,27 @@ class HeadFiles:
         nested = self.config.get("transformer_layer_config")
         return nested if isinstance(nested, Mapping) else self.config
 
+    @property
+    def nest(self) -> str:
+        """The name under which authors of block heads nest fields of their own."""
+        return next((name for name in _NESTS if isinstance(self.config.get(name), Mapping)), _NESTS[0])
+
+    @property
+    def nested(self) -> Mapping[str, Any]:
+        """The fields there."""
+        return self.config.get(self.nest) or {}
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A field of the config, wherever it stands."""
+        return self.nested.get(name, self.config.get(name, default))
+
     def number(self, name: str, default: int | None = None) -> int:
         """A whole number of the config.
 
         Raises:
             UserError: it is missing, or no whole number of 1 or more.
         """
-        found = self.config.get(name, default)
+        found = self.field(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             raise UserError(f"the config of the head {self.source!r} has {name} {found!r}: legal is 1 or more")
         return found
@@ -189,6 +204,8 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
     if "medusa_num_heads" in config:
         return "medusa"
     kinds = " ".join(map(str, config.get("architectures") or [])).lower()
+    if "dspark_config" in config or "dspark" in kinds:
+        return "dspark"
     if "dflash_config" in config or "dflash" in kinds:
         return "dflash2" if "dflash2" in kinds else "dflash"
     return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else "eagle"
