@@ -96,14 +96,15 @@ class Engine(DecodingLoop):
 
         Args:
             target: a registered name ("embedded:target", "smollm2-135m"), hub id, directory or .gguf file.
-            draft: the draft model, named likewise; with another tokenizer it drafts the tokens that both have.
+            draft: the draft model, named likewise; with another tokenizer it drafts the tokens that both have. Or a
+                published draft head.
             options: how the engine is made.
             **changes: fields of `EngineOptions`, over those of `options`: `Engine.load(name, drafter="ngram:8")`.
 
         Raises:
             UserError: a name that is none, a model that cannot be had, parts that do not fit together.
         """
-        made = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes)
+        made = (options or EngineOptions()).changed(**({} if draft is None else {"draft": draft}), **changes).of_head()
         made.refuse_draft_dtype_alone()
         source = load(target, made.of_target())
         other = None if made.draft is None else load(made.draft, made.of_draft(), drafts_for=source)

@@ -13,11 +13,12 @@ from draftproof.backends.heads.published.dflash2 import dflash2_backend
 from draftproof.backends.heads.published.dspark import dspark_backend
 from draftproof.backends.hf.backend import HFBackend
 from draftproof.backends.lean.backend import LeanBackend
+from draftproof.engine.options import EngineOptions
 from draftproof.engine.registry import make_drafter
 from draftproof.tree import TokenTree
 from support import published
-from support.helpers import assert_output_distribution, tiny_llama
-from support.published import DATA, IDS, STEPS, changed, reference, tiny_target
+from support.helpers import assert_output_distribution, embedded_model, tiny_llama
+from support.published import DATA, IDS, STEPS, WRITERS, changed, reference, tiny_target
 
 BACKENDS = {"dspark": dspark_backend, "dflash2": dflash2_backend}
 DSPARK = ["dspark_vanilla", "dspark_gated", "dspark_rnn"]
@@ -130,7 +131,7 @@ def test_both_layouts_are_one_head(tmp_path, name):
     for original in (False, True):
         theirs = {} if not original or name == "dspark" else {"causal": False}
         folder = tmp_path / str(original)
-        published.WRITERS[name](folder, target, ids=ids, layers=(1, 3), original=original, **theirs)
+        WRITERS[name](folder, target, ids=ids, layers=(1, 3), original=original, **theirs)
         drafter = make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:2")
         heads.append(drafter.model.backend)
     outputs = [drafted_outputs(target, head, 7) for head in heads]
@@ -203,7 +204,7 @@ def test_predictions_leave_the_output_distribution_exact(tmp_path, chains, rule)
 def test_second_tokens_are_exact_and_a_false_row_of_theirs_is_detected(tmp_path, name):
     """By enumeration, where the row of the second drafted token depends on the first; and its negative control."""
     target = tiny_llama()
-    folder = published.WRITERS[name](tmp_path / "head", target)
+    folder = WRITERS[name](tmp_path / "head", target)
 
     def make():
         return make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="fixed:2")
@@ -230,11 +231,45 @@ def test_second_tokens_are_exact_and_a_false_row_of_theirs_is_detected(tmp_path,
 def test_heads_that_predict_nothing_are_refused_with_that_stopper(tmp_path):
     target = tiny_target()
     for name, more in (("dspark", {"confidence": False}), ("dflash", {})):
-        folder = published.WRITERS[name](tmp_path / name, target, **more)
+        folder = WRITERS[name](tmp_path / name, target, **more)
         with pytest.raises(UserError, match=r"reads a draft head's own prediction of acceptance, and .* makes none"):
             make_drafter(f"{name}:{folder}", target=target, draft=None, stopper="predicted")
     with pytest.raises(UserError, match="stopper predicted: expected 0 < threshold < 1, got 2"):
         make_drafter(f"dspark:{tmp_path / 'dspark'}", target=target, draft=None, stopper="predicted:2")
+
+
+# --- heads in place of a draft model ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*WRITERS])
+def test_a_head_is_known_by_its_config(tmp_path, name):
+    """Named as the draft model, it is read by its drafter; the first EAGLE heads alone look like models."""
+    folder = WRITERS[name](tmp_path / "head", tiny_target())
+    made = EngineOptions(draft=str(folder)).of_head()
+    if name == "eagle":
+        assert made.draft == str(folder)
+    else:
+        assert (made.draft, made.drafter) == (None, f"{name}:{folder}")
+    assert EngineOptions(draft=str(DATA / "target")).of_head().draft == str(DATA / "target")
+    assert EngineOptions(draft="owner/none").of_head().draft == "owner/none"
+
+
+def test_an_engine_drafts_with_a_head_that_is_named_as_the_draft_model(tmp_path):
+    folder = published.dspark(tmp_path / "head", HFBackend(embedded_model("target"), name="target"))
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    plain = Engine.load("embedded:target", drafter="none").generate("Once upon", params)[0]
+    made = Engine.load("embedded:target", str(folder), stopper="predicted:0.1").generate("Once upon", params)[0]
+    assert made.token_ids == plain.token_ids
+    assert made.stats.num_draft_tokens > 0
+
+
+def test_two_ways_to_name_a_drafter_and_unknown_heads_are_refused(tmp_path):
+    folder = DATA / "dspark_vanilla"
+    with pytest.raises(UserError, match="draft names a head of algorithm dspark, and drafter is 'ngram:4': leave one"):
+        EngineOptions(draft=str(folder), drafter="ngram:4").of_head()
+    other = changed(tmp_path / "head", "dspark_vanilla", speculators_model_type="xpress")
+    with pytest.raises(UserError, match="'xpress', which is not read here: legal are eagle3, peagle, dflash, dspark"):
+        EngineOptions(draft=str(other)).of_head()
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

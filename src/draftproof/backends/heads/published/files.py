@@ -196,8 +196,33 @@ def _weight_files(source: str, folder: Path, names: Sequence[str]) -> list[Path]
     )
 
 
+def head_algorithm(source: str) -> str | None:
+    """The drafter that reads a published head, where a directory or hub id is one whose config says so; else None.
+
+    Raises:
+        UserError: a head of an algorithm that is not read here.
+    """
+    where = Path(models.resolve(source)).expanduser() / CONFIG
+    if not where.is_file() and not where.parent.exists() and "/" in source:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            where = Path(hf_hub_download(source, CONFIG))
+        except (OSError, ValueError):  # loading says why the model cannot be had
+            return None
+    found = _named_algorithm(_config(source, where.parent)) if where.is_file() else None
+    if found is not None and found not in DRAFTERS:
+        _refuse_other_algorithm(source, found, "")
+    return found
+
+
 def algorithm_of(config: Mapping[str, Any]) -> str:
     """Which drafter reads a head with this config, or the name that the config gives its algorithm."""
+    return _named_algorithm(config) or "eagle"
+
+
+def _named_algorithm(config: Mapping[str, Any]) -> str | None:
+    """The same where the config tells a head from a model, which it does for all but the first EAGLE heads."""
     named = config.get(ALGORITHM)
     if isinstance(named, str) and named:
         return named
@@ -208,7 +233,7 @@ def algorithm_of(config: Mapping[str, Any]) -> str:
         return "dspark"
     if "dflash_config" in config or "dflash" in kinds:
         return "dflash2" if "dflash2" in kinds else "dflash"
-    return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else "eagle"
+    return "eagle3" if "eagle3" in kinds or "draft_vocab_size" in config else None
 
 
 def _refuse_other_algorithm(source: str, found: str, wanted: str) -> None:
