@@ -307,7 +307,9 @@ def dspark_rows(model: Any, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The corrected logits and the confidence that the package hands to its loss."""
     found: list[Tensor] = []
 
-    def watched(logits: Tensor, _targets: Tensor, confidence: Tensor, *_rest: Any, **_more: Any) -> tuple[Tensor, dict]:
+    def watched(
+        logits: Tensor, _targets: Tensor, confidence: Tensor, *_rest: Any, **_more: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
         found.extend((logits.detach(), confidence.detach()))
         return torch.zeros(()), {}
 

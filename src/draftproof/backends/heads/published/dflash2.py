@@ -86,7 +86,7 @@ class DFlash2Net(DFlashNet):
         follows = embedding(last, self._before) * self._project(states)
         scores = scores + (follows.unsqueeze(1) * embedding(kept, self._after)).sum(-1)
         chosen = torch.full_like(logits, float("-inf")).scatter_(-1, kept, scores)
-        return [Rows(*row) for row in zip(chosen.split(counts), states.split(counts), strict=True)]
+        return [Rows(*row) for row in zip(torch.split(chosen, counts), torch.split(states, counts), strict=True)]
 
 
 class _Convolution:
@@ -112,12 +112,12 @@ class _Convolution:
             )
         self._shape = (block, width // size, size)
         self._taps = taps
-        self._learned = cast(files.take(f"{at}base_kernel", [2, taps, width]), target).unflatten(-1, (-1, size))
+        self._learned = cast(files.take(f"{at}base_kernel", [2, taps, width]), target).view(2, taps, *self._shape[1:])
         self._correct = make_product(files, f"{at}kernel_projection", 2 * taps * (width // size), width, target)
 
     def entering(self, x: Float[Tensor, "blocks dim"]) -> tuple[Float[Tensor, "blocks dim"], Tensor]:
         """What enters, mixed, and the corrections for `leaving`."""
-        corrections = self._correct(x).unflatten(-1, (2, self._taps, -1))
+        corrections = self._correct(x).view(-1, 2, self._taps, self._shape[1])
         return self._mixed(x, 0, corrections[:, 0]), corrections[:, 1]
 
     def leaving(self, x: Float[Tensor, "blocks dim"], corrections: Tensor) -> Float[Tensor, "blocks dim"]:
@@ -130,7 +130,7 @@ class _Convolution:
         places = x.view(-1, *self._shape)
         weights = self._learned[side] + corrections.unsqueeze(-1)
         weights = weights.view(-1, self._shape[0], *weights.shape[1:])
-        made = weights[:, :, 0] * places
+        made: Tensor = weights[:, :, 0] * places
         for tap in range(1, self._taps):
             made[:, tap:] += weights[:, tap:, tap] * places[:, :-tap]
         return made.view(x.shape)

@@ -82,8 +82,9 @@ class DSparkNet(DFlashNet):
             features = torch.cat([states, tokens], -1) if self._reads_token else states
         accepted: list[Any] = [None] * len(rows)
         if self._confidence is not None:
-            accepted = list(linear(features.float(), *self._confidence).sigmoid().squeeze(-1).split(counts))
-        return [Rows(*row) for row in zip(logits.split(counts), states.split(counts), accepted, strict=True)]
+            accepted = list(torch.split(linear(features.float(), *self._confidence).sigmoid().squeeze(-1), counts))
+        parts = (torch.split(logits, counts), torch.split(states, counts), accepted)
+        return [Rows(*row) for row in zip(*parts, strict=True)]
 
 
 class MarkovHead:
