@@ -18,7 +18,17 @@ from draftproof.errors import UserError, reason
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ALGORITHM = "speculators_model_type"
-DRAFTERS = ("eagle3", "peagle", "dflash", "dspark", "dflash2", "eagle", "medusa", "mtp")  # that read published heads
+DRAFTERS = (  # that read published heads
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "eagle",
+    "medusa",
+    "mtp",
+    "assistant",
+)
 _NESTS = ("dflash_config", "dspark_config")
 _PATTERNS = [CONFIG, "*.safetensors", INDEX]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -226,6 +236,8 @@ def _named_algorithm(config: Mapping[str, Any]) -> str | None:
     named = config.get(ALGORITHM)
     if isinstance(named, str) and named:
         return named
+    if config.get("model_type") in ("gemma4_assistant", "gemma4_unified_assistant"):
+        return "assistant"
     if "medusa_num_heads" in config:
         return "medusa"
     kinds = " ".join(map(str, config.get("architectures") or [])).lower()
