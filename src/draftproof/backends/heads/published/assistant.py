@@ -300,10 +300,10 @@ class AssistantBackend:
     back = 0
 
     def __init__(self, source: str, target: SlotBackend) -> None:
-        if not isinstance(target, HFBackend):
+        if type(target) is not HFBackend:  # its subclasses hold keys otherwise: divided, or with snapshots
             raise UserError(
-                f"the assistant {source!r} reads keys and values as backend hf holds them, and {target.name} is on "
-                f"backend {target.kind}: legal is a Gemma 4 target on backend hf"
+                f"the assistant {source!r} reads keys and values as backend hf holds them in one process, and "
+                f"{target.name} is on {type(target).__name__}: legal is a Gemma 4 target on backend hf"
             )
         files = read_head(source, "assistant")
         self._net = AssistantNet(files, target)
